@@ -1,0 +1,1 @@
+"""An operation fuser for PyTorch."""

@@ -1,0 +1,1 @@
+"""How it runs fast: kernel contracts, library ops, device code."""

@@ -1,0 +1,1 @@
+"""Hopper (SM90) kernels written in the CuTe DSL."""
