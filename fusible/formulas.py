@@ -81,10 +81,16 @@ def swiglu_backward(
     """Gradients of :func:`swiglu` with respect to ``x`` and ``scales``."""
     wide = math_dtype(x.dtype)
     gate, linear = split_glu(x.to(wide), interleave)
-    sigmoid = torch.sigmoid(gate)
-    act = gate * sigmoid
-    dact_dgate = sigmoid + act * (1 - sigmoid)
-    return _glu_backward(dy.to(wide), x.dtype, act, linear, dact_dgate, None, scales, interleave)
+    dy = dy.to(wide)
+    dlinear = dy * F.silu(gate)
+    dact = dy * linear
+    dscales = None
+    if scales is not None:
+        dscales = (dlinear * linear).sum(-1).to(scales.dtype)
+        scale = scales.to(wide).unsqueeze(-1)
+        dlinear, dact = dlinear * scale, dact * scale
+    dgate = torch.ops.aten.silu_backward(dact, gate)
+    return join_glu(dgate.to(x.dtype), dlinear.to(x.dtype), interleave), dscales
 
 
 def clamped_qgeglu(  # noqa: PLR0913 - the activation's own parameters
@@ -121,32 +127,18 @@ def clamped_qgeglu_backward(  # noqa: PLR0913 - the activation's own parameters
     """Gradients of :func:`clamped_qgeglu` with respect to ``x`` and ``scales``."""
     wide = math_dtype(x.dtype)
     gate_in, linear_in = split_glu(x.to(wide), interleave)
+    dy = dy.to(wide)
     gate = gate_in.clamp(max=limit)
     linear = linear_in.clamp(-limit, limit) + offset
     sigmoid = torch.sigmoid(alpha * gate)
     act = gate * sigmoid
-    dact_dgate = (sigmoid + alpha * act * (1 - sigmoid)) * (gate_in <= limit)
-    passes = linear_in.abs() <= limit
-    return _glu_backward(dy.to(wide), x.dtype, act, linear, dact_dgate, passes, scales, interleave)
-
-
-def _glu_backward(  # noqa: PLR0913 - the intermediate values that both GLU backwards share
-    dy: Tensor,
-    dtype: torch.dtype,
-    act: Tensor,
-    linear: Tensor,
-    dact_dgate: Tensor,
-    linear_passes: Tensor | None,
-    scales: Tensor | None,
-    interleave: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Backward of ``act(gate) * linear * scales`` from its factors, all in the math dtype."""
+    dlinear = dy * act
+    dact = dy * linear
     dscales = None
     if scales is not None:
-        dscales = (dy * act * linear).sum(-1).to(scales.dtype)
-        dy = dy * scales.to(dy.dtype).unsqueeze(-1)
-    dlinear = dy * act
-    if linear_passes is not None:
-        dlinear = dlinear * linear_passes
-    dx = join_glu((dy * linear * dact_dgate).to(dtype), dlinear.to(dtype), interleave)
-    return dx, dscales
+        dscales = (dlinear * linear).sum(-1).to(scales.dtype)
+        scale = scales.to(wide).unsqueeze(-1)
+        dlinear, dact = dlinear * scale, dact * scale
+    dgate = dact * (sigmoid + alpha * act * (1 - sigmoid)) * (gate_in <= limit)
+    dlinear = dlinear * (linear_in.abs() <= limit)
+    return join_glu(dgate.to(x.dtype), dlinear.to(x.dtype), interleave), dscales

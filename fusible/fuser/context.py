@@ -51,20 +51,24 @@ class OperationContext:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save = tensors
 
-    def saved_state(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """What outlives the forward: the saved tensors (none without a backward), and the rest."""
-        state = dict(vars(self))
-        tensors = state.pop("to_save")
-        del state["memo"]
-        return (tensors if self.requires_grad else ()), state
+    def own_values(self) -> dict[str, Any]:
+        """The plain values that the op has set as attributes."""
+        return {name: value for name, value in vars(self).items() if name not in _FIXED}
 
     @classmethod
     def restored(
-        cls, saved_tensors: tuple[Tensor | None, ...], state: dict[str, Any]
+        cls,
+        needs: GradNeeds,
+        recipe: Any,
+        saved_tensors: tuple[Tensor | None, ...],
+        own_values: dict[str, Any],
     ) -> OperationContext:
         """A new context for the backward."""
-        context = cls(state["needs"])
-        for name, value in state.items():
-            setattr(context, name, value)
+        context = cls(needs, recipe)
         context.saved_tensors = saved_tensors
+        for name, value in own_values.items():
+            setattr(context, name, value)
         return context
+
+
+_FIXED = frozenset(("requires_grad", "needs", "recipe", "to_save", "memo"))

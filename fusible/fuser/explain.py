@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -71,10 +72,10 @@ def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None)
     planned: list[PlannedRun] = []
     names = {id(m): name for name, m in module.named_modules()}
 
-    def note(run: Run, call: Any) -> None:
+    def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
         name = next((names[id(op)] for op in run.ops if id(op) in names), "")
         where = f"{type(module).__name__}.{name}" if name else type(module).__name__
-        planned.append(PlannedRun(where, run, run.plan_for(call, on or target_of(call.device))))
+        planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, Run.observed(note):
         fake = tree_map_only(Tensor, mode.from_tensor, inputs)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from fusible.fuser import target as targets
 from fusible.fuser.context import OperationContext
-from fusible.fuser.plan import Facts, GradNeeds, OpFacts, Plan, TensorFacts, UserFusions, plan
+from fusible.fuser.plan import (
+    Facts,
+    GradNeeds,
+    OpFacts,
+    Plan,
+    Step,
+    TensorFacts,
+    UserFusions,
+    plan,
+)
 from fusible.fuser.registry import registry
 from fusible.fuser.target import Target
 from fusible.fuser.wiring import CALLER, wire
@@ -23,7 +32,7 @@ Kwargs = Sequence[dict[str, Any]]
 
 
 class _Call(NamedTuple):
-    """What a plan may depend on in one call, hashable: the key of the plan cache."""
+    """What a plan may depend on in one call, all of it hashable: the key of the plan cache."""
 
     recipe: Any
     autocast_dtype: torch.dtype | None
@@ -40,13 +49,14 @@ class _Call(NamedTuple):
 def _tensor_key(t: Tensor, source: int) -> tuple[Any, ...]:
     # operator.index makes a symbolic size a constant under torch.compile; row counts stay symbolic.
     features = operator.index(t.shape[-1]) if t.dim() > 1 else None
-    return t.dtype, t.device.type, features, t.requires_grad, source
+    return t.dtype, t.device, features, t.requires_grad, source
 
 
 def _tensor_facts(key: tuple[Any, ...], target: Target) -> TensorFacts:
     dtype, device, *rest = key
     # Another machine's plan speaks of the tensors as that machine would hold them.
-    return TensorFacts(dtype_name(dtype), device if device == "cpu" else target.device, *rest)
+    kind = "cpu" if device.type == "cpu" else target.device
+    return TensorFacts(dtype_name(dtype), kind, *rest)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,10 +64,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class _Step(NamedTuple):
+    """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
+
+    op: Any
+    start: int
+    stop: int
+    sources: tuple[tuple[tuple[int, int], ...], ...]
+    num_extra_outputs: list[int]
+
+
+class _Schedule(NamedTuple):
+    """A plan with all that its execution looks up."""
+
+    plan: Plan
+    forward: tuple[_Step, ...]
+    backward: tuple[_Step, ...]
+
+
+# In a step's sources: made and used inside one fused op, which wires it itself.
+_INTERNAL = (-2, 0)
+
+
 class _Observation(threading.local):
     """Who is told of every run's call on this thread (``explain``), if anybody."""
 
-    note: Callable[[Run, _Call], None] | None = None
+    note: Callable[[Run, tuple[Any, ...], torch.device], None] | None = None
 
 
 _observation = _Observation()
@@ -77,7 +109,8 @@ class Run:
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
-        self._plans: dict[_Call, Plan] = {}
+        self._schedules: dict[tuple[Any, ...], _Schedule] = {}
+        self._traced: list[_Schedule] = []
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
 
@@ -90,26 +123,29 @@ class Run:
         # functions under torch.compile do not take it twice.
         unique: dict[Tensor, int] = {}
         slots = tuple(
-            unique.setdefault(t, len(unique))
-            for t in (x, *extra_inputs, *(p for ps in params for p in ps))
+            [
+                unique.setdefault(t, len(unique))
+                for t in (x, *extra_inputs, *[p for ps in params for p in ps])
+            ]
         )
-        call = self._call(x, extra_inputs, slots, params)
-        if _observation.note is not None:
-            _observation.note(self, call)
-            current = self.plan_for(call, targets.target_of(x.device))
-        elif torch.compiler.is_compiling():
-            current = _plan_while_compiling(self, call)
+        key = self._key(x, extra_inputs, slots, params)
+        if torch.compiler.is_compiling():
+            schedule = self._traced[_schedule_while_compiling(self, key)]
+        elif _observation.note is not None:
+            _observation.note(self, key, x.device)
+            schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
         else:
-            current = self._plans.get(call) or self.plan_for(call)
-            self.plan = current
-        if current.grad and current.grad[-1].requires_grad:
-            return _RunFunction.apply(self, current, slots, kwargs, *unique)
-        output, extra_outputs, _ = _forward(self, current, x, extra_inputs, kwargs)
-        return (output, *extra_outputs) if extra_outputs else output
+            schedule = self._schedules.get(key) or self.schedule_for(key)
+            self.plan = schedule.plan
+        if schedule.plan.grad[-1].requires_grad:
+            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
+        else:
+            outputs = _forward(self, schedule, x, extra_inputs, kwargs)[0]
+        return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     @contextmanager
-    def observed(note: Callable[[Run, Any], None]) -> Iterator[None]:
+    def observed(note: Callable[[Run, tuple[Any, ...], torch.device], None]) -> Iterator[None]:
         """Tell ``note`` of every call of a run on this thread; calls leave no plan behind."""
         outer, _observation.note = _observation.note, note
         try:
@@ -140,53 +176,69 @@ class Run:
             for t in extra_inputs
         ]
 
-    def _call(
+    def _key(
         self,
         x: Tensor,
         extra_inputs: Sequence[Tensor],
         slots: tuple[int, ...],
         params: Sequence[Sequence[Tensor]],
-    ) -> _Call:
+    ) -> tuple[Any, ...]:
+        """The fields of a :class:`_Call`; a plain tuple, which ``torch.compile`` can carry over."""
         device = x.device
         autocast = torch.is_autocast_enabled(device.type)
-        return _Call(
+        return (
             current_recipe(),
             torch.get_autocast_dtype(device.type) if autocast else None,
             torch.is_grad_enabled(),
             device,
             targets.assumed_target(),
             registry.version,
-            _tensor_key(x, slots[0]),
-            tuple([_tensor_key(t, s) for t, s in zip(extra_inputs, slots[1:], strict=False)]),
+            _tensor_key(x, 0),
+            tuple([_tensor_key(t, slots[1 + i]) for i, t in enumerate(extra_inputs)]),
             tuple([tuple([(p.dtype, p.requires_grad) for p in ps]) for ps in params]),
             tuple([op.read_facts() for op in self.ops]),
         )
 
-    def plan_for(self, call: _Call, target: Target | None = None) -> Plan:
-        """The plan for a call, made, checked for required rules and cached; or, uncached, another
-        machine's.
-        """
-        cached = self._plans.get(call) if target is None else None
-        if cached is not None:
-            return cached
+    def schedule_for(self, key: tuple[Any, ...]) -> _Schedule:
+        """The schedule for a call on this machine; checked for required rules and cached."""
+        if key not in self._schedules:
+            made = self.plan_for(key, targets.target_of(_Call(*key).device))
+            made.require(self.require)
+            self._schedules[key] = self._schedule(made)
+        return self._schedules[key]
+
+    def _schedule(self, plan: Plan) -> _Schedule:
+        return _Schedule(plan, self._steps(plan.forward_ops), self._steps(plan.backward_ops))
+
+    def _steps(self, steps: Sequence[Step]) -> tuple[_Step, ...]:
+        made, start = [], 0
+        for op, basic_ops in steps:
+            stop = start + len(basic_ops)
+            sources = tuple(
+                tuple(_INTERNAL if source[0] >= start else source for source in of_op)
+                for of_op in self.wiring.sources[start:stop]
+            )
+            counts = [basic.num_extra_outputs for basic in basic_ops]
+            made.append(_Step(op, start, stop, sources, counts))
+            start = stop
+        return tuple(made)
+
+    def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
+        """The plan of a call on a target. A user's fusion functions run once for all targets."""
+        call = _Call(*key)
         grad = self._gradient_needs(call)
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
             self._user[user_key] = registry.apply(self.ops, call.recipe)
-        on = target or targets.target_of(call.device)
-        made = plan(
+        return plan(
             self.ops,
-            self._facts(call, on),
+            self._facts(call, target),
             recipe=call.recipe,
-            target=on,
+            target=target,
             rules=registry.rules,
             grad=grad,
             user=self._user[user_key],
         )
-        if target is None:
-            made.require(self.require)
-            self._plans[call] = made
-        return made
 
     def _gradient_needs(self, call: _Call) -> tuple[GradNeeds, ...]:
         """Which gradients each op has to give, from what requires one."""
@@ -224,32 +276,35 @@ class Run:
 
 
 @torch._dynamo.assume_constant_result
-def _plan_while_compiling(run: Run, call: _Call) -> Plan:
-    """Planning happens while tracing; its inputs are guarded by what was read to build ``call``."""
-    return run.plan_for(call)
+def _schedule_while_compiling(run: Run, key: tuple[Any, ...]) -> int:
+    """Plans are made for real while tracing; what was read to build ``key`` is guarded.
+
+    Gives the schedule's place in a list of the run: the tracer takes modules only from there.
+    """
+    schedule = run.schedule_for(key)
+    if not any(schedule is known for known in run._traced):
+        run._traced.append(schedule)
+    return next(i for i, known in enumerate(run._traced) if schedule is known)
 
 
 def _forward(
-    run: Run, current: Plan, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
-) -> tuple[Tensor, list[Tensor], list[OperationContext]]:
-    """Run the plan's forward ops; gives the output, the public extra outputs and the contexts."""
-    sources, recipe = run.wiring.sources, current.recipe
+    run: Run, schedule: _Schedule, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+) -> tuple[list[Tensor], list[OperationContext]]:
+    """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
+    recipe = schedule.plan.recipe
     memo: dict[Any, Tensor] = {}
-    contexts = [OperationContext(needs, recipe, memo) for needs in current.grad]
+    contexts = [OperationContext(needs, recipe, memo) for needs in schedule.plan.grad]
     produced: list[Sequence[Tensor | None]] = []
     quantizer_before = quantizer_after = None
-    for op, basic_ops in current.forward_ops:
-        start = len(produced)
-        stop = start + len(basic_ops)
+    for op, start, stop, sources, num_extra_outputs in schedule.forward:
         inputs = [
             [
                 extra_inputs[slot]
                 if producer == CALLER
-                # What a fused op makes for itself, it has to wire itself.
-                else (produced[producer][slot] if producer < start else None)
-                for producer, slot in sources[i]
+                else (produced[producer][slot] if producer >= 0 else None)
+                for producer, slot in of_op
             ]
-            for i in range(start, stop)
+            for of_op in sources
         ]
         if recipe is not None:
             quantizer_before = run.ops[start - 1].get_grad_output_quantizer() if start else None
@@ -263,29 +318,26 @@ def _forward(
             next_op_input_quantizer=quantizer_after,
             basic_op_kwargs=kwargs[start:stop],
         )
-        _check_outputs(run, op, outputs, start, stop)
+        if [len(of_op) for of_op in outputs] != num_extra_outputs:
+            raise RuntimeError(
+                f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
+                f"of lengths {num_extra_outputs}, got {[len(of_op) for of_op in outputs]}"
+            )
+        if any(num_extra_outputs):
+            _check_complete(run, op, outputs, start, stop)
         produced.extend(outputs)
-    public = [produced[op][slot] for op, slot in run.wiring.public]
-    return x, public, contexts
+    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts  # type: ignore[list-item]
 
 
-def _check_outputs(
+def _check_complete(
     run: Run, op: Any, outputs: Sequence[Sequence[Tensor | None]], start: int, stop: int
 ) -> None:
-    """Refuse extra outputs that are not one sequence a basic op, complete where they are needed."""
-    name = type(op).__name__
-    wanted = [basic.num_extra_outputs for basic in run.ops[start:stop]]
-    got = [len(values) for values in outputs]
-    if got != wanted:
-        raise RuntimeError(
-            f"{name} must return one sequence of extra outputs for each basic op, of lengths "
-            f"{wanted}, got {got}"
-        )
+    """Refuse a missing extra output that something outside the op needs."""
     for i, values in enumerate(outputs, start):
         for slot, value in enumerate(values):
             if value is None and run.wiring.needed_outside((i, slot), start, stop):
                 raise RuntimeError(
-                    f"{name} must return extra output {slot} of op {i} "
+                    f"{type(op).__name__} must return extra output {slot} of op {i} "
                     f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
                 )
 
@@ -295,86 +347,86 @@ class _RunFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        fctx: Any, run: Run, current: Plan, slots: tuple[int, ...], kwargs: Kwargs, *unique: Tensor
-    ) -> Any:
+        fctx: Any,
+        run: Run,
+        schedule: _Schedule,
+        slots: tuple[int, ...],
+        kwargs: Kwargs,
+        *unique: Tensor,
+    ) -> tuple[Tensor, ...]:
         x, *extra_inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
-        output, extra_outputs, contexts = _forward(run, current, x, extra_inputs, kwargs)
-
+        outputs, contexts = _forward(run, schedule, x, extra_inputs, kwargs)
         saved: list[Tensor | None] = []
         states = []
         for context in contexts:
-            tensors, state = context.saved_state()
-            states.append((len(saved), len(saved) + len(tensors), state))
-            saved.extend(tensors)
+            first = len(saved)
+            if context.requires_grad:
+                saved.extend(context.to_save)
+            states.append((first, len(saved), context.own_values()))
         fctx.save_for_backward(*saved)
-        fctx.run, fctx.plan, fctx.slots, fctx.states = run, current, slots, states
+        fctx.run, fctx.schedule, fctx.slots, fctx.states = run, schedule, slots, states
         fctx.dtypes = [t.dtype for t in unique]
-
-        outputs = _distinct([output, *extra_outputs], unique)
-        fctx.mark_non_differentiable(
-            *[
-                t
-                for t, (op, _) in zip(outputs[1:], run.wiring.public, strict=True)
-                if not (current.grad[op].requires_grad and t.is_floating_point())
-            ]
-        )
-        return tuple(outputs) if extra_outputs else outputs[0]
+        outputs = _distinct(outputs, unique)
+        if run.wiring.public:
+            grad = schedule.plan.grad
+            fctx.mark_non_differentiable(
+                *[
+                    t
+                    for t, (op, _) in zip(outputs[1:], run.wiring.public, strict=True)
+                    if not (grad[op].requires_grad and t.is_floating_point())
+                ]
+            )
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
-        run, current, saved = fctx.run, fctx.plan, fctx.saved_tensors
-        sources = run.wiring.sources
-        n = len(run.ops)
+        run, plan, saved = fctx.run, fctx.schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
-            OperationContext.restored(saved[first:last], state)
-            for first, last, state in fctx.states
+            OperationContext.restored(needs, plan.recipe, saved[first:last], values)
+            for needs, (first, last, values) in zip(plan.grad, fctx.states, strict=True)
         ]
-
-        grads_produced: dict[tuple[int, int], Tensor | None] = {
-            key: grad
-            for key, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
-            if current.grad[key[0]].requires_grad
+        # Gradients of extra outputs, by (op, slot), summed over their uses.
+        flowing: dict[tuple[int, int], Tensor | None] = {
+            output: grad
+            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
+            if plan.grad[output[0]].requires_grad
         }
-        grads_extra: list[Tensor | None] = [None] * run.num_extra_inputs
-        grads_params: list[Sequence[Tensor | None]] = [(None,) * len(g.params) for g in current.grad]
+        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
+        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        stop = n
-        for op, basic_ops in reversed(current.backward_ops):
-            start = stop - len(basic_ops)
-            if not current.grad[stop - 1].requires_grad:
+        for op, start, stop, sources, num_extra_outputs in reversed(fctx.schedule.backward):
+            if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
-            grad, of_params, of_extra = op.fuser_backward(
+            grad, step_params, step_extra = op.fuser_backward(
                 contexts[start:stop],
                 grad,
                 basic_op_grad_extra_outputs=[
-                    tuple(grads_produced.get((i, k)) for k in range(run.ops[i].num_extra_outputs))
-                    for i in range(start, stop)
+                    tuple([flowing.get((start + i, k)) for k in range(count)])
+                    for i, count in enumerate(num_extra_outputs)
                 ],
             )
-            _check_gradients(run, op, of_params, of_extra, current.grad, start, stop)
-            for i, for_params, for_extra in zip(
-                range(start, stop), of_params, of_extra, strict=True
-            ):
-                grads_params[i] = for_params
-                for (producer, k), g in zip(sources[i], for_extra, strict=True):
+            _check_gradients(op, step_params, step_extra, plan.grad[start:stop])
+            of_params[start:stop] = step_params
+            for of_op, grads in zip(sources, step_extra, strict=True):
+                for (producer, k), g in zip(of_op, grads, strict=True):
                     if producer == CALLER:
-                        grads_extra[k] = _sum(grads_extra[k], g)
-                    elif producer < start:
-                        grads_produced[producer, k] = _sum(grads_produced.get((producer, k)), g)
-            stop = start
-
+                        of_callers[k] = _sum(of_callers[k], g)
+                    elif producer >= 0:
+                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
         by_tensor: list[Tensor | None] = [None] * len(fctx.dtypes)
-        flat = [grad, *grads_extra, *[g for grads in grads_params for g in grads]]
+        flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
         for slot, g in zip(fctx.slots, flat, strict=True):
             by_tensor[slot] = _sum(by_tensor[slot], g)
-        cast = [
-            None if g is None else g.to(dtype)
-            for g, dtype in zip(by_tensor, fctx.dtypes, strict=True)
-        ]
-        return None, None, None, None, *cast
+        return (
+            *(None, None, None, None),
+            *[
+                g if g is None or g.dtype == dtype else g.to(dtype)
+                for g, dtype in zip(by_tensor, fctx.dtypes, strict=True)
+            ],
+        )
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -387,23 +439,20 @@ def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """``outputs`` with a view in place of each that is an input, or an earlier output, itself."""
     distinct: list[Tensor] = []
     for t in outputs:
-        known = any(t is other for other in inputs) or any(t is other for other in distinct)
+        known = any([t is other for other in inputs]) or any([t is other for other in distinct])
         distinct.append(t.view_as(t) if known else t)
     return distinct
 
 
-def _check_gradients(  # noqa: PLR0913 - what has to agree
-    run: Run,
+def _check_gradients(
     op: Any,
     of_params: Sequence[Sequence[Any]],
     of_extra: Sequence[Sequence[Any]],
     needs: Sequence[GradNeeds],
-    start: int,
-    stop: int,
 ) -> None:
     """Refuse a backward that does not give one entry for every parameter and extra input."""
-    wanted = [(len(needs[i].params), len(needs[i].extra_inputs)) for i in range(start, stop)]
-    got = [(len(p), len(e)) for p, e in zip(of_params, of_extra, strict=True)]
+    got = [(len(p), len(e)) for p, e in zip(of_params, of_extra, strict=False)]
+    wanted = [(len(n.params), len(n.extra_inputs)) for n in needs]
     if got != wanted:
         raise RuntimeError(
             f"the backward of {type(op).__name__} must return gradients (None where there is none) "

@@ -142,9 +142,10 @@ def _grouped_mm_loop(
     row_scale: Tensor | None,
     transpose_w: bool,
 ) -> Tensor:
-    matrices = _per_group(w)
-    if not transpose_w:
-        matrices = [matrix.t() for matrix in matrices]
+    if w[0].dim() == 3:
+        matrices: Sequence[Tensor] = (w[0] if transpose_w else w[0].mT).unbind(0)
+    else:
+        matrices = w if transpose_w else [matrix.t() for matrix in w]
     y = x.new_zeros(x.shape[0], matrices[0].shape[1])
     sizes = _sizes(ends)
     xs, ys = _by_group(x, sizes), _by_group(y, sizes)

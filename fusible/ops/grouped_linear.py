@@ -141,13 +141,8 @@ class GroupedLinear(BasicOperation):
         return self._parameters_named("bias", self.single_grouped_bias) if self.has_bias else []
 
     def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
-        if single:
-            return [getattr(self, name)]
-        return [getattr(self, f"{name}{group}") for group in range(self.num_groups)]
-
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The weights, then the biases."""
-        return (*self.weights(), *self.biases())  # type: ignore[arg-type]
+        names = [name] if single else [f"{name}{group}" for group in range(self.num_groups)]
+        return [self._parameters[n] for n in names]  # type: ignore[misc]
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises."""
@@ -175,7 +170,7 @@ class GroupedLinear(BasicOperation):
         self._refuse_kwargs(basic_op_kwargs[0])
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
         y = grouped.grouped_mm(x, weights, ends, self.stacked_bias(ctx.dtype), row_scale, False)
-        return y.view(*input_.shape[:-1], self.out_features), [()]
+        return _with_rows_of(input_, y), [()]
 
     def operands(
         self,
@@ -191,11 +186,13 @@ class GroupedLinear(BasicOperation):
         check_features(input_, self.in_features, "GroupedLinear")
         weights = self.weights()
         ctx.dtype = compute_dtype(input_, weights[0], "GroupedLinear")
-        self._check_uniform(ctx)
+        if not (self.single_grouped_weight and self.single_grouped_bias):
+            self._check_uniform(ctx)
         if self.scale_bias:
             check_row_scales(scales, input_, "GroupedLinear")
             scales = scales.reshape(-1)  # type: ignore[union-attr]
-        x = input_.reshape(-1, self.in_features).to(ctx.dtype)
+        x = input_ if input_.dim() == 2 else input_.reshape(-1, self.in_features)
+        x = x.to(ctx.dtype)
         if weights[0].dtype != ctx.dtype:
             weights = [weight.to(ctx.dtype) for weight in weights]
         key = ("ends", split_sizes)
@@ -245,7 +242,7 @@ class GroupedLinear(BasicOperation):
         dx = None
         if ctx.needs.input:
             dx = grouped.grouped_mm(dy, weights, ends, None, None, True)
-            dx = dx.view(*grad_output.shape[:-1], self.in_features)
+            dx = _with_rows_of(grad_output, dx)
         count = len(weights)
         dweights: Grads = (None,) * count
         if ctx.needs.params[0]:
@@ -292,6 +289,11 @@ class GroupedLinear(BasicOperation):
             f"scale_bias={self.scale_bias}, single_grouped_weight={self.single_grouped_weight}, "
             f"single_grouped_bias={self.single_grouped_bias}"
         )
+
+
+def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
+    return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
 
 
 def group_ends(split_sizes: Tensor | None, x: Tensor, num_groups: int) -> Tensor:

@@ -18,6 +18,8 @@ Grads = Sequence[Tensor | None]
 class FusibleOperation(nn.Module):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
+    _run: Run | None = None  # this op alone, once it was called so
+
     @property
     def is_fused_op(self) -> bool:
         """Whether this op stands for one or more basic ops."""
@@ -77,31 +79,29 @@ class FusibleOperation(nn.Module):
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run this op alone; keyword arguments go to its (only) basic op."""
         if torch.compiler.is_compiling():
-            run = _alone_while_compiling(self)
-        elif (run := self.__dict__.get("_run")) is None:
-            run = self.__dict__["_run"] = Run(self.basic_ops)
-        return run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)
+            _capture_while_compiling(self)
+        elif self._run is None:
+            self._run = Run(self.basic_ops)
+        return self._run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan | None:
         """What the last call of this op alone ran as; None before the first."""
-        run: Run | None = self.__dict__.get("_run")
-        return None if run is None else run.plan
+        return None if self._run is None else self._run.plan
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is captured by no run yet: plans and the freezing of channels stay behind.
-        state = dict(self.__dict__)
-        state.pop("_run", None)
+        state = {**self.__dict__, "_run": None}
         if "_channels_frozen" in state:
             state["_channels_frozen"] = False
         return state
 
 
 @torch._dynamo.assume_constant_result
-def _alone_while_compiling(op: FusibleOperation) -> Run:
-    run: Run = op.__dict__.get("_run") or Run(op.basic_ops)
-    op.__dict__["_run"] = run
-    return run
+def _capture_while_compiling(op: FusibleOperation) -> None:
+    """The run is made for real while tracing."""
+    if op._run is None:
+        op._run = Run(op.basic_ops)
 
 
 class BasicOperation(FusibleOperation):

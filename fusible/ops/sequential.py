@@ -99,10 +99,13 @@ class Sequential(nn.Sequential):
         """The runs of ops and the other modules, in order."""
         modules = _flat(self)
         if torch.compiler.is_compiling():
-            return _captured_while_compiling(self)
-        if self._captured is None or self._captured[0] != modules:
-            self._captured = (modules, _segments(modules, self.require))
-        return self._captured[1]
+            _capture_while_compiling(self)
+        elif self._captured is None or self._captured[0] != modules:
+            self._capture(modules)
+        return self._captured[1]  # type: ignore[index]
+
+    def _capture(self, modules: list[tuple[nn.Module, bool]]) -> None:
+        self._captured = (modules, _segments(modules, self.require))
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -118,9 +121,11 @@ _OURS = (Run, FusibleOperation, Sequential)
 
 
 @torch._dynamo.assume_constant_result
-def _captured_while_compiling(module: Sequential) -> tuple[Segment, ...]:
-    """Runs are made while tracing; ``segments`` has guarded the modules they are made of."""
-    return module.segments()
+def _capture_while_compiling(module: Sequential) -> None:
+    """Runs are made for real while tracing; ``segments`` guards the modules they are made of."""
+    modules = _flat(module)
+    if module._captured is None or module._captured[0] != modules:
+        module._capture(modules)
 
 
 def _flat(sequential: Sequential) -> list[tuple[nn.Module, bool]]:
