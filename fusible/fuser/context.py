@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.plan import GradNeeds
@@ -23,6 +24,7 @@ class OperationContext:
         needs: which gradients it has to give (input, parameters, extra inputs); it may return
             None for the others.
         recipe: the recipe in force in the forward, None in high precision.
+        autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
@@ -31,6 +33,7 @@ class OperationContext:
     requires_grad: bool
     needs: GradNeeds
     recipe: Any
+    autocast_dtype: torch.dtype | None
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Tensor | None, ...]
     memo: dict[Any, Tensor]
@@ -39,11 +42,13 @@ class OperationContext:
         self,
         needs: GradNeeds = _ALL,
         recipe: Any = None,
+        autocast_dtype: torch.dtype | None = None,
         memo: dict[Any, Tensor] | None = None,
     ) -> None:
         self.requires_grad = needs.requires_grad
         self.needs = needs
         self.recipe = recipe
+        self.autocast_dtype = autocast_dtype
         self.to_save = ()
         self.memo = {} if memo is None else memo
 
@@ -51,24 +56,18 @@ class OperationContext:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save = tensors
 
-    def own_values(self) -> dict[str, Any]:
-        """The plain values that the op has set as attributes."""
-        return {name: value for name, value in vars(self).items() if name not in _FIXED}
+    def plain_values(self) -> dict[str, Any]:
+        """What goes on to the backward beside the saved tensors."""
+        values = dict(vars(self))
+        del values["to_save"], values["memo"]
+        return values
 
     @classmethod
     def restored(
-        cls,
-        needs: GradNeeds,
-        recipe: Any,
-        saved_tensors: tuple[Tensor | None, ...],
-        own_values: dict[str, Any],
+        cls, values: dict[str, Any], saved_tensors: tuple[Tensor | None, ...]
     ) -> OperationContext:
-        """A new context for the backward."""
-        context = cls(needs, recipe)
+        """A new context for the backward, with the values of the forward's."""
+        context = cls.__new__(cls)
+        vars(context).update(values)
         context.saved_tensors = saved_tensors
-        for name, value in own_values.items():
-            setattr(context, name, value)
         return context
-
-
-_FIXED = frozenset(("requires_grad", "needs", "recipe", "to_save", "memo"))

@@ -116,6 +116,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     grad: tuple[GradNeeds, ...]
     recipe: Any
+    autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
 
@@ -143,6 +144,7 @@ def plan(  # noqa: PLR0913 - everything that a plan may depend on
     target: Target,
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
+    autocast_dtype: Any = None,
     user: UserFusions | None = None,
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
@@ -176,6 +178,7 @@ def plan(  # noqa: PLR0913 - everything that a plan may depend on
         tuple(refusals),
         tuple(grad),
         recipe,
+        autocast_dtype,
         target,
         facts,
     )

@@ -32,7 +32,10 @@ Kwargs = Sequence[dict[str, Any]]
 
 
 class _Call(NamedTuple):
-    """What a plan may depend on in one call, all of it hashable: the key of the plan cache."""
+    """What a plan may depend on in one call, all of it hashable: the key of the plan cache.
+
+    The ops' own facts are not here: they are frozen when a run captures its ops.
+    """
 
     recipe: Any
     autocast_dtype: torch.dtype | None
@@ -40,23 +43,25 @@ class _Call(NamedTuple):
     device: torch.device
     assumed: Target | None
     registry_version: int
-    input: tuple[Any, ...]
-    extra_inputs: tuple[tuple[Any, ...], ...]
-    params: tuple[tuple[Any, ...], ...]
-    facts: tuple[tuple[Any, ...], ...]
+    slots: tuple[int, ...]
+    inputs: tuple[_TensorKey, ...]
+    params: tuple[tuple[torch.dtype, bool], ...]
 
 
-def _tensor_key(t: Tensor, source: int) -> tuple[Any, ...]:
-    # operator.index makes a symbolic size a constant under torch.compile; row counts stay symbolic.
-    features = operator.index(t.shape[-1]) if t.dim() > 1 else None
-    return t.dtype, t.device, features, t.requires_grad, source
+class _TensorKey(NamedTuple):
+    """What a plan may depend on in one input."""
 
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    features: int | None
 
-def _tensor_facts(key: tuple[Any, ...], target: Target) -> TensorFacts:
-    dtype, device, *rest = key
-    # Another machine's plan speaks of the tensors as that machine would hold them.
-    kind = "cpu" if device.type == "cpu" else target.device
-    return TensorFacts(dtype_name(dtype), kind, *rest)
+    def facts(self, source: int, target: Target) -> TensorFacts:
+        """As conditions see it; another machine's plan speaks of the tensors as it would hold them."""
+        device = "cpu" if self.device.type == "cpu" else target.device
+        return TensorFacts(
+            dtype_name(self.dtype), device, self.features, self.requires_grad, source
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -72,6 +77,7 @@ class _Step(NamedTuple):
     stop: int
     sources: tuple[tuple[tuple[int, int], ...], ...]
     num_extra_outputs: list[int]
+    num_grads: list[tuple[int, int]]
 
 
 class _Schedule(NamedTuple):
@@ -79,7 +85,7 @@ class _Schedule(NamedTuple):
 
     plan: Plan
     forward: tuple[_Step, ...]
-    backward: tuple[_Step, ...]
+    backward: tuple[_Step, ...]  # the last op first
 
 
 # In a step's sources: made and used inside one fused op, which wires it itself.
@@ -104,8 +110,6 @@ class Run:
     def __init__(self, ops: Sequence[Any], require: Sequence[str] = ()) -> None:
         self.ops = tuple(ops)
         self.wiring = wire(self.ops)
-        for op in self.ops:
-            op.freeze_channels()
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
@@ -113,22 +117,17 @@ class Run:
         self._traced: list[_Schedule] = []
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
+        self._facts = [op.freeze() for op in self.ops]
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
-        kwargs = self._no_kwargs if kwargs is None else kwargs
-        extra_inputs = self._as_tensors(x, extra_inputs)
-        params = [op.own_parameters() for op in self.ops]
+        inputs = self._tensors((x, *extra_inputs))
+        params = [p for op in self.ops for p in op.own_parameters()]
         # The same tensor in two places is passed once and its gradients are summed: autograd
         # functions under torch.compile do not take it twice.
         unique: dict[Tensor, int] = {}
-        slots = tuple(
-            [
-                unique.setdefault(t, len(unique))
-                for t in (x, *extra_inputs, *[p for ps in params for p in ps])
-            ]
-        )
-        key = self._key(x, extra_inputs, slots, params)
+        slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
+        key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
             schedule = self._traced[_schedule_while_compiling(self, key)]
         elif _observation.note is not None:
@@ -137,10 +136,11 @@ class Run:
         else:
             schedule = self._schedules.get(key) or self.schedule_for(key)
             self.plan = schedule.plan
+        kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
         else:
-            outputs = _forward(self, schedule, x, extra_inputs, kwargs)[0]
+            outputs = _forward(self, schedule, inputs, kwargs)[0]
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
@@ -153,9 +153,9 @@ class Run:
         finally:
             _observation.note = outer
 
-    def _as_tensors(self, x: Any, extra_inputs: Sequence[Any]) -> Sequence[Tensor]:
+    def _tensors(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Check the inputs' number and kind; lists of integers become tensors, each once."""
-        if len(extra_inputs) != self.num_extra_inputs:
+        if len(inputs) - 1 != self.num_extra_inputs:
             wanted = ", ".join(
                 f"{op.extra_input_name(slot)} of op {i} ({type(op).__name__})"
                 for i, op in enumerate(self.ops)
@@ -164,39 +164,44 @@ class Run:
             )
             raise ValueError(
                 f"extra inputs must number {self.num_extra_inputs} ({wanted or 'none'}), got "
-                f"{len(extra_inputs)}"
+                f"{len(inputs) - 1}"
             )
-        if not isinstance(x, Tensor):
-            raise TypeError(f"input must be a tensor, got {type(x).__name__}")
-        if all([isinstance(t, Tensor) for t in extra_inputs]):
-            return extra_inputs
+        if all([isinstance(t, Tensor) for t in inputs]):
+            return inputs
+        if not isinstance(inputs[0], Tensor):
+            raise TypeError(f"input must be a tensor, got {type(inputs[0]).__name__}")
         made: dict[int, Tensor] = {}
-        return [
-            t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
-            for t in extra_inputs
-        ]
+        return tuple(
+            [
+                t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
+                for t in inputs
+            ]
+        )
 
     def _key(
-        self,
-        x: Tensor,
-        extra_inputs: Sequence[Tensor],
-        slots: tuple[int, ...],
-        params: Sequence[Sequence[Tensor]],
+        self, x: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor], slots: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """The fields of a :class:`_Call`; a plain tuple, which ``torch.compile`` can carry over."""
+        """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
         device = x.device
-        autocast = torch.is_autocast_enabled(device.type)
+        kind = device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic.
+        index = operator.index
         return (
             current_recipe(),
-            torch.get_autocast_dtype(device.type) if autocast else None,
+            autocast,
             torch.is_grad_enabled(),
             device,
             targets.assumed_target(),
             registry.version,
-            _tensor_key(x, 0),
-            tuple([_tensor_key(t, slots[1 + i]) for i, t in enumerate(extra_inputs)]),
-            tuple([tuple([(p.dtype, p.requires_grad) for p in ps]) for ps in params]),
-            tuple([op.read_facts() for op in self.ops]),
+            slots,
+            tuple(
+                [
+                    (t.dtype, t.device, t.requires_grad, index(t.size(-1)) if t.dim() > 1 else None)
+                    for t in inputs
+                ]
+            ),
+            tuple([(p.dtype, p.requires_grad) for p in params]),
         )
 
     def schedule_for(self, key: tuple[Any, ...]) -> _Schedule:
@@ -208,9 +213,10 @@ class Run:
         return self._schedules[key]
 
     def _schedule(self, plan: Plan) -> _Schedule:
-        return _Schedule(plan, self._steps(plan.forward_ops), self._steps(plan.backward_ops))
+        forward, backward = (self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops))
+        return _Schedule(plan, forward, backward[::-1])
 
-    def _steps(self, steps: Sequence[Step]) -> tuple[_Step, ...]:
+    def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
         made, start = [], 0
         for op, basic_ops in steps:
             stop = start + len(basic_ops)
@@ -219,60 +225,72 @@ class Run:
                 for of_op in self.wiring.sources[start:stop]
             )
             counts = [basic.num_extra_outputs for basic in basic_ops]
-            made.append(_Step(op, start, stop, sources, counts))
+            grads = [(len(n.params), len(n.extra_inputs)) for n in plan.grad[start:stop]]
+            made.append(_Step(op, start, stop, sources, counts, grads))
             start = stop
         return tuple(made)
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
         call = _Call(*key)
-        grad = self._gradient_needs(call)
+        inputs = [_TensorKey(*t) for t in call.inputs]
+        params = self._by_op(call.params)
+        grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
             self._user[user_key] = registry.apply(self.ops, call.recipe)
+        dtype = dtype_name(call.autocast_dtype or inputs[0].dtype)
+        known = [t.facts(source, target) for t, source in zip(inputs, call.slots, strict=False)]
         return plan(
             self.ops,
-            self._facts(call, target),
+            Facts(dtype, known[0], self._op_facts(known[1:], params, target)),
             recipe=call.recipe,
+            autocast_dtype=call.autocast_dtype,
             target=target,
             rules=registry.rules,
             grad=grad,
             user=self._user[user_key],
         )
 
-    def _gradient_needs(self, call: _Call) -> tuple[GradNeeds, ...]:
+    def _by_op(self, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Values that belong to the parameters of all ops, divided by op."""
+        values = iter(params)
+        return [tuple(next(values) for _ in op.own_parameters()) for op in self.ops]
+
+    def _gradient_needs(
+        self, enabled: bool, inputs: Sequence[_TensorKey], params: Sequence[Sequence[Any]]
+    ) -> tuple[GradNeeds, ...]:
         """Which gradients each op has to give, from what requires one."""
         needs: list[GradNeeds] = []
-        upstream = call.grad_enabled and call.input[3]
-        for i, op_sources in enumerate(self.wiring.sources):
-            params = tuple(call.grad_enabled and p[1] for p in call.params[i])
+        upstream = enabled and inputs[0].requires_grad
+        for of_op, op_sources in zip(params, self.wiring.sources, strict=True):
+            own = tuple(enabled and requires_grad for _, requires_grad in of_op)
             extra = tuple(
-                call.grad_enabled and call.extra_inputs[slot][3]
-                if op == CALLER
-                else needs[op].requires_grad
-                for op, slot in op_sources
+                (enabled and inputs[1 + k].requires_grad)
+                if producer == CALLER
+                else needs[producer].requires_grad
+                for producer, k in op_sources
             )
-            requires_grad = upstream or any(params) or any(extra)
-            needs.append(GradNeeds(requires_grad, upstream, params, extra))
+            requires_grad = upstream or any(own) or any(extra)
+            needs.append(GradNeeds(requires_grad, upstream, own, extra))
             upstream = requires_grad
         return tuple(needs)
 
-    def _facts(self, call: _Call, target: Target) -> Facts:
-        ops = []
-        for op, sources, values, params in zip(
-            self.ops, self.wiring.sources, call.facts, call.params, strict=True
+    def _op_facts(
+        self, extra_inputs: Sequence[TensorFacts], params: Sequence[Sequence[Any]], target: Target
+    ) -> tuple[OpFacts, ...]:
+        made = []
+        for op, facts, sources, of_op in zip(
+            self.ops, self._facts, self.wiring.sources, params, strict=True
         ):
-            extra = {}
-            for slot, (producer, k) in enumerate(sources):
-                if producer == CALLER:
-                    extra[op.extra_input_name(slot)] = _tensor_facts(call.extra_inputs[k], target)
-                else:
-                    channel = TensorFacts("", target.device, None, True, f"op {producer} slot {k}")
-                    extra[op.extra_input_name(slot)] = channel
-            dtype = dtype_name(params[0][0]) if params else None
-            ops.append(OpFacts(dict(zip(op.fact_names, values, strict=True)), dtype, extra))
-        dtype = call.autocast_dtype or call.input[0]
-        return Facts(dtype_name(dtype), _tensor_facts(call.input, target), tuple(ops))
+            extra = {
+                op.extra_input_name(slot): extra_inputs[k]
+                if producer == CALLER
+                else TensorFacts("", target.device, None, True, f"op {producer} slot {k}")
+                for slot, (producer, k) in enumerate(sources)
+            }
+            made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
+        return tuple(made)
 
 
 @torch._dynamo.assume_constant_result
@@ -288,25 +306,28 @@ def _schedule_while_compiling(run: Run, key: tuple[Any, ...]) -> int:
 
 
 def _forward(
-    run: Run, schedule: _Schedule, x: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+    run: Run, schedule: _Schedule, caller_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[list[Tensor], list[OperationContext]]:
     """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
-    recipe = schedule.plan.recipe
+    plan = schedule.plan
     memo: dict[Any, Tensor] = {}
-    contexts = [OperationContext(needs, recipe, memo) for needs in schedule.plan.grad]
+    contexts = [
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
+    ]
+    x = caller_inputs[0]
     produced: list[Sequence[Tensor | None]] = []
     quantizer_before = quantizer_after = None
-    for op, start, stop, sources, num_extra_outputs in schedule.forward:
+    for op, start, stop, sources, num_extra_outputs, _ in schedule.forward:
         inputs = [
             [
-                extra_inputs[slot]
+                caller_inputs[1 + slot]
                 if producer == CALLER
                 else (produced[producer][slot] if producer >= 0 else None)
                 for producer, slot in of_op
             ]
             for of_op in sources
         ]
-        if recipe is not None:
+        if plan.recipe is not None:
             quantizer_before = run.ops[start - 1].get_grad_output_quantizer() if start else None
             last = stop == len(run.ops)
             quantizer_after = None if last else run.ops[stop].get_input_quantizer()
@@ -326,6 +347,8 @@ def _forward(
         if any(num_extra_outputs):
             _check_complete(run, op, outputs, start, stop)
         produced.extend(outputs)
+    if not run.wiring.public:
+        return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts  # type: ignore[list-item]
 
 
@@ -354,20 +377,20 @@ class _RunFunction(torch.autograd.Function):
         kwargs: Kwargs,
         *unique: Tensor,
     ) -> tuple[Tensor, ...]:
-        x, *extra_inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
-        outputs, contexts = _forward(run, schedule, x, extra_inputs, kwargs)
+        inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
+        outputs, contexts = _forward(run, schedule, inputs, kwargs)
         saved: list[Tensor | None] = []
         states = []
         for context in contexts:
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            states.append((first, len(saved), context.own_values()))
+            states.append((first, len(saved), context.plain_values()))
         fctx.save_for_backward(*saved)
         fctx.run, fctx.schedule, fctx.slots, fctx.states = run, schedule, slots, states
         fctx.dtypes = [t.dtype for t in unique]
         outputs = _distinct(outputs, unique)
-        if run.wiring.public:
+        if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
                 *[
@@ -384,8 +407,8 @@ class _RunFunction(torch.autograd.Function):
         run, plan, saved = fctx.run, fctx.schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
-            OperationContext.restored(needs, plan.recipe, saved[first:last], values)
-            for needs, (first, last, values) in zip(plan.grad, fctx.states, strict=True)
+            OperationContext.restored(values, saved[first:last])
+            for first, last, values in fctx.states
         ]
         # Gradients of extra outputs, by (op, slot), summed over their uses.
         flowing: dict[tuple[int, int], Tensor | None] = {
@@ -396,7 +419,7 @@ class _RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        for op, start, stop, sources, num_extra_outputs in reversed(fctx.schedule.backward):
+        for op, start, stop, sources, num_extra_outputs, num_grads in fctx.schedule.backward:
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
@@ -408,7 +431,13 @@ class _RunFunction(torch.autograd.Function):
                     for i, count in enumerate(num_extra_outputs)
                 ],
             )
-            _check_gradients(op, step_params, step_extra, plan.grad[start:stop])
+            got = [(len(p), len(e)) for p, e in zip(step_params, step_extra, strict=False)]
+            if got != num_grads:
+                raise RuntimeError(
+                    f"the backward of {type(op).__name__} must return gradients (None where there "
+                    "is none) for each basic op's parameters and extra inputs, numbering "
+                    f"{num_grads}, got {got}"
+                )
             of_params[start:stop] = step_params
             for of_op, grads in zip(sources, step_extra, strict=True):
                 for (producer, k), g in zip(of_op, grads, strict=True):
@@ -442,19 +471,3 @@ def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         known = any([t is other for other in inputs]) or any([t is other for other in distinct])
         distinct.append(t.view_as(t) if known else t)
     return distinct
-
-
-def _check_gradients(
-    op: Any,
-    of_params: Sequence[Sequence[Any]],
-    of_extra: Sequence[Sequence[Any]],
-    needs: Sequence[GradNeeds],
-) -> None:
-    """Refuse a backward that does not give one entry for every parameter and extra input."""
-    got = [(len(p), len(e)) for p, e in zip(of_params, of_extra, strict=False)]
-    wanted = [(len(n.params), len(n.extra_inputs)) for n in needs]
-    if got != wanted:
-        raise RuntimeError(
-            f"the backward of {type(op).__name__} must return gradients (None where there is none) "
-            f"for each basic op's parameters and extra inputs, numbering {wanted}, got {got}"
-        )

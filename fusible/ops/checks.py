@@ -5,36 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from fusible.fuser.context import OperationContext
+
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
-def compute_dtype(x: Tensor, weight: Tensor, who: str) -> torch.dtype:
+def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) -> torch.dtype:
     """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the one they share.
 
     Raises:
-        ValueError: they differ outside autocast, live on different devices, or cannot be
-            multiplied in the dtype of the weight.
+        ValueError: they differ outside autocast, live on different devices, or have dtypes that
+            cannot be multiplied.
     """
+    dtype = weight.dtype
     if x.device != weight.device:
         raise ValueError(
             f"input and parameters of {who} must be on one device, got {x.device} and "
             f"{weight.device}; move one of them"
         )
-    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+    if dtype not in DTYPES or x.dtype not in DTYPES:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
         raise ValueError(
-            f"input and weight of {who} must be one of {names}, got {x.dtype} and {weight.dtype}; "
-            "cast them"
+            f"input and weight of {who} must be one of {names}, got {x.dtype} and {dtype}; cast "
+            "them"
         )
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    if x.dtype != weight.dtype:
+    if ctx.autocast_dtype is not None and dtype != torch.float64:
+        return ctx.autocast_dtype
+    if x.dtype != dtype:
         raise ValueError(
-            f"input of {who} must have the weight's dtype {weight.dtype}, got {x.dtype}; cast one "
-            "of them, or run under torch.autocast"
+            f"input of {who} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "
+            "them, or run under torch.autocast"
         )
-    return weight.dtype
+    return dtype
 
 
 def check_features(x: Tensor, features: int, who: str) -> None:

@@ -14,7 +14,7 @@ from fusible.formulas import math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_features, compute_dtype, refuse
+from fusible.ops.checks import check_features, product_dtype, refuse
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -185,7 +185,7 @@ class GroupedLinear(BasicOperation):
         """
         check_features(input_, self.in_features, "GroupedLinear")
         weights = self.weights()
-        ctx.dtype = compute_dtype(input_, weights[0], "GroupedLinear")
+        ctx.dtype = product_dtype(ctx, input_, weights[0], "GroupedLinear")
         if not (self.single_grouped_weight and self.single_grouped_bias):
             self._check_uniform(ctx)
         if self.scale_bias:
@@ -238,7 +238,10 @@ class GroupedLinear(BasicOperation):
         (ctx,) = basic_op_ctxs
         x, ends, row_scale, *weights = ctx.saved_tensors
         assert x is not None and ends is not None  # noqa: PT018 - for the type checker
-        dy = grad_output.reshape(-1, self.out_features).to(ctx.dtype)
+        dy = grad_output
+        if dy.dim() != 2:
+            dy = dy.reshape(-1, self.out_features)
+        dy = dy.to(ctx.dtype)
         dx = None
         if ctx.needs.input:
             dx = grouped.grouped_mm(dy, weights, ends, None, None, True)

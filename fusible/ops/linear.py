@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusible import formulas
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_features, compute_dtype, refuse
+from fusible.ops.checks import check_features, product_dtype, refuse
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
 
 
@@ -78,7 +78,7 @@ class BasicLinear(BasicOperation):
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects."""
         check_features(input_, self.in_features, "BasicLinear")
-        ctx.dtype = compute_dtype(input_, self.weight, "BasicLinear")
+        ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
         x, weight = input_.to(ctx.dtype), self.weight.to(ctx.dtype)
         ctx.save_for_backward(x, weight)
         return x, weight

@@ -90,10 +90,10 @@ class FusibleOperation(nn.Module):
         return None if self._run is None else self._run.plan
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is captured by no run yet: plans and the freezing of channels stay behind.
+        # A copy is captured by no run yet.
         state = {**self.__dict__, "_run": None}
-        if "_channels_frozen" in state:
-            state["_channels_frozen"] = False
+        if "_frozen" in state:
+            state["_frozen"] = False
         return state
 
 
@@ -115,7 +115,7 @@ class BasicOperation(FusibleOperation):
         num_extra_inputs: number of extra tensor inputs.
         num_extra_outputs: number of extra tensor outputs.
         fact_names: attributes (integers, booleans, names) that conditions of fusion rules may
-            read, and plans are cached by.
+            read; frozen, like channels, once a run captures the op.
         extra_input_names: what conditions call the extra inputs.
     """
 
@@ -130,7 +130,7 @@ class BasicOperation(FusibleOperation):
         self.extra_output_channels: list[tuple[str | None, bool]] = [
             (None, True)
         ] * self.num_extra_outputs
-        self._channels_frozen = False
+        self._frozen = False
 
     @property
     def is_fused_op(self) -> bool:
@@ -144,13 +144,25 @@ class BasicOperation(FusibleOperation):
 
     # --- what the fuser reads --------------------------------------------------------------------
 
+    def freeze(self) -> dict[str, Any]:
+        """The op's facts, which with its channels stay as they are from now on.
+
+        Called when a run captures the op, since plans rely on both.
+        """
+        self._frozen = True
+        return {name: getattr(self, name) for name in self.fact_names}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fact_names and self.__dict__.get("_frozen"):
+            raise RuntimeError(
+                f"{name} of {type(self).__name__} must be set before the op first runs: plans rely "
+                "on it; make a new op"
+            )
+        super().__setattr__(name, value)
+
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters, read anew at every call; gradients are returned in this order."""
         return tuple([p for p in self._parameters.values() if p is not None])
-
-    def read_facts(self) -> tuple[Any, ...]:
-        """The values of ``fact_names``."""
-        return tuple([getattr(self, name) for name in self.fact_names])
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""
@@ -231,10 +243,6 @@ class BasicOperation(FusibleOperation):
 
     # --- channels --------------------------------------------------------------------------------
 
-    def freeze_channels(self) -> None:
-        """Refuse changes of channel bindings from now on; called when a run captures this op."""
-        self._channels_frozen = True
-
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Feed an extra input from the channel that an earlier op of the same run produces.
 
@@ -275,7 +283,7 @@ class BasicOperation(FusibleOperation):
             )
         if channel is not None and not (isinstance(channel, str) and channel):
             raise ValueError(f"channel must be a non-empty string or None, got {channel!r}")
-        if self._channels_frozen:
+        if self._frozen:
             raise RuntimeError(
                 f"channels of {name} must be bound before it first runs: a run of ops has captured "
                 "them; bind the channels of a new op and build a new Sequential"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Sequential(nn.Sequential):
             for name, module in modules[0].items():
                 self.add_module(name, module)
         self.require = tuple(registry.rule(name).name for name in require)
-        self._captured: tuple[list[tuple[nn.Module, bool]], tuple[Segment, ...]] | None = None
+        self._captured: _Captured | None = None
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -97,15 +97,12 @@ class Sequential(nn.Sequential):
 
     def segments(self) -> tuple[Segment, ...]:
         """The runs of ops and the other modules, in order."""
-        modules = _flat(self)
         if torch.compiler.is_compiling():
+            _flat(self)  # reads, and so guards, all that the segments depend on
             _capture_while_compiling(self)
-        elif self._captured is None or self._captured[0] != modules:
-            self._capture(modules)
-        return self._captured[1]  # type: ignore[index]
-
-    def _capture(self, modules: list[tuple[nn.Module, bool]]) -> None:
-        self._captured = (modules, _segments(modules, self.require))
+        elif self._captured is None or not self._captured.holds():
+            self._captured = _capture(self)
+        return self._captured.segments  # type: ignore[union-attr]
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -120,25 +117,53 @@ class Sequential(nn.Sequential):
 _OURS = (Run, FusibleOperation, Sequential)
 
 
+class _Captured(NamedTuple):
+    """The segments of a Sequential, and what they were made from."""
+
+    segments: tuple[Segment, ...]
+    containers: tuple[tuple[dict[str, Any], tuple[nn.Module, ...]], ...]
+    hooks: tuple[Any, ...]
+    hooked: tuple[bool, ...]
+
+    def holds(self) -> bool:
+        """Whether modules and the presence of hooks are as they were."""
+        unchanged = [tuple(now.values()) == then for now, then in self.containers]
+        return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
+
+
+def _capture(sequential: Sequential) -> _Captured:
+    containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
+    hooks = tuple(h for m in containers for child in m for h in _hooks(child))
+    return _Captured(
+        _segments(_flat(sequential), sequential.require),
+        tuple((m._modules, tuple(m)) for m in containers),
+        hooks,
+        tuple(map(bool, hooks)),
+    )
+
+
 @torch._dynamo.assume_constant_result
-def _capture_while_compiling(module: Sequential) -> None:
-    """Runs are made for real while tracing; ``segments`` guards the modules they are made of."""
-    modules = _flat(module)
-    if module._captured is None or module._captured[0] != modules:
-        module._capture(modules)
+def _capture_while_compiling(sequential: Sequential) -> None:
+    """Runs are made for real while tracing."""
+    if sequential._captured is None or not sequential._captured.holds():
+        sequential._captured = _capture(sequential)
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The dictionaries of hooks that a call of ``module`` would fire."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
 
 
 def _flat(sequential: Sequential) -> list[tuple[nn.Module, bool]]:
     """The modules with nested Sequentials unfolded, each with whether it can be part of a run."""
     flat: list[tuple[nn.Module, bool]] = []
-    for module in sequential._modules.values():
-        assert module is not None  # noqa: S101 - a Sequential holds modules only
-        hooked = bool(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        )
+    for module in sequential:
+        hooked = any([bool(hooks) for hooks in _hooks(module)])
         if type(module) is Sequential and not hooked and not module.require:
             flat.extend(_flat(module))
         else:
