@@ -19,6 +19,11 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, without its 1.5 us of host time where nothing is to be done."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for x ``[..., in]``, weight ``[out, in]``, bias ``[out]``."""
     return F.linear(x, weight, bias)
@@ -68,11 +73,11 @@ def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = Non
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    gate, linear = split_glu(x.to(math_dtype(x.dtype)), interleave)
+    gate, linear = split_glu(cast(x, math_dtype(x.dtype)), interleave)
     y = F.silu(gate) * linear
     if scales is not None:
-        y = y * scales.to(y.dtype).unsqueeze(-1)
-    return y.to(x.dtype)
+        y = y * cast(scales, y.dtype).unsqueeze(-1)
+    return cast(y, x.dtype)
 
 
 def swiglu_backward(
@@ -80,17 +85,17 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`swiglu` with respect to ``x`` and ``scales``."""
     wide = math_dtype(x.dtype)
-    gate, linear = split_glu(x.to(wide), interleave)
-    dy = dy.to(wide)
+    gate, linear = split_glu(cast(x, wide), interleave)
+    dy = cast(dy, wide)
     dlinear = dy * F.silu(gate)
     dact = dy * linear
     dscales = None
     if scales is not None:
-        dscales = (dlinear * linear).sum(-1).to(scales.dtype)
-        scale = scales.to(wide).unsqueeze(-1)
+        dscales = cast((dlinear * linear).sum(-1), scales.dtype)
+        scale = cast(scales, wide).unsqueeze(-1)
         dlinear, dact = dlinear * scale, dact * scale
     dgate = torch.ops.aten.silu_backward(dact, gate)
-    return join_glu(dgate.to(x.dtype), dlinear.to(x.dtype), interleave), dscales
+    return join_glu(cast(dgate, x.dtype), cast(dlinear, x.dtype), interleave), dscales
 
 
 def clamped_qgeglu(  # noqa: PLR0913 - the activation's own parameters
@@ -106,13 +111,13 @@ def clamped_qgeglu(  # noqa: PLR0913 - the activation's own parameters
     ``x`` is ``[..., 2F]``, ``scales`` has one value per row, ``[...]``. Source: the GPT-OSS
     model's feed-forward block (openai/gpt-oss, ``swiglu``).
     """
-    gate, linear = split_glu(x.to(math_dtype(x.dtype)), interleave)
+    gate, linear = split_glu(cast(x, math_dtype(x.dtype)), interleave)
     gate = gate.clamp(max=limit)
     linear = linear.clamp(-limit, limit) + offset
     y = gate * torch.sigmoid(alpha * gate) * linear
     if scales is not None:
-        y = y * scales.to(y.dtype).unsqueeze(-1)
-    return y.to(x.dtype)
+        y = y * cast(scales, y.dtype).unsqueeze(-1)
+    return cast(y, x.dtype)
 
 
 def clamped_qgeglu_backward(  # noqa: PLR0913 - the activation's own parameters
@@ -126,8 +131,8 @@ def clamped_qgeglu_backward(  # noqa: PLR0913 - the activation's own parameters
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`clamped_qgeglu` with respect to ``x`` and ``scales``."""
     wide = math_dtype(x.dtype)
-    gate_in, linear_in = split_glu(x.to(wide), interleave)
-    dy = dy.to(wide)
+    gate_in, linear_in = split_glu(cast(x, wide), interleave)
+    dy = cast(dy, wide)
     gate = gate_in.clamp(max=limit)
     linear = linear_in.clamp(-limit, limit) + offset
     sigmoid = torch.sigmoid(alpha * gate)
@@ -136,9 +141,9 @@ def clamped_qgeglu_backward(  # noqa: PLR0913 - the activation's own parameters
     dact = dy * linear
     dscales = None
     if scales is not None:
-        dscales = (dlinear * linear).sum(-1).to(scales.dtype)
-        scale = scales.to(wide).unsqueeze(-1)
+        dscales = cast((dlinear * linear).sum(-1), scales.dtype)
+        scale = cast(scales, wide).unsqueeze(-1)
         dlinear, dact = dlinear * scale, dact * scale
     dgate = dact * (sigmoid + alpha * act * (1 - sigmoid)) * (gate_in <= limit)
     dlinear = dlinear * (linear_in.abs() <= limit)
-    return join_glu(dgate.to(x.dtype), dlinear.to(x.dtype), interleave), dscales
+    return join_glu(cast(dgate, x.dtype), cast(dlinear, x.dtype), interleave), dscales

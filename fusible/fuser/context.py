@@ -30,6 +30,9 @@ class OperationContext:
         memo: in the forward, values that the ops of this one call share, by what they derive from.
     """
 
+    # Tensors lie in slots, so that ``vars`` of a context are its plain values.
+    __slots__ = ("__dict__", "memo", "saved_tensors", "to_save")
+
     requires_grad: bool
     needs: GradNeeds
     recipe: Any
@@ -55,12 +58,6 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save = tensors
-
-    def plain_values(self) -> dict[str, Any]:
-        """What goes on to the backward beside the saved tensors."""
-        values = dict(vars(self))
-        del values["to_save"], values["memo"]
-        return values
 
     @classmethod
     def restored(

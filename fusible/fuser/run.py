@@ -385,10 +385,9 @@ class _RunFunction(torch.autograd.Function):
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            states.append((first, len(saved), context.plain_values()))
+            states.append((first, len(saved), vars(context)))
         fctx.save_for_backward(*saved)
-        fctx.run, fctx.schedule, fctx.slots, fctx.states = run, schedule, slots, states
-        fctx.dtypes = [t.dtype for t in unique]
+        fctx.call = run, schedule, slots, states, [t.dtype for t in unique]
         outputs = _distinct(outputs, unique)
         if len(outputs) > 1:
             grad = schedule.plan.grad
@@ -404,11 +403,12 @@ class _RunFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
-        run, plan, saved = fctx.run, fctx.schedule.plan, fctx.saved_tensors
+        run, schedule, slots, states, dtypes = fctx.call
+        plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
             OperationContext.restored(values, saved[first:last])
-            for first, last, values in fctx.states
+            for first, last, values in states
         ]
         # Gradients of extra outputs, by (op, slot), summed over their uses.
         flowing: dict[tuple[int, int], Tensor | None] = {
@@ -419,7 +419,7 @@ class _RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        for op, start, stop, sources, num_extra_outputs, num_grads in fctx.schedule.backward:
+        for op, start, stop, sources, num_extra_outputs, num_grads in schedule.backward:
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
@@ -445,15 +445,15 @@ class _RunFunction(torch.autograd.Function):
                         of_callers[k] = _sum(of_callers[k], g)
                     elif producer >= 0:
                         flowing[producer, k] = _sum(flowing.get((producer, k)), g)
-        by_tensor: list[Tensor | None] = [None] * len(fctx.dtypes)
+        by_tensor: list[Tensor | None] = [None] * len(dtypes)
         flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
-        for slot, g in zip(fctx.slots, flat, strict=True):
+        for slot, g in zip(slots, flat, strict=True):
             by_tensor[slot] = _sum(by_tensor[slot], g)
         return (
             *(None, None, None, None),
             *[
                 g if g is None or g.dtype == dtype else g.to(dtype)
-                for g, dtype in zip(by_tensor, fctx.dtypes, strict=True)
+                for g, dtype in zip(by_tensor, dtypes, strict=True)
             ],
         )
 

@@ -95,7 +95,7 @@ def _sizes(ends: Tensor) -> list[int]:
 
 def _by_group(t: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """The rows of every group, then the tail."""
-    return t.split([*sizes, t.shape[0] - sum(sizes)])
+    return t.split_with_sizes([*sizes, t.shape[0] - sum(sizes)])
 
 
 def _per_group(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

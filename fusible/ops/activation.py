@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import refuse
 from fusible.ops.op import BasicOperation, Grads
@@ -37,7 +38,7 @@ class _Activation(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """The formula's derivative, by hand in ``grad``."""
         (x,) = ctx.saved_tensors
-        return self.grad(grad_output.to(ctx.dtype), x), ()
+        return self.grad(cast(grad_output, ctx.dtype), x), ()
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The input's gradient from the output's gradient and the input."""

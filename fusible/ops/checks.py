@@ -17,20 +17,21 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
         ValueError: they differ outside autocast, live on different devices, or have dtypes that
             cannot be multiplied.
     """
-    dtype = weight.dtype
+    dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
     if x.device != weight.device:
         raise ValueError(
             f"input and parameters of {who} must be on one device, got {x.device} and "
             f"{weight.device}; move one of them"
         )
-    if dtype not in DTYPES or x.dtype not in DTYPES:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
-        raise ValueError(
-            f"input and weight of {who} must be one of {names}, got {x.dtype} and {dtype}; cast "
-            "them"
-        )
-    if ctx.autocast_dtype is not None and dtype != torch.float64:
-        return ctx.autocast_dtype
+    for found in (x.dtype,) if x.dtype == dtype else (x.dtype, dtype):
+        if found not in DTYPES:
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+            raise ValueError(
+                f"input and weight of {who} must be one of {names}, got {x.dtype} and {dtype}; "
+                "cast them"
+            )
+    if autocast_dtype is not None and dtype != torch.float64:
+        return autocast_dtype
     if x.dtype != dtype:
         raise ValueError(
             f"input of {who} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusible.formulas import math_dtype
+from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
@@ -192,7 +192,7 @@ class GroupedLinear(BasicOperation):
             check_row_scales(scales, input_, "GroupedLinear")
             scales = scales.reshape(-1)  # type: ignore[union-attr]
         x = input_ if input_.dim() == 2 else input_.reshape(-1, self.in_features)
-        x = x.to(ctx.dtype)
+        x = cast(x, ctx.dtype)
         if weights[0].dtype != ctx.dtype:
             weights = [weight.to(ctx.dtype) for weight in weights]
         key = ("ends", split_sizes)
@@ -241,7 +241,7 @@ class GroupedLinear(BasicOperation):
         dy = grad_output
         if dy.dim() != 2:
             dy = dy.reshape(-1, self.out_features)
-        dy = dy.to(ctx.dtype)
+        dy = cast(dy, ctx.dtype)
         dx = None
         if ctx.needs.input:
             dx = grouped.grouped_mm(dy, weights, ends, None, None, True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_features, product_dtype, refuse
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
@@ -79,14 +80,14 @@ class BasicLinear(BasicOperation):
         """The checked input and weight in the product's dtype, saved as the backward expects."""
         check_features(input_, self.in_features, "BasicLinear")
         ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
-        x, weight = input_.to(ctx.dtype), self.weight.to(ctx.dtype)
+        x, weight = cast(input_, ctx.dtype), cast(self.weight, ctx.dtype)
         ctx.save_for_backward(x, weight)
         return x, weight
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """``dy @ weight`` and ``dy.T @ x``."""
         weight = ctx.saved_tensors[1]
-        dy = grad_output.to(ctx.dtype)
+        dy = cast(grad_output, ctx.dtype)
         dx = (dy @ weight) if ctx.needs.input else None
         return dx, (self.weight_grad(ctx, dy),)
 
@@ -137,7 +138,7 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
-        return input_ + self.bias.to(input_.dtype)
+        return input_ + cast(self.bias, input_.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
         """``dy``, and its sum over rows."""
