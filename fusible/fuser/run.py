@@ -427,7 +427,7 @@ class _RunFunction(torch.autograd.Function):
                 contexts[start:stop],
                 grad,
                 basic_op_grad_extra_outputs=[
-                    tuple([flowing.get((start + i, k)) for k in range(count)])
+                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
                     for i, count in enumerate(num_extra_outputs)
                 ],
             )
@@ -441,14 +441,17 @@ class _RunFunction(torch.autograd.Function):
             of_params[start:stop] = step_params
             for of_op, grads in zip(sources, step_extra, strict=True):
                 for (producer, k), g in zip(of_op, grads, strict=True):
+                    if g is None:
+                        continue
                     if producer == CALLER:
-                        of_callers[k] = _sum(of_callers[k], g)
+                        of_callers[k] = g
                     elif producer >= 0:
                         flowing[producer, k] = _sum(flowing.get((producer, k)), g)
         by_tensor: list[Tensor | None] = [None] * len(dtypes)
         flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
         for slot, g in zip(slots, flat, strict=True):
-            by_tensor[slot] = _sum(by_tensor[slot], g)
+            if g is not None:
+                by_tensor[slot] = _sum(by_tensor[slot], g)
         return (
             *(None, None, None, None),
             *[
@@ -458,10 +461,8 @@ class _RunFunction(torch.autograd.Function):
         )
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
+    return grad if total is None else total + grad
 
 
 def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
