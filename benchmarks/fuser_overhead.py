@@ -29,11 +29,13 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        """The product."""
         ctx.save_for_backward(x, w, ends)
         return grouped.grouped_mm(x, [w], ends, None, None, False)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Its gradients."""
         x, w, ends = ctx.saved_tensors
         dx = grouped.grouped_mm(dy, [w], ends, None, None, True)
         return dx, grouped.grouped_wgrad(dy, x, ends), None

@@ -98,7 +98,7 @@ def swiglu_backward(
     return join_glu(cast(dgate, x.dtype), cast(dlinear, x.dtype), interleave), dscales
 
 
-def clamped_qgeglu(  # noqa: PLR0913 - the activation's own parameters
+def clamped_qgeglu(
     x: Tensor,
     scales: Tensor | None = None,
     interleave: int | None = None,
@@ -120,7 +120,7 @@ def clamped_qgeglu(  # noqa: PLR0913 - the activation's own parameters
     return cast(y, x.dtype)
 
 
-def clamped_qgeglu_backward(  # noqa: PLR0913 - the activation's own parameters
+def clamped_qgeglu_backward(
     dy: Tensor,
     x: Tensor,
     scales: Tensor | None = None,

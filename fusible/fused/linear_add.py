@@ -77,7 +77,7 @@ class BackwardLinearAdd(FusedOperation):
     phase="forward",
 )
 def linear_add(linear: BasicLinear, add: AddExtraInput) -> LinearAdd:
-    """One pass over the output less, and the sum rounds once: the product starts from the addend."""
+    """One pass over the output less, and one rounding: the product starts from the addend."""
     return LinearAdd(linear, add)
 
 

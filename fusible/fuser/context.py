@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,16 @@ class OperationContext:
     recipe: Any
     autocast_dtype: torch.dtype | None
     to_save: tuple[Tensor | None, ...]
-    saved_tensors: tuple[Tensor | None, ...]
+    saved_tensors: tuple[Any, ...]
     memo: dict[Any, Tensor]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Whatever the op has set."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Anything plain."""
 
     def __init__(
         self,

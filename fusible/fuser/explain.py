@@ -150,4 +150,3 @@ def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:
         elif start is not None:
             yield start, i
             start = None
-

@@ -136,7 +136,7 @@ class Plan:
             raise NotFused(f"{name} is required but did not fire for {self.target}:\n{why}")
 
 
-def plan(  # noqa: PLR0913 - everything that a plan may depend on
+def plan(
     ops: Sequence[Any],
     facts: Facts,
     *,
@@ -255,7 +255,9 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
     refusals: list[Refusal] = []
     at = 0
     for p in plans:
-        fusions.extend((ph, f._replace(start=f.start + at, stop=f.stop + at)) for ph, f in p.fusions)
+        fusions.extend(
+            (ph, f._replace(start=f.start + at, stop=f.stop + at)) for ph, f in p.fusions
+        )
         refusals.extend(replace(r, start=r.start + at) for r in p.refusals)
         at += len(p.basic_ops)
     return replace(

@@ -12,7 +12,7 @@ FusionFunction = Callable[..., Sequence[Any]]
 
 
 class Registry:
-    """What may replace ops. ``version`` moves with every change, so that plans made before expire."""
+    """What may replace ops. ``version`` moves with each change, so that earlier plans expire."""
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()

@@ -102,5 +102,7 @@ def support_table(rules: Sequence[Rule]) -> str:
     for r in rules:
         needs = "; ".join(map(str, r.needs)) or "nothing"
         pattern = str(r).replace("|", "\\|")
-        rows.append(f"| `{r.name}` | {r.phase} | {pattern} | {needs} | {' '.join(r.worth.split())} |")
+        rows.append(
+            f"| `{r.name}` | {r.phase} | {pattern} | {needs} | {' '.join(r.worth.split())} |"
+        )
     return "\n".join(rows)

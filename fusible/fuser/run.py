@@ -57,7 +57,7 @@ class _TensorKey(NamedTuple):
     features: int | None
 
     def facts(self, source: int, target: Target) -> TensorFacts:
-        """As conditions see it; another machine's plan speaks of the tensors as it would hold them."""
+        """As conditions see it; a plan for a GPU speaks of the tensors as it would hold them."""
         device = "cpu" if self.device.type == "cpu" else target.device
         return TensorFacts(
             dtype_name(self.dtype), device, self.features, self.requires_grad, source
@@ -213,7 +213,9 @@ class Run:
         return self._schedules[key]
 
     def _schedule(self, plan: Plan) -> _Schedule:
-        forward, backward = (self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops))
+        forward, backward = (
+            self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
+        )
         return _Schedule(plan, forward, backward[::-1])
 
     def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
@@ -315,7 +317,7 @@ def _forward(
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
     ]
     x = caller_inputs[0]
-    produced: list[Sequence[Tensor | None]] = []
+    produced: list[Sequence[Any]] = []
     quantizer_before = quantizer_after = None
     for op, start, stop, sources, num_extra_outputs, _ in schedule.forward:
         inputs = [
@@ -349,7 +351,7 @@ def _forward(
         produced.extend(outputs)
     if not run.wiring.public:
         return [x], contexts
-    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts  # type: ignore[list-item]
+    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
 
 
 def _check_complete(
@@ -369,7 +371,7 @@ class _RunFunction(torch.autograd.Function):
     """The whole run as one node, since forward and backward may be fused differently."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         fctx: Any,
         run: Run,
         schedule: _Schedule,
@@ -407,8 +409,7 @@ class _RunFunction(torch.autograd.Function):
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
-            OperationContext.restored(values, saved[first:last])
-            for first, last, values in states
+            OperationContext.restored(values, saved[first:last]) for first, last, values in states
         ]
         # Gradients of extra outputs, by (op, slot), summed over their uses.
         flowing: dict[tuple[int, int], Tensor | None] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ class _Activation(BasicOperation):
     def __init__(self, cache_quantized_input: bool = False) -> None:
         super().__init__()
         if cache_quantized_input:
-            raise refuse("cache_quantized_input", type(self).__name__, "the input is saved as it is")
+            raise refuse(
+                "cache_quantized_input", type(self).__name__, "the input is saved as it is"
+            )
 
     def op_forward(
         self,
@@ -35,14 +37,16 @@ class _Activation(BasicOperation):
         ctx.save_for_backward(input_)
         return self.formula(input_)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """The formula's derivative, by hand in ``grad``."""
         (x,) = ctx.saved_tensors
         return self.grad(cast(grad_output, ctx.dtype), x), ()
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The input's gradient from the output's gradient and the input."""
-        _, derivative = torch.func.vjp(self.formula, x)
+        _, derivative = torch.func.vjp(self.formula, x)  # type: ignore[misc]
         return derivative(dy)[0]
 
 
@@ -137,7 +141,7 @@ class _ScaledGLU(BasicOperation):
     """
 
     num_extra_inputs = 1
-    fact_names = ("glu_interleave_size",)
+    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     extra_input_names = ("scales",)
 
     def __init__(
@@ -196,13 +200,16 @@ class _ScaledGLU(BasicOperation):
 
 def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> None:
     """Raise ValueError unless ``scales`` has one floating value per row of ``x``, beside it."""
-    good = isinstance(scales, Tensor) and scales.is_floating_point()
-    if not good or scales.shape != x.shape[:-1] or scales.device != x.device:
-        got = (
-            f"{scales.dtype} {tuple(scales.shape)} on {scales.device}"
-            if isinstance(scales, Tensor)
-            else repr(scales)
-        )
+    fits = (
+        scales is not None
+        and scales.is_floating_point()
+        and scales.shape == x.shape[:-1]
+        and scales.device == x.device
+    )
+    if not fits:
+        got = "None"
+        if scales is not None:
+            got = f"{scales.dtype} of shape {tuple(scales.shape)} on {scales.device}"
         raise ValueError(
             f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
             f"{x.device}, one value for each row of the input, got {got}"

@@ -24,13 +24,15 @@ class Identity(BasicOperation):
         """``x``."""
         return input_
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dy``."""
         return grad_output, ()
 
 
 class Reshape(BasicOperation):
-    """``x.reshape(shape)``; one size may be -1. Saves nothing but the shape, ``ctx.input_shape``."""
+    """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``."""
 
     fact_names = ("shape",)
 
@@ -49,7 +51,9 @@ class Reshape(BasicOperation):
         ctx.input_shape = input_.shape
         return input_.reshape(self.shape)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dy`` in the old shape."""
         return grad_output.reshape(ctx.input_shape), ()
 
@@ -77,7 +81,9 @@ class ConstantScale(BasicOperation):
         """``x * scale``."""
         return input_ * self.scale
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dy * scale``."""
         return grad_output * self.scale, ()
 

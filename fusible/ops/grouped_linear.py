@@ -211,7 +211,10 @@ class GroupedLinear(BasicOperation):
     def _check_uniform(self, ctx: OperationContext) -> None:
         """Refuse groups of which some need a gradient and some do not."""
         count = 1 if self.single_grouped_weight else self.num_groups
-        for what, needed in (("weights", ctx.needs.params[:count]), ("biases", ctx.needs.params[count:])):
+        for what, needed in (
+            ("weights", ctx.needs.params[:count]),
+            ("biases", ctx.needs.params[count:]),
+        ):
             if len(set(needed)) > 1:
                 frozen = [group for group, wanted in enumerate(needed) if not wanted]
                 raise ValueError(
@@ -306,16 +309,15 @@ def group_ends(split_sizes: Tensor | None, x: Tensor, num_groups: int) -> Tensor
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
             negative or of more rows than ``x`` has.
     """
-    good = isinstance(split_sizes, Tensor) and split_sizes.dtype in (
-        torch.int64,
-        torch.int32,
-    )
-    if not good or split_sizes.shape != (num_groups,):
-        got = (
-            f"{split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
-            if isinstance(split_sizes, Tensor)
-            else repr(split_sizes)
-        )
+    integers = (torch.int64, torch.int32)
+    if (
+        split_sizes is None
+        or split_sizes.dtype not in integers
+        or split_sizes.shape != (num_groups,)
+    ):
+        got = "None"
+        if split_sizes is not None:
+            got = f"{split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
         raise ValueError(
             f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
             f"({num_groups},), the rows of each group, got {got}"

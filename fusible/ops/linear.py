@@ -84,7 +84,9 @@ class BasicLinear(BasicOperation):
         ctx.save_for_backward(x, weight)
         return x, weight
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dy @ weight`` and ``dy.T @ x``."""
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)
@@ -140,7 +142,9 @@ class Bias(BasicOperation):
         check_features(input_, self.size, "Bias")
         return input_ + cast(self.bias, input_.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """``dy``, and its sum over rows."""
         if not ctx.needs.params[0]:
             return grad_output, (None,)

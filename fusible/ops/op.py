@@ -18,6 +18,8 @@ Grads = Sequence[Tensor | None]
 class FusibleOperation(nn.Module):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
+    num_extra_inputs: int = 0
+
     _run: Run | None = None  # this op alone, once it was called so
 
     @property
@@ -139,7 +141,7 @@ class BasicOperation(FusibleOperation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """This op."""
+        """The op itself."""
         return (self,)
 
     # --- what the fuser reads --------------------------------------------------------------------
@@ -175,8 +177,8 @@ class BasicOperation(FusibleOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
-    def formula(self, input_: Tensor, *params: Tensor) -> Tensor:
-        """The op's math as a pure, differentiable function of its input and parameters."""
+    def formula(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The op's math, a pure and differentiable function ``(input, *params) -> output``."""
         raise TypeError(
             f"{type(self).__name__} must define formula, or op_forward and op_backward, or (with "
             "extra inputs or outputs) fuser_forward and fuser_backward"
@@ -195,9 +197,11 @@ class BasicOperation(FusibleOperation):
         ctx.dtype = input_.dtype
         return self.formula(input_, *params)
 
-    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
-        output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)
+        output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
         grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 
@@ -300,6 +304,7 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
         self._basic_ops = tuple(basic_ops)
+        self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
 
     @property
     def is_fused_op(self) -> bool:
@@ -310,8 +315,3 @@ class FusedOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The basic ops that this op stands for, in order."""
         return self._basic_ops
-
-    @property
-    def num_extra_inputs(self) -> int:
-        """Extra inputs of all its basic ops."""
-        return sum(op.num_extra_inputs for op in self._basic_ops)

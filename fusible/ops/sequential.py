@@ -44,9 +44,7 @@ class Sequential(nn.Sequential):
 
     # --- calling ---------------------------------------------------------------------------------
 
-    def forward(
-        self, input: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None
-    ) -> Any:
+    def forward(self, input: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
         """Run the modules in order.
 
         Args:
@@ -175,13 +173,14 @@ def _segments(modules: list[tuple[nn.Module, bool]], require: Sequence[str]) -> 
     """Consecutive fusible ops as runs, the other modules as they are."""
     grouped: list[list[BasicOperation] | nn.Module] = []
     for module, fusible in modules:
-        if not fusible:
+        if not (fusible and isinstance(module, FusibleOperation)):
             grouped.append(module)
             continue
         _check_owns_parameters(module)
-        if not grouped or not isinstance(grouped[-1], list):
-            grouped.append([])
-        grouped[-1].extend(module.basic_ops)  # type: ignore[union-attr,arg-type]
+        if grouped and isinstance(grouped[-1], list):
+            grouped[-1].extend(module.basic_ops)
+        else:
+            grouped.append(list(module.basic_ops))
     segments = tuple(Run(g, _fitting(g, require)) if isinstance(g, list) else g for g in grouped)
     for name in require:
         if not any(isinstance(s, Run) and name in s.require for s in segments):
@@ -199,14 +198,14 @@ def _fitting(ops: Sequence[BasicOperation], require: Sequence[str]) -> list[str]
     return [r.name for r in rules if any(r.fit(ops, at) for at in range(len(ops)))]
 
 
-def _check_owns_parameters(op: nn.Module) -> None:
+def _check_owns_parameters(op: FusibleOperation) -> None:
     """Refuse a fused op whose parameters no optimizer would find."""
     owned = {id(p) for p in op.parameters()}
-    for part in op.basic_ops:  # type: ignore[union-attr]
+    for part in op.basic_ops:
         if any(id(p) not in owned for p in part.own_parameters()):
             raise ValueError(
-                f"a Sequential must hold the basic ops of {type(op).__name__} themselves, which own "
-                "the parameters, got the fused op; fused ops are made by the fuser"
+                f"a Sequential must hold the basic ops of {type(op).__name__} themselves, which "
+                "own the parameters, got the fused op; fused ops are made by the fuser"
             )
 
 
