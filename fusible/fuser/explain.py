@@ -105,26 +105,35 @@ def _lines(planned: PlannedRun) -> Iterator[str]:
 def _blocks(plan: Plan) -> list[list[str]]:
     """One block of lines per op or joint fusion, in order."""
     joint = {f.start: f for phase, f in plan.fusions if phase == "joint"}
-    partial = [(phase, f) for phase, f in plan.fusions if phase != "joint"]
     blocks, at = [], 0
     while at < len(plan.basic_ops):
         fusion = joint.get(at)
-        stop = at + 1 if fusion is None else fusion.stop
-        lines = [] if fusion is None else [f"{type(fusion.op).__name__}, forward and backward"]
-        for i in range(at, stop):
-            op = plan.basic_ops[i]
-            notes = [
-                f"{phase} by {type(f.op).__name__} over ops[{f.start}:{f.stop}]"
-                for phase, f in partial
-                if f.start <= i < f.stop
-            ]
-            if fusion is None and not any(f.start <= i < f.stop for _, f in partial):
-                notes = list(op.notes(plan.facts.dtype, plan.target))
-            lines.append(f"{'' if fusion is None else '  '}[{i}] {op}")
-            lines.extend(f"  {note}" for note in notes)
+        if fusion is None:
+            blocks.append(_op_lines(plan, at))
+            at += 1
+            continue
+        lines = [f"{type(fusion.op).__name__}, forward and backward"]
+        lines.extend(f"  [{i}] {plan.basic_ops[i]}" for i in range(at, fusion.stop))
+        lines.extend(_saves(plan, fusion.op, at))
         blocks.append(lines)
-        at = stop
+        at = fusion.stop
     return blocks
+
+
+def _op_lines(plan: Plan, at: int) -> list[str]:
+    """One basic op, and what its forward or backward is part of."""
+    op = plan.basic_ops[at]
+    fused = [
+        f"  {phase} as part of {type(f.op).__name__} (ops[{f.start}:{f.stop}])"
+        for phase, f in plan.fusions
+        if phase != "joint" and f.start <= at < f.stop
+    ]
+    notes = [] if fused else [f"  {note}" for note in op.notes(plan.facts.dtype, plan.target)]
+    return [f"[{at}] {op}", *_saves(plan, op, at), *fused, *notes]
+
+
+def _saves(plan: Plan, op: Any, at: int) -> list[str]:
+    return [f"  saves {op.saves}"] if plan.grad[at].requires_grad and op.saves else []
 
 
 def _refusal_lines(plan: Plan) -> Iterator[str]:

@@ -18,6 +18,8 @@ from fusible.ops.op import BasicOperation, Grads
 class _Activation(BasicOperation):
     """An elementwise op without parameters. Saves ``(x,)``, and its dtype as ``ctx.dtype``."""
 
+    saves = "x"
+
     def __init__(self, cache_quantized_input: bool = False) -> None:
         super().__init__()
         if cache_quantized_input:
@@ -143,6 +145,7 @@ class _ScaledGLU(BasicOperation):
     num_extra_inputs = 1
     fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     extra_input_names = ("scales",)
+    saves = "x, scales"
 
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False

@@ -14,6 +14,8 @@ from fusible.ops.op import BasicOperation, Grads
 class Identity(BasicOperation):
     """The input itself. Saves nothing."""
 
+    saves = "nothing"
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -35,6 +37,7 @@ class Reshape(BasicOperation):
     """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``."""
 
     fact_names = ("shape",)
+    saves = "its input's shape"
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
@@ -66,6 +69,7 @@ class ConstantScale(BasicOperation):
     """``x * scale`` for a constant ``scale``. Saves nothing."""
 
     fact_names = ("scale",)
+    saves = "nothing"
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -97,6 +101,7 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
     extra_input_names = ("addend",)
+    saves = "nothing"
 
     def fuser_forward(
         self,
@@ -145,6 +150,7 @@ class MakeExtraOutput(BasicOperation):
     """
 
     num_extra_outputs = 1
+    saves = "nothing"
 
     def fuser_forward(
         self,

@@ -56,6 +56,7 @@ class GroupedLinear(BasicOperation):
     """
 
     extra_input_names = ("split_sizes", "scales")
+    saves = "x, end rows of the groups, row scales, weights"
     fact_names = (
         "num_groups",
         "in_features",

@@ -33,6 +33,7 @@ class BasicLinear(BasicOperation):
     """
 
     fact_names = ("in_features", "out_features")
+    saves = "x, weight"
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class Bias(BasicOperation):
     """``x + bias`` for x ``[..., size]``, bias ``[size]``. Saves nothing."""
 
     fact_names = ("size",)
+    saves = "nothing"
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ class FusibleOperation(nn.Module):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
     num_extra_inputs: int = 0
+    saves: ClassVar[str] = ""
 
     _run: Run | None = None  # this op alone, once it was called so
 
@@ -119,12 +120,14 @@ class BasicOperation(FusibleOperation):
         fact_names: attributes (integers, booleans, names) that conditions of fusion rules may
             read; frozen, like channels, once a run captures the op.
         extra_input_names: what conditions call the extra inputs.
+        saves: what the op saves for its backward, as ``explain`` prints it.
     """
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
+    saves: ClassVar[str] = "x, parameters"
 
     def __init__(self) -> None:
         super().__init__()
