@@ -25,6 +25,7 @@ from fusible.fuser.plan import (
 )
 from fusible.fuser.registry import registry
 from fusible.fuser.target import Target
+from fusible.fuser.tracing import constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
 from fusible.recipes import current_recipe
 
@@ -295,7 +296,7 @@ class Run:
         return tuple(made)
 
 
-@torch._dynamo.assume_constant_result
+@constant_when_traced
 def _schedule_while_compiling(run: Run, key: tuple[Any, ...]) -> int:
     """Plans are made for real while tracing; what was read to build ``key`` is guarded.
 

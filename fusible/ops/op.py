@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
+from fusible.fuser.tracing import constant_when_traced
 
 Grads = Sequence[Tensor | None]
 
@@ -100,7 +101,7 @@ class FusibleOperation(nn.Module):
         return state
 
 
-@torch._dynamo.assume_constant_result
+@constant_when_traced
 def _capture_while_compiling(op: FusibleOperation) -> None:
     """The run is made for real while tracing."""
     if op._run is None:

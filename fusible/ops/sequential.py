@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fusible.fuser.plan import NotFused, Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
+from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.op import BasicOperation, FusibleOperation
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
@@ -140,7 +141,7 @@ def _capture(sequential: Sequential) -> _Captured:
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant_when_traced
 def _capture_while_compiling(sequential: Sequential) -> None:
     """Runs are made for real while tracing."""
     if sequential._captured is None or not sequential._captured.holds():
