@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fusible.fuser.target import Target, assume
+from fusible.kernels import reference
 from fusible.kernels.provider import provided
+
+_REFERENCES = {"sm90": reference}
 
 
 @contextmanager
@@ -15,9 +18,10 @@ def assume_target(target: Target | str, provider: object | None = None) -> Itera
 
     Args:
         target: such as ``"sm100"``.
-        provider: stands in for the kernels of that architecture (a reference or an emulator). The
-            real kernels otherwise, which need the real machine.
+        provider: stands in for the kernels of that architecture, with the same functions; by
+            default their reference in plain PyTorch where there is one, which runs on any device.
     """
     on = Target.parse(target)
-    with assume(on), provided(str(on), provider):
+    stand_in = _REFERENCES.get(str(on)) if provider is None else provider
+    with assume(on), provided(str(on), stand_in):
         yield on

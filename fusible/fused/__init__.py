@@ -1,6 +1,20 @@
 """Which runs of ops are replaced: every rule, in order of priority."""
 
+from fusible.fused.grouped_sm90 import (
+    grouped_linear_backward_sm90,
+    grouped_linear_forward_sm90,
+    grouped_linear_glu_sm90,
+    grouped_mlp_sm90,
+)
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
 
-RULES = (linear_bias_activation, linear_add, backward_linear_add)
+RULES = (
+    grouped_mlp_sm90,
+    grouped_linear_glu_sm90,
+    grouped_linear_forward_sm90,
+    grouped_linear_backward_sm90,
+    linear_bias_activation,
+    linear_add,
+    backward_linear_add,
+)

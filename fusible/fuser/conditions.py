@@ -37,7 +37,7 @@ class Path:
                 known = ", ".join(sorted(vars(site)))
                 raise AttributeError(f"{self} is not a fact: there is no {name!r} among {known}")
             site = getattr(site, name)
-        return site if self.factor == 1 else self.factor * site
+        return site if site is None or self.factor == 1 else self.factor * site
 
 
 this = Path()
@@ -83,6 +83,9 @@ def at_least(subject: Path, least: int) -> Condition:
     return Condition(subject, f"at least {least}", lambda a, _: a is not None and a >= least)
 
 
-def multiple_of(subject: Path, unit: int) -> Condition:
-    """``subject`` is a multiple of ``unit``."""
+def multiple_of(subject: Path, unit: int | Path) -> Condition:
+    """``subject`` is a multiple of a constant, or of another fact unless that is None."""
+    if isinstance(unit, Path):
+        says = f"a multiple of {unit}"
+        return Condition(subject, says, lambda a, b: b is None or a % b == 0, unit)
     return Condition(subject, f"a multiple of {unit}", lambda a, _: a % unit == 0)

@@ -1,34 +1,30 @@
-"""Which object fused ops get an architecture's kernels from."""
+"""Where fused ops get an architecture's kernels from: the real ones, or a stand-in for tests."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_providers: dict[str, Any] = {}
+_stand_ins: dict[str, Any] = {}
 
 
 def provider(arch: str) -> Any:
-    """The kernels of an architecture (``"sm90"``): the real ones, or their stand-in in a test.
+    """The kernels of an architecture: ``fusible.kernels.<arch>``, or what stands in for it.
 
-    Raises:
-        LookupError: there are none.
+    Imported at the first launch, so that plans for it can be made where it cannot run.
     """
-    if arch not in _providers:
-        known = ", ".join(_providers) or "none"
-        raise LookupError(f"kernels must be provided for {arch} before they run, got {known}")
-    return _providers[arch]
+    stand_in = _stand_ins.get(arch)
+    return importlib.import_module(f"fusible.kernels.{arch}") if stand_in is None else stand_in
 
 
 @contextmanager
-def provided(arch: str, stand_in: Any | None) -> Iterator[None]:
-    """Let fused ops get the kernels of ``arch`` from ``stand_in``, unless that is None."""
-    outer = dict(_providers)
-    if stand_in is not None:
-        _providers[arch] = stand_in
+def provided(arch: str, stand_in: Any) -> Iterator[None]:
+    """Let fused ops get the kernels of ``arch`` from ``stand_in``, or the real ones if None."""
+    outer = _stand_ins.get(arch)
+    _stand_ins[arch] = stand_in
     try:
         yield
     finally:
-        _providers.clear()
-        _providers.update(outer)
+        _stand_ins[arch] = outer

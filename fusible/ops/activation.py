@@ -158,9 +158,9 @@ class _ScaledGLU(BasicOperation):
             )
         self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
 
-    def _formulas(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
         """The formula, its backward, and the keyword arguments of both."""
-        raise TypeError(f"{type(self).__name__} must define _formulas")
+        raise TypeError(f"{type(self).__name__} must define glu")
 
     def fuser_forward(
         self,
@@ -179,7 +179,7 @@ class _ScaledGLU(BasicOperation):
         check_row_scales(scales, input_, type(self).__name__)
         ctx.dtype = input_.dtype
         ctx.save_for_backward(input_, scales)
-        formula, _, options = self._formulas()
+        formula, _, options = self.glu()
         return formula(input_, scales, self.glu_interleave_size, **options), [()]
 
     def fuser_backward(
@@ -191,13 +191,13 @@ class _ScaledGLU(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Gradients of the input and of the scales."""
         x, scales = basic_op_ctxs[0].saved_tensors
-        _, backward, options = self._formulas()
+        _, backward, options = self.glu()
         dx, dscales = backward(grad_output, x, scales, self.glu_interleave_size, **options)
         return dx, [()], [(dscales,)]
 
     def extra_repr(self) -> str:
         """Layout and parameters."""
-        options = "".join(f", {k}={v}" for k, v in self._formulas()[2].items())
+        options = "".join(f", {k}={v}" for k, v in self.glu()[2].items())
         return f"glu_interleave_size={self.glu_interleave_size}{options}"
 
 
@@ -230,7 +230,7 @@ class ScaledSwiGLU(_ScaledGLU):
         activation_recompute_in_mlp: not offered yet.
     """
 
-    def _formulas(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
         return formulas.swiglu, formulas.swiglu_backward, {}
 
 
@@ -266,6 +266,6 @@ class ScaledClampedQGeGLU(_ScaledGLU):
             raise ValueError(f"limit of ScaledClampedQGeGLU must be positive, got {limit}")
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
-    def _formulas(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
         options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
         return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options

@@ -253,13 +253,14 @@ class GroupedLinear(BasicOperation):
         count = len(weights)
         dweights: Grads = (None,) * count
         if ctx.needs.params[0]:
-            dweight = grouped.grouped_wgrad(dy, x, ends)
-            dweights = (dweight,) if self.single_grouped_weight else dweight.unbind(0)
+            dweights = self.divided(grouped.grouped_wgrad(dy, x, ends))
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
-        extra: list[Tensor | None] = [None]
-        if self.scale_bias:
-            extra.append(self._scale_grad(ctx, dy, ends, row_scale, grad_output.shape[:-1]))
-        return dx, [(*dweights, *dbiases)], [extra]
+        dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
+        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+
+    def divided(self, dweight: Tensor) -> Grads:
+        """A gradient ``[num_groups, out_features, in_features]``, as the parameters are."""
+        return (dweight,) if self.single_grouped_weight else dweight.unbind(0)
 
     def bias_grads(
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
@@ -271,22 +272,18 @@ class GroupedLinear(BasicOperation):
         dbias = grouped.grouped_sum(dy, ends, row_scale)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
-    def _scale_grad(
-        self,
-        ctx: OperationContext,
-        dy: Tensor,
-        ends: Tensor,
-        row_scale: Tensor | None,
-        shape: Sequence[int],
-    ) -> Tensor | None:
-        """``sum(dy * bias)`` over each row, zero in the tail."""
-        if not ctx.needs.extra_inputs[1]:
-            return None
+    def scale_grad(
+        self, ctx: OperationContext, dy: Tensor, ends: Tensor, shape: Sequence[int]
+    ) -> Grads:
+        """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
+        if not self.scale_bias:
+            return ()
         bias = self.stacked_bias(math_dtype(ctx.dtype))
-        assert bias is not None and row_scale is not None  # noqa: PT018 - scale_bias needs a bias
+        if bias is None or not ctx.needs.extra_inputs[1]:
+            return (None,)
         group, live = grouped.row_groups(ends, dy.shape[0])
         dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
-        return torch.where(live, dots, 0).view(shape)
+        return (torch.where(live, dots, 0).view(shape),)
 
     def extra_repr(self) -> str:
         """Sizes and forms."""

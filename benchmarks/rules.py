@@ -1,0 +1,123 @@
+"""Each built-in fusion against its parts: a rule stays only where it is faster.
+
+Runs each pattern with and without the rule, interleaved in one process, forward (or backward) only
+where the rule is, and prints the ratio. On CUDA times are of events, with L2 flushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusible as fz
+from fusible.fuser.registry import registry
+
+SHAPES = {
+    "cpu": [(256, 256, 512), (1024, 512, 512)],
+    "cuda": [(4096, 4096, 4096), (16384, 2048, 2048)],
+}
+
+
+@contextmanager
+def only(*names: str) -> Iterator[None]:
+    """Only the named rules are in force."""
+    rules = registry.rules
+    registry.install([r for r in rules if r.name in names])
+    try:
+        yield
+    finally:
+        registry.install(rules)
+
+
+def cases(
+    rows: int, k: int, n: int, device: str, dtype: torch.dtype
+) -> dict[str, Callable[[], Any]]:
+    """For each rule, a call whose time it should cut."""
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    x = torch.randn(rows, k, **options)
+    addend = torch.randn(rows, n, **options)
+    act = fz.Sequential(fz.Linear(k, n, **options), fz.GELU())
+    add = fz.Sequential(fz.BasicLinear(k, n, **options), fz.AddExtraInput())
+    fork = fz.Sequential(fz.MakeExtraOutput(), fz.BasicLinear(k, n, **options))
+    fork.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+
+    def backward() -> None:
+        y, extra = fork(leaf)
+        torch.autograd.grad((y, extra), leaf, (addend, x))
+
+    return {
+        "linear_bias_activation": torch.no_grad()(lambda: act(x)),
+        "linear_add": torch.no_grad()(lambda: add(x, addend)),
+        "backward_linear_add": backward,
+    }
+
+
+def microseconds(call: Callable[[], Any], device: str, flush: torch.Tensor | None) -> float:
+    """Time of one call."""
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - start)
+    assert flush is not None
+    flush.zero_()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(400_000)  # the host runs ahead, so that its own time is not in the number
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return 1e3 * first.elapsed_time(last)
+
+
+def compare(call: Callable[[], Any], name: str, device: str, repeats: int) -> tuple[float, float]:
+    """Median microseconds without and with the rule, alternating."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if device == "cuda" else None
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(2 * (repeats + 5)):
+        fused = bool(i % 2)
+        with only(*([name] if fused else [])):
+            call()  # plans anew, outside the measurement
+            taken = microseconds(call, device, flush)
+        if i >= 10:
+            times[fused].append(taken)
+    return statistics.median(times[False]), statistics.median(times[True])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    found = []
+    for rows, k, n in SHAPES[args.device]:
+        for name, call in cases(rows, k, n, args.device, dtype).items():
+            apart, fused = compare(call, name, args.device, args.repeats)
+            row = {"rule": name, "rows": rows, "in": k, "out": n, "apart_us": apart}
+            row |= {"fused_us": fused, "speedup": apart / fused}
+            found.append(row)
+            print(
+                f"{name:24s} {rows}x{k}x{n}: {apart:9.1f} us apart, {fused:9.1f} fused, "
+                f"{apart / fused:.3f}x"
+            )
+    if args.json:
+        machine = torch.cuda.get_device_name() if args.device == "cuda" else "2-core x86-64 CPU"
+        about = {"machine": machine, "torch": torch.__version__, "dtype": str(dtype)}
+        about["date"] = datetime.now(UTC).date().isoformat()
+        args.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Grouped linears and grouped MLPs on Hopper, by our own SM90 kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.kernels import grouped
+from fusible.kernels.provider import provider
+from fusible.kernels.sm90 import limits
+from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops.activation import check_row_scales
+from fusible.ops.op import Grads
+
+ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
+
+# What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
+_MACHINE = (
+    equal(this.sm, limits.ARCHITECTURE),
+    equal(this.recipe, "none"),
+    one_of(this.dtype, *limits.DTYPES),
+)
+_INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
+
+
+def _features(*linears: Any) -> tuple[Any, ...]:
+    return tuple(
+        multiple_of(size, limits.MULTIPLE_OF)
+        for linear in linears
+        for size in (linear.in_features, linear.out_features)
+    )
+
+
+def _readable(kernels: Any, *tensors: Tensor) -> list[Tensor]:
+    """The tensors in a layout that TMA reads: as they are, or copied where they have another."""
+    return [
+        t if kernels.has_matrix_layout(t) or kernels.has_matrix_layout(t.mT) else t.contiguous()
+        for t in tensors
+    ]
+
+
+def _rows(kernels: Any, t: Tensor) -> Tensor:
+    """``t`` as ``[rows, features]``, contiguous in its features."""
+    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+    return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
+
+
+def _options(act: ScaledGLU) -> dict[str, Any]:
+    formula, _, options = act.glu()
+    return {
+        "activation": formula.__name__,
+        "interleave": act.glu_interleave_size or 0,
+        **options,
+    }
+
+
+class GroupedLinearForwardSm90(FusedOperation):
+    """Forward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One grouped product."""
+        kernels = provider("sm90")
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        x, ends, row_scale, weights = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
+        y = kernels.grouped_gemm(
+            _rows(kernels, x),
+            _readable(kernels, *weights),
+            ends,
+            linear.stacked_bias(ctx.dtype),
+            row_scale,
+        )
+        return y.view(*input_.shape[:-1], linear.out_features), [()]
+
+
+class GroupedLinearBackwardSm90(FusedOperation):
+    """Backward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Two grouped products."""
+        kernels = provider("sm90")
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        x, ends, row_scale, *weights = ctx.saved_tensors
+        dy = _rows(kernels, grad_output.to(ctx.dtype))
+        dx = None
+        if ctx.needs.input:
+            dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
+            dx = dx.view(*grad_output.shape[:-1], linear.in_features)
+        dweights: Grads = (None,) * len(weights)
+        if ctx.needs.params[0]:
+            dweights = linear.divided(kernels.grouped_wgrad(dy, _rows(kernels, x), ends))
+        dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
+        dscales = linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
+        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+
+
+class GroupedLinearGLUSm90(FusedOperation):
+    """Forward of ``GroupedLinear`` and a scaled gated activation, in the product's epilogue."""
+
+    def __init__(self, linear: GroupedLinear, act: ScaledGLU) -> None:
+        super().__init__([linear, act])
+        self._parts = linear, act
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One launch; the pre-activation is stored only if a backward will read it."""
+        out, _, _ = linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs)
+        return out.view(*input_.shape[:-1], -1), [(), ()]
+
+
+def linear_glu(
+    linear: GroupedLinear,
+    act: ScaledGLU,
+    ctxs: Sequence[OperationContext],
+    input_: Tensor,
+    extra_inputs: Sequence[Sequence[Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scaled activation of a grouped product, saved as both ops document.
+
+    Returns:
+        The activation ``[rows, F]``, the groups' end rows, and the pre-activation if stored.
+    """
+    kernels = provider("sm90")
+    x, ends, _, weights = linear.operands(ctxs[0], input_, *extra_inputs[0])
+    scales = extra_inputs[1][0]
+    check_row_scales(scales, input_, type(act).__name__)
+    assert scales is not None  # noqa: S101 - for the type checker
+    keep = ctxs[1].requires_grad
+    preact, out = kernels.grouped_gemm_glu(
+        _rows(kernels, x),
+        _readable(kernels, *weights),
+        ends,
+        scales.reshape(-1).contiguous(),
+        bias=linear.stacked_bias(ctxs[0].dtype),
+        store_preact=keep,
+        **_options(act),
+    )
+    ctxs[1].dtype = preact.dtype
+    if keep:
+        ctxs[1].save_for_backward(preact.view(*input_.shape[:-1], -1), scales)
+    return out, ends, preact
+
+
+class GroupedMLPSm90(FusedOperation):
+    """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
+
+    Saves the input and the pre-activation; the activation is recomputed in the backward.
+    """
+
+    saves = "x, pre-activation, scales, end rows of the groups, row scales, weights"
+
+    def __init__(self, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> None:
+        super().__init__([fc1, act, fc2])
+        self._parts = fc1, act, fc2
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Two launches."""
+        kernels = provider("sm90")
+        fc1, act, fc2 = self._parts
+        ctx = basic_op_ctxs[2]
+        hidden, _, _ = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
+        hidden, ends, row_scale, weights = fc2.operands(ctx, hidden, *basic_op_extra_inputs[2])
+        y = kernels.grouped_gemm(
+            hidden, _readable(kernels, *weights), ends, fc2.stacked_bias(ctx.dtype), row_scale
+        )
+        # Not the activation, which the backward computes again.
+        ctx.save_for_backward(row_scale, *weights)
+        return y.view(*input_.shape[:-1], fc2.out_features), [(), (), ()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Four launches: FC2's data gradient with the activation's, FC1's, two weight gradients."""
+        kernels = provider("sm90")
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = basic_op_ctxs
+        x, ends, row_scale1, *weights1 = ctx1.saved_tensors
+        preact, scales = ctx_act.saved_tensors
+        row_scale2, *weights2 = ctx2.saved_tensors
+        rows = grad_output.shape[:-1]
+        dy = _rows(kernels, grad_output.to(ctx2.dtype))
+        dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
+            dy,
+            _readable(kernels, *weights2),
+            ends,
+            preact.view(-1, fc1.out_features),
+            scales.reshape(-1).contiguous(),
+            **_options(act),
+        )
+        dx = None
+        if ctx1.needs.input:
+            dx = kernels.grouped_gemm(
+                dpreact, _readable(kernels, *weights1), ends, transpose_w=True
+            )
+            dx = dx.view(*rows, fc1.in_features)
+        dweights1: Grads = (None,) * len(weights1)
+        if ctx1.needs.params[0]:
+            dweights1 = fc1.divided(kernels.grouped_wgrad(dpreact, _rows(kernels, x), ends))
+        dweights2: Grads = (None,) * len(weights2)
+        if ctx2.needs.params[0]:
+            dweights2 = fc2.divided(kernels.grouped_wgrad(dy, hidden, ends))
+        return (
+            dx,
+            [
+                (*dweights1, *fc1.bias_grads(ctx1, dpreact, ends, row_scale1)),
+                (),
+                (*dweights2, *fc2.bias_grads(ctx2, dy, ends, row_scale2)),
+            ],
+            [
+                (None, *fc1.scale_grad(ctx1, dpreact, ends, rows)),
+                (dscales.view(rows),),
+                (None, *fc2.scale_grad(ctx2, dy, ends, rows)),
+            ],
+        )
+
+
+@rule(
+    *_MACHINE,
+    *_features(this.fc1, this.fc2),
+    equal(this.fc1.num_groups, this.fc2.num_groups),
+    equal(this.fc1.out_features, 2 * this.fc2.in_features),
+    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
+    equal(this.fc1.scale_bias, False),
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+)
+def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
+    """Two launches forward, four backward: activations and their gradients never travel alone."""
+    return GroupedMLPSm90(fc1, act, fc2)
+
+
+@rule(
+    *_MACHINE,
+    *_features(this.linear),
+    equal(this.linear.scale_bias, False),
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
+    phase="forward",
+)
+def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLinearGLUSm90:
+    """The activation is taken from the product's accumulators, in FP32."""
+    return GroupedLinearGLUSm90(linear, act)
+
+
+@rule(*_MACHINE, *_features(this.linear), phase="forward")
+def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
+    """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
+    return GroupedLinearForwardSm90(linear)
+
+
+@rule(*_MACHINE, *_features(this.linear), phase="backward")
+def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
+    """Two launches: data gradient and weight gradient from the parameter as it lies."""
+    return GroupedLinearBackwardSm90(linear)

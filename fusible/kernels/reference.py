@@ -1,0 +1,88 @@
+"""The SM90 kernels' entries in plain PyTorch, for any device and dtype: what they must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible import formulas
+from fusible.kernels import grouped
+
+
+def has_matrix_layout(x: Tensor) -> bool:
+    """Any layout will do."""
+    return True
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
+) -> Tensor:
+    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e; ``transpose_w``: ``x @ w[e]``."""
+    return grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+
+
+def grouped_gemm_glu(
+    x: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleave: int = 0,
+    store_preact: bool = True,
+    **options: float,
+) -> tuple[Tensor, Tensor]:
+    """The pre-activation (without rows unless it is to be stored), and the scaled activation."""
+    glu, _ = _glu(activation)
+    preact = grouped.grouped_mm(x, w, ends, bias, None, False)
+    out = glu(preact, scales, interleave or None, **options)
+    return preact if store_preact else preact[:0], _live(out, ends)
+
+
+def grouped_gemm_dglu(
+    dy: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    *,
+    activation: str = "swiglu",
+    interleave: int = 0,
+    **options: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pre-activation's gradient, the scaled activation once more, the scales' gradient."""
+    glu, backward = _glu(activation)
+    d = grouped.grouped_mm(dy, w, ends, None, None, True)
+    dpreact, dscales = backward(d, preact, scales, interleave or None, **options)
+    act = glu(preact, scales, interleave or None, **options)
+    return _live(dpreact, ends), _live(act, ends), _live(dscales, ends)
+
+
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``dy[rows of e].T @ x[rows of e]`` for each group e."""
+    dw = grouped.grouped_wgrad(dy, x, ends)
+    return dw if out_dtype is None else dw.to(out_dtype)
+
+
+def _glu(activation: str) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+    return {
+        "swiglu": (formulas.swiglu, formulas.swiglu_backward),
+        "clamped_qgeglu": (formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward),
+    }[activation]
+
+
+def _live(t: Tensor, ends: Tensor) -> Tensor:
+    """``t`` with zeros in the tail."""
+    _, live = grouped.row_groups(ends, t.shape[0])
+    return torch.where(live.view(-1, *[1] * (t.dim() - 1)), t, 0)
