@@ -67,7 +67,7 @@ class Spec:
     @property
     def preact_slots(self) -> int:
         """Blocks of gate and linear columns that dglu holds ahead of its epilogue."""
-        return 5 if self.kind == "dglu" else 0
+        return 4 if self.kind == "dglu" else 0
 
     @property
     def stages(self) -> int:

@@ -10,6 +10,7 @@ from fusible.kernels.sm90.spec import WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 _WARPGROUP = 128
+PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
 class BlockWriter:
@@ -31,7 +32,7 @@ class BlockWriter:
             OperandMajorMode.K,
             Float32,
             (1, 1, 1),
-            (WARPGROUP_ROWS, self.columns),
+            (WARPGROUP_ROWS, PIECE),
         )
         if out_dtype.width == 16:
             to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), out_dtype)
@@ -40,20 +41,28 @@ class BlockWriter:
         self.to_shared = cute.make_tiled_copy_C(to_shared, mma)
         from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
-        self.shape = mma.partition_shape_C((WARPGROUP_ROWS, self.columns))
-        self.values = cute.make_rmem_tensor(self.shape, Float32)
+        self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
 
-    def read(self, block):
-        """A block of 16-bit values; value ``4 * e + i`` is value i of the e-th 8 columns."""
+    def read(self, block, piece):
+        """A thread's 8 values of 16 columns of a block of 16-bit values."""
         values = cute.make_rmem_tensor(self.shape, self.dtype)
         copy = self.from_shared.get_slice(self.thread)
-        cute.copy(self.from_shared, copy.partition_S(block), copy.retile(values))
-        return values
+        source = copy.partition_S(block)[None, 0, piece]
+        cute.copy(self.from_shared, source, copy.retile(values)[None, 0, 0])
+        return [values[i].to(Float32) for i in range(cute.size(values))]
 
-    def put(self, values, block):
-        """Write a block to shared memory."""
+    def put(self, values, block, piece):
+        """Write a thread's 8 values of 16 columns of a block to shared memory."""
+        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
+        for i, value in enumerate(values):
+            fragment[i] = value.to(block.element_type)
         copy = self.to_shared.get_slice(self.thread)
-        cute.copy(self.to_shared, copy.retile(values), copy.partition_D(block))
+        target = copy.partition_D(block)[None, 0, piece]
+        cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
+
+    def block(self, count):
+        """Where the tile's ``count``-th block is put together."""
+        return self.blocks[None, None, self.team * self.ring + count % self.ring]
 
     @cute.jit
     def begin(self):
@@ -62,16 +71,12 @@ class BlockWriter:
         self._barrier()
 
     @cute.jit
-    def write(self, count: cutlass.Constexpr, stores, release=None):
-        """Store ``values`` as the tile's ``count``-th block, with what ``stores`` adds to it.
+    def write(self, stores, release=None):
+        """Store the tile's ``count``-th block and whatever else was put together with it.
 
-        ``stores`` lists ``(atom, tensor, row, column, block)``, block None for ``values``.
-        ``release`` is a pipeline and the state of the slot that the last stores came from.
+        ``stores`` lists ``(atom, tensor, row, column, block)``. ``release`` is a pipeline and the
+        state of the slot that the previous block's stores came from.
         """
-        own = self.blocks[None, None, self.team * self.ring + count % self.ring]
-        values = cute.make_rmem_tensor(self.shape, self.out_dtype)
-        values.store(self.values.load().to(self.out_dtype))
-        self.put(values, own)
         cute.arch.fence_proxy("async.shared", space="cta")
         self._settle(0 if const_expr(release is not None) else self.ring - 2)
         if const_expr(release is not None):
@@ -89,7 +94,7 @@ class BlockWriter:
                     atom,
                     0,
                     cute.make_layout(1),
-                    cute.group_modes(own if const_expr(block is None) else block, 0, 2),
+                    cute.group_modes(block, 0, 2),
                     cute.group_modes(box, 0, 2),
                 )
                 cute.copy(atom, source, target)

@@ -34,6 +34,7 @@ def clamped_qgeglu(gate, linear, constants):
     return gate * _sigmoid(alpha * gate) * linear
 
 
+@cute.jit
 def clamped_qgeglu_backward(gate, linear, constants):
     """Gradients of `clamped_qgeglu`, and its value; a clamped operand's gradient is zero."""
     limit, alpha, offset = constants

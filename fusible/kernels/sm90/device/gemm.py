@@ -20,7 +20,7 @@ from fusible.kernels.sm90.device.addressing import (
     at_distance,
     group_rows,
 )
-from fusible.kernels.sm90.device.blocks import BlockWriter
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.epilogues import BACKWARD, FORWARD
 from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
@@ -560,6 +560,7 @@ class GroupedGemm:
                 self._layout_enum(major_b), (tile.n, 1, TILE_K), self.dtype, spec.stages
             )
             shared_b = cute.make_tensor(shared_b.iterator, layout.outer)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
         fragment_a = mma.make_fragment_A(slice_mma.partition_A(shared_a))
         fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
         accumulator = cute.make_rmem_tensor(
@@ -588,6 +589,9 @@ class GroupedGemm:
                 across = tile.n // 2 if const_expr(spec.kind == "glu") else tile.n
                 column = (n * tile.cluster_n + in_cluster[1]) * across
                 row_scales = self._row_scales(scales, in_team, team, group, groups, start, rows, row)
+                # Here, not by the first product: under the other warpgroup's products in
+                # ping-pong, and the last tile's values need no registers any more.
+                accumulator.fill(0.0)
                 if const_expr(tile.pingpong):
                     self._take_turn(team)
                 state, release = self._mainloop(
@@ -595,8 +599,6 @@ class GroupedGemm:
                 )
                 if const_expr(tile.pingpong):
                     self._give_turn(team)
-                if steps == 0:
-                    accumulator.fill(0.0)
                 preact_state, preact_release = self.epilogue(
                     accumulator, row_scales, in_team, team, blocks, shared_preact, preacts,
                     preact_state, preact_release, group, groups, start, rows, row, column, glu_block, table, base,
@@ -633,17 +635,14 @@ class GroupedGemm:
         for step in cutlass.range(steps, unroll=1):
             operands.consumer_wait(state)
             warpgroup.fence()
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, step > 0)
             for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
                 cute.gemm(
-                    atom,
+                    mma,
                     accumulator,
                     fragment_a[None, None, k, state.index],
                     fragment_b[None, None, k, state.index],
                     accumulator,
                 )
-                atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             state.advance()
             if step > 0:
@@ -743,8 +742,8 @@ class GroupedGemm:
         return self.tile.n // self.columns
 
     @staticmethod
-    def _at(accumulator, m, eight, i):
-        """Value i of a thread in a 64 x 8 block; i counts the column first, then the row."""
+    def _value(accumulator, m, eight, i):
+        """Value i of a thread in 8 columns of the accumulator: columns count first, then rows."""
         return accumulator[(i % 2, i // 2, eight), m, 0]
 
     def _gate(self, eight):
@@ -779,37 +778,51 @@ class GroupedGemm:
 
     @cute.jit
     def _store(self, writer, accumulator, m, out, slab, column, count: cutlass.Constexpr):
-        wide = self.columns // 8
-        for block in cutlass.range_constexpr(self.tile.n // self.columns):
-            for i in cutlass.range_constexpr(self.columns // 2):
-                writer.values[i] = self._at(accumulator, m, block * wide + i // 4, i % 4)
-            writer.write(count + block, [(*out, slab, column + block * self.columns, None)])
+        """The accumulator as it is."""
+        for index in cutlass.range_constexpr(self.tile.n // self.columns):
+            block = writer.block(count + index)
+            for piece in cutlass.range_constexpr(self.columns // PIECE):
+                eight = 2 * piece + index * self.columns // 8
+                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+                writer.put(values, block, piece)
+            writer.write([(*out, slab, column + index * self.columns, block)])
 
     @cute.jit
     def _glu(
         self, writer, accumulator, m, row_scales, out, both, slab, column, glu_block, constants,
         count: cutlass.Constexpr,
     ):  # fmt: skip
-        spec, wide = self.spec, self.columns // 8
+        """The scaled activation; before it, if kept, the accumulator it is computed from."""
+        spec = self.spec
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
         kept = const_expr(self.tile.n // self.columns if spec.keep else 0)
-        for block in cutlass.range_constexpr(kept):
-            for i in cutlass.range_constexpr(self.columns // 2):
-                writer.values[i] = self._at(accumulator, m, block * wide + i // 4, i % 4)
-            side = const_expr(block * self.columns // half if spec.paired else 0)
-            at = self._gate_column(column, glu_block) + block * self.columns - side * half
-            writer.write(count + block, [(*both[side], slab, at, None)])
-        for block in cutlass.range_constexpr(half // self.columns):
-            for i in cutlass.range_constexpr(self.columns // 2):
-                eight = self._gate(block * wide + i // 4)
-                gate = self._at(accumulator, m, eight, i % 4)
-                linear = self._at(accumulator, m, eight + spec.stripe // 8, i % 4)
-                scale = row_scales[2 * m + i % 4 // 2]
-                writer.values[i] = activation(gate, linear, constants) * scale
-            writer.write(
-                count + kept + block, [(*out, slab, column + block * self.columns, None)]
-            )
+        for index in cutlass.range_constexpr(kept):
+            block = writer.block(count + index)
+            for piece in cutlass.range_constexpr(self.columns // PIECE):
+                eight = 2 * piece + index * self.columns // 8
+                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+                writer.put(values, block, piece)
+            side = const_expr(index * self.columns // half if spec.paired else 0)
+            at = self._gate_column(column, glu_block) + index * self.columns - side * half
+            writer.write([(*both[side], slab, at, block)])
+        for index in cutlass.range_constexpr(half // self.columns):
+            block = writer.block(count + kept + index)
+            for piece in cutlass.range_constexpr(self.columns // PIECE):
+                values = []
+                for i in cutlass.range_constexpr(8):
+                    eight = self._gate(2 * piece + index * self.columns // 8 + i // 4)
+                    gate = self._value(accumulator, m, eight, i % 4)
+                    linear = self._value(accumulator, m, eight + spec.stripe // 8, i % 4)
+                    scale = row_scales[2 * m + i % 4 // 2]
+                    values.append(activation(gate, linear, constants) * scale)
+                writer.put(values, block, piece)
+            writer.write([(*out, slab, column + index * self.columns, block)])
+
+    @staticmethod
+    def _put_back(writer, values, sides, pieces):
+        for at, piece in values.items():
+            writer.put(piece, sides[at // pieces], at % pieces)
 
     @cute.jit
     def _dglu(
@@ -817,46 +830,51 @@ class GroupedGemm:
         count: cutlass.Constexpr, shared_preact, preacts, preact_state, preact_release, partials,
         in_team, team, row, rows, start,
     ):  # fmt: skip
-        spec, wide = self.spec, self.columns // 8
+        """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
+        spec = self.spec
         backward = BACKWARD[spec.activation]
-        scale_grads = cute.make_rmem_tensor((2,), Float32)
-        scale_grads.fill(0.0)
-        for block in cutlass.range_constexpr(self.tile.n // self.columns):
+        pieces = self.columns // PIECE
+        scale_grads = [Float32(0.0), Float32(0.0)]
+        for index in cutlass.range_constexpr(self.tile.n // self.columns):
             preacts.consumer_wait(preact_state)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [
                 shared_preact[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            values = [writer.read(side) for side in sides]
-            for i in cutlass.range_constexpr(self.columns // 2):
-                gate, linear = self._gate(i // 4), self._gate(i // 4) + spec.stripe // 8
-                gate = (gate // wide, gate % wide * 4 + i % 4)
-                linear = (linear // wide, linear % wide * 4 + i % 4)
-                d_gate, d_linear, value = backward(
-                    values[gate[0]][gate[1]].to(Float32),
-                    values[linear[0]][linear[1]].to(Float32),
-                    constants,
-                )
-                gradient = self._at(accumulator, m, block * wide + i // 4, i % 4)
-                scale = row_scales[2 * m + i % 4 // 2]
-                scale_grads[i % 4 // 2] += gradient * value
-                gradient *= scale
-                values[gate[0]][gate[1]] = (gradient * d_gate).to(self.dtype)
-                values[linear[0]][linear[1]] = (gradient * d_linear).to(self.dtype)
-                writer.values[i] = value * scale
+            block = writer.block(count + index)
+            for piece in cutlass.range_constexpr(pieces):
+                gates = [self._gate(2 * piece + i) for i in range(2)]
+                linears = [gate + spec.stripe // 8 for gate in gates]
+                # 16 activation columns and their gates and linears: always two pieces of 16.
+                touched = sorted({eight // 2 for eight in gates + linears})
+                values = {p: writer.read(sides[p // pieces], p % pieces) for p in touched}
+                activations = []
+                for i in cutlass.range_constexpr(8):
+                    gate, linear = gates[i // 4], linears[i // 4]
+                    at_gate, at_linear = gate % 2 * 4 + i % 4, linear % 2 * 4 + i % 4
+                    d_gate, d_linear, value = backward(
+                        values[gate // 2][at_gate], values[linear // 2][at_linear], constants
+                    )
+                    eight = 2 * piece + i // 4 + index * self.columns // 8
+                    gradient = self._value(accumulator, m, eight, i % 4)
+                    scale = row_scales[2 * m + i % 4 // 2]
+                    scale_grads[i % 4 // 2] += gradient * value
+                    gradient *= scale
+                    values[gate // 2][at_gate] = gradient * d_gate
+                    values[linear // 2][at_linear] = gradient * d_linear
+                    activations.append(value * scale)
+                self._put_back(writer, values, sides, pieces)
+                writer.put(activations, block, piece)
+            first = self._gate_column(column + index * self.columns, glu_block)
+            stores = [(*out, slab, column + index * self.columns, block)]
             for side in cutlass.range_constexpr(2):
-                writer.put(values[side], sides[side])
-            first = self._gate_column(column + block * self.columns, glu_block)
-            stores = [(*out, slab, column + block * self.columns, None)]
-            for side in cutlass.range_constexpr(2):
-                view = side if const_expr(spec.paired) else 0
+                view = side if spec.paired else 0
                 at = first + (side - view) * self.columns
                 stores.append((*both[view], slab, at, sides[side]))
-            release = None
-            if const_expr(count + block > 0):
-                release = (preacts, preact_release)
-            writer.write(count + block, stores, release)
-            if const_expr(count + block > 0):
+            if const_expr(count + index == 0):
+                writer.write(stores)
+            else:
+                writer.write(stores, (preacts, preact_release))
                 preact_release.advance()
             preact_state.advance()
         for half in cutlass.range_constexpr(2):
