@@ -106,6 +106,4 @@ class BlockWriter:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _barrier(self):
-        cute.arch.barrier(
-            barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP
-        )
+        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)

@@ -563,9 +563,7 @@ class GroupedGemm:
         mma.set(warpgroup.Field.ACCUMULATE, True)
         fragment_a = mma.make_fragment_A(slice_mma.partition_A(shared_a))
         fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
-        accumulator = cute.make_rmem_tensor(
-            mma.partition_shape_C((tile.m, tile.n)), Float32
-        )
+        accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
@@ -588,7 +586,9 @@ class GroupedGemm:
                 row = (m * tile.cluster_m + in_cluster[0]) * tile.m
                 across = tile.n // 2 if const_expr(spec.kind == "glu") else tile.n
                 column = (n * tile.cluster_n + in_cluster[1]) * across
-                row_scales = self._row_scales(scales, in_team, team, group, groups, start, rows, row)
+                row_scales = self._row_scales(
+                    scales, in_team, team, group, groups, start, rows, row
+                )
                 # Here, not by the first product: under the other warpgroup's products in
                 # ping-pong, and the last tile's values need no registers any more.
                 accumulator.fill(0.0)
@@ -623,14 +623,10 @@ class GroupedGemm:
 
     def _give_turn(self, team):
         other = 1 - team
-        cute.arch.barrier_arrive(
-            barrier_id=_TURN_BARRIER + other, number_of_threads=2 * _WARPGROUP
-        )
+        cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + other, number_of_threads=2 * _WARPGROUP)
 
     @cute.jit
-    def _mainloop(
-        self, mma, accumulator, fragment_a, fragment_b, operands, state, release, steps
-    ):
+    def _mainloop(self, mma, accumulator, fragment_a, fragment_b, operands, state, release, steps):
         """All matrix products of a tile; a stage is released once the next one's are issued."""
         for step in cutlass.range(steps, unroll=1):
             operands.consumer_wait(state)
@@ -838,9 +834,7 @@ class GroupedGemm:
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             preacts.consumer_wait(preact_state)
             # Two blocks of gate and linear columns; their gradients take their place.
-            sides = [
-                shared_preact[None, None, 2 * preact_state.index + side] for side in range(2)
-            ]
+            sides = [shared_preact[None, None, 2 * preact_state.index + side] for side in range(2)]
             block = writer.block(count + index)
             for piece in cutlass.range_constexpr(pieces):
                 gates = [self._gate(2 * piece + i) for i in range(2)]
