@@ -7,6 +7,7 @@ CUDA events; median. quack takes part if it is installed, in its best known tile
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import platform
@@ -122,7 +123,7 @@ def torch_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, Any]:
-    """quack's kernels in their best known tiles, into tensors made beforehand."""
+    """Quack's kernels in their best known tiles, into tensors made beforehand."""
     from quack import gemm_interface
     from quack.gemm_config import GemmConfig
 
@@ -265,10 +266,8 @@ def main() -> None:
             config = CONFIGS[name]
             operands = tensors(config, split)
             contestants = {"fusible": fusible_calls(operands), "torch": torch_calls(operands)}
-            try:
+            with contextlib.suppress(ImportError):
                 contestants["quack"] = quack_calls(operands, name, split)
-            except ImportError:
-                pass
             for op in contestants["fusible"]:
                 calls = {who: ops[op] for who, ops in contestants.items() if op in ops}
                 times = measure(calls)

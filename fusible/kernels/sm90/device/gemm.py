@@ -598,7 +598,9 @@ class GroupedGemm:
                     mma, accumulator, fragment_a, fragment_b, operands, state, release, steps
                 )
                 if const_expr(tile.pingpong):
+                    # All products are issued: the other's may queue up behind them.
                     self._give_turn(team)
+                release = self._drain(operands, release, steps)
                 preact_state, preact_release = self.epilogue(
                     accumulator, row_scales, in_team, team, blocks, shared_preact, preacts,
                     preact_state, preact_release, group, groups, start, rows, row, column, glu_block, table, base,
@@ -645,11 +647,16 @@ class GroupedGemm:
                 warpgroup.wait_group(1)
                 operands.consumer_release(release)
                 release.advance()
+        return state, release
+
+    @cute.jit
+    def _drain(self, operands, release, steps):
+        """Wait for the last products of a tile."""
         warpgroup.wait_group(0)
         if steps > 0:
             operands.consumer_release(release)
             release.advance()
-        return state, release
+        return release
 
     # Epilogue. A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
     # 2 * (lane % 4) + {0, 1} of rows 16 * warp + lane // 4 + {0, 8}.
