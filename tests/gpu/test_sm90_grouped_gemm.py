@@ -342,6 +342,7 @@ def test_graph_replays_with_other_ends(separate):
             assert torch.equal(one, eager)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("separate", [False, True])
 def test_never_synchronises(separate):
     arguments = _block(SIZES, separate)

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import (
@@ -33,7 +34,10 @@ _DTYPES = {
     "float64": cutlass.Float64,
 }
 _MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
-_TURN_BARRIER = 3  # and 4: whose turn it is to multiply, in ping-pong (0 to 2 are taken)
+# Named barriers (0 to 2 are taken), two each: whose turn it is, in ping-pong, to multiply, and to
+# read pre-activations. Without turns one warpgroup could wait for a slot's next contents while the
+# other's have yet to come, and mistake those for its own.
+_MULTIPLY_TURN, _PREACT_TURN = 3, 5
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
 _LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
@@ -572,7 +576,8 @@ class GroupedGemm:
         preact_release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
         if const_expr(tile.pingpong):
             if team == 0:
-                self._give_turn(Int32(1))
+                self._give_turn(_MULTIPLY_TURN, Int32(1))
+                self._give_turn(_PREACT_TURN, Int32(1))
 
         turn = Int32(0)
         tile_index = first_tile
@@ -593,13 +598,13 @@ class GroupedGemm:
                 # ping-pong, and the last tile's values need no registers any more.
                 accumulator.fill(0.0)
                 if const_expr(tile.pingpong):
-                    self._take_turn(team)
+                    self._take_turn(_MULTIPLY_TURN, team)
                 state, release = self._mainloop(
                     mma, accumulator, fragment_a, fragment_b, operands, state, release, steps
                 )
                 if const_expr(tile.pingpong):
                     # All products are issued: the other's may queue up behind them.
-                    self._give_turn(team)
+                    self._give_turn(_MULTIPLY_TURN, team)
                 release = self._drain(operands, release, steps)
                 preact_state, preact_release = self.epilogue(
                     accumulator, row_scales, in_team, team, blocks, shared_preact, preacts,
@@ -620,12 +625,11 @@ class GroupedGemm:
             schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def _take_turn(self, team):
-        cute.arch.barrier(barrier_id=_TURN_BARRIER + team, number_of_threads=2 * _WARPGROUP)
+    def _take_turn(self, turns, team):
+        cute.arch.barrier(barrier_id=turns + team, number_of_threads=2 * _WARPGROUP)
 
-    def _give_turn(self, team):
-        other = 1 - team
-        cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + other, number_of_threads=2 * _WARPGROUP)
+    def _give_turn(self, turns, team):
+        cute.arch.barrier_arrive(barrier_id=turns + 1 - team, number_of_threads=2 * _WARPGROUP)
 
     @cute.jit
     def _mainloop(self, mma, accumulator, fragment_a, fragment_b, operands, state, release, steps):
@@ -706,9 +710,12 @@ class GroupedGemm:
             out = store.tma_tensor[None, None, group]
         out = (store.atom, out)
 
+        if const_expr(spec.kind == "dglu" and tile.pingpong):
+            self._take_turn(_PREACT_TURN, team)
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
-        for m in cutlass.range_constexpr(tile.m // (WARPGROUP_ROWS * self.teams)):
+        slabs = const_expr(tile.m // (WARPGROUP_ROWS * self.teams))
+        for m in cutlass.range_constexpr(slabs):
             slab = row + m * self.teams * WARPGROUP_ROWS
             if const_expr(self.teams == 2):
                 slab += team * WARPGROUP_ROWS
@@ -726,7 +733,7 @@ class GroupedGemm:
             else:
                 preact_state, preact_release = self._dglu(
                     writer, accumulator, m, row_scales, out, both, slab, column, glu_block,
-                    constants, m * per_slab, shared_preact, preacts, preact_state, preact_release,
+                    constants, m * per_slab, m == slabs - 1, shared_preact, preacts, preact_state, preact_release,
                     partials, in_team, team, row, rows, start,
                 )  # fmt: skip
         if const_expr(spec.kind == "dglu"):
@@ -830,8 +837,8 @@ class GroupedGemm:
     @cute.jit
     def _dglu(
         self, writer, accumulator, m, row_scales, out, both, slab, column, glu_block, constants,
-        count: cutlass.Constexpr, shared_preact, preacts, preact_state, preact_release, partials,
-        in_team, team, row, rows, start,
+        count: cutlass.Constexpr, last_slab: cutlass.Constexpr, shared_preact, preacts,
+        preact_state, preact_release, partials, in_team, team, row, rows, start,
     ):  # fmt: skip
         """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
         spec = self.spec
@@ -840,6 +847,9 @@ class GroupedGemm:
         scale_grads = [Float32(0.0), Float32(0.0)]
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             preacts.consumer_wait(preact_state)
+            if const_expr(self.tile.pingpong and last_slab):
+                if const_expr(index == self.tile.n // self.columns - 1):
+                    self._give_turn(_PREACT_TURN, team)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [shared_preact[None, None, 2 * preact_state.index + side] for side in range(2)]
             block = writer.block(count + index)
