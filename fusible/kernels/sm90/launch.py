@@ -8,6 +8,7 @@ import hashlib
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def compile_spec(spec: Spec):
     from fusible.kernels.sm90.device.gemm import GroupedGemm
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
-    kinds = [Int64] * 10 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
+    kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
     arguments = [kind(0) for kind in kinds]
     options = "--enable-tvm-ffi --gpu-arch sm_90a"
     return cute.compile(GroupedGemm(spec), *arguments, make_fake_stream(), options=options)
@@ -108,10 +109,11 @@ def launch(
     index = device.index
     function = kernel(spec)
     stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
+    counter = tile_counter(device, stream) if tile.dynamic else 0
     with _on(index):
         function(
             a, b, preact, out, d_preact, ends, table, bias, scales, partials,
-            total_rows, columns, depth, groups,
+            counter, total_rows, columns, depth, groups,
             a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch,
             glu_block, glu_columns, *constants, clusters, stream,
         )  # fmt: skip
@@ -138,6 +140,33 @@ def _on(index: int):
 def multiprocessors(device: torch.device) -> int:
     """Number of SMs."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS = 4096  # captured launches that need no memset of their own
+_stream_counters: dict[tuple[int, int], torch.Tensor] = {}
+_capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+
+
+def tile_counter(device: torch.device, stream: int) -> int:
+    """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
+
+    Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
+    graph may be replayed beside anything.
+    """
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        pool, rows = _capture_counters.get(index, (None, iter(())))
+        row = next(rows, None)
+        own = torch.zeros(2, dtype=torch.int32, device=device) if row is None else pool[row]
+        return own.data_ptr()
+    counter = _stream_counters.get((index, stream))
+    if counter is None:
+        counter = torch.zeros(2, dtype=torch.int32, device=device)
+        _stream_counters[index, stream] = counter
+        if index not in _capture_counters:
+            pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=device)
+            _capture_counters[index] = pool, iter(range(_COUNTERS))
+    return counter.data_ptr()
 
 
 def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -3,14 +3,14 @@
 Every check is a sentence that names the argument, what it must be, and what it is.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import launch, pointer_table
-from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
 _LIBRARY = torch.library.Library("fusible", "FRAGMENT")
 _LIBRARY.define(
@@ -194,12 +194,12 @@ def _table(matrices: _Matrices, device: torch.device) -> int:
     return pointer_table(matrices.pointers, device).data_ptr() if matrices.pointers else 0
 
 
-def _glu_fit(interleave: int, columns: int, tile: Tile, kind: str) -> tuple[bool, int]:
-    """Whether gate and linear columns take two boxes, and the stripe they alternate in."""
-    width = tile.n // 2 if kind == "glu" else (64 if tile.n % 64 == 0 else 32)
+def _glu_fit(interleave: int, kind: str, tile: Tile) -> dict[str, Any]:
+    """How gate and linear columns meet in a tile: two boxes apart, or alternating in stripes."""
+    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
     if interleave == 0 or interleave % width == 0:
-        return True, width
-    return False, interleave
+        return {"paired": True, "stripe": width}
+    return {"paired": False, "stripe": interleave}
 
 
 def _check_glu(activation: str, interleave: int, columns: int) -> None:
@@ -310,7 +310,6 @@ def grouped_gemm_glu(
     # 192 columns hold whole stripes of up to 32, and pay where there is more to write.
     wide = store_preact and weights.major == "k" and interleave <= 32
     tile = tile or tiles.choose("glu", rows, weights.groups, wide and bias is None)
-    paired, stripe = _glu_fit(interleave, columns, tile, "glu")
     name = _NAMES[x.dtype]
     launch(
         Spec(
@@ -323,8 +322,7 @@ def grouped_gemm_glu(
             bias=bias is not None,
             scale=_NAMES[scales.dtype],
             activation=activation,
-            stripe=stripe,
-            paired=paired,
+            **_glu_fit(interleave, "glu", tile),
             keep=store_preact,
         ),
         x.device,
@@ -393,7 +391,6 @@ def grouped_gemm_dglu(
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
     tile = tile or tiles.choose("dglu", rows, weights.groups)
-    paired, stripe = _glu_fit(interleave, columns, tile, "dglu")
     partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
     name = _NAMES[dy.dtype]
     launch(
@@ -406,8 +403,7 @@ def grouped_gemm_dglu(
             table=bool(weights.pointers),
             scale=_NAMES[scales.dtype],
             activation=activation,
-            stripe=stripe,
-            paired=paired,
+            **_glu_fit(interleave, "dglu", tile),
         ),
         dy.device,
         a=dy.data_ptr(),

@@ -22,10 +22,21 @@ class Tile:
     pingpong: bool = True
     cluster_m: int = 1
     cluster_n: int = 1
+    dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}"
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
+
+
+def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
+    """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
+
+    32 where 64 would not divide it or would be too much shared memory: the blocks that dglu holds
+    are better spent on pipeline stages.
+    """
+    width = tile.n // 2 if kind == "glu" else tile.n
+    return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,7 @@ class Spec:
     @property
     def block_columns(self) -> int:
         """Columns of the blocks in which an epilogue writes its tile."""
-        width = self.tile.n // 2 if self.kind == "glu" else self.tile.n
-        if self.out_dtype == "float32":
-            return 32
-        return 64 if width % 64 == 0 else 32
+        return block_columns(self.kind, self.tile, self.out_dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -11,7 +11,7 @@ TILES = {
     "store": (Tile(128, 128, True, 1, 2),),
     "glu": (Tile(128, 128, True, 1, 2), Tile(128, 192, True, 1, 2)),
     "dglu": (Tile(128, 128, True, 1, 2),),
-    "wgrad": (Tile(128, 128, True, 2, 1), Tile(192, 128, True, 1, 2)),
+    "wgrad": (Tile(128, 128, True, 2, 1, True), Tile(192, 128, True, 1, 2, True)),
 }
 _MANY_ROWS = 256  # of a group, on average
 

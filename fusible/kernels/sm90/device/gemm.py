@@ -23,7 +23,7 @@ from fusible.kernels.sm90.device.addressing import (
 )
 from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.epilogues import BACKWARD, FORWARD
-from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule
+from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 _WARPGROUP = 128
@@ -68,6 +68,7 @@ class GroupedGemm:
         bias: Int64,
         scales: Int64,
         partials: Int64,
+        counter: Int64,
         total_rows: Int32,
         columns: Int32,
         depth: Int32,
@@ -209,6 +210,7 @@ class GroupedGemm:
             tensor_bias,
             tensor_scales,
             tensor_partials,
+            self._pointer(Int32, counter),
             layout_a,
             layout_b,
             layout_block,
@@ -284,6 +286,7 @@ class GroupedGemm:
         bias,
         scales,
         partials,
+        counter: cute.Pointer,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
         layout_block: cute.ComposedLayout,
@@ -307,6 +310,8 @@ class GroupedGemm:
         class Shared:
             barriers: cute.struct.MemRange[Int64, 2 * spec.stages]
             preact_barriers: cute.struct.MemRange[Int64, max(2 * spec.preact_slots, 1)]
+            queue_barriers: cute.struct.MemRange[Int64, 2 * TileQueue.SLOTS]
+            queue: cute.struct.MemRange[Int32, TileQueue.SLOTS]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
             blocks: cute.struct.Align[
@@ -356,6 +361,17 @@ class GroupedGemm:
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
             )
+        queue = None
+        if const_expr(tile.dynamic):
+            queue = TileQueue(
+                counter,
+                shared.queue.data_ptr(),
+                shared.queue_barriers.data_ptr(),
+                10 if const_expr(spec.kind == "dglu") else 9,
+                cute.size(self.cluster),
+            )
+            if warp_index == 0:
+                queue.initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
 
@@ -376,22 +392,25 @@ class GroupedGemm:
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
+            if const_expr(tile.dynamic):
+                if (warp_index == 2) & (rank == 0):
+                    queue.serve(schedule, first_tile, tile_step)
             if warp_index == 0:
                 self.load_operands(
-                    load_a, load_b, shared_a, shared_b, operands, schedule, in_cluster,
+                    load_a, load_b, shared_a, shared_b, operands, schedule, queue, in_cluster,
                     first_tile, tile_step, groups, depth, glu_block, table, base,
                 )  # fmt: skip
             if const_expr(spec.kind == "dglu"):
                 if warp_index == 1:
                     self.load_preacts(
-                        load_preact, shared_preact, preacts, schedule, in_cluster,
+                        load_preact, shared_preact, preacts, schedule, queue, in_cluster,
                         first_tile, tile_step, groups, total_rows, glu_block,
                     )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
             self.multiply(
                 thread - _WARPGROUP, warpgroup_index - 1, shared_a, shared_b, operands, blocks,
-                shared_preact, preacts, schedule, in_cluster, first_tile, tile_step, groups,
+                shared_preact, preacts, schedule, queue, in_cluster, first_tile, tile_step, groups,
                 depth, glu_block, table, base, store, store_preact, bias, scales, partials,
                 constants,
             )  # fmt: skip
@@ -401,6 +420,11 @@ class GroupedGemm:
         if const_expr(not self.by_rows):
             return cute.ceil_div(rows, TILE_K)
         return Int32(cutlass.select_(group < groups, cute.ceil_div(depth, TILE_K), Int32(0)))
+
+    def _next_tile(self, queue, state, tile_index, tile_step):
+        if self.tile.dynamic:
+            return queue.next(state)
+        return tile_index + tile_step, state
 
     def _gate_column(self, column, glu_block):
         """Where the gate of an activation column lies among gate and linear columns."""
@@ -422,7 +446,7 @@ class GroupedGemm:
 
     @cute.jit
     def load_operands(
-        self, load_a, load_b, shared_a, shared_b, operands, schedule, in_cluster,
+        self, load_a, load_b, shared_a, shared_b, operands, schedule, queue, in_cluster,
         first_tile, tile_step, groups, depth, glu_block, table, base,
     ):  # fmt: skip
         """Warp 0: keep the operand stages filled."""
@@ -439,6 +463,9 @@ class GroupedGemm:
             mask_b = cutlass.Int16(every << (in_cluster[1] * tile.cluster_m))
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.stages)
+        turn_of_queue = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, TileQueue.SLOTS
+        )
         tile_index = first_tile
         schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         while valid:
@@ -492,20 +519,23 @@ class GroupedGemm:
                         mcast_mask=mask_b,
                     )
                 state.advance()
-            tile_index += tile_step
+            tile_index, turn_of_queue = self._next_tile(queue, turn_of_queue, tile_index, tile_step)
             schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         # Wait until the cluster has read what this block sent, before it may exit.
         operands.producer_tail(state)
 
     @cute.jit
     def load_preacts(
-        self, load_preact, shared_preact, preacts, schedule, in_cluster,
+        self, load_preact, shared_preact, preacts, schedule, queue, in_cluster,
         first_tile, tile_step, groups, total_rows, glu_block,
     ):  # fmt: skip
         """Warp 1: keep the pre-activation blocks filled, in the order the epilogue reads them."""
         spec, tile = self.spec, self.tile
         box = (WARPGROUP_ROWS, self.columns)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
+        turn_of_queue = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, TileQueue.SLOTS
+        )
         tile_index = first_tile
         schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         while valid:
@@ -534,13 +564,13 @@ class GroupedGemm:
                         tma_bar_ptr=preacts.producer_get_barrier(state),
                     )
                 state.advance()
-            tile_index += tile_step
+            tile_index, turn_of_queue = self._next_tile(queue, turn_of_queue, tile_index, tile_step)
             schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
 
     @cute.jit
     def multiply(
         self, thread, team, shared_a, shared_b, operands, blocks,
-        shared_preact, preacts, schedule, in_cluster, first_tile, tile_step, groups,
+        shared_preact, preacts, schedule, queue, in_cluster, first_tile, tile_step, groups,
         depth, glu_block, table, base, store, store_preact, bias, scales, partials,
         constants,
     ):  # fmt: skip
@@ -577,9 +607,13 @@ class GroupedGemm:
         if const_expr(tile.pingpong):
             if team == 0:
                 self._give_turn(_MULTIPLY_TURN, Int32(1))
-                self._give_turn(_PREACT_TURN, Int32(1))
+                if const_expr(spec.kind == "dglu"):
+                    self._give_turn(_PREACT_TURN, Int32(1))
 
         turn = Int32(0)
+        turn_of_queue = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, TileQueue.SLOTS
+        )
         tile_index = first_tile
         schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         while valid:
@@ -621,7 +655,7 @@ class GroupedGemm:
                     preact_release.advance(skipped)
             if const_expr(tile.pingpong):
                 turn = 1 - turn
-            tile_index += tile_step
+            tile_index, turn_of_queue = self._next_tile(queue, turn_of_queue, tile_index, tile_step)
             schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 

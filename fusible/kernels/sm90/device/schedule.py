@@ -1,14 +1,15 @@
 """Which output tile a cluster computes next, from group ends that only the device knows.
 
-The grid is persistent: cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ... Every warp decodes
-tile numbers for itself, so that no warp waits for another to learn its work. Both schedules give
-``(schedule, valid, group, m, n, start, rows)``: the schedule to ask next, tile coordinates in units of cluster tiles, the group's
-first row and its number of rows.
+The grid is persistent: cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles
+differ in length, tile ``c`` and then whichever is next when it is ready for one (`TileQueue`).
+Every warp decodes tile numbers for itself. Both schedules give
+``(schedule, valid, group, m, n, start, rows)``: the schedule to ask next, tile coordinates in
+units of cluster tiles, the group's first row and its number of rows.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, pipeline
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 _LANES = 32
@@ -128,6 +129,87 @@ class ReductionSchedule:
         m, n = _in_bands(tile - group * tiles, self.tiles_down, self.columns)
         rows = cutlass.max(rows, Int32(0))
         return self, Boolean(group < self.groups), group, m, n, start, rows
+
+
+class TileQueue:
+    """Tile numbers from one counter in global memory, for every warp of every cluster.
+
+    A warp of the cluster's first block draws numbers ahead of their use and sends each to a ring
+    in every block of the cluster; a slot is drawn for again when all its readers have read it.
+    The counter is two integers, 0 before and after every launch: numbers drawn, clusters done.
+    """
+
+    SLOTS = 2
+
+    def __init__(self, counter, slots, barriers, readers, blocks):
+        """``readers`` warps in each of ``blocks`` blocks of a cluster."""
+        self.counter, self.slots, self.barriers = counter, slots, barriers
+        self.readers, self.blocks = readers, blocks
+
+    def __extract_mlir_values__(self):
+        return [
+            v
+            for part in (self.counter, self.slots, self.barriers)
+            for v in cutlass.extract_mlir_values(part)
+        ]
+
+    def __new_from_mlir_values__(self, values):
+        parts = []
+        for part in (self.counter, self.slots, self.barriers):
+            width = len(cutlass.extract_mlir_values(part))
+            parts.append(cutlass.new_from_mlir_values(part, values[:width]))
+            values = values[width:]
+        return TileQueue(*parts, self.readers, self.blocks)
+
+    @cute.jit
+    def initialise(self):
+        """By one warp, before the cluster's first synchronisation."""
+        with cute.arch.elect_one():
+            for slot in cutlass.range_constexpr(self.SLOTS):
+                cute.arch.mbarrier_init(self.barriers + slot, 1)
+                cute.arch.mbarrier_init(
+                    self.barriers + self.SLOTS + slot, self.readers * self.blocks
+                )
+
+    @cute.jit
+    def serve(self, schedule, first: Int32, clusters: Int32):
+        """One warp of the cluster's first block: draw numbers until they lie past the last tile."""
+        lane = cute.arch.lane_idx()
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.SLOTS)
+        schedule, valid, *_ = schedule.seek(first)
+        while valid:
+            tile = Int32(0)
+            if lane == 0:
+                tile = clusters + cute.arch.atomic_add(self.counter, Int32(1))
+            tile = shuffle_sync(tile, 0)
+            cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
+            if lane < self.blocks:
+                full = self.barriers + state.index
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 4, lane)
+                cute.arch.store_async_dsmem(self.slots + state.index, tile, full, lane)
+            state.advance()
+            schedule, valid, *_ = schedule.seek(tile)
+        # The other blocks' readers arrive at this block's barriers: stay until they have.
+        for _ in cutlass.range_constexpr(self.SLOTS):
+            cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
+            state.advance()
+        if lane == 0:
+            done = self.counter + 1
+            if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
+                cute.arch.store(self.counter, Int32(0))
+                cute.arch.store(done, Int32(0))
+
+    @cute.jit
+    def next(self, state):
+        """A reading warp's next tile."""
+        cute.arch.mbarrier_wait(self.barriers + state.index, state.phase)
+        slot = cute.make_tensor(self.slots + state.index, cute.make_layout(1))
+        tile = slot[0]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers + self.SLOTS + state.index, 0)
+        state.advance()
+        return tile, state
 
 
 @cute.jit
