@@ -209,7 +209,7 @@ def test_glu_columns_beside_the_tile(interleave, inner):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_bias(dtype):
-    sizes, hidden, inner = SIZES, 256, 264
+    sizes, hidden, inner = SIZES, 256, 272
     ends, x = ends_of(sizes), rows(SIZES, TAIL, 256)
     w, bias = random(len(sizes), inner, hidden, scale=0.06), random(len(sizes), inner)
     scale = torch.rand(x.shape[0], device=DEVICE).to(dtype)

@@ -245,7 +245,7 @@ def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = N
     out = x.new_empty(rows, weights.rows)
     if rows == 0:
         return out
-    tile = tile or tiles.choose("store", rows, weights.groups)
+    tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
     name = _NAMES[x.dtype]
     launch(
         Spec(
@@ -309,7 +309,8 @@ def grouped_gemm_glu(
         return preact, out
     # 192 columns hold whole stripes of up to 32, and pay where there is more to write.
     wide = store_preact and weights.major == "k" and interleave <= 32
-    tile = tile or tiles.choose("glu", rows, weights.groups, wide and bias is None)
+    wide = wide and bias is None
+    tile = tile or tiles.choose("glu", rows, weights.groups, columns, wide)
     name = _NAMES[x.dtype]
     launch(
         Spec(
@@ -390,7 +391,7 @@ def grouped_gemm_dglu(
     d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
-    tile = tile or tiles.choose("dglu", rows, weights.groups)
+    tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
     partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
     name = _NAMES[dy.dtype]
     launch(
@@ -474,7 +475,7 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    tile = tile or tiles.choose("wgrad", rows, grads.groups)
+    tile = tile or tiles.choose("wgrad", rows, grads.groups, depth)
     launch(
         Spec(
             "wgrad",

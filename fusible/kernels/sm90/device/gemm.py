@@ -42,6 +42,12 @@ _MULTIPLY_TURN, _PREACT_TURN = 3, 5
 _LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
 
+def _as_tiles(fragment, rank):
+    """One instruction's fragment as ``cute.gemm`` wants it: tiled, by a single tile."""
+    one = cute.make_layout(1)
+    return cute.make_tensor(fragment.iterator, cute.append(fragment.layout, one, up_to_rank=rank))
+
+
 class GroupedGemm:
     """The kernel that a `Spec` describes; ``cute.compile`` turns an instance into code."""
 
@@ -633,9 +639,16 @@ class GroupedGemm:
                 accumulator.fill(0.0)
                 if const_expr(tile.pingpong):
                     self._take_turn(_MULTIPLY_TURN, team)
-                state, release = self._mainloop(
-                    mma, accumulator, fragment_a, fragment_b, operands, state, release, steps
-                )
+                loop = (mma, accumulator, fragment_a, fragment_b, operands, steps)
+                if const_expr(self.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
+                    # Where a group ends within the first 64 rows, the others need no products.
+                    if rows - row > WARPGROUP_ROWS:
+                        state, release = self._mainloop(*loop, state, release, 2)
+                    else:
+                        state, release = self._mainloop(*loop, state, release, 1)
+                else:
+                    slabs = const_expr(tile.m // (WARPGROUP_ROWS * self.teams))
+                    state, release = self._mainloop(*loop, state, release, slabs)
                 if const_expr(tile.pingpong):
                     # All products are issued: the other's may queue up behind them.
                     self._give_turn(_MULTIPLY_TURN, team)
@@ -666,19 +679,26 @@ class GroupedGemm:
         cute.arch.barrier_arrive(barrier_id=turns + 1 - team, number_of_threads=2 * _WARPGROUP)
 
     @cute.jit
-    def _mainloop(self, mma, accumulator, fragment_a, fragment_b, operands, state, release, steps):
-        """All matrix products of a tile; a stage is released once the next one's are issued."""
+    def _mainloop(
+        self, mma, accumulator, fragment_a, fragment_b, operands, steps, state, release,
+        slabs: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Issue a tile's products; a stage is released once those of the next one are issued.
+
+        ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed.
+        """
         for step in cutlass.range(steps, unroll=1):
             operands.consumer_wait(state)
             warpgroup.fence()
             for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-                cute.gemm(
-                    mma,
-                    accumulator,
-                    fragment_a[None, None, k, state.index],
-                    fragment_b[None, None, k, state.index],
-                    accumulator,
-                )
+                for m in cutlass.range_constexpr(slabs):
+                    cute.gemm(
+                        mma,
+                        _as_tiles(accumulator[None, m, 0], 3),
+                        _as_tiles(fragment_a[None, m, k, state.index], 2),
+                        _as_tiles(fragment_b[None, 0, k, state.index], 2),
+                        _as_tiles(accumulator[None, m, 0], 3),
+                    )
             warpgroup.commit_group()
             state.advance()
             if step > 0:
