@@ -1,1 +1,102 @@
-"""Hopper (SM90) kernels written in the CuTe DSL."""
+"""Hopper (SM90) kernels written in the CuTe DSL: grouped matrix products with fused epilogues.
+
+Rows belong to groups (experts); ``ends`` (int32, on the device) holds each group's first row past
+it. Groups may be empty and of any size; rows past the last end give zeros. Weights are one tensor
+``[E, N, K]`` or E tensors ``[N, K]``, in either memory order. `limits` says what the kernels take.
+Importing this package imports no cutlass; a kernel is compiled, or read from disk, at its first
+launch.
+"""
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.sm90 import limits
+from fusible.kernels.sm90.ops import has_matrix_layout  # and registers the ops
+
+__all__ = [
+    "grouped_gemm",
+    "grouped_gemm_dglu",
+    "grouped_gemm_glu",
+    "grouped_wgrad",
+    "grouped_wgrad_",
+    "has_matrix_layout",
+    "limits",
+]
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
+) -> Tensor:
+    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
+
+    With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
+    """
+    return torch.ops.fusible.sm90_grouped_gemm(x, w, ends, bias, row_scale, transpose_w)
+
+
+def grouped_gemm_glu(
+    x: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "swiglu",
+    interleave: int = 0,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    offset: float = 0.0,
+    store_preact: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, in one kernel.
+
+    Gates are the first half of ``preact``'s columns, or the even ones of its blocks of
+    ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
+    ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
+    """
+    return torch.ops.fusible.sm90_grouped_gemm_glu(
+        x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
+    )
+
+
+def grouped_gemm_dglu(
+    dy: Tensor,
+    w: list[Tensor],
+    ends: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    *,
+    activation: str = "swiglu",
+    interleave: int = 0,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of the activation between two grouped linears, in the second one's data gradient.
+
+    With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout), the activation
+    ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
+    gradient of ``scales``, always with the same bits.
+    """
+    return torch.ops.fusible.sm90_grouped_gemm_dglu(
+        dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset
+    )
+
+
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
+    return torch.ops.fusible.sm90_grouped_wgrad(dy, x, ends, out_dtype)
+
+
+def grouped_wgrad_(
+    out: list[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
+) -> None:
+    """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    torch.ops.fusible.sm90_grouped_wgrad_(out, dy, x, ends, accumulate)

@@ -1,0 +1,292 @@
+"""The Hopper kernels one by one, against PyTorch's grouped product and quack's kernels.
+
+    python benchmarks/grouped_gemm_sm90.py [--config NAME ...] [--out FILE]
+
+All contestants of a cell run interleaved in one process; the L2 cache is flushed before each run;
+CUDA events; median. quack takes part if it is installed, in its best known tile of each cell.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fusible.kernels import sm90
+
+
+class Config(NamedTuple):
+    """A mixture-of-experts layer: hidden size, expert size, experts, routed rows."""
+
+    hidden: int
+    expert: int
+    experts: int
+    rows: int
+
+
+CONFIGS = {
+    "qwen3-30b": Config(2048, 768, 128, 131072),
+    "mixtral-8x7b": Config(4096, 14336, 8, 16384),
+    "dsv3-ep32": Config(7168, 2048, 32, 32768),
+    "small": Config(1024, 512, 64, 8192),
+}
+# quack's best tiles, of 36 tried for each cell: rows x columns, ping-pong or cooperative,
+# cluster, dynamic scheduler. Columns: glu_keep, glu, fc2, dglu, dgrad1, wgrad1, wgrad2.
+QUACK_TILES = {
+    ("qwen3-30b", "balanced"): "256x128co21d 256x192co21d 128x160pp21 128x128pp12d 128x256co21 "
+    "128x160pp21 128x192pp21",
+    ("qwen3-30b", "skewed"): "128x128pp12 128x192pp12 192x128pp12 128x128pp12d 192x128pp12 "
+    "192x128pp12d 128x192pp21d",
+    ("mixtral-8x7b", "balanced"): "256x192co21d 256x128co12 128x256co21 128x128pp21d 256x192co12 "
+    "192x128pp21 256x128co12d",
+    ("mixtral-8x7b", "skewed"): "128x192pp12 128x128pp12 128x256co21d 128x128pp12 128x256co12 "
+    "256x192co12d 256x128co12d",
+    ("dsv3-ep32", "balanced"): "256x128co12d 128x256co21 128x128pp21 128x128pp21d 256x192co12 "
+    "128x160pp21 128x128pp12",
+    ("dsv3-ep32", "skewed"): "128x256co12 128x256co12 128x128pp12 128x128pp12 128x192pp12 "
+    "128x256co21 128x128pp12",
+    ("small", "balanced"): "128x128pp12 128x128pp12 128x128pp12 128x128pp12 128x128pp12 "
+    "128x256co12 128x128pp21",
+    ("small", "skewed"): "128x256co12 128x256co12 128x256co12 128x128pp12 128x256co12 "
+    "128x128pp21 128x128pp21",
+}
+QUACK_COLUMNS = ("glu_keep", "glu", "fc2", "dglu", "dgrad1", "wgrad1", "wgrad2")
+
+
+def split_sizes(config: Config, split: str) -> list[int]:
+    """Rows of each expert: all the same, or Zipf 0.8 with an eighth of the experts empty."""
+    rows, experts = config.rows, config.experts
+    if split == "balanced":
+        return [rows // experts] * experts
+    generator = torch.Generator().manual_seed(0)
+    live = experts - max(experts // 8, 1)
+    weights = torch.arange(1, live + 1).pow(-0.8)
+    sizes = (weights / weights.sum() * rows).floor().int().tolist()
+    sizes[0] += rows - sum(sizes)
+    order = torch.randperm(experts, generator=generator).tolist()
+    return [(sizes + [0] * (experts - live))[i] for i in order]
+
+
+def tensors(config: Config, split: str) -> dict[str, torch.Tensor]:
+    """Random operands of every product of a grouped MLP, forward and backward."""
+    hidden, expert, experts, rows = config
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+    ends = torch.tensor(split_sizes(config, split)).cumsum(0).int().cuda()
+    return {
+        "x": random(rows, hidden),
+        "w1": random(experts, 2 * expert, hidden, scale=hidden**-0.5),
+        "w2": random(experts, hidden, expert, scale=expert**-0.5),
+        "act": random(rows, expert),
+        "preact": random(rows, 2 * expert),
+        "d_preact": random(rows, 2 * expert),
+        "dy": random(rows, hidden),
+        "scales": torch.rand(rows, device="cuda"),
+        "ends": ends,
+        "starts": torch.nn.functional.pad(ends, (1, 0)),
+    }
+
+
+def fusible_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Our kernels."""
+    ends, scales = t["ends"], t["scales"]
+    return {
+        "fc1": lambda: sm90.grouped_gemm(t["x"], [t["w1"]], ends),
+        "glu_keep": lambda: sm90.grouped_gemm_glu(t["x"], [t["w1"]], ends, scales),
+        "glu": lambda: sm90.grouped_gemm_glu(t["x"], [t["w1"]], ends, scales, store_preact=False),
+        "fc2": lambda: sm90.grouped_gemm(t["act"], [t["w2"]], ends),
+        "dglu": lambda: sm90.grouped_gemm_dglu(t["dy"], [t["w2"]], ends, t["preact"], scales),
+        "dgrad1": lambda: sm90.grouped_gemm(t["d_preact"], [t["w1"]], ends, transpose_w=True),
+        "wgrad1": lambda: sm90.grouped_wgrad(t["d_preact"], t["x"], ends),
+        "wgrad2": lambda: sm90.grouped_wgrad(t["dy"], t["act"], ends),
+    }
+
+
+def torch_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """PyTorch's grouped product; it has no fused epilogues."""
+    product, ends = torch.nn.functional.grouped_mm, t["ends"]
+    return {
+        "fc1": lambda: product(t["x"], t["w1"].mT, offs=ends),
+        "fc2": lambda: product(t["act"], t["w2"].mT, offs=ends),
+        "dgrad1": lambda: product(t["d_preact"], t["w1"], offs=ends),
+        "wgrad1": lambda: product(t["d_preact"].mT, t["x"], offs=ends),
+        "wgrad2": lambda: product(t["dy"].mT, t["act"], offs=ends),
+    }
+
+
+def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, Any]:
+    """Quack's kernels in their best known tiles, into tensors made beforehand."""
+    from quack import gemm_interface
+    from quack.gemm_config import GemmConfig
+
+    def tile(column: str) -> tuple[GemmConfig, bool]:
+        text = QUACK_TILES[name, split].split()[QUACK_COLUMNS.index(column)]
+        dynamic = text.endswith("d")
+        m, rest = text.rstrip("d").split("x")
+        n, cluster = rest[:-4], rest[-2:]
+        config = GemmConfig(
+            tile_m=int(m),
+            tile_n=int(n),
+            pingpong="pp" in rest,
+            is_dynamic_persistent=dynamic,
+            cluster_m=int(cluster[0]),
+            cluster_n=int(cluster[1]),
+            device_capacity=9,
+        )
+        return config, dynamic
+
+    def gemm(column: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, by: str) -> Any:
+        config, dynamic = tile(column)
+        run = gemm_interface.gemm_tuned.fn
+        return lambda: run(a, b, out, dynamic_scheduler=dynamic, config=config, **{by: t["starts"]})
+
+    def gated(column: str) -> Any:
+        config, dynamic = tile(column)
+        out = torch.empty_like(t["act"])
+        preact = torch.empty_like(t["preact"]) if column == "glu_keep" else None
+        return lambda: gemm_interface._gemm_act_call(
+            t["x"],
+            t["w1"].mT,
+            preact,
+            out,
+            None,
+            None,
+            activation="swiglu",
+            cu_seqlens_m=t["starts"],
+            dynamic_scheduler=dynamic,
+            tuned=False,
+            config=config,
+        )
+
+    def d_gated() -> Any:
+        config, dynamic = tile("dglu")
+        dx, out = torch.empty_like(t["preact"]), torch.empty_like(t["act"])
+        return lambda: gemm_interface._gemm_dact_call(
+            t["dy"],
+            t["w2"],
+            t["preact"],
+            dx,
+            out,
+            activation="swiglu",
+            colvec_scale=t["scales"],
+            colvec_reduce=True,
+            cu_seqlens_m=t["starts"],
+            dynamic_scheduler=dynamic,
+            tuned=False,
+            config=config,
+        )
+
+    return {
+        "fc1": gemm("glu_keep", t["x"], t["w1"].mT, torch.empty_like(t["preact"]), "cu_seqlens_m"),
+        "glu_keep": gated("glu_keep"),
+        "glu": gated("glu"),
+        "fc2": gemm("fc2", t["act"], t["w2"].mT, torch.empty_like(t["x"]), "cu_seqlens_m"),
+        "dglu": d_gated(),
+        "dgrad1": gemm("dgrad1", t["d_preact"], t["w1"], torch.empty_like(t["x"]), "cu_seqlens_m"),
+        "wgrad1": gemm(
+            "wgrad1", t["d_preact"].mT, t["x"], torch.empty_like(t["w1"]), "cu_seqlens_k"
+        ),
+        "wgrad2": gemm("wgrad2", t["dy"].mT, t["act"], torch.empty_like(t["w2"]), "cu_seqlens_k"),
+    }
+
+
+def measure(calls: dict[str, Any], runs: int = 12) -> dict[str, float]:
+    """Median milliseconds of each call, interleaved, from a flushed L2 cache."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    events = []
+    warm = 3
+    for turn in range(runs + warm):
+        for name, call in calls.items():
+            flush.zero_()
+            torch.cuda._sleep(100_000)  # the call is enqueued before its turn comes
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            if turn >= warm:
+                events.append((name, start, end))
+        torch.cuda.synchronize()
+    for name, start, end in events:
+        times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def flops(config: Config, op: str) -> float:
+    """Floating-point operations of the matrix product."""
+    second = op in ("fc2", "dglu", "wgrad2")
+    return 2.0 * config.rows * config.hidden * config.expert * (1 if second else 2)
+
+
+def environment() -> dict[str, str]:
+    """Machine, versions and commit."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "absent"
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nvidia-cutlass-dsl": of("nvidia-cutlass-dsl"),
+        "quack-kernels": of("quack-kernels"),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    """Run every cell and print, for each, our time over the best peer's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    cells = []
+    print(f"{'config':14s} {'split':9s} {'op':9s} {'ms':>8s} {'TFLOP/s':>8s}  torch   quack")
+    for name in options.config:
+        for split in ("balanced", "skewed"):
+            config = CONFIGS[name]
+            operands = tensors(config, split)
+            contestants = {"fusible": fusible_calls(operands), "torch": torch_calls(operands)}
+            with contextlib.suppress(ImportError):
+                contestants["quack"] = quack_calls(operands, name, split)
+            for op in contestants["fusible"]:
+                calls = {who: ops[op] for who, ops in contestants.items() if op in ops}
+                times = measure(calls)
+                ours = times["fusible"]
+                rates = {w: flops(config, op) / t / 1e9 for w, t in times.items()}
+                cells.append(
+                    {"config": name, "split": split, "op": op, "ms": times, "tflops": rates}
+                )
+                ratios = "  ".join(
+                    f"{times[who] / ours:5.3f}x" if who in times else "   -  "
+                    for who in ("torch", "quack")
+                )
+                print(
+                    f"{name:14s} {split:9s} {op:9s} {ours:8.4f} {rates['fusible']:8.0f}  {ratios}"
+                )
+    if options.out:
+        report = {"environment": environment(), "cells": cells}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
+from cutlass.utils import hopper_helpers as hopper
+
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS
+
+_EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
+_WARPGROUP = 128
+PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
+
+
+class BlockWriter:
+    """One warpgroup's way out: its ring of blocks, and its threads' part in each.
+
+    The ring needs one barrier a block: the warp that stores waits, before the barrier of block
+    ``i``, until the store of block ``i - n + 1`` has left shared memory, so that past the barrier
+    every warp may write block ``i + 1`` over it.
+    """
+
+    def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
+        self.columns, self.ring = spec.block_columns, spec.out_blocks
+        self.dtype, self.out_dtype = dtype, out_dtype
+        self.thread, self.team, self.blocks = thread, team, blocks
+        mma = hopper.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, PIECE),
+        )
+        if out_dtype.width == 16:
+            to_shared = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), out_dtype)
+        else:
+            to_shared = cute.make_copy_atom(CopyUniversalOp(), out_dtype, num_bits_per_copy=64)
+        self.to_shared = cute.make_tiled_copy_C(to_shared, mma)
+        from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
+        self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
+        self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
+
+    def read(self, block, piece):
+        """A thread's 8 values of 16 columns of a block of 16-bit values."""
+        values = cute.make_rmem_tensor(self.shape, self.dtype)
+        copy = self.from_shared.get_slice(self.thread)
+        source = copy.partition_S(block)[None, 0, piece]
+        cute.copy(self.from_shared, source, copy.retile(values)[None, 0, 0])
+        return [values[i].to(Float32) for i in range(cute.size(values))]
+
+    def put(self, values, block, piece):
+        """Write a thread's 8 values of 16 columns of a block to shared memory."""
+        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
+        for i, value in enumerate(values):
+            fragment[i] = value.to(block.element_type)
+        copy = self.to_shared.get_slice(self.thread)
+        target = copy.partition_D(block)[None, 0, piece]
+        cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
+
+    def block(self, count):
+        """Where the tile's ``count``-th block is put together."""
+        return self.blocks[None, None, self.team * self.ring + count % self.ring]
+
+    @cute.jit
+    def begin(self):
+        """Before a tile: its blocks are numbered from 0, wherever the ring stood."""
+        self._settle(0)
+        self._barrier()
+
+    @cute.jit
+    def write(self, stores, release=None):
+        """Store the tile's ``count``-th block and whatever else was put together with it.
+
+        ``stores`` lists ``(atom, tensor, row, column, block)``. ``release`` is a pipeline and the
+        state of the slot that the previous block's stores came from.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self._settle(0 if const_expr(release is not None) else self.ring - 2)
+        if const_expr(release is not None):
+            if self.thread == 0:
+                release[0].consumer_release(release[1])
+        self._barrier()
+        if self.thread < 32:
+            for atom, tensor, row, column, block in stores:
+                box = cute.local_tile(
+                    cute.domain_offset((row, column), tensor),
+                    (WARPGROUP_ROWS, self.columns),
+                    (0, 0),
+                )
+                source, target = cpasync.tma_partition(
+                    atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(block, 0, 2),
+                    cute.group_modes(box, 0, 2),
+                )
+                cute.copy(atom, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _settle(self, pending: cutlass.Constexpr):
+        if self.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+    def _barrier(self):
+        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)

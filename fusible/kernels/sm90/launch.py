@@ -1,0 +1,187 @@
+"""Compiled kernels, kept in memory and on disk, and how one is started from PyTorch.
+
+Nothing here reads a tensor's values: group ends, scales and pointers stay on the device.
+"""
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fusible.kernels.sm90.spec import Spec
+
+_MAX_POINTER_TABLES = 1024
+_pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+# Sources of tables made while a CUDA graph was captured: a replay copies from them again.
+_captured_sources: list[torch.Tensor] = []
+
+
+def compile_spec(spec: Spec):
+    """Compile a kernel for ``sm_90a``; needs the CuTe DSL, but no GPU."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fusible.kernels.sm90.device.gemm import GroupedGemm
+
+    # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
+    kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
+    arguments = [kind(0) for kind in kinds]
+    options = "--enable-tvm-ffi --gpu-arch sm_90a"
+    return cute.compile(GroupedGemm(spec), *arguments, make_fake_stream(), options=options)
+
+
+@functools.cache
+def kernel(spec: Spec):
+    """The compiled kernel: from memory, else from disk, else compiled and written to disk."""
+    import cutlass.cute as cute
+
+    path = cache_directory() / f"{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}.o"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        compiled = compile_spec(spec)
+        # Written under another name first: another process may be looking.
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
+        os.close(handle)
+        compiled.export_to_c(object_file_path=partial, function_name="launch")
+        Path(partial).replace(path)
+    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: one folder for each version of this code and the DSL."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
+    here = Path(__file__).parent
+    for source in [*sorted((here / "device").glob("*.py")), here / "spec.py", Path(__file__)]:
+        digest.update(source.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "fusible" / "sm90" / digest.hexdigest()[:16]
+
+
+def launch(
+    spec: Spec,
+    device: torch.device,
+    *,
+    a: int,
+    b: int,
+    out: int,
+    ends: int,
+    total_rows: int,
+    columns: int,
+    depth: int,
+    groups: int,
+    a_pitch: int,
+    b_pitch: int,
+    b_group_pitch: int,
+    out_pitch: int,
+    preact: int = 0,
+    d_preact: int = 0,
+    table: int = 0,
+    bias: int = 0,
+    scales: int = 0,
+    partials: int = 0,
+    preact_pitch: int = 0,
+    d_preact_pitch: int = 0,
+    glu_block: int = 1,
+    glu_columns: int = 0,
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
+) -> None:
+    """Start a kernel on the device's current stream."""
+    tile = spec.tile
+    width = tile.n // 2 if spec.kind == "glu" else tile.n
+    if spec.kind == "wgrad":
+        tiles = groups * -(-columns // (tile.m * tile.cluster_m))
+        tiles *= -(-depth // (tile.n * tile.cluster_n))
+    else:
+        # Every group, and the rows past the last, may end in a part of a tile.
+        tiles = (total_rows // (tile.m * tile.cluster_m) + groups + 1) * -(
+            -columns // (width * tile.cluster_n)
+        )
+    clusters = min(multiprocessors(device) // (tile.cluster_m * tile.cluster_n), tiles)
+    index = device.index
+    function = kernel(spec)
+    stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
+    counter = tile_counter(device, stream) if tile.dynamic else 0
+    with _on(index):
+        function(
+            a, b, preact, out, d_preact, ends, table, bias, scales, partials,
+            counter, total_rows, columns, depth, groups,
+            a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch,
+            glu_block, glu_columns, *constants, clusters, stream,
+        )  # fmt: skip
+
+
+class _Here:
+    """The context of a device that is current already."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+_HERE = _Here()
+
+
+def _on(index: int):
+    return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of SMs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS = 4096  # captured launches that need no memset of their own
+_stream_counters: dict[tuple[int, int], torch.Tensor] = {}
+_capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+
+
+def tile_counter(device: torch.device, stream: int) -> int:
+    """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
+
+    Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
+    graph may be replayed beside anything.
+    """
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        pool, rows = _capture_counters.get(index, (None, iter(())))
+        row = next(rows, None)
+        own = torch.zeros(2, dtype=torch.int32, device=device) if row is None else pool[row]
+        return own.data_ptr()
+    counter = _stream_counters.get((index, stream))
+    if counter is None:
+        counter = torch.zeros(2, dtype=torch.int32, device=device)
+        _stream_counters[index, stream] = counter
+        if index not in _capture_counters:
+            pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=device)
+            _capture_counters[index] = pool, iter(range(_COUNTERS))
+    return counter.data_ptr()
+
+
+def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The pointers as an int64 tensor on the device, without waiting for the copy."""
+    key = (device.index, pointers)
+    table = _pointer_tables.get(key)
+    if table is not None:
+        _pointer_tables.move_to_end(key)
+        return table
+    source = torch.tensor(pointers, dtype=torch.int64).pin_memory()
+    table = source.to(device, non_blocking=True)
+    if torch.cuda.is_current_stream_capturing():
+        _captured_sources.append(source)
+        return table
+    _pointer_tables[key] = table
+    if len(_pointer_tables) > _MAX_POINTER_TABLES:
+        _pointer_tables.popitem(last=False)
+    return table

@@ -1,0 +1,91 @@
+"""What one compiled kernel is: plain data, hashable, importable without cutlass."""
+
+from dataclasses import dataclass
+
+WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
+TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
+SHARED_BYTES = 227 * 1024
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The output tile of one thread block, and how its two consumer warpgroups share the work.
+
+    Cooperating, each computes half of the rows of one tile; in ping-pong, they take whole tiles
+    in turn, and one's epilogue runs under the other's matrix products. A cluster of
+    ``cluster_m`` x ``cluster_n`` blocks loads what its tiles share once.
+    """
+
+    m: int
+    n: int
+    pingpong: bool = True
+    cluster_m: int = 1
+    cluster_n: int = 1
+    dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
+
+    def __str__(self) -> str:
+        kind = "pp" if self.pingpong else "co"
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
+
+
+def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
+    """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
+
+    32 where 64 would not divide it or would be too much shared memory: the blocks that dglu holds
+    are better spent on pipeline stages.
+    """
+    width = tile.n // 2 if kind == "glu" else tile.n
+    return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that shapes a kernel's code; sizes, pointers and constants are its arguments."""
+
+    kind: str  # store, glu, dglu: rows grouped; wgrad: reduction grouped
+    tile: Tile
+    dtype: str = "bfloat16"
+    weight_major: str = "k"  # which of N and K is contiguous in the weight
+    table: bool = False  # weights (wgrad: outputs) are E matrices behind a table of pointers
+    bias: bool = False
+    scale: str = ""  # dtype of the scale of each row; empty: none
+    activation: str = ""
+    stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
+    paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
+    keep: bool = False  # glu: the pre-activation is stored as well
+    out_dtype: str = "bfloat16"
+    accumulate: bool = False
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of the blocks in which an epilogue writes its tile."""
+        return block_columns(self.kind, self.tile, self.out_dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Shared memory of one block: 64 rows for one warpgroup."""
+        return WARPGROUP_ROWS * self.block_columns * (4 if self.out_dtype == "float32" else 2)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one pipeline stage."""
+        return (self.tile.m + self.tile.n) * TILE_K * 2
+
+    @property
+    def preact_slots(self) -> int:
+        """Blocks of gate and linear columns that dglu holds ahead of its epilogue."""
+        return 4 if self.kind == "dglu" else 0
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages: what fits beside two output blocks for each warpgroup."""
+        taken = _BARRIER_BYTES + (4 + 2 * self.preact_slots) * self.block_bytes
+        return (SHARED_BYTES - taken) // self.stage_bytes
+
+    @property
+    def out_blocks(self) -> int:
+        """Output blocks of shared memory for each warpgroup: two or more, as room is left."""
+        left = SHARED_BYTES - _BARRIER_BYTES - self.stages * self.stage_bytes
+        left -= 2 * self.preact_slots * self.block_bytes
+        return min(left // (2 * self.block_bytes), 4)

@@ -1,0 +1,390 @@
+"""Values of the Hopper kernels against FP32 math, where every output starts as NaN."""
+
+import math
+
+import pytest
+import torch
+
+from fusible.kernels import sm90
+from fusible.kernels.sm90 import ops, tiles
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+
+DEVICE = "cuda"
+QGEGLU = {"activation": "clamped_qgeglu", "limit": 1.5, "alpha": 1.702, "offset": 1.0}
+# Just under, at and just over the tiles' 128, 192 and 256 rows; empty; one row; skewed.
+SIZES = (127, 0, 128, 129, 1, 191, 192, 0, 193, 255, 256, 257, 700)
+TAIL = 70
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """New tensors begin as NaN, so that an element that nothing wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ends_of(sizes):
+    return torch.tensor(sizes).cumsum(0).to(DEVICE, torch.int32)
+
+
+def groups(sizes):
+    start = 0
+    for e, size in enumerate(sizes):
+        yield e, slice(start, start + size)
+        start += size
+
+
+def random(*shape, dtype=torch.bfloat16, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def rows(sizes, tail, columns, dtype=torch.bfloat16):
+    """Random rows, NaN past the last group."""
+    x = random(sum(sizes) + tail, columns, dtype=dtype)
+    x[sum(sizes) :] = math.nan
+    return x
+
+
+def assert_close(actual, expected, tolerance=4e-3):
+    assert actual.shape == expected.shape
+    assert not actual.isnan().any(), f"{int(actual.isnan().sum())} NaN"
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+def split(preact, interleave):
+    """Gate and linear columns."""
+    if interleave == 0:
+        return preact.chunk(2, dim=-1)
+    blocks = preact.unflatten(-1, (-1, 2, interleave))
+    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
+
+
+def glu(preact, interleave, activation="swiglu", limit=0.0, alpha=0.0, offset=0.0):
+    gate, linear = split(preact, interleave)
+    if activation == "swiglu":
+        return torch.nn.functional.silu(gate) * linear
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return (linear + offset) * gate * torch.sigmoid(alpha * gate)
+
+
+def product(x, w, sizes, bias=None, scale=None):
+    """``x @ w[e].T + bias[e] * scale`` in FP32, zero past the last group."""
+    y = torch.zeros(x.shape[0], w[0].shape[0], device=DEVICE)
+    for e, part in groups(sizes):
+        y[part] = x[part].float() @ w[e].float().T
+        if bias is not None:
+            factor = 1.0 if scale is None else scale[part].float()[:, None]
+            y[part] += bias[e].float() * factor
+    return y
+
+
+def stored(w, how):
+    """Weights [E, N, K] as given, with N contiguous, or as separate tensors in random places."""
+    if how == "n":
+        return [w.transpose(1, 2).contiguous().transpose(1, 2)]
+    if how == "separate":
+        return [one.clone() for one in w]
+    return [w]
+
+
+every_tile = pytest.mark.parametrize(
+    ("kind", "tile"),
+    [(kind, tile) for kind, choices in tiles.TILES.items() for tile in choices],
+    ids=str,
+)
+
+
+@every_tile
+@pytest.mark.parametrize("how", ["k", "n", "separate"])
+def test_every_tile(kind, tile, how):
+    if kind == "glu" and how == "n" and tile.n == 192:
+        pytest.skip("half a tile of 96 columns is not whole swizzle rows of N-major weights")
+    sizes, hidden, inner = SIZES, 328, 264
+    ends = ends_of(sizes)
+    x = rows(sizes, TAIL, hidden)
+    if kind == "store":
+        w = random(len(sizes), inner, hidden, scale=hidden**-0.5)
+        y = ops.grouped_gemm(x, stored(w, how), ends, None, None, False, tile=tile)
+        assert_close(y, product(x, w, sizes))
+        assert (y[sum(sizes) :] == 0).all()
+    elif kind == "wgrad":
+        dy = rows(sizes, TAIL, inner)
+        out = random(len(sizes), inner, hidden)
+        outs = stored(out, "k" if how == "n" else how)
+        ops.grouped_wgrad_(outs, dy, x, ends, False, tile=tile)
+        expected = torch.stack([dy[p].float().T @ x[p].float() for _, p in groups(sizes)])
+        got = torch.stack(list(outs)) if len(outs) > 1 else outs[0]
+        assert_close(got, expected)
+        assert (got[1] == 0).all()
+    else:
+        scales = torch.rand(x.shape[0], device=DEVICE)
+        scales[sum(sizes) :] = math.nan
+        if kind == "glu":
+            w = random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
+            preact, out = ops.grouped_gemm_glu(
+                x, stored(w, how), ends, None, scales, "swiglu", 0, 0, 0, 0, True, tile=tile
+            )
+            expected = product(x, w, sizes)
+            assert_close(preact, expected)
+            expected = glu(expected, 0) * scales[:, None]
+            expected[sum(sizes) :] = 0
+            assert_close(out, expected)
+        else:
+            _check_dglu(sizes, hidden, inner, how, 0, {}, tile=tile)
+
+
+def _check_dglu(sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16, tile=None):
+    ends = ends_of(sizes)
+    dy, preact = rows(sizes, TAIL, hidden, dtype), rows(sizes, TAIL, 2 * inner, dtype)
+    scales = torch.rand(dy.shape[0], device=DEVICE)
+    scales[sum(sizes) :] = math.nan
+    w = random(len(sizes), hidden, inner, dtype=dtype, scale=hidden**-0.5)
+    # The parameter is [hidden, inner]; "k" and "n" here name its own order.
+    names = ("swiglu", 0.0, 0.0, 0.0)
+    if options:
+        names = tuple(options[name] for name in ("activation", "limit", "alpha", "offset"))
+    d_preact, act, d_scales = ops.grouped_gemm_dglu(
+        dy, stored(w, how), ends, preact, scales, names[0], interleave, *names[1:], tile=tile
+    )
+    live = sum(sizes)
+    d_act = product(dy, [one.T for one in w], sizes)[:live]
+    leaf = preact[:live].float().requires_grad_()
+    factor = scales[:live].clone().requires_grad_()
+    value = glu(leaf, interleave, **options) * factor[:, None]
+    value.backward(d_act)
+    for actual, expected in (
+        (act, value.detach()),
+        (d_preact, leaf.grad),
+        (d_scales[:, None], factor.grad[:, None]),
+    ):
+        assert (actual[live:] == 0).all()
+        assert_close(actual[:live], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("interleave", [0, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("options", [{}, QGEGLU], ids=["swiglu", "qgeglu"])
+def test_glu_layouts(dtype, interleave, options):
+    sizes, hidden, inner = (130, 0, 77, 300), 192, 512
+    ends, x = ends_of(sizes), rows((130, 0, 77, 300), TAIL, 192, dtype)
+    scales = torch.rand(x.shape[0], device=DEVICE)
+    w = random(len(sizes), 2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
+    preact, out = sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=interleave, **options)
+    none, same = sm90.grouped_gemm_glu(
+        x, [w], ends, scales, interleave=interleave, store_preact=False, **options
+    )
+    assert none.shape[0] == 0
+    assert torch.equal(out, same)
+    expected = product(x, w, sizes)
+    assert_close(preact, expected)
+    assert_close(out, glu(expected, interleave, **options) * scales[:, None])
+    _check_dglu(sizes, hidden, inner, "k", interleave, options, dtype)
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("inner", [8, 96, 160, 352])
+def test_glu_columns_beside_the_tile(interleave, inner):
+    if interleave and inner % interleave:
+        pytest.skip("the layout does not exist")
+    sizes, hidden = (100, 200), 72
+    ends, x = ends_of(sizes), rows((100, 200), TAIL, 72)
+    scales = torch.rand(x.shape[0], device=DEVICE)
+    w = random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
+    preact, out = sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=interleave)
+    expected = product(x, w, sizes)
+    assert_close(preact, expected)
+    assert_close(out, glu(expected, interleave) * scales[:, None])
+    _check_dglu(sizes, hidden, inner, "k", interleave, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_bias(dtype):
+    sizes, hidden, inner = SIZES, 256, 272
+    ends, x = ends_of(sizes), rows(SIZES, TAIL, 256)
+    w, bias = random(len(sizes), inner, hidden, scale=0.06), random(len(sizes), inner)
+    scale = torch.rand(x.shape[0], device=DEVICE).to(dtype)
+    scale[sum(sizes) :] = math.nan
+    assert_close(sm90.grouped_gemm(x, [w], ends, bias), product(x, w, sizes, bias))
+    y = sm90.grouped_gemm(x, [w], ends, bias, scale)
+    assert_close(y, product(x, w, sizes, bias, scale))
+    assert (y[sum(sizes) :] == 0).all()
+    for interleave in (0, 8):
+        preact, out = sm90.grouped_gemm_glu(
+            x, [w], ends, scale, bias=bias, interleave=interleave, **QGEGLU
+        )
+        expected = product(x, w, sizes, bias)
+        assert_close(preact, expected)
+        expected = glu(expected, interleave, **QGEGLU) * scale.float()[:, None]
+        expected[sum(sizes) :] = 0
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("how", ["k", "n", "separate"])
+def test_transposed_weight_is_the_data_gradient(how):
+    sizes = SIZES
+    dy, w = rows(sizes, TAIL, 264), random(len(sizes), 264, 328, scale=0.06)
+    y = sm90.grouped_gemm(dy, stored(w, how), ends_of(sizes), transpose_w=True)
+    assert_close(y, product(dy, [one.T for one in w], sizes))
+
+
+@pytest.mark.parametrize("how", ["k", "separate"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_wgrad_accumulates(how, out_dtype):
+    sizes = SIZES
+    dy, x = rows(sizes, TAIL, 264), rows(sizes, TAIL, 328)
+    before = random(len(sizes), 264, 328, dtype=out_dtype)
+    outs = stored(before.clone(), how)
+    sm90.grouped_wgrad_(outs, dy, x, ends_of(sizes), accumulate=True)
+    got = torch.stack(list(outs)) if len(outs) > 1 else outs[0]
+    added = torch.stack([dy[p].float().T @ x[p].float() for _, p in groups(sizes)])
+    assert_close(got, before.float() + added)
+    assert torch.equal(got[1], before[1])  # an empty group adds nothing
+    assert sm90.grouped_wgrad(dy, x, ends_of(sizes), out_dtype).dtype == out_dtype
+
+
+def test_many_groups():
+    sizes = tuple(int(n) for n in torch.randint(0, 90, (150,)))
+    x, w = rows(sizes, 5, 64), random(150, 64, 64, scale=0.125)
+    y = sm90.grouped_gemm(x, [w], ends_of(sizes))
+    assert_close(y, product(x, w, sizes))
+    wgrad = sm90.grouped_wgrad(y, x, ends_of(sizes), torch.float32)
+    assert_close(wgrad, torch.stack([y[p].float().T @ x[p].float() for _, p in groups(sizes)]))
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 0, 5), (4000, 0, 0), (1, 1, 1)], ids=str)
+def test_extreme_splits(sizes):
+    x, w = rows(sizes, TAIL, 128), random(3, 128, 128, scale=0.09)
+    y = sm90.grouped_gemm(x, [w], ends_of(sizes))
+    assert_close(y, product(x, w, sizes))
+    wgrad = sm90.grouped_wgrad(x, x, ends_of(sizes))
+    assert_close(wgrad, torch.stack([x[p].float().T @ x[p].float() for _, p in groups(sizes)]))
+
+
+def test_no_rows():
+    ends = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    x, w = random(0, 64), random(3, 64, 64)
+    assert sm90.grouped_gemm(x, [w], ends).shape == (0, 64)
+    assert (sm90.grouped_wgrad(x, x, ends) == 0).all()
+
+
+def test_row_pitch_and_a_view():
+    sizes = (100, 28)
+    wide = random(128, 256)
+    x, w = wide[:, 64:192], random(2, 64, 128, scale=0.09)
+    assert_close(sm90.grouped_gemm(x, [w], ends_of(sizes)), product(x, w, sizes))
+
+
+def test_more_than_two_to_the_31_elements():
+    count, columns = 2**31 // 4096 + 1000, 4096
+    x = torch.zeros(count, columns, dtype=torch.bfloat16, device=DEVICE)
+    x[-900:] = random(900, columns)
+    ends = torch.tensor([count - 900, count], device=DEVICE, dtype=torch.int32)
+    w = random(2, columns, columns, scale=columns**-0.5)
+    y = sm90.grouped_gemm(x, [w], ends)
+    assert_close(y[-900:], x[-900:].float() @ w[1].float().T)
+    assert (y[:-900] == 0).all()
+    wgrad = sm90.grouped_wgrad(y, x, ends)
+    assert_close(wgrad[1], y[-900:].float().T @ x[-900:].float())
+    assert (wgrad[0] == 0).all()
+
+
+def _all_kernels(x, w1, w2, ends, scales):
+    preact, act = sm90.grouped_gemm_glu(x, w1, ends, scales)
+    y = sm90.grouped_gemm(act, w2, ends)
+    d_preact, again, d_scales = sm90.grouped_gemm_dglu(y, w2, ends, preact, scales)
+    return (
+        preact, act, y, d_preact, again, d_scales,
+        sm90.grouped_gemm(d_preact, w1, ends, transpose_w=True),
+        sm90.grouped_wgrad(d_preact, x, ends),
+        sm90.grouped_wgrad(y, again, ends, torch.float32),
+    )  # fmt: skip
+
+
+def _block(sizes, separate):
+    x, scales = rows(sizes, TAIL, 256), torch.rand(sum(sizes) + TAIL, device=DEVICE)
+    w1, w2 = random(len(sizes), 512, 256, scale=0.06), random(len(sizes), 256, 256, scale=0.06)
+    how = "separate" if separate else "k"
+    return x, stored(w1, how), stored(w2, how), ends_of(sizes), scales
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_always_the_same_bits(separate):
+    arguments = _block(SIZES, separate)
+    first = _all_kernels(*arguments)
+    for _ in range(20):
+        for one, again in zip(first, _all_kernels(*arguments), strict=True):
+            assert torch.equal(one, again)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_graph_replays_with_other_ends(separate):
+    x, w1, w2, ends, scales = _block((100, 200, 0, 80), separate)
+    x[:] = random(*x.shape)
+    _all_kernels(x, w1, w2, ends, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _all_kernels(x, w1, w2, ends, scales)
+    for sizes in ((100, 200, 0, 80), (0, 0, 0, 400), (33, 1, 340, 7)):
+        ends.copy_(ends_of(sizes))
+        graph.replay()
+        torch.cuda.synchronize()
+        for one, eager in zip(captured, _all_kernels(x, w1, w2, ends, scales), strict=True):
+            assert torch.equal(one, eager)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("separate", [False, True])
+def test_never_synchronises(separate):
+    arguments = _block(SIZES, separate)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _all_kernels(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_opcheck():
+    x, w1, w2, ends, scales = _block((60, 0, 70), separate=False)
+    x[:] = random(*x.shape)
+    fusible = torch.ops.fusible
+    preact, act = sm90.grouped_gemm_glu(x, w1, ends, scales)
+    glu_options = ("swiglu", 0, 0.0, 0.0, 0.0)
+    calls = (
+        (fusible.sm90_grouped_gemm, (x, w1, ends, None, None, False)),
+        (fusible.sm90_grouped_gemm_glu, (x, w1, ends, None, scales, *glu_options, True)),
+        (fusible.sm90_grouped_gemm_dglu, (x, w2, ends, preact, scales, *glu_options)),
+        (fusible.sm90_grouped_wgrad, (act, x, ends, None)),
+        (fusible.sm90_grouped_wgrad_, ([random(3, 256, 256)], act, x, ends, True)),
+    )
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_refusals_name_what_is_wrong():
+    x, w, ends = random(64, 64), random(2, 64, 64), ends_of((30, 34))
+    for message, arguments in (
+        ("x must be BF16 or FP16", (x.float(), [w], ends)),
+        ("call .contiguous()", (x.t(), [w], ends)),
+        ("ends must be a contiguous int32 tensor", (x, [w], ends.long())),
+        ("share the reduced dimension", (x[:, :32], [w], ends)),
+        ("w must have x's dtype", (x, [w.half()], ends)),
+        ("multiple of 16 bytes", (random(64, 72)[:, 4:68], [w], ends)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sm90.grouped_gemm(*arguments)
+    scales = torch.rand(64, device=DEVICE)
+    with pytest.raises(ValueError, match="power of two"):
+        sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=12)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        sm90.grouped_gemm_glu(x, [w], ends, scales, activation="relu")
