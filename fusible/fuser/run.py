@@ -141,7 +141,7 @@ class Run:
         if schedule.plan.grad[-1].requires_grad:
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
         else:
-            outputs = _forward(self, schedule, inputs, kwargs)[0]
+            outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
