@@ -120,13 +120,13 @@ class _Captured(NamedTuple):
     """The segments of a Sequential, and what they were made from."""
 
     segments: tuple[Segment, ...]
-    containers: tuple[tuple[dict[str, Any], tuple[nn.Module, ...]], ...]
+    containers: tuple[tuple[Sequential, tuple[nn.Module, ...]], ...]
     hooks: tuple[Any, ...]
     hooked: tuple[bool, ...]
 
     def holds(self) -> bool:
         """Whether modules and the presence of hooks are as they were."""
-        unchanged = [tuple(now.values()) == then for now, then in self.containers]
+        unchanged = [tuple(m._modules.values()) == then for m, then in self.containers]
         return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
 
 
@@ -135,7 +135,7 @@ def _capture(sequential: Sequential) -> _Captured:
     hooks = tuple(h for m in containers for child in m for h in _hooks(child))
     return _Captured(
         _segments(_flat(sequential), sequential.require),
-        tuple((m._modules, tuple(m)) for m in containers),
+        tuple((m, tuple(m)) for m in containers),
         hooks,
         tuple(map(bool, hooks)),
     )
