@@ -108,6 +108,9 @@ class Sequential(nn.Sequential):
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         return type(self)(*self, *other)
 
+    def __mul__(self, times: int) -> Sequential:
+        return type(self)(*super().__mul__(times))
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own runs, of its own ops.
         return {**self.__dict__, "_captured": None}
