@@ -141,7 +141,7 @@ class Run:
         if schedule.plan.grad[-1].requires_grad:
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
         else:
-            outputs = _forward(self, schedule, inputs, kwargs)[0]
+            outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
@@ -185,7 +185,9 @@ class Run:
         """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
         device = x.device
         kind = device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # Autocast knows no meta device, and raises where asked about it.
+        on = kind != "meta" and torch.is_autocast_enabled(kind)
+        autocast = torch.get_autocast_dtype(kind) if on else None
         # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic.
         index = operator.index
         return (

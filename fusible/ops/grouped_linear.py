@@ -196,7 +196,7 @@ class GroupedLinear(BasicOperation):
         x = cast(x, ctx.dtype)
         if weights[0].dtype != ctx.dtype:
             weights = [weight.to(ctx.dtype) for weight in weights]
-        key = ("ends", split_sizes)
+        key = ("ends", split_sizes, self.num_groups, x.shape[0])
         if (ends := ctx.memo.get(key)) is None:
             ends = ctx.memo[key] = group_ends(split_sizes, x, self.num_groups)
         ctx.save_for_backward(x, ends, scales, *weights)

@@ -108,6 +108,9 @@ class Sequential(nn.Sequential):
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         return type(self)(*self, *other)
 
+    def __mul__(self, times: int) -> Sequential:
+        return type(self)(*super().__mul__(times))
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own runs, of its own ops.
         return {**self.__dict__, "_captured": None}
@@ -120,13 +123,13 @@ class _Captured(NamedTuple):
     """The segments of a Sequential, and what they were made from."""
 
     segments: tuple[Segment, ...]
-    containers: tuple[tuple[dict[str, Any], tuple[nn.Module, ...]], ...]
+    containers: tuple[tuple[Sequential, tuple[nn.Module, ...]], ...]
     hooks: tuple[Any, ...]
     hooked: tuple[bool, ...]
 
     def holds(self) -> bool:
         """Whether modules and the presence of hooks are as they were."""
-        unchanged = [tuple(now.values()) == then for now, then in self.containers]
+        unchanged = [tuple(m._modules.values()) == then for m, then in self.containers]
         return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
 
 
@@ -135,7 +138,7 @@ def _capture(sequential: Sequential) -> _Captured:
     hooks = tuple(h for m in containers for child in m for h in _hooks(child))
     return _Captured(
         _segments(_flat(sequential), sequential.require),
-        tuple((m._modules, tuple(m)) for m in containers),
+        tuple((m, tuple(m)) for m in containers),
         hooks,
         tuple(map(bool, hooks)),
     )

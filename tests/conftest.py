@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+import pytest
+import torch
+
+from fusible.fuser.registry import registry
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_fusions():
+    """The registry, for tests that register fusions or rules; afterwards as it was."""
+    rules, functions = registry.rules, {k: list(v) for k, v in registry.functions.items()}
+    yield registry
+    registry.rules = rules
+    registry.functions = functions
+    registry.version += 1
+
+
+@pytest.fixture
+def fresh_compiler():
+    """No compiled code from before, and none left behind."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

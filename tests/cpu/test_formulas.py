@@ -1,0 +1,138 @@
+"""The formulas against independent statements of the same math, and their backwards."""
+
+import functools
+
+import pytest
+import reference as ref
+import torch
+import torch.nn.functional as F
+
+from fusible import formulas
+
+SHAPES = [(12,), (5, 12), (2, 3, 12), (2, 1, 3, 12)]
+LAYOUTS = [None, 1, 2, 3, 6]
+GLUS = [
+    pytest.param(formulas.swiglu, formulas.swiglu_backward, ref.swiglu, id="swiglu"),
+    pytest.param(
+        # A small limit, so that both clamps are active.
+        functools.partial(formulas.clamped_qgeglu, limit=0.5, alpha=1.3, offset=0.25),
+        functools.partial(formulas.clamped_qgeglu_backward, limit=0.5, alpha=1.3, offset=0.25),
+        functools.partial(ref.clamped_qgeglu, limit=0.5, alpha=1.3, offset=0.25),
+        id="clamped_qgeglu",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("formula", "independent"),
+    [
+        (
+            formulas.gelu,
+            lambda x: x * ref.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
+        ),
+        (formulas.relu, lambda x: torch.where(x > 0, x, 0)),
+        (formulas.silu, lambda x: x * ref.sigmoid(x)),
+    ],
+)
+def test_activations_equal_their_closed_forms(formula, independent):
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    torch.testing.assert_close(formula(x), independent(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("interleave", LAYOUTS)
+def test_glu_layout(interleave):
+    x = torch.arange(24.0).view(2, 12)
+    gate, linear = formulas.split_glu(x, interleave)
+    expected = ref.glu_halves(x, interleave)
+    assert torch.equal(gate, expected[0])
+    assert torch.equal(linear, expected[1])
+    assert torch.equal(formulas.join_glu(gate, linear, interleave), x)
+
+
+def test_interleaved_by_half_is_not_interleaved():
+    x = torch.randn(4, 12, dtype=torch.float64)
+    assert torch.equal(formulas.swiglu(x, None, 6), formulas.swiglu(x))
+
+
+def test_gpt_oss_activation_equals_the_models_own_lines():
+    x = torch.randn(16, 24, dtype=torch.float64) * 6
+    # openai/gpt-oss, torch/model.py: swiglu(x, alpha=1.702, limit=7.0), features alternating.
+    x_glu, x_linear = x[..., ::2], x[..., 1::2]
+    x_glu = x_glu.clamp(min=None, max=7.0)
+    x_linear = x_linear.clamp(min=-7.0, max=7.0)
+    theirs = x_glu * torch.sigmoid(1.702 * x_glu) * (x_linear + 1)
+    torch.testing.assert_close(formulas.clamped_qgeglu(x, None, 1), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("interleave", LAYOUTS)
+@pytest.mark.parametrize(("formula", "backward", "independent"), GLUS)
+def test_glu_and_its_backward(formula, backward, independent, interleave, scaled, shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    scales = torch.rand(shape[:-1], dtype=torch.float64) if scaled else None
+    dy = torch.randn(*shape[:-1], shape[-1] // 2, dtype=torch.float64)
+    args = (x,) if scales is None else (x, scales)
+
+    y, grads = ref.gradients(lambda *a: independent(*a, interleave=interleave), args, dy)
+    torch.testing.assert_close(formula(*args, interleave=interleave), y, rtol=1e-12, atol=1e-14)
+
+    by_hand = backward(dy, x, scales, interleave)
+    assert (by_hand[1] is None) == (not scaled)
+    _, derivative = torch.func.vjp(lambda *a: formula(*a, interleave=interleave), *args)
+    for mine, theirs, exact in zip(by_hand, derivative(dy), grads, strict=False):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(mine, exact, rtol=1e-11, atol=1e-13)
+
+
+def test_clamps_pass_the_gradient_at_the_limit_itself():
+    x = torch.tensor([[7.0, 8.0, 1.0, 1.0, 7.0, -7.0, 7.5, -7.5]], dtype=torch.float64)
+    dy = torch.ones(1, 4, dtype=torch.float64)
+    _, derivative = torch.func.vjp(formulas.clamped_qgeglu, x)
+    dx, _ = formulas.clamped_qgeglu_backward(dy, x)
+    torch.testing.assert_close(dx, derivative(dy)[0], rtol=1e-12, atol=1e-14)
+    assert (dx[0, [0, 4, 5]] != 0).all()
+    assert (dx[0, [1, 6, 7]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ref.LOW_PRECISION)
+@pytest.mark.parametrize(("formula", "backward", "independent"), GLUS)
+def test_low_precision_rounds_once(formula, backward, independent, dtype):
+    """Arithmetic is in FP32, so only the result's own rounding remains."""
+    x, dy = torch.randn(64, 32).to(dtype), torch.randn(64, 16).to(dtype)
+    scales = torch.rand(64).to(dtype)
+    y, (dx, dscales) = ref.gradients(independent, [x, scales], dy)
+    mine = (formula(x, scales), *backward(dy, x, scales))
+    for t, exact in zip(mine, (y, dx, dscales), strict=True):
+        assert t.dtype == dtype
+        torch.testing.assert_close(t.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gradient_of_scales_has_their_dtype(dtype):
+    x, dy = torch.randn(6, 8), torch.randn(6, 4)
+    scales = torch.rand(6).to(dtype)
+    _, dscales = formulas.swiglu_backward(dy, x, scales)
+    assert dscales.dtype == dtype
+    _, (_, exact) = ref.gradients(ref.swiglu, [x, scales], dy)
+    torch.testing.assert_close(
+        dscales.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-6
+    )
+
+
+def test_linear_is_torchs():
+    x, w, b = torch.randn(2, 3, 5), torch.randn(4, 5), torch.randn(4)
+    assert torch.equal(formulas.linear(x, w, b), F.linear(x, w, b))
+    torch.testing.assert_close(formulas.linear(x, w), torch.einsum("bmk,nk->bmn", x, w))
+
+
+def test_math_dtype():
+    wide = {d: formulas.math_dtype(d) for d in (*ref.DTYPES, torch.float64)}
+    assert wide.pop(torch.float64) == torch.float64
+    assert set(wide.values()) == {torch.float32}
+
+
+def test_cast_leaves_a_tensor_of_that_dtype_alone():
+    x = torch.randn(3)
+    assert formulas.cast(x, torch.float32) is x
+    assert torch.equal(formulas.cast(x, torch.bfloat16), x.bfloat16())

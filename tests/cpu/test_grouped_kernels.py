@@ -1,0 +1,268 @@
+"""The grouped library ops on the CPU: the oracle that the kernels of every machine are held to."""
+
+import copy
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+from fusible.kernels import grouped
+
+E, K, N = 4, 6, 5
+SPLITS = [
+    pytest.param([3, 2, 4, 1], 10, id="all rows"),
+    pytest.param([3, 0, 4, 0], 10, id="empty groups and a tail"),
+    pytest.param([0, 0, 0, 0], 7, id="only a tail"),
+    pytest.param([0, 0, 9, 0], 9, id="one group"),
+    pytest.param([0, 0, 0, 0], 0, id="no rows"),
+]
+
+
+def ends_of(sizes):
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def strided(t, pitch=3):
+    """The same values, each row ``pitch`` elements apart from the next one's end."""
+    wide = torch.full((t.shape[0], t.shape[1] + pitch), float("nan"), dtype=t.dtype)
+    wide[:, : t.shape[1]] = t
+    return wide[:, : t.shape[1]]
+
+
+@pytest.fixture(params=["single", "abutting", "scattered", "views of transposed"])
+def weight_form(request):
+    """A function that gives ``[E, R, C]`` to the op in one of the forms it takes."""
+
+    def give(w):
+        if request.param == "single":
+            return [w]
+        if request.param == "abutting":
+            return list(w.contiguous().unbind(0))
+        if request.param == "scattered":
+            return [m.clone() for m in w]
+        return [w.mT.contiguous().mT]
+
+    return give
+
+
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_grouped_mm(sizes, rows, biased, scaled, weight_form):
+    x = torch.randn(rows, K, dtype=torch.float64)
+    w = torch.randn(E, N, K, dtype=torch.float64)
+    bias = torch.randn(E, N, dtype=torch.float64) if biased else None
+    scales = torch.rand(rows, dtype=torch.float64) if scaled else None
+    expected = ref.grouped_linear(x, w, sizes, bias, scales)
+    for given in (x, strided(x)):
+        y = grouped.grouped_mm(given, weight_form(w), ends_of(sizes), bias, scales, False)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
+        assert torch.equal(y[sum(sizes) :], torch.zeros(rows - sum(sizes), N, dtype=y.dtype))
+
+
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+def test_grouped_mm_transposed_weights(sizes, rows, weight_form):
+    dy = torch.randn(rows, N, dtype=torch.float64)
+    w = torch.randn(E, N, K, dtype=torch.float64)
+    expected = ref.grouped_linear(dy, w.mT, sizes)
+    dx = grouped.grouped_mm(dy, weight_form(w), ends_of(sizes), None, None, True)
+    torch.testing.assert_close(dx, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_garbage_in_the_tail_stays_there(transpose_w):
+    """Tail rows are selected away, never multiplied."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+    x[4:] = float("nan")
+    w, bias = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    scales = torch.tensor([1.0, 2.0, 3.0, 4.0, float("nan"), float("inf")])
+    ends = ends_of([1, 3])
+    y = grouped.grouped_mm(x, [w], ends, bias, scales, transpose_w)
+    assert torch.equal(y[4:], torch.zeros(2, 4, dtype=y.dtype))
+    assert y[:4].isfinite().all()
+    assert grouped.grouped_wgrad(x, x, ends).isfinite().all()
+    assert grouped.grouped_sum(x, ends, scales).isfinite().all()
+
+
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+def test_grouped_wgrad(sizes, rows):
+    dy = torch.randn(rows, N, dtype=torch.float64)
+    x = torch.randn(rows, K, dtype=torch.float64)
+    w = torch.zeros(E, N, K, dtype=torch.float64)
+    _, (expected,) = ref.gradients(lambda w: ref.grouped_linear(x, w, sizes), [w], dy)
+    for dy_, x_ in ((dy, x), (strided(dy), strided(x))):
+        dw = grouped.grouped_wgrad(dy_, x_, ends_of(sizes))
+        torch.testing.assert_close(dw, expected, rtol=1e-12, atol=1e-13)
+        empty = torch.tensor(sizes) == 0
+        assert torch.equal(dw[empty], torch.zeros_like(dw[empty]))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_grouped_wgrad_into_buffers(out_dtype, single, accumulate):
+    sizes = [3, 0, 4, 1]
+    dy, x = torch.randn(9, N).bfloat16(), torch.randn(9, K).bfloat16()
+    before = torch.randn(E, N, K).to(out_dtype)
+    w = torch.zeros(E, N, K)
+    _, (exact,) = ref.gradients(lambda w: ref.grouped_linear(x.double(), w, sizes), [w], dy)
+    if accumulate:
+        exact = exact + before.double()
+    buffer = before.clone()
+    if not accumulate:
+        buffer[1] = float("nan")  # garbage where the group is empty
+    out = [buffer] if single else [m.clone() for m in buffer]
+    grouped.grouped_wgrad_(out, dy, x, ends_of(sizes), accumulate)
+    result = out[0] if single else torch.stack(out)
+    ref.assert_accurate(result, exact, roundings=2)
+    assert torch.equal(result[1], before[1] if accumulate else torch.zeros(N, K, dtype=out_dtype))
+
+
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_grouped_sum(sizes, rows, scaled):
+    dy = torch.randn(rows, N, dtype=torch.float64)
+    scales = torch.rand(rows, dtype=torch.float64) if scaled else None
+    start, expected = 0, torch.zeros(E, N, dtype=torch.float64)
+    for group, size in enumerate(sizes):
+        for row in range(start, start + size):
+            expected[group] += dy[row] * (1 if scales is None else scales[row])
+        start += size
+    for given in (dy, strided(dy)):
+        sums = grouped.grouped_sum(given, ends_of(sizes), scales)
+        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_expanded_gradients(dtype):
+    """``y.sum().backward()`` hands out a gradient of strides (0, 0)."""
+    sizes, ends = [3, 0, 4], ends_of([3, 0, 4])
+    x, w = torch.randn(8, 16, dtype=dtype), torch.randn(3, 8, 16, dtype=dtype)
+    ones = torch.ones((), dtype=dtype).expand(8, 8)
+    assert ones.stride() == (0, 0)
+    dense = ones.contiguous()
+    for op, rest in (
+        (grouped.grouped_wgrad, (x, ends)),
+        (grouped.grouped_sum, (ends, None)),
+        (grouped.grouped_mm, ([w], ends, None, None, True)),
+    ):
+        assert torch.equal(op(ones, *rest), op(dense, *rest))
+    exact = ref.grouped_linear(dense.double(), w.double().mT, sizes)
+    ref.assert_accurate(grouped.grouped_mm(ones, [w], ends, None, None, True), exact, roundings=1)
+
+
+@pytest.mark.parametrize("dtype", ref.DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_dtypes(dtype, scaled):
+    sizes = [5, 0, 3, 2]
+    x, dy = torch.randn(12, 32).to(dtype), torch.randn(12, 16).to(dtype)
+    w, bias = torch.randn(E, 16, 32).to(dtype), torch.randn(E, 16).to(dtype)
+    scales = torch.rand(12) if scaled else None
+    y, (dx, dw, db, *_) = ref.gradients(
+        lambda x, w, b, *s: ref.grouped_linear(x, w, sizes, b, *s),
+        [x, w, bias, *([] if scales is None else [scales])],
+        dy,
+    )
+    ends = ends_of(sizes)
+    for mine, exact in (
+        (grouped.grouped_mm(x, [w], ends, bias, scales, False), y),
+        (grouped.grouped_mm(dy, [w], ends, None, None, True), dx),
+        (grouped.grouped_wgrad(dy, x, ends), dw),
+        (grouped.grouped_sum(dy, ends, scales), db),
+    ):
+        assert mine.dtype == dtype
+        ref.assert_accurate(mine, exact)
+
+
+# --- what surrounds the products ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_group_ends(dtype):
+    ends = grouped.group_ends(torch.tensor([3, 0, 4], dtype=dtype), 9)
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == [3, 3, 7]
+
+
+def test_row_groups():
+    group, live = grouped.row_groups(ends_of([2, 0, 3]), 7)
+    assert group.tolist() == [0, 0, 2, 2, 2, 2, 2]
+    assert live.tolist() == [True] * 5 + [False] * 2
+    group, live = grouped.row_groups(ends_of([0, 0]), 3)
+    assert live.tolist() == [False] * 3
+    assert group.max() <= 1
+
+
+def test_stacked_views_weights_that_abut():
+    op = fz.GroupedLinear(E, K, N, bias=False)
+    weights = op.weights()
+    view = grouped.stacked(weights)
+    assert view.data_ptr() == weights[0].data_ptr()
+    assert torch.equal(view, torch.stack(weights))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda op: op.to(torch.bfloat16),
+        lambda op: op.to_empty(device="cpu"),
+        lambda op: (
+            op.load_state_dict({k: v.clone() for k, v in op.state_dict().items()}, assign=True)
+            and op
+        ),
+    ],
+    ids=["deepcopy", "to dtype", "to_empty", "assign"],
+)
+def test_stacked_is_right_wherever_weights_lie(change):
+    op = change(fz.GroupedLinear(E, K, N, bias=False))
+    with torch.no_grad():
+        for group, weight in enumerate(op.weights()):
+            weight.fill_(group)
+    expected = torch.arange(E, dtype=op.weight0.dtype)[:, None, None].expand(E, N, K)
+    assert torch.equal(grouped.stacked(op.weights()), expected)
+
+
+def test_stacked_copies_what_only_seems_to_abut():
+    base = torch.arange(24.0)
+    apart = [base[0:4].view(2, 2), base[8:12].view(2, 2)]
+    transposed = [m.t() for m in base[:8].view(2, 2, 2)]
+    swapped = [base[4:8].view(2, 2), base[0:4].view(2, 2)]
+    for weights in (apart, transposed, swapped):
+        assert torch.equal(grouped.stacked(weights), torch.stack(weights))
+
+
+def test_stacked_one():
+    w = torch.randn(3, 2, 2)
+    assert grouped.stacked([w]) is w
+    assert torch.equal(grouped.stacked([w[0]]), w[:1])
+
+
+# --- as library ops -------------------------------------------------------------------------------
+
+
+def opcheck_cases():
+    ends, x, dy = ends_of([3, 0, 4, 1]), torch.randn(9, K), torch.randn(9, N)
+    w, bias, scales = torch.randn(E, N, K), torch.randn(E, N), torch.rand(9)
+    yield "ends", grouped.group_ends, (torch.tensor([3, 0, 4, 1]), 9)
+    yield "mm", grouped.grouped_mm, (x, [w], ends, None, None, False)
+    yield "mm, everything", grouped.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False)
+    yield "mm, transposed", grouped.grouped_mm, (dy, [w], ends, None, None, True)
+    yield "mm, no rows", grouped.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
+    yield "wgrad", grouped.grouped_wgrad, (dy, x, ends)
+    yield "sum", grouped.grouped_sum, (dy, ends, None)
+    yield "sum, scaled", grouped.grouped_sum, (dy, ends, scales)
+    for accumulate in (False, True):
+        yield (
+            f"wgrad_, {accumulate=}",
+            grouped.grouped_wgrad_,
+            ([torch.randn(E, N, K)], dy, x, ends, accumulate),
+        )
+
+
+@pytest.mark.parametrize(
+    ("op", "args"), [pytest.param(op, args, id=name) for name, op, args in opcheck_cases()]
+)
+def test_opcheck(op, args):
+    torch.library.opcheck(op, args)

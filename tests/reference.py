@@ -1,0 +1,162 @@
+"""The math once more, independently of ``fusible.formulas``: what the tests compare with."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import fusible as fz
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *LOW_PRECISION)
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def glu_halves(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
+    """Gate and linear features, found one by one from their position."""
+    features = x.shape[-1]
+    block = interleave or features // 2
+    gate = [i for i in range(features) if (i // block) % 2 == 0]
+    linear = [i for i in range(features) if (i // block) % 2 == 1]
+    return x[..., gate], x[..., linear]
+
+
+def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = None) -> Tensor:
+    gate, linear = glu_halves(x, interleave)
+    y = gate * sigmoid(gate) * linear
+    return y if scales is None else y * scales[..., None]
+
+
+def clamped_qgeglu(
+    x: Tensor,
+    scales: Tensor | None = None,
+    interleave: int | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
+) -> Tensor:
+    gate, linear = glu_halves(x, interleave)
+    gate = torch.where(gate > limit, limit, gate)
+    linear = torch.where(linear > limit, limit, torch.where(linear < -limit, -limit, linear))
+    y = gate * sigmoid(alpha * gate) * (linear + offset)
+    return y if scales is None else y * scales[..., None]
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    sizes: Sequence[int],
+    biases: Tensor | Sequence[Tensor] | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Group by group; rows past the last group are zero."""
+    parts, start = [], 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        y = torch.einsum("mk,nk->mn", x[rows], weights[group])
+        if biases is not None:
+            y = y + (biases[group] if scales is None else scales[rows, None] * biases[group])
+        parts.append(y)
+        start += size
+    tail = x.new_zeros(x.shape[0] - start, weights[0].shape[0])
+    return torch.cat([*parts, tail])
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def assert_accurate(actual: Tensor, exact: Tensor, roundings: float = 4) -> None:
+    """``actual`` is within some roundings of its own dtype of the FP64 values ``exact``.
+
+    The error is measured against the largest value, since sums cancel.
+    """
+    assert exact.dtype == torch.float64
+    assert actual.shape == exact.shape
+    assert torch.isfinite(actual).all()
+    if actual.numel():
+        error = (actual.double() - exact).abs().max().item()
+        bound = roundings * torch.finfo(actual.dtype).eps * max(exact.abs().max().item(), 1e-30)
+        assert error <= bound, f"error {error:.3g} over {bound:.3g} for {actual.dtype}"
+
+
+def double(t: Tensor) -> Tensor:
+    """A leaf with the same values in FP64."""
+    return t.detach().double().requires_grad_(t.requires_grad)
+
+
+def gradients(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The output of ``function`` and the gradients of ``tensors``, by autograd in FP64."""
+    leaves = [t.detach().double().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    grads = torch.autograd.grad(y, leaves, dy.double(), allow_unused=True)
+    return y.detach(), [
+        torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)
+    ]
+
+
+def take_grads(*tensors: Tensor) -> list[Tensor | None]:
+    """The gradients, which are then forgotten."""
+    grads = [t.grad for t in tensors]
+    for t in tensors:
+        t.grad = None
+    return grads
+
+
+# --- the grouped MLP ------------------------------------------------------------------------------
+
+
+def grouped_mlp(
+    groups: int = 4, hidden: int = 16, inner: int = 24, dtype: torch.dtype | None = None, **options
+) -> fz.Sequential:
+    """FC1, scaled SwiGLU, FC2."""
+    options = {"bias": False, "single_grouped_weight": True, "dtype": dtype, **options}
+    return fz.Sequential(
+        fz.GroupedLinear(groups, hidden, 2 * inner, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(groups, inner, hidden, **options),
+    )
+
+
+def grouped_mlp_inputs(
+    sizes: Sequence[int] = (3, 0, 4, 1),
+    rows: int = 10,
+    hidden: int = 16,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x, splits, scales)``, of which x and scales need gradients; unused rows are at the end."""
+    x = torch.randn(rows, hidden, dtype=dtype, requires_grad=True)
+    return x, torch.tensor(sizes), torch.rand(rows, requires_grad=True)
+
+
+def exact_grouped_mlp(
+    mlp: fz.Sequential, x: Tensor, sizes: Sequence[int], scales: Tensor, dy: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Output, and gradients of x, scales and every parameter, in FP64."""
+    fc1, fc2 = mlp[0], mlp[2]
+    n1 = len(list(fc1.parameters()))
+
+    def function(x: Tensor, scales: Tensor, *params: Tensor) -> Tensor:
+        h = grouped_linear(x, *matrices(fc1, params[:n1], sizes))
+        h = swiglu(h, scales, mlp[1].glu_interleave_size)
+        return grouped_linear(h, *matrices(fc2, params[n1:], sizes))
+
+    return gradients(function, [x, scales, *mlp.parameters()], dy)
+
+
+def matrices(
+    fc: fz.GroupedLinear, params: Sequence[Tensor], sizes: Sequence[int]
+) -> tuple[Sequence[Tensor], Sequence[int], Sequence[Tensor] | None]:
+    """Weights, sizes and biases per group, from parameters of any form."""
+    count = 1 if fc.single_grouped_weight else fc.num_groups
+    weights, biases = params[:count], params[count:]
+    weights = weights[0] if fc.single_grouped_weight else weights
+    biases = biases[0] if fc.has_bias and fc.single_grouped_bias else biases
+    return weights, sizes, biases if fc.has_bias else None
