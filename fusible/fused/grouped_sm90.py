@@ -139,8 +139,7 @@ class GroupedLinearGLUSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One launch; the pre-activation is stored only if a backward will read it."""
-        out, _, _ = linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs)
-        return out.view(*input_.shape[:-1], -1), [(), ()]
+        return linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs), [(), ()]
 
 
 def linear_glu(
@@ -149,12 +148,8 @@ def linear_glu(
     ctxs: Sequence[OperationContext],
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scaled activation of a grouped product, saved as both ops document.
-
-    Returns:
-        The activation ``[rows, F]``, the groups' end rows, and the pre-activation if stored.
-    """
+) -> Tensor:
+    """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
     x, ends, _, weights = linear.operands(ctxs[0], input_, *extra_inputs[0])
     scales = extra_inputs[1][0]
@@ -172,8 +167,9 @@ def linear_glu(
     )
     ctxs[1].dtype = preact.dtype
     if keep:
-        ctxs[1].save_for_backward(preact.view(*input_.shape[:-1], -1), scales)
-    return out, ends, preact
+        preact = preact.view(*input_.shape[:-1], linear.out_features)
+        ctxs[1].save_for_backward(preact, scales)
+    return out.view(*input_.shape[:-1], linear.out_features // 2)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -202,7 +198,7 @@ class GroupedMLPSm90(FusedOperation):
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
-        hidden, _, _ = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
+        hidden = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
         hidden, ends, row_scale, weights = fc2.operands(ctx, hidden, *basic_op_extra_inputs[2])
         y = kernels.grouped_gemm(
             hidden, _readable(kernels, *weights), ends, fc2.stacked_bias(ctx.dtype), row_scale
