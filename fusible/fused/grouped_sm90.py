@@ -10,7 +10,6 @@ from torch import Tensor
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.kernels import grouped
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
@@ -154,7 +153,7 @@ def linear_glu(
     x, ends, _, weights = linear.operands(ctxs[0], input_, *extra_inputs[0])
     scales = extra_inputs[1][0]
     check_row_scales(scales, input_, type(act).__name__)
-    assert scales is not None  # noqa: S101 - for the type checker
+    assert scales is not None
     keep = ctxs[1].requires_grad
     preact, out = kernels.grouped_gemm_glu(
         _rows(kernels, x),

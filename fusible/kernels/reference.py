@@ -25,7 +25,7 @@ def grouped_gemm(
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
 ) -> Tensor:
-    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e; ``transpose_w``: ``x @ w[e]``."""
+    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group; transposed, ``x @ w[e]``."""
     return grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
 
 

@@ -231,6 +231,7 @@ class ScaledSwiGLU(_ScaledGLU):
     """
 
     def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+        """The formula, its backward, no options."""
         return formulas.swiglu, formulas.swiglu_backward, {}
 
 
@@ -267,5 +268,6 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
     def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+        """The formula, its backward, the clamps and the rest."""
         options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
         return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options

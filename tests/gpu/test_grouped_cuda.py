@@ -1,4 +1,4 @@
-"""The PyTorch implementation of the grouped products on CUDA: values, graphs, no synchronisation."""
+"""Grouped products of PyTorch on CUDA: values, graphs, no synchronisation."""
 
 from __future__ import annotations
 

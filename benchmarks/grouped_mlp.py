@@ -1,0 +1,303 @@
+"""The grouped MLP through Sequential and autograd, against what else there is on Hopper.
+
+    python benchmarks/grouped_mlp.py [--config NAME ...] [--shape H,I,E,M ...] [--out DIR]
+
+Contestants: fusible fused and unfused; PyTorch's grouped_mm with a compiled activation; quack's
+kernels back to back in their best known tiles (no autograd; only for the known shapes); dense
+cuBLAS products of the same FLOPs. All of a cell run interleaved in one process, L2 flushed, CUDA
+events, median. Writes grouped_mlp.json and grouped_mlp.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from grouped_gemm_sm90 import (
+    CONFIGS,
+    Config,
+    environment,
+    measure,
+    quack_calls,
+    split_sizes,
+    tensors,
+)
+from torch import Tensor
+
+import fusible as fz
+from fusible.testing import assume_target
+
+Calls = dict[str, Callable[[], Any]]
+TINY = Config(256, 128, 8, 512)
+
+
+@torch.compile(dynamic=False)
+def activation(h: Tensor, prob: Tensor) -> Tensor:
+    """``silu(gate) * linear * prob`` as PyTorch's users write it."""
+    gate, linear = h.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * linear.float() * prob[:, None]).to(h.dtype)
+
+
+class Problem:
+    """One grouped MLP with its operands, and the ways to run it."""
+
+    def __init__(self, config: Config, split: str) -> None:
+        self.config, self.split = config, split
+        self.t = tensors(config, split)
+        self.sizes = torch.tensor(split_sizes(config, split), device="cuda")
+        self.x = self.t["x"].requires_grad_()
+        self.prob = self.t["scales"].requires_grad_()
+        self.dy = self.t["dy"]
+        hidden, inner, experts, _ = config
+        options = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
+        options["single_grouped_weight"] = True
+        self.mlp = fz.Sequential(
+            fz.GroupedLinear(experts, hidden, 2 * inner, **options),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(experts, inner, hidden, **options),
+        )
+        with torch.no_grad():
+            self.mlp[0].weight.copy_(self.t["w1"])
+            self.mlp[2].weight.copy_(self.t["w2"])
+        self.w1, self.w2 = self.mlp[0].weight, self.mlp[2].weight
+        self.leaves = (self.x, self.prob, self.w1, self.w2)
+
+    def fused(self) -> Tensor:
+        """Ours."""
+        return self.mlp(self.x, self.sizes, self.prob, self.sizes)
+
+    def unfused(self) -> Tensor:
+        """Ours as it runs on a GPU that no rule serves."""
+        with assume_target("sm80"):
+            return self.fused()
+
+    def pytorch(self) -> Tensor:
+        """PyTorch's grouped products around a compiled activation."""
+        ends = self.sizes.cumsum(0).int()
+        h = F.grouped_mm(self.x, self.w1.mT, offs=ends)
+        return F.grouped_mm(activation(h, self.prob), self.w2.mT, offs=ends)
+
+    def contestants(self) -> dict[str, Callable[[], Tensor]]:
+        """Ways to run the forward under autograd."""
+        return {"fused": self.fused, "unfused": self.unfused, "torch": self.pytorch}
+
+    def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """Forward and backward; gives the output and every gradient."""
+        y = forward()
+        return (y, *torch.autograd.grad(y, self.leaves, self.dy))
+
+    def dense(self) -> Calls:
+        """The matrix products alone, with one weight for all rows, by cuBLAS."""
+        t, (w1, w2) = self.t, (self.t["w1"][0], self.t["w2"][0])
+
+        def forward() -> None:
+            t["x"].detach() @ w1.T
+            t["act"] @ w2.T
+
+        def both() -> None:
+            forward()
+            t["dy"] @ w2, t["d_preact"] @ w1
+            t["d_preact"].T @ t["x"].detach(), t["dy"].T @ t["act"]
+
+        return {"forward": forward, "forward + backward": both}
+
+    def quack(self, name: str) -> Calls:
+        """Fused kernels of quack, one after the other."""
+        k = quack_calls({key: v.detach() for key, v in self.t.items()}, name, self.split)
+
+        def run(*ops: str) -> Callable[[], None]:
+            return lambda: [k[op]() for op in ops]  # type: ignore[func-returns-value]
+
+        backward = ("dglu", "dgrad1", "wgrad1", "wgrad2")
+        return {
+            "forward": run("glu_keep", "fc2"),
+            "inference": run("glu", "fc2"),
+            "forward + backward": run("glu_keep", "fc2", *backward),
+        }
+
+    def passes(self, name: str | None) -> dict[str, Calls]:
+        """Every pass, with the calls that do it."""
+        ways = self.contestants()
+        passes: dict[str, Calls] = {
+            "inference": {who: torch.no_grad()(way) for who, way in ways.items()},
+            "forward": dict(ways),
+            "forward + backward": {who: (lambda w=way: self.step(w)) for who, way in ways.items()},
+        }
+        peers = {"cublas dense": self.dense()}
+        if name in CONFIGS:
+            with contextlib.suppress(ImportError):
+                peers["quack"] = self.quack(name)
+        for who, calls in peers.items():
+            for what, call in calls.items():
+                passes[what][who] = call
+        return passes
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """``call`` as a replayed CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def host_microseconds(calls: Calls, repeats: int = 200) -> dict[str, float]:
+    """Median host time of a call, the device idle before each."""
+    times: dict[str, list[float]] = {who: [] for who in calls}
+    for turn in range(repeats + 20):
+        for who, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            taken = time.perf_counter() - start
+            if turn >= 20:
+                times[who].append(1e6 * taken)
+    return {who: sorted(values)[len(values) // 2] for who, values in times.items()}
+
+
+def memory(problem: Problem, forward: Callable[[], Tensor]) -> dict[str, float]:
+    """MB saved for the backward beside inputs and weights, and peak MB over forward + backward."""
+    own = {t.untyped_storage().data_ptr() for t in (problem.w1, problem.w2, problem.prob)}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = forward()
+    del y
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    problem.step(forward)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"saved_mb": sum(saved.values()) / 2**20, "peak_mb": peak / 2**20}
+
+
+def exact(problem: Problem) -> list[Tensor]:
+    """Output and gradients by FP32 math, expert by expert."""
+    leaves = [t.detach().float().requires_grad_() for t in problem.leaves]
+    x, prob, w1, w2 = leaves
+    parts, start = [], 0
+    for e, size in enumerate(problem.sizes.tolist()):
+        rows = slice(start, start + size)
+        gate, linear = (x[rows] @ w1[e].T).chunk(2, -1)
+        parts.append((F.silu(gate) * linear * prob[rows, None]) @ w2[e].T)
+        start += size
+    y = torch.cat(parts)
+    return [y.detach(), *torch.autograd.grad(y, leaves, problem.dy.float())]
+
+
+def errors(problem: Problem) -> dict[str, list[float]]:
+    """Relative error of output, dx, dprob, dw1, dw2, by contestant."""
+    want = exact(problem)
+    found = {}
+    for who, way in problem.contestants().items():
+        got = problem.step(way)
+        found[who] = [
+            ((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)
+        ]
+    return found
+
+
+def draw(cells: list[dict[str, Any]], path: Path) -> None:
+    """Time of the best peer over ours, per shape."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    passes = ("inference", "forward", "forward + backward")
+    labels = [f"{c['config']}\n{c['split']}" for c in cells if c["pass"] == passes[0]]
+    figure, axes = plt.subplots(figsize=(11, 4.5))
+    for i, what in enumerate(passes):
+        ratios = [c["best_peer"] for c in cells if c["pass"] == what]
+        places = [j + 0.27 * (i - 1) for j in range(len(ratios))]
+        bars = axes.bar(places, ratios, 0.25, label=what)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylabel("time of the best of torch and quack / ours")
+    axes.set_title("Grouped MLP, BF16, one NVIDIA H200: higher is better")
+    axes.legend(ncols=3, fontsize=8, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def cell_line(cell: dict[str, Any]) -> str:
+    """One row of the printed table."""
+    times = "  ".join(f"{who} {ms:.4f}" for who, ms in cell["ms"].items())
+    return (
+        f"{cell['config']:14s} {cell['split']:9s} {cell['pass']:19s} "
+        f"{cell['best_peer']:.3f}x  {times}"
+    )
+
+
+def run(shapes: dict[str, Config]) -> dict[str, Any]:
+    """Measure every shape."""
+    report: dict[str, Any] = {"environment": environment(), "cells": [], "memory": {}}
+    for name, config in shapes.items():
+        for split in ("balanced", "skewed"):
+            problem = Problem(config, split)
+            passes = problem.passes(name)
+            if name == "small":
+                both = passes["forward + backward"]
+                passes["forward + backward, graph"] = {
+                    who: graphed(call) for who, call in both.items() if who != "unfused"
+                }
+            for what, calls in passes.items():
+                ms = measure(calls)
+                best = min(t for who, t in ms.items() if who in ("torch", "quack"))
+                cell = {"config": name, "split": split, "pass": what, "ms": ms}
+                report["cells"].append({**cell, "best_peer": best / ms["fused"]})
+                print(cell_line(report["cells"][-1]), flush=True)
+            if split == "balanced":
+                report["memory"][name] = {
+                    who: memory(problem, way) for who, way in problem.contestants().items()
+                }
+            if name in ("qwen3-30b", "small"):
+                report.setdefault("errors", {})[f"{name} {split}"] = errors(problem)
+            del problem, passes, calls
+            torch.cuda.empty_cache()
+    tiny = Problem(TINY, "balanced")
+    report["host_us"] = {
+        what: host_microseconds({who: calls[who] for who in tiny.contestants()})
+        for what, calls in tiny.passes(None).items()
+    }
+    return report
+
+
+def main() -> None:
+    """Measure, print, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--shape", nargs="*", default=[], help="hidden,expert,experts,rows")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    shapes = {name: CONFIGS[name] for name in options.config}
+    shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
+    report = run(shapes)
+    for key in ("host_us", "memory", "errors"):
+        print(key, json.dumps(report.get(key), indent=1, default=str))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "grouped_mlp.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report["cells"], options.out / "grouped_mlp.png")
+
+
+if __name__ == "__main__":
+    main()

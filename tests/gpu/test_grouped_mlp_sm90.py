@@ -1,0 +1,188 @@
+"""The fused grouped MLP on Hopper against the same ops unfused and FP64 math."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible.testing import assume_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+
+HIDDEN, INNER = 128, 96
+SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
+TAIL = 60
+
+
+def build(act, single=True, bias=True, dtype=torch.bfloat16):
+    options = {"device": "cuda", "dtype": dtype, "bias": bias}
+    options |= {"single_grouped_weight": single, "single_grouped_bias": single}
+    mlp = fz.Sequential(
+        fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
+        act,
+        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=bias, **options),
+    )
+    for p in mlp.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return mlp
+
+
+def inputs(dtype=torch.bfloat16):
+    rows = sum(SIZES) + TAIL
+    x = torch.randn(rows, HIDDEN, device="cuda").to(dtype)
+    x[sum(SIZES) :] = float("nan")
+    scales = torch.rand(rows, device="cuda")
+    return x.requires_grad_(), scales.requires_grad_(), torch.tensor(SIZES, device="cuda")
+
+
+def step(mlp, x, scales, splits, dy):
+    """Output and every gradient, by name."""
+    extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
+    y = mlp(x, *extra)
+    leaves = {"x": x, "scales": scales, **dict(mlp.named_parameters())}
+    return {"y": y, **dict(zip(leaves, torch.autograd.grad(y, leaves.values(), dy), strict=True))}
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        fz.ScaledSwiGLU(),
+        fz.ScaledSwiGLU(8),
+        fz.ScaledSwiGLU(32),
+        fz.ScaledClampedQGeGLU(limit=0.7),
+        fz.ScaledClampedQGeGLU(32, limit=0.7),
+    ],
+    ids=str,
+)
+def test_fused_is_no_worse_than_unfused(act, bias, single, dtype):
+    torch.manual_seed(0)
+    mlp = build(copy.deepcopy(act), single, bias, dtype)
+    x, scales, splits = inputs(dtype)
+    dy = torch.randn_like(x.detach().nan_to_num())
+    fused = step(mlp, x, scales, splits, dy)
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    with assume_target("sm80"):
+        apart = step(mlp, x, scales, splits, dy)
+    exact_mlp = copy.deepcopy(mlp).double().cpu()
+    exact_x = x.detach().double().nan_to_num().cpu().requires_grad_()
+    exact_scales = scales.detach().double().cpu().requires_grad_()
+    exact = step(exact_mlp, exact_x, exact_scales, splits.cpu(), dy.double().cpu())
+    for name, want in exact.items():
+        assert not fused[name].isnan().any(), name
+        allowed = 1.1 * relative(apart[name].cpu(), want) + 1e-3
+        assert relative(fused[name].cpu(), want) <= allowed, name
+    for tensor in (fused["y"], fused["x"]):
+        assert (tensor[sum(SIZES) :] == 0).all()
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_repeats_bitwise_without_synchronisation(single):
+    mlp = build(fz.ScaledSwiGLU(), single)
+    x, scales, splits = inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    first = step(mlp, x, scales, splits, dy)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [step(mlp, x, scales, splits, dy) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for other in again:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_cuda_graph_replay_with_other_splits(single):
+    mlp = build(fz.ScaledSwiGLU(), single)
+    x, scales, splits = inputs()
+    with torch.no_grad():
+        x.nan_to_num_()
+    dy = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(mlp, x, scales, splits, dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(mlp, x, scales, splits, dy)
+    rows = len(x)
+    for sizes in ([rows, *[0] * 7], [1] * 8, [0] * 8, [rows // 8] * 8, SIZES):
+        splits.copy_(torch.tensor(sizes))
+        graph.replay()
+        for name, want in step(mlp, x, scales, splits, dy).items():
+            assert torch.equal(captured[name], want), (sizes, name)
+
+
+def test_saves_only_the_input_and_the_preactivation():
+    mlp = build(fz.ScaledSwiGLU(), bias=False)
+    x, scales, splits = inputs()
+    kept = {}
+    weights = {p.untyped_storage().data_ptr() for p in mlp.parameters()}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        mlp(x, splits, scales, splits)
+    rows = len(x)
+    small = scales.untyped_storage().nbytes() + 4 * len(SIZES)
+    assert sum(kept.values()) <= 2 * rows * (HIDDEN + 2 * INNER) + small + 1024
+
+
+def test_parts_of_the_pattern():
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": True}
+    options |= {"single_grouped_bias": True}
+    x, scales, splits = inputs()
+    pair = fz.Sequential(fz.GroupedLinear(8, HIDDEN, 2 * INNER, **options), fz.ScaledSwiGLU())
+    alone = fz.Sequential(fz.GroupedLinear(8, HIDDEN, 64, **options))
+    for mlp, extra, names in (
+        (pair, (splits, scales), ("grouped_linear_glu_sm90", "grouped_linear_backward_sm90")),
+        (alone, (splits,), ("grouped_linear_forward_sm90", "grouped_linear_backward_sm90")),
+    ):
+        leaves = (x, *mlp.parameters())
+        y = mlp(x, *extra)
+        assert mlp.plan.fired == names
+        dy = torch.randn_like(y)
+        fused = (y, *torch.autograd.grad(y, leaves, dy))
+        with assume_target("sm80"):
+            z = mlp(x, *extra)
+            apart = (z, *torch.autograd.grad(z, leaves, dy))
+        for a, b in zip(fused, apart, strict=True):
+            assert not a.isnan().any()
+            assert relative(a, b) < 5e-3
+
+
+def test_compiles_as_one_graph():
+    mlp = build(fz.ScaledSwiGLU())
+    x, scales, splits = inputs()
+    with torch.no_grad():
+        x.nan_to_num_()
+    dy = torch.randn_like(x)
+    want = step(mlp, x, scales, splits, dy)
+    compiled = torch.compile(mlp, fullgraph=True)
+    y = compiled(x, splits, scales, splits, scales)
+    leaves = {"x": x, "scales": scales, **dict(mlp.named_parameters())}
+    got = {"y": y, **dict(zip(leaves, torch.autograd.grad(y, leaves.values(), dy), strict=True))}
+    for name, value in want.items():
+        assert relative(got[name], value) < 1e-5, name
