@@ -43,8 +43,8 @@ def current_recipe(module: torch.nn.Module | None = None) -> Recipe | None:
 
     ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
     ended and, on CUDA, on another thread. A caller that passes the ``module`` it runs gets the
-    recipe of that module's forwards there. Raises RuntimeError if the module ran forwards under several
-    recipes, because nothing then tells which of them is being repeated; ``keep_recipe`` does.
+    recipe of that module's forwards there. Raises RuntimeError if the module ran forwards under
+    several recipes: nothing then tells which of them is being repeated; ``keep_recipe`` does.
     """
     if module is None or torch.compiler.is_compiling():
         return _thread.recipe

@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
 def blocks_of(
     x: Tensor, block: tuple[int, int] | None, columnwise: bool, ends: Tensor | None
 ) -> Blocks:
-    """Return the blocks of ``x`` for a format's ``block`` and use; only the shape of ``x`` is read."""
+    """Return the blocks of ``x`` for a format's ``block`` and use; only its shape is read."""
     if ends is not None and x.ndim != 2:
         raise ValueError(f"grouped rows need a 2-D tensor, got shape {tuple(x.shape)}")
     if block is None:

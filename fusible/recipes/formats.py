@@ -154,6 +154,7 @@ def quantize(
     """
     check_input(x, fmt, columnwise)
     if ends is not None:
+        ends = ends.clamp(max=x.shape[0])
         x = zero_tail(x, ends)
     blocks = blocks_of(x, fmt.block, columnwise, ends)
     amax = blocks.amax(x).float()
@@ -180,6 +181,7 @@ def dequantize(
     """
     check_encoded(encoded, fmt)
     elements = _DECODERS[fmt.element](encoded.data)
+    ends = None if ends is None else ends.clamp(max=elements.shape[0])
     blocks = blocks_of(elements, fmt.block, columnwise, ends)
     scale = _SCALES[fmt.scale].decode(encoded.scale)
     if encoded.tensor_scale is not None:
