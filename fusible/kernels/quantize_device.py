@@ -5,7 +5,7 @@
 
 A thread owns ``vector`` neighbouring columns of one block of 32 rows, all of it in registers: the
 largest magnitude of a column is then its own, and that of a row's block of 32 columns needs two or
-three shuffles. Nothing goes through shared memory, and all loads of the block are in flight at once.
+three shuffles. Nothing goes through shared memory; all loads of a block are in flight at once.
 Works on BF16 and compiles for any architecture with E4M3 conversions (SM89 and later).
 """
 

@@ -97,8 +97,8 @@ def encode(
     if fmt.block == (1, 32) and x.ndim == 2:
         flags = (fmt.element is E5M2, fmt.scale == "e8m0_up")
         pieces = torch.ops.fusible.quantize_mxfp8(x, ends, *flags, rowwise, columnwise)
-        row, column = (Encoded(*pair, None) for pair in (pieces[:2], pieces[2:]))
-        return row if rowwise else None, column if columnwise else None
+        row = Encoded(pieces[0], pieces[1], None) if rowwise else None
+        return row, Encoded(pieces[2], pieces[3], None) if columnwise else None
     return (
         quantize(x, fmt, ends=ends) if rowwise else None,
         quantize(x, fmt, columnwise=True, ends=ends) if columnwise else None,

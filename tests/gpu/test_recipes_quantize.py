@@ -47,8 +47,8 @@ def compare(x, ends, *, e5m2=False, round_up=True, uses=(True, True)):
     assert kernel.why_not(x.cuda(), cuda_ends) is None
     got = torch.ops.fusible.quantize_mxfp8(x.cuda(), cuda_ends, *args)
     want = quantize_mxfp8(x, ends, *args)
-    for name, a, b in zip(("row", "row scale", "col", "col scale"), got, want, strict=True):
-        a, b = a.cpu().view(torch.uint8), b.view(torch.uint8)
+    for name, on_gpu, b in zip(("row", "row scale", "col", "col scale"), got, want, strict=True):
+        a, b = on_gpu.cpu().view(torch.uint8), b.view(torch.uint8)  # noqa: PLW2901
         assert a.shape == b.shape, name
         wrong = (a != b).nonzero()
         assert not len(wrong), (name, len(wrong), wrong[0].tolist())
