@@ -14,23 +14,25 @@ from pathlib import Path
 
 import torch
 
-import fusible.kernels.quantize  # adds the CUDA implementation of the op
+import fusible.kernels.quantize  # noqa: F401  adds the CUDA implementation of the op
 
-REPEATS = 50
+REPEATS, CALLS = 20, 10
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the median time of one call after a warm-up, by CUDA events."""
-    for _ in range(5):
-        call()
+    """Return the median over repeats of the time of one call, from CUDA events around ten.
+
+    Ten, so that the host runs ahead of the GPU and its time per call does not count.
+    """
     times = []
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(CALLS):
+            call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(start.elapsed_time(end) / 1e3 / CALLS)
     return sorted(times)[REPEATS // 2]
 
 

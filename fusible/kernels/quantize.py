@@ -29,10 +29,15 @@ def why_not(x: Tensor, ends: Tensor | None) -> str | None:
         ),
         "ends must be contiguous int32 or int64": ends is None
         or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
-        "the GPU must be SM89 or later": torch.cuda.get_device_capability(x.device) >= (8, 9),
+        "the GPU must be SM89 or later": _capability(x.device) >= (8, 9),
         "nvidia-cutlass-dsl must be installed": _has_cutlass(),
     }
     return next((sentence for sentence, holds in checks.items() if not holds), None)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache
