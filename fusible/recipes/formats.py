@@ -44,6 +44,12 @@ E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
 ScaleName = Literal["e8m0_up", "e8m0_floor", "fp32", "fp32_power_of_two", "e4m3"]
 
 
+def check_scale_name(name: str) -> ScaleName:
+    """Return ``name`` if it is a kind of scale, KeyError if not."""
+    known: dict[str, ScaleName] = {known: known for known in _SCALES}
+    return known[name]
+
+
 @dataclass(frozen=True)
 class NumberFormat:
     """``element`` numbers sharing one ``scale`` per ``block``; a value is element times scale.
