@@ -8,6 +8,10 @@ imported. FP32 steps that a definition names are rounded by ``fp32`` below. Numb
 the hexadecimal digits of their little-endian bytes.
 """
 
+import bisect
+import functools
+import gzip
+import itertools
 import json
 import math
 import random
@@ -38,19 +42,25 @@ def decode_magnitude(element, code):
     return value if value <= largest else None
 
 
+@functools.cache
 def magnitudes(element):
     bits = ELEMENTS[element][0] + ELEMENTS[element][1]
     decoded = [decode_magnitude(element, code) for code in range(1 << bits)]
     return [value for value in decoded if value is not None]
 
 
-def nearest(values, magnitude):
-    """Index in ascending ``values`` of the nearest, the even one of two, saturating."""
-    for i in range(len(values) - 1):
-        halfway = (values[i] + values[i + 1]) / 2
-        if magnitude < halfway or (magnitude == halfway and i % 2 == 0):
-            return i
-    return len(values) - 1
+@functools.cache
+def halfways(element):
+    values = magnitudes(element)
+    return [(low + high) / 2 for low, high in itertools.pairwise(values)]
+
+
+def nearest(element, magnitude):
+    """Index of the nearest magnitude, the even one of two, saturating."""
+    between = halfways(element)
+    i = bisect.bisect_left(between, magnitude)
+    tie = i < len(between) and between[i] == magnitude
+    return i + 1 if tie and i % 2 else i
 
 
 def encode(element, x):
@@ -59,10 +69,11 @@ def encode(element, x):
     if math.isnan(x):
         return ELEMENTS[element][4]
     sign = (1 << bits) if math.copysign(1, x) < 0 else 0
-    values = magnitudes(element)
     if math.isinf(x):
-        return sign | (len(values) - 1)
-    return sign | nearest(values, abs(Fraction(x)))
+        return sign | (len(magnitudes(element)) - 1)
+    if x == 0:
+        return sign
+    return sign | nearest(element, abs(Fraction(x)))
 
 
 def fp32(x):
@@ -98,6 +109,8 @@ def times(a, b):
     """FP32 product of two FP32 numbers, NaN and Inf included."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return a * b
+    if a == 0 or b == 0:
+        return math.copysign(0.0, math.copysign(1, a) * math.copysign(1, b))
     product = fp32(Fraction(a) * Fraction(b))
     return math.copysign(product, math.copysign(1, a) * math.copysign(1, b))
 
@@ -128,7 +141,7 @@ def e8m0(element, a, rounding):
 
 
 def fp32_scale(element, a, power_of_two):
-    """The multiplier is max/a in FP32, at most the largest FP32; the inverse is stored."""
+    """Take max/a in FP32 as multiplier, at most the largest FP32, and store its inverse."""
     largest = ELEMENTS[element][3]
     if not math.isfinite(a):
         return struct.pack("<f", NAN), NAN
@@ -198,11 +211,11 @@ def pad(xs, size):
 
 
 def element_rows(element, size):
-    """With a scale of one: every value, every halfway point and the numbers beside it, all signs."""
+    """With a scale of one: every value, halfway points and their neighbours, both signs."""
     values = magnitudes(element)
     largest = float(values[-1])
     probes = [float(v) for v in values]
-    for low, high in zip(values, values[1:], strict=False):
+    for low, high in itertools.pairwise(values):
         probes += neighbours(float((low + high) / 2))
     probes += [math.copysign(0.0, -1)] + [-p for p in probes]
     rows = []
@@ -229,7 +242,10 @@ def special_rows(size, seed):
     generator = random.Random(seed)
 
     def random_row(spread):
-        return [fp32(Fraction(generator.gauss(0, 1)) * Fraction(2) ** generator.randint(*spread)) for _ in range(size)]
+        return [
+            fp32(Fraction(generator.gauss(0, 1)) * Fraction(2) ** generator.randint(*spread))
+            for _ in range(size)
+        ]
 
     tiny = float(Fraction(2) ** -149)
     rows = [
@@ -258,7 +274,9 @@ def mx_cases():
         for rounding, suffix in (("up", ""), ("floor", "_floor")):
             rows = element_rows(element, 32) + scale_rows(element, 32) + special_rows(32, 1)
             name = f"mxfp8_{element}{suffix}"
-            yield block_case(name, element, 32, lambda a, e=element, r=rounding: e8m0(e, a, r), rows)
+            yield block_case(
+                name, element, 32, lambda a, e=element, r=rounding: e8m0(e, a, r), rows
+            )
 
 
 def fp8_cases():
@@ -269,18 +287,23 @@ def fp8_cases():
     for element in ("e4m3", "e5m2"):
         for row in element_rows(element, 128)[:2] + special_rows(16, 3):
             yield block_case(
-                f"fp8_tensor_{element}", element, len(row),
-                lambda a, e=element: fp32_scale(e, a, False), [row],
+                f"fp8_tensor_{element}",
+                element,
+                len(row),
+                lambda a, e=element: fp32_scale(e, a, False),
+                [row],
             )
 
 
 def nvfp4_cases():
-    tensors = [element_rows("e2m1", 16)] + [[row, *special_rows(16, 4)[12:]] for row in special_rows(16, 5)]
+    tensors = [element_rows("e2m1", 16)] + [
+        [row, *special_rows(16, 4)[12:]] for row in special_rows(16, 5)
+    ]
     # The largest block makes the tensor's scale one, so that every E4M3 scale and its halfway
     # points are met: a block's amax is six times the wanted scale.
     values = magnitudes("e4m3")
     wanted = [float(6 * v) for v in values]
-    for low, high in zip(values, values[1:], strict=False):
+    for low, high in itertools.pairwise(values):
         wanted += neighbours(float(3 * (low + high)))
     tensors.append([pad([2688.0], 16)] + [pad([w, -w / 2], 16) for w in wanted])
     for rows in tensors:
@@ -290,7 +313,7 @@ def nvfp4_cases():
 
 
 def values():
-    """Decoded values of every code, as FP32; NaN and Inf where a code means that."""
+    """Return decoded values of every code, as FP32; NaN and Inf where a code means that."""
     table = {}
     for element, (_, _, _, _, _) in ELEMENTS.items():
         finite = [float(v) for v in magnitudes(element)]
@@ -305,10 +328,11 @@ def values():
 
 
 def main():
-    """Write ``values.json`` and ``blocks.json``."""
+    """Write ``values.json`` and ``blocks.json.gz``."""
     (HERE / "values.json").write_text(json.dumps(values(), indent=1) + "\n")
     cases = [*mx_cases(), *fp8_cases(), *nvfp4_cases()]
-    (HERE / "blocks.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
+    # No time in the header: the same vectors are the same file.
+    (HERE / "blocks.json.gz").write_bytes(gzip.compress(json.dumps(cases).encode(), mtime=0))
 
 
 if __name__ == "__main__":
