@@ -201,7 +201,8 @@ class GroupedTensor(torch.Tensor):
         """Run one of the few ATen operations that keep the groups, or refuse."""
         if func in _KEEP:
             return _KEEP[func](*args, **(kwargs or {}))
-        raise TypeError(
+        # No TypeError, which an operator like @ would turn into "unsupported operand".
+        raise NotImplementedError(
             f"{func} is not defined for grouped tensors; nothing was computed; "
             "call .dequantize() for all rows or .split() for the groups"
         )

@@ -3,7 +3,7 @@
 It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. Elementwise
 operations and reductions that read it work on its values; in-place ones requantize and return it;
 ``copy_``, ``detach``, ``clone``, ``to`` and ``view`` of whole blocks keep the format. Everything
-else raises TypeError: call ``dequantize()``.
+else raises NotImplementedError: call ``dequantize()``.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class QuantizedTensor(torch.Tensor):
             return _write(func, args, kwargs)
         if _reads_values(func):
             return func(*_values_of(args), **_values_of(kwargs))
-        raise TypeError(
+        # No TypeError, which an operator like @ would turn into "unsupported operand".
+        raise NotImplementedError(
             f"{func} is not defined for quantized tensors; nothing was computed; "
             "call .dequantize() first"
         )
