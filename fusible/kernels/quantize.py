@@ -1,7 +1,7 @@
-"""MXFP8 quantization on CUDA: when the kernel serves, and its compiled forms.
+"""MXFP8 quantization and group offsets on CUDA: when the kernels serve, and their compiled forms.
 
-Importing this module adds the CUDA implementation to ``fusible::quantize_mxfp8``; cutlass is
-imported at the first launch.
+Importing this module adds CUDA implementations to ``fusible::quantize_mxfp8`` and
+``fusible::group_offsets``; cutlass is imported at the first launch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.recipes.grouped import group_offsets
 from fusible.recipes.library import Pieces, empty_pieces, mxfp8_format, quantize_mxfp8
 
 _library = torch.library.Library("fusible", "IMPL")
@@ -69,7 +70,6 @@ def compiled(
     kind = cutlass.Int64 if ends_dtype == torch.int64 else cutlass.Int32
     ends = make_fake_tensor(kind, (cute.sym_int(),), stride=(1,))
     out = [matrix(cutlass.Uint8, cute.sym_int(), cute.sym_int64()) for _ in range(4)]
-    options = "--enable-tvm-ffi" + (f" --gpu-arch {architecture}" if architecture else "")
     return cute.compile(
         quantize_device.quantize,
         x,
@@ -77,7 +77,7 @@ def compiled(
         *out,
         quantize_device.Config(*config),
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=options,
+        options=_options(architecture),
     )
 
 
@@ -111,4 +111,39 @@ def _cuda(
     return pieces
 
 
+@cache
+def compiled_offsets(dtype: torch.dtype, architecture: str | None = None) -> Any:
+    """Compile the offsets kernel; called with first_dims, offsets, columns."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from fusible.kernels import quantize_device
+
+    kind = cutlass.Int64 if dtype == torch.int64 else cutlass.Int32
+    return cute.compile(
+        quantize_device.group_offsets,
+        make_fake_tensor(kind, (cute.sym_int(),), stride=(1,)),
+        make_fake_tensor(cutlass.Int64, (cute.sym_int(),), stride=(1,)),
+        cutlass.Int64(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=_options(architecture),
+    )
+
+
+def _options(architecture: str | None) -> str:
+    return "--enable-tvm-ffi" + (f" --gpu-arch {architecture}" if architecture else "")
+
+
+def _cuda_offsets(first_dims: Tensor, columns: int) -> Tensor:
+    integers = first_dims.dtype in (torch.int32, torch.int64)
+    if not (integers and first_dims.is_contiguous() and _has_cutlass()):
+        return group_offsets(first_dims, columns)
+    offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
+    with torch.cuda.device(first_dims.device):
+        compiled_offsets(first_dims.dtype)(first_dims, offsets, columns)
+    return offsets
+
+
 _library.impl("quantize_mxfp8", _cuda, "CUDA")
+_library.impl("group_offsets", _cuda_offsets, "CUDA")

@@ -256,7 +256,7 @@ def test_a_module_run_under_several_recipes_says_so_and_keep_recipe_helps(call):
 
 
 def exact_products(x, w, dy, recipe):
-    """Return the three products from the formats alone, by transposing every reduction into rows."""
+    """Return the three products from the formats alone, each operand along its reduction."""
 
     def along(t, role, dim):
         fmt = recipe.format(role)
