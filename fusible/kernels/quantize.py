@@ -104,11 +104,16 @@ def _cuda(
     # What is not asked for is never touched; any tensor of the right kind stands in.
     given = given if rowwise else [*given[2:], *given[2:]]
     given = given if columnwise else [*given[:2], *given[:2]]
-    if ends is None:
-        ends = torch.empty(1, dtype=torch.int32, device=x.device)
+    ends = _no_ends(x.device) if ends is None else ends
     with torch.cuda.device(x.device):
         compiled(config, ends.dtype)(x, ends, *given)
     return pieces
+
+
+@cache
+def _no_ends(device: torch.device) -> Tensor:
+    """Stand in for the ends of a tensor without groups; never read."""
+    return torch.empty(1, dtype=torch.int32, device=device)
 
 
 @cache

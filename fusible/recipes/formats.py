@@ -159,6 +159,7 @@ def quantize(
     not whole blocks.
     """
     check_input(x, fmt, columnwise)
+    check_ends(x, ends)
     if ends is not None:
         ends = ends.clamp(max=x.shape[0])
         x = zero_tail(x, ends)
@@ -228,6 +229,21 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
             )
 
 
+def check_ends(x: Tensor, ends: Tensor | None) -> None:
+    """Raise ValueError unless ``ends`` can be cumulative end rows of groups of ``x``."""
+    if ends is None:
+        return
+    if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "ends must be int32 or int64 of shape (groups,) with at least one group, "
+            f"got {ends.dtype} of shape {tuple(ends.shape)}"
+        )
+    if ends.device != x.device:
+        raise ValueError(
+            f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
+        )
+
+
 def check_encoded(encoded: Encoded, fmt: NumberFormat) -> None:
     """Raise TypeError if the stored dtypes are not those of ``fmt``: bits are never reread."""
     wanted = (fmt.element.dtype, fmt.scale_dtype)
@@ -282,23 +298,39 @@ def _e8m0(exponent: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def _fp32(amax: Tensor, fmt: NumberFormat, _: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return max / amax, at most FLT_MAX and 1 for zeros; the stored scale is its inverse."""
     amax = amax.clamp(min=fmt.amax_epsilon)
-    # A division of two tensors: eager CUDA turns a division by a number into a product.
-    multiplier = (torch.full_like(amax, fmt.element.max) / amax).clamp(max=FLT_MAX)
+    multiplier = _divide(fmt.element.max, amax).clamp(max=FLT_MAX)
     multiplier = torch.where(amax == 0, 1.0, multiplier)
     if fmt.scale == "fp32_power_of_two":
         multiplier = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     multiplier = torch.where(amax.isfinite(), multiplier, math.nan)
-    return multiplier.reciprocal(), multiplier
+    return _divide(1.0, multiplier), multiplier
 
 
 def _e4m3(amax: Tensor, fmt: NumberFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round amax / element.max, in units of the tensor's scale, to E4M3; at 0 elements are 0."""
     assert outer is not None
-    wanted = amax / torch.full_like(amax, fmt.element.max) / outer
+    wanted = _divide(_divide(amax, fmt.element.max), outer)
     scale = _encode_fp8(wanted, E4M3)
     decoded = scale.float()
-    multiplier = torch.where(decoded == 0, 0.0, (decoded * outer).reciprocal())
+    multiplier = torch.where(decoded == 0, 0.0, _divide(1.0, decoded * outer))
     return scale, multiplier
+
+
+def _divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """Divide FP32 numbers, correctly rounded on every device, compiled or not.
+
+    Compiled CUDA code divides FP32 approximately, and eager CUDA turns a division by a number into
+    a product. FP64 is exact on both; rounding twice is harmless since 53 >= 2 * 24 + 2 bits.
+    """
+    wide = [v.double() if isinstance(v, Tensor) else v for v in (a, b)]
+    return torch.true_divide(*_as_tensors(*wide)).float()
+
+
+def _as_tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
+    if isinstance(a, Tensor):
+        return a, b if isinstance(b, Tensor) else torch.full_like(a, b)
+    assert isinstance(b, Tensor)
+    return torch.full_like(b, a), b
 
 
 def _to_float(scale: Tensor) -> Tensor:
@@ -319,7 +351,7 @@ def _tensor_scale(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> Tensor |
     if not fmt.has_tensor_scale:
         return None
     amax = blocks_of(x, None, False, ends).amax(x).float()
-    scale = amax / torch.full_like(amax, fmt.element.max * E4M3.max)
+    scale = _divide(amax, fmt.element.max * E4M3.max)
     return torch.where(scale.isfinite(), scale.clamp(min=_SMALLEST_NORMAL), math.nan)
 
 

@@ -15,6 +15,7 @@ from fusible.recipes.formats import (
     E5M2,
     Encoded,
     NumberFormat,
+    check_ends,
     check_input,
     mxfp8,
     quantize,
@@ -87,6 +88,7 @@ def encode(
 
     A format whose blocks have no direction is encoded once, returned for both uses.
     """
+    check_ends(x, ends)
     if rowwise:
         check_input(x, fmt, False)
     if columnwise:

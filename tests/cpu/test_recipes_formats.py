@@ -264,6 +264,22 @@ def test_grouped_square_blocks_are_refused():
         quantize(torch.zeros(128, 128), fp8_block(block=(128, 128)), ends=torch.tensor([128]))
 
 
+@pytest.mark.parametrize(
+    ("ends", "sentence"),
+    [
+        (torch.tensor([3.0]), "int32 or int64"),
+        (torch.tensor(3), r"shape \(groups,\)"),
+        (torch.empty(0, dtype=torch.int32), "at least one group"),
+        (torch.empty(2, dtype=torch.int32, device="meta"), "must be on cpu, where the rows are"),
+    ],
+)
+def test_bad_ends(ends, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        quantize(torch.zeros(32, 32), mxfp8(), ends=ends)
+    with pytest.raises(ValueError, match=sentence):
+        encode(torch.zeros(32, 32), mxfp8(), rowwise=True, columnwise=True, ends=ends)
+
+
 def test_bits_are_never_read_in_another_format():
     encoded = quantize(torch.randn(32, 32), mxfp8(E5M2))
     with pytest.raises(TypeError, match=r"must be torch.float8_e4m3fn .* got torch.float8_e5m2"):
