@@ -76,13 +76,19 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def _last(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1)
+
+
 def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
     if ends is None:
 
         def amax(x: Tensor) -> Tensor:
-            return x.abs().amax().reshape(1) if x.numel() else x.new_zeros(1)
+            if not x.numel():
+                return x.new_zeros(*x.shape[:-2], 1)
+            return x.abs().amax((-2, -1)).unsqueeze(-1)
 
-        return Blocks(amax, _unchanged, _unchanged)
+        return Blocks(amax, _last, _last)
     group = group_of_row(ends, x.shape[0])
 
     def grouped_amax(x: Tensor) -> Tensor:
@@ -102,7 +108,7 @@ def _square(along: int) -> Blocks:
     def expand(s: Tensor) -> Tensor:
         return s.repeat_interleave(along, -1).repeat_interleave(along, -2)
 
-    return Blocks(amax, expand, _unchanged)
+    return Blocks(amax, expand, _last)
 
 
 def _rows(along: int, rows: int, ends: Tensor | None) -> Blocks:
@@ -113,7 +119,7 @@ def _rows(along: int, rows: int, ends: Tensor | None) -> Blocks:
         return s.unsqueeze(-1).expand(*s.shape, along).flatten(-2)
 
     if ends is None:
-        return Blocks(amax, expand, _unchanged)
+        return Blocks(amax, expand, _last)
     return Blocks(amax, expand, lambda s: s[group_of_row(ends, rows), None])
 
 
@@ -152,4 +158,4 @@ def _ungrouped_columns(along: int, rows: int) -> Blocks:
     def expand(s: Tensor) -> Tensor:
         return s.repeat_interleave(along, -2)[..., :rows, :]
 
-    return Blocks(amax, expand, _unchanged)
+    return Blocks(amax, expand, _last)

@@ -55,7 +55,7 @@ class NumberFormat:
     """``element`` numbers sharing one ``scale`` per ``block``; a value is element times scale.
 
     ``block`` is (across, along) the reduction of the matrix product, so (1, 32) is 32 columns of a
-    row used row-wise and 32 rows of a column used column-wise; None is the whole tensor.
+    row used row-wise and 32 rows of a column used column-wise; None is the whole matrix.
     """
 
     name: str
@@ -72,7 +72,7 @@ class NumberFormat:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Tell whether a second, FP32 scale covers the whole tensor (or group)."""
+        """Tell whether a second, FP32 scale covers each matrix or group."""
         return self.scale == "e4m3"
 
     @property
@@ -82,15 +82,16 @@ class NumberFormat:
 
 
 class Encoded(NamedTuple):
-    """A tensor in some format. Shapes are for an input of ``[rows, columns]``."""
+    """A tensor in some format. Shapes are for ``[rows, columns]``; leading dimensions stay."""
 
     data: Tensor
     """Elements, in the input's layout: ``[rows, columns / per_byte]``."""
     scale: Tensor
     """Factors from element to value. Row-wise ``[rows, columns / B]``, column-wise ``[blocks,
-    columns]``, two-dimensional blocks ``[rows / B, columns / B]``, whole tensors ``[groups]``."""
+    columns]``, two-dimensional blocks ``[rows / B, columns / B]``, whole matrices ``[1]``, groups
+    ``[groups]``."""
     tensor_scale: Tensor | None
-    """FP32 factor on top, ``[groups]``, where the format has one."""
+    """FP32 factor on top, ``[1]`` or ``[groups]``, where the format has one."""
 
 
 @cache

@@ -96,12 +96,26 @@ def encode(
     if not fmt.directional:
         both = quantize(x, fmt, ends=ends)
         return both if rowwise else None, both if columnwise else None
-    if fmt.block == (1, 32) and x.ndim == 2:
-        flags = (fmt.element is E5M2, fmt.scale == "e8m0_up")
-        pieces = torch.ops.fusible.quantize_mxfp8(x, ends, *flags, rowwise, columnwise)
-        row = Encoded(pieces[0], pieces[1], None) if rowwise else None
-        return row, Encoded(pieces[2], pieces[3], None) if columnwise else None
+    if fmt.block == (1, 32) and (x.ndim == 2 or x.shape[-2] % 32 == 0):
+        return _encode_mxfp8(x, fmt, rowwise, columnwise, ends)
     return (
         quantize(x, fmt, ends=ends) if rowwise else None,
         quantize(x, fmt, columnwise=True, ends=ends) if columnwise else None,
     )
+
+
+def _encode_mxfp8(
+    x: Tensor, fmt: NumberFormat, rowwise: bool, columnwise: bool, ends: Tensor | None
+) -> tuple[Encoded | None, Encoded | None]:
+    """Quantize matrices of whole blocks as one; leading dimensions come back."""
+    flags = (fmt.element is E5M2, fmt.scale == "e8m0_up")
+    lead, columns = x.shape[:-2], x.shape[-1]
+    matrix = x.flatten(0, -2) if lead else x
+    pieces = torch.ops.fusible.quantize_mxfp8(matrix, ends, *flags, rowwise, columnwise)
+    data, scale, col_data, col_scale = pieces
+    if lead and rowwise:
+        data, scale = data.view(x.shape), scale.view(*x.shape[:-1], columns // 32)
+    if lead and columnwise:
+        col_data, col_scale = col_data.view(x.shape), col_scale.view(*lead, -1, columns)
+    row = Encoded(data, scale, None) if rowwise else None
+    return row, Encoded(col_data, col_scale, None) if columnwise else None

@@ -338,15 +338,23 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
             f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
 
-    def regroup(piece: Tensor, rows_per_scale: int) -> Tensor:
-        step = new_rows // rows_per_scale if not same_rows else piece.shape[-2]
-        return piece.view(*shape[:-2], step, piece.shape[-1])
+    of_matrices = {"tensor_scale", "columnwise_tensor_scale"}
+    if q.format.block is None:
+        of_matrices.add("scale_inv")
+    if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
+        raise ValueError(
+            f"a view of a {q.format.name} tensor must keep its matrices, each has its own scale, "
+            f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
+        )
 
-    step = {"scale_inv": across, "columnwise_scale_inv": along}
-    pieces = {
-        name: piece if piece.ndim == 1 else regroup(piece, step.get(name, 1))
-        for name, piece in q.pieces().items()
-    }
+    def regroup(name: str, piece: Tensor) -> Tensor:
+        if name in of_matrices:
+            return piece.view(*shape[:-2], 1)
+        per_scale = {"scale_inv": across, "columnwise_scale_inv": along}.get(name, 1)
+        count = piece.shape[-2] if same_rows else new_rows // per_scale
+        return piece.view(*shape[:-2], count, piece.shape[-1])
+
+    pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
     return QuantizedTensor.from_pieces(pieces, q.format, shape, q.dtype)
 
 

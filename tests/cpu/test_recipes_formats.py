@@ -203,6 +203,24 @@ def test_ends_beyond_the_rows_are_clamped():
     assert raw(a.scale) == raw(b.scale)
 
 
+@pytest.mark.parametrize("rows", [64, 40])
+@pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if f.directional], ids=lambda f: f.name
+)
+def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
+    x = torch.randn(2, 3, rows, 128)
+    row, column = encode(x, fmt, rowwise=True, columnwise=True)
+    for i in range(2):
+        for j in range(3):
+            alone = encode(x[i, j], fmt, rowwise=True, columnwise=True)
+            for batch, one in zip((row, column), alone, strict=True):
+                assert raw(batch.data[i, j]) == raw(one.data)
+                assert raw(batch.scale[i, j]) == raw(one.scale)
+    assert torch.equal(
+        dequantize(column, fmt, columnwise=True)[1, 2], dequantize(alone[1], fmt, columnwise=True)
+    )
+
+
 # --- The library op ------------------------------------------------------------------------------
 
 

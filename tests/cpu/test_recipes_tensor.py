@@ -88,7 +88,20 @@ def test_to_keeps_the_format_for_nominal_dtypes_and_gives_values_for_others():
     assert q.to("meta").rowwise_data.is_meta
 
 
-@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(E4M3, (128, 128)), fp8_tensor(), nvfp4()])
+@pytest.mark.parametrize("fmt", [fp8_tensor(), nvfp4()])
+def test_view_keeps_matrices_that_have_scales(fmt):
+    x = values(256, 256).view(2, 128, 256)
+    q = make(fmt, x)
+    for columnwise in (False, True):
+        want = torch.stack([make(fmt, m).dequantize(columnwise=columnwise) for m in x])
+        assert torch.equal(q.dequantize(columnwise=columnwise), want)
+        seen = q.view(2, 1, 128, 256)
+        assert torch.equal(seen.dequantize(columnwise=columnwise), want.view(2, 1, 128, 256))
+    with pytest.raises(ValueError, match="keep its matrices"):
+        q.view(256, 256)
+
+
+@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(), fp8_block(E4M3, (128, 128))])
 def test_view_of_whole_blocks(fmt):
     x = values(256, 256)
     q = make(fmt, x)
@@ -102,9 +115,8 @@ def test_view_of_whole_blocks(fmt):
     for shape in [(512, 128), (-1,), (128, 512)]:
         with pytest.raises(ValueError, match="whole blocks"):
             q.view(shape)
-    if fmt.block is not None:
-        with pytest.raises(ValueError, match="whole blocks"):
-            q.view(32, 8, 256)
+    with pytest.raises(ValueError, match="whole blocks"):
+        q.view(32, 8, 256)
 
 
 def test_flatten_and_unflatten():
