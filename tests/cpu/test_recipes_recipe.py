@@ -294,6 +294,42 @@ def test_operands_of_the_three_products(recipe):
         assert float((got - want).norm() / want.norm()) < bound
 
 
+class QuantizedLinear(torch.autograd.Function):
+    """How an op uses the operands; the recipe of the forward serves its backward."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
+        wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
+        ctx.save_for_backward(recipes.save_for_wgrad(xq), wq)
+        ctx.recipe = recipe
+        return recipes.operand(xq, "forward", "input") @ recipes.operand(wq, "forward", "weight").mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        xq, wq = ctx.saved_tensors
+        dyq = recipes.encode_operand(dy, ctx.recipe, "grad", "dgrad", "wgrad")
+        dx = recipes.operand(dyq, "dgrad", "grad") @ recipes.operand(wq, "dgrad", "weight")
+        dw = recipes.operand(dyq, "wgrad", "grad").mT @ recipes.operand(xq, "wgrad", "input")
+        return dx, dw, None
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+def test_forward_and_backward_through_autograd(recipe, stored):
+    x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
+    with recipes.quantized_model_init(enabled=stored, recipe=recipe):
+        weight = recipes.weight_parameter(w.clone())
+    x.requires_grad_()
+    with recipes.autocast(recipe=recipe):
+        y = QuantizedLinear.apply(x, weight, recipes.current_recipe())
+    y.backward(dy)
+    with torch.no_grad():
+        want = exact_products(x, w, dy, recipe)
+    for got, expected in zip((y, x.grad, weight.grad), want, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 def test_grouped_operands_are_those_of_each_group(recipe):
     sizes = torch.tensor([5, 0, 43, 16])
