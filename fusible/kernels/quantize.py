@@ -118,7 +118,7 @@ def _no_ends(device: torch.device) -> Tensor:
 
 @cache
 def compiled_offsets(dtype: torch.dtype, architecture: str | None = None) -> Any:
-    """Compile the offsets kernel; called with first_dims, offsets, columns."""
+    """Compile the offsets kernel; called with first_dims, offsets, ends, columns."""
     import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -129,7 +129,7 @@ def compiled_offsets(dtype: torch.dtype, architecture: str | None = None) -> Any
     return cute.compile(
         quantize_device.group_offsets,
         make_fake_tensor(kind, (cute.sym_int(),), stride=(1,)),
-        make_fake_tensor(cutlass.Int64, (cute.sym_int(),), stride=(1,)),
+        *(make_fake_tensor(cutlass.Int64, (cute.sym_int(),), stride=(1,)) for _ in range(2)),
         cutlass.Int64(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=_options(architecture),
@@ -140,14 +140,15 @@ def _options(architecture: str | None) -> str:
     return "--enable-tvm-ffi" + (f" --gpu-arch {architecture}" if architecture else "")
 
 
-def _cuda_offsets(first_dims: Tensor, columns: int) -> Tensor:
+def _cuda_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     integers = first_dims.dtype in (torch.int32, torch.int64)
     if not (integers and first_dims.is_contiguous() and _has_cutlass()):
         return group_offsets(first_dims, columns)
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
+    ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
     with torch.cuda.device(first_dims.device):
-        compiled_offsets(first_dims.dtype)(first_dims, offsets, columns)
-    return offsets
+        compiled_offsets(first_dims.dtype)(first_dims, offsets, ends, columns)
+    return offsets, ends
 
 
 _library.impl("quantize_mxfp8", _cuda, "CUDA")

@@ -288,7 +288,9 @@ def quantize(
 
 
 @cute.kernel
-def _group_offsets(first_dims: cute.Tensor, offsets: cute.Tensor, columns: Int64):
+def _group_offsets(
+    first_dims: cute.Tensor, offsets: cute.Tensor, ends: cute.Tensor, columns: Int64
+):
     """One warp; a lane sums ``per_lane`` neighbouring groups, then the lanes' sums are scanned."""
     lane = cute.arch.lane_idx()
     groups = cute.size(first_dims)
@@ -308,12 +310,15 @@ def _group_offsets(first_dims: cute.Tensor, offsets: cute.Tensor, columns: Int64
         offsets[0] = Int64(0)
     for i in cutlass.range(begin, end, unroll=8):
         rows += Int64(first_dims[i])
+        ends[i] = rows
         offsets[i + 1] = rows * columns
 
 
 @cute.jit
-def group_offsets(first_dims: cute.Tensor, offsets: cute.Tensor, columns: Int64, stream):
-    """Launch: offsets ``[groups + 1]`` in elements of groups of ``first_dims`` rows."""
-    _group_offsets(first_dims, offsets, columns).launch(
+def group_offsets(
+    first_dims: cute.Tensor, offsets: cute.Tensor, ends: cute.Tensor, columns: Int64, stream
+):
+    """Launch: where groups of ``first_dims`` rows begin, in elements, and their end rows."""
+    _group_offsets(first_dims, offsets, ends, columns).launch(
         grid=[1, 1, 1], block=[32, 1, 1], stream=stream
     )

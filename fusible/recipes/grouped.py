@@ -16,19 +16,24 @@ from fusible.recipes.blocks import column_block_ends
 from fusible.recipes.formats import Encoded, NumberFormat, dequantize
 from fusible.recipes.library import encode
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.tensor import PIECES, QuantizedTensor
+from fusible.recipes.tensor import PIECES, QuantizedTensor, pieces_of
 
 _library = torch.library.Library("fusible", "FRAGMENT")
-_library.define("group_offsets(Tensor first_dims, int columns) -> Tensor")
+_library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
 
 
-def group_offsets(first_dims: Tensor, columns: int) -> Tensor:
-    """Return int64 ``[groups + 1]``: where each group begins, in elements, with a leading 0."""
-    return functional.pad(first_dims.to(torch.int64).cumsum(0) * columns, (1, 0))
+def group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return where each group begins, in elements, and the end row of each, both int64.
+
+    ``[groups + 1]`` with a leading 0, and ``[groups]``.
+    """
+    ends = first_dims.to(torch.int64).cumsum(0)
+    return functional.pad(ends * columns, (1, 0)), ends
 
 
-def _group_offsets_fake(first_dims: Tensor, columns: int) -> Tensor:
-    return first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
+def _group_offsets_fake(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    ends = torch.empty_like(first_dims, dtype=torch.int64)
+    return ends.new_empty(ends.shape[0] + 1), ends
 
 
 _library.impl("group_offsets", group_offsets, "CompositeExplicitAutograd")
@@ -39,8 +44,8 @@ class GroupedTensor(torch.Tensor):
     """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
 
     ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
-    ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements. Rows past the last
-    group belong to none. ``rowwise_data``, ``scale_inv``, ``columnwise_data``,
+    ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
+    ``[groups]``) the cumulative end rows. Rows past the last group belong to none. ``rowwise_data``, ``scale_inv``, ``columnwise_data``,
     ``columnwise_scale_inv`` are laid out as in ``formats.quantize`` with ``ends``;
     a tensor that is not quantized (``format`` None) has ``rowwise_data`` only.
     """
@@ -48,6 +53,7 @@ class GroupedTensor(torch.Tensor):
     format: NumberFormat | None
     first_dims: Tensor
     tensor_offsets: Tensor
+    ends: Tensor
     rowwise_data: Tensor | None
     scale_inv: Tensor | None
     columnwise_data: Tensor | None
@@ -89,11 +95,6 @@ class GroupedTensor(torch.Tensor):
         if self.uniform and rows % self.num_tensors == 0:
             return self.num_tensors, rows // self.num_tensors, columns
         return rows, columns
-
-    @property
-    def ends(self) -> Tensor:
-        """Cumulative end rows, int64 ``[groups]``."""
-        return self.tensor_offsets[1:] // self.shape[1]
 
     def encoded(self, *, columnwise: bool = False) -> Encoded:
         """Return data and scales for one use; ValueError if the tensor has not got it."""
@@ -208,7 +209,8 @@ class GroupedTensor(torch.Tensor):
         )
 
 
-_GROUPED_PIECES = ("first_dims", "tensor_offsets", *PIECES)
+_SIZES = ("first_dims", "tensor_offsets", "ends")
+_GROUPED_PIECES = (*_SIZES, *PIECES)
 
 
 def _to_copy(
@@ -236,9 +238,13 @@ def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> Group
     ``first_dims`` (int32 or int64 ``[num_groups]``, on ``x.device``) are their rows; without it
     they are equal. Shares memory with ``x``.
     """
+    pieces = _sizes_of(x, num_groups, first_dims) | {"rowwise_data": x}
+    return GroupedTensor(pieces, None, x.shape, x.dtype, first_dims is None)
+
+
+def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str, Tensor]:
     if x.ndim != 2:
         raise ValueError(f"rows to group must be a 2-D tensor, got shape {tuple(x.shape)}")
-    uniform = first_dims is None
     if first_dims is None:
         if num_groups < 1 or x.shape[0] % num_groups:
             raise ValueError(
@@ -248,9 +254,8 @@ def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> Group
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
     _check_first_dims(first_dims, num_groups, x.device)
-    offsets = torch.ops.fusible.group_offsets(first_dims, x.shape[1])
-    pieces = {"first_dims": first_dims, "tensor_offsets": offsets, "rowwise_data": x}
-    return GroupedTensor(pieces, None, x.shape, x.dtype, uniform)
+    offsets, ends = torch.ops.fusible.group_offsets(first_dims, x.shape[1])
+    return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
 
 
 def group_quantize(
@@ -261,20 +266,18 @@ def group_quantize(
     Groups need no padding: column-wise blocks start anew at each. Raises what ``formats.quantize``
     raises, and ValueError for 128x128 blocks.
     """
-    plain = group(x, num_groups, first_dims)
-    fmt = quantizer.format
+    sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
     row, column = encode(
-        x, fmt, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, ends=plain.ends
+        x, fmt, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, ends=sizes["ends"]
     )
-    pieces = QuantizedTensor(row, column, fmt, x.shape, x.dtype).pieces()
-    pieces |= {"first_dims": plain.first_dims, "tensor_offsets": plain.tensor_offsets}
-    return GroupedTensor(pieces, fmt, x.shape, x.dtype, plain.uniform)
+    pieces = sizes | pieces_of(row, column, fmt)
+    return GroupedTensor(pieces, fmt, x.shape, x.dtype, first_dims is None)
 
 
 def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:
     """Return the grouped tensor of the values of ``g``, not quantized."""
     values = g.dequantize(dtype)
-    pieces = {"first_dims": g.first_dims, "tensor_offsets": g.tensor_offsets}
+    pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
     return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
 
 

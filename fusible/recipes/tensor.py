@@ -59,21 +59,12 @@ class QuantizedTensor(torch.Tensor):
         dtype: torch.dtype,
     ) -> QuantizedTensor:
         """Wrap what ``library.encode`` returned for a tensor of ``shape`` and ``dtype``."""
-        if not format.directional:
-            row, column = row or column, None
-        some = row or column
-        if some is None:
-            raise ValueError(
-                "a quantized tensor must have row-wise or column-wise data, got neither; "
-                "ask the quantizer for a use: set_usage(rowwise=True)"
-            )
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=some.data.device
-        )
+        pieces = pieces_of(row, column, format)
+        device = next(iter(pieces.values())).device
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self.format = format
-        pieces = (*(row or (None,) * 3), *(column or (None,) * 3))
-        for name, piece in zip(PIECES, pieces, strict=True):
-            setattr(self, name, piece)
+        for name in PIECES:
+            setattr(self, name, pieces.get(name))
         self._high_precision_init_val = None
         return self
 
@@ -165,7 +156,7 @@ class QuantizedTensor(torch.Tensor):
         values = values.detach().to(self.device)
         rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
         row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
-        new = QuantizedTensor(row, column, self.format, self.shape, self.dtype).pieces()
+        new = pieces_of(row, column, self.format)
         for name, piece in self.pieces().items():
             piece.copy_(new[name])
 
@@ -231,6 +222,19 @@ class QuantizedTensor(torch.Tensor):
             f"{func} is not defined for quantized tensors; nothing was computed; "
             "call .dequantize() first"
         )
+
+
+def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) -> dict[str, Tensor]:
+    """Name what ``library.encode`` returned; one set serves both uses of undirected blocks."""
+    if not fmt.directional:
+        row, column = row or column, None
+    if row is None and column is None:
+        raise ValueError(
+            "a quantized tensor must have row-wise or column-wise data, got neither; "
+            "ask the quantizer for a use: set_usage(rowwise=True)"
+        )
+    pieces = zip(PIECES, (*(row or (None,) * 3), *(column or (None,) * 3)), strict=True)
+    return {name: piece for name, piece in pieces if piece is not None}
 
 
 class _Dequantize(torch.autograd.Function):

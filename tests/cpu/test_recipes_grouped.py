@@ -78,12 +78,13 @@ def test_members_are_views():
 def test_offsets(groups, dtype):
     dims = torch.randint(0, 5, (groups,), dtype=dtype)
     dims[groups // 2] = 0
-    got = torch.ops.fusible.group_offsets(dims, 7)
-    assert got.dtype == torch.int64
+    got, ends = torch.ops.fusible.group_offsets(dims, 7)
+    assert got.dtype == ends.dtype == torch.int64
     want = [0]
     for n in dims.tolist():
         want.append(want[-1] + 7 * n)
     assert got.tolist() == want
+    assert torch.equal(ends * 7, got[1:])
 
 
 def test_offsets_opcheck():
@@ -92,7 +93,8 @@ def test_offsets_opcheck():
 
 def test_offsets_do_not_overflow_int32():
     dims = torch.tensor([2**30, 2**30], dtype=torch.int32)
-    assert torch.ops.fusible.group_offsets(dims, 4096).tolist() == [0, 2**42, 2**43]
+    offsets, _ = torch.ops.fusible.group_offsets(dims, 4096)
+    assert offsets.tolist() == [0, 2**42, 2**43]
 
 
 def test_equal_groups_need_no_sizes():
