@@ -45,9 +45,10 @@ class GroupedTensor(torch.Tensor):
 
     ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
     ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
-    ``[groups]``) the cumulative end rows. Rows past the last group belong to none. ``rowwise_data``, ``scale_inv``, ``columnwise_data``,
-    ``columnwise_scale_inv`` are laid out as in ``formats.quantize`` with ``ends``;
-    a tensor that is not quantized (``format`` None) has ``rowwise_data`` only.
+    ``[groups]``) the cumulative end rows. Rows past the last group belong to none.
+    ``rowwise_data``, ``scale_inv``, ``columnwise_data``, ``columnwise_scale_inv`` are laid out as
+    in ``formats.quantize`` with ``ends``; a tensor that is not quantized (``format`` None) has
+    ``rowwise_data`` only.
     """
 
     format: NumberFormat | None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.formats import E2M1, E4M3, E5M2, NumberFormat, check_scale_name
+from fusible.recipes.rows import E2M1, E4M3, E5M2, NumberFormat, check_scale_name
 from fusible.recipes.tensor import QuantizedTensor
 
 _KEYS = {
