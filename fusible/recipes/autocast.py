@@ -35,16 +35,17 @@ class _Forward:
 
 
 _thread = _Thread()
-_forwards: weakref.WeakKeyDictionary[torch.nn.Module, set[_Forward]] = weakref.WeakKeyDictionary()
+_forwards: weakref.WeakKeyDictionary[object, set[_Forward]] = weakref.WeakKeyDictionary()
 
 
-def current_recipe(module: torch.nn.Module | None = None) -> Recipe | None:
+def current_recipe(module: object | None = None) -> Recipe | None:
     """Return the recipe of the innermost enabled ``autocast`` on this thread, or None.
 
     ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
-    ended and, on CUDA, on another thread. A caller that passes the ``module`` it runs gets the
-    recipe of that module's forwards there. Raises RuntimeError if the module ran forwards under
-    several recipes: nothing then tells which of them is being repeated; ``keep_recipe`` does.
+    ended and, on CUDA, on another thread. A caller that passes the ``module`` it runs (or
+    whatever object lives as long) gets the recipe of that module's forwards there. Raises
+    RuntimeError if the module ran forwards under several recipes: nothing then tells which of them
+    is being repeated; ``keep_recipe`` does.
     """
     if module is None or torch.compiler.is_compiling():
         return _thread.recipe
@@ -57,19 +58,20 @@ def current_recipe(module: torch.nn.Module | None = None) -> Recipe | None:
     return _recomputed(module)
 
 
-def _remember(module: torch.nn.Module, recipe: Recipe | None) -> None:
+def _remember(module: object, recipe: Recipe | None) -> None:
     if torch.is_inference_mode_enabled():  # no backward can follow
         return
     _forwards.setdefault(module, set()).add(_Forward(recipe, torch.is_grad_enabled()))
 
 
-def _recomputed(module: torch.nn.Module) -> Recipe | None:
+def _recomputed(module: object) -> Recipe | None:
     """Return the one recipe that a forward repeated by the running backward pass can have had."""
     # Only the reentrant variant repeats forwards that ran without gradients, so that, say,
     # evaluation under no_grad and another recipe does not make the usual variant ambiguous.
     node = torch._C._current_autograd_node()
     reentrant = isinstance(node, CheckpointFunction._backward_cls)
-    recipes = {f.recipe for f in _forwards.get(module, ()) if f.grad_enabled or reentrant}
+    forwards = [f for f in _forwards.get(module, ()) if f.grad_enabled or reentrant]
+    recipes = {f.recipe for f in forwards} or {_thread.recipe}
     if len(recipes) > 1:
         names = ", ".join(sorted(r.name if r else "no recipe" for r in recipes))
         raise RuntimeError(
@@ -77,7 +79,7 @@ def _recomputed(module: torch.nn.Module) -> Recipe | None:
             f"recipe, but the module ran forwards under several ({names}); "
             "wrap the checkpointed function: checkpoint(keep_recipe(fn), ...)"
         )
-    return next(iter(recipes), None)
+    return recipes.pop()
 
 
 @contextmanager

@@ -86,8 +86,10 @@ def encode(
 ) -> tuple[Encoded | None, Encoded | None]:
     """Quantize ``x`` for row-wise and column-wise use, in one launch where a kernel can.
 
-    A format whose blocks have no direction is encoded once, returned for both uses.
+    A format whose blocks have no direction is encoded once, returned for both uses. No gradient
+    passes: what the gradient of a quantized product is, its op decides.
     """
+    x = x.detach()
     check_ends(x, ends)
     if rowwise:
         check_input(x, fmt, False)

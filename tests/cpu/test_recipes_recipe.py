@@ -239,6 +239,22 @@ def test_evaluation_under_another_recipe_does_not_confuse_a_checkpoint():
     assert model.seen == [None, MX, MX]
 
 
+def test_a_module_that_runs_in_backward_only_follows_the_scope():
+    model = Rounds()
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return model(dy)
+
+    gradient(lambda x: Backward.apply(x), plain, MX, backward_scope=BLOCK)  # noqa: PLW0108
+    assert model.seen == [BLOCK]
+
+
 @pytest.mark.parametrize("call", [nonreentrant, reentrant])
 def test_a_module_run_under_several_recipes_says_so_and_keep_recipe_helps(call):
     model = Rounds()

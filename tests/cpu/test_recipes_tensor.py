@@ -185,6 +185,13 @@ def test_everything_else_raises_and_says_what_to_do():
             function()
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_quantizing_records_nothing_for_autograd(fmt):
+    q = make(fmt, values().requires_grad_())
+    assert not any(piece.requires_grad for piece in q.pieces().values())
+    assert not q.requires_grad
+
+
 def test_a_missing_use_raises():
     q = make(mxfp8(), rowwise=True, columnwise=False)
     with pytest.raises(ValueError, match="column-wise use needs column-wise data"):
