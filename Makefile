@@ -1,0 +1,37 @@
+# Every target sets up .venv by itself: a machine with make and Python >= 3.11 is enough.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint format docs check clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/moe_block.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto -m "not timing"
+	$(BIN)/python -m pytest -m timing
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The tables in README.md that come from the fusion rules.
+docs: $(INSTALLED)
+	$(BIN)/python docs/tables.py
+
+check: lint test
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fusible needs Python >= 3.11: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf .venv out build *.egg-info

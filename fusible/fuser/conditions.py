@@ -1,0 +1,88 @@
+"""Checkable sentences about plain facts: the one mechanism behind plans and their explanations.
+
+``this.fc1.in_features`` records a path; a combinator turns it into one predicate and one sentence,
+so the two cannot disagree. Facts are integers, booleans and names, never tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Path:
+    """A fact to read from a site later, times an integer factor: ``2 * this.fc2.in_features``."""
+
+    names: tuple[str, ...] = ()
+    factor: int = 1
+
+    def __getattr__(self, name: str) -> Path:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Path((*self.names, name), self.factor)
+
+    def __rmul__(self, factor: int) -> Path:
+        return Path(self.names, factor * self.factor)
+
+    def __str__(self) -> str:
+        path = ".".join(self.names)
+        return path if self.factor == 1 else f"{self.factor} * {path}"
+
+    def read(self, site: Any) -> Any:
+        """The fact's value at ``site``; ``AttributeError`` names the facts there are."""
+        for name in self.names:
+            if not hasattr(site, name):
+                known = ", ".join(sorted(vars(site)))
+                raise AttributeError(f"{self} is not a fact: there is no {name!r} among {known}")
+            site = getattr(site, name)
+        return site if self.factor == 1 else self.factor * site
+
+
+this = Path()
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``subject`` read from a site must satisfy ``holds``; ``says`` completes the sentence."""
+
+    subject: Path
+    says: str
+    holds: Callable[[Any, Any], bool]
+    other: Path | None = None
+
+    def why_not(self, site: Any) -> str | None:
+        """The sentence that is false at ``site``, or None where the condition holds."""
+        value = self.subject.read(site)
+        other = None if self.other is None else self.other.read(site)
+        if self.holds(value, other):
+            return None
+        beside = "" if self.other is None else f" (which is {other})"
+        return f"{self.subject} must be {self.says}{beside}, got {value}"
+
+    def __str__(self) -> str:
+        return f"{self.subject} is {self.says}"
+
+
+def equal(subject: Path, value: Any) -> Condition:
+    """``subject`` equals a constant, or another fact."""
+    if isinstance(value, Path):
+        return Condition(subject, f"equal to {value}", lambda a, b: a == b, value)
+    return Condition(subject, str(value), lambda a, _: a == value)
+
+
+def one_of(subject: Path, *values: Any) -> Condition:
+    """``subject`` is one of ``values``."""
+    says = f"one of {', '.join(map(str, values))}"
+    return Condition(subject, says, lambda a, _: a in values)
+
+
+def at_least(subject: Path, least: int) -> Condition:
+    """``subject`` is a number of at least ``least``; None counts as too small."""
+    return Condition(subject, f"at least {least}", lambda a, _: a is not None and a >= least)
+
+
+def multiple_of(subject: Path, unit: int) -> Condition:
+    """``subject`` is a multiple of ``unit``."""
+    return Condition(subject, f"a multiple of {unit}", lambda a, _: a % unit == 0)

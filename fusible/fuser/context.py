@@ -1,0 +1,78 @@
+"""What an op's forward leaves for its backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.plan import GradNeeds
+
+_ALL = GradNeeds(True, True, (), ())
+
+
+class OperationContext:
+    """State of one basic op between its forward and its backward.
+
+    Ops save tensors with :meth:`save_for_backward` and plain Python values as attributes (for
+    instance ``ctx.dtype``); tensors as attributes are not supported. The backward gets a new
+    context with the same values and ``saved_tensors``.
+
+    Attributes:
+        requires_grad: whether the op's backward will run.
+        needs: which gradients it has to give (input, parameters, extra inputs); it may return
+            None for the others.
+        recipe: the recipe in force in the forward, None in high precision.
+        autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
+        saved_tensors: in the backward, what the forward saved.
+        to_save: in the forward, what it has saved so far.
+        memo: in the forward, values that the ops of this one call share, by what they derive from.
+    """
+
+    # Tensors lie in slots, so that ``vars`` of a context are its plain values.
+    __slots__ = ("__dict__", "memo", "saved_tensors", "to_save")
+
+    requires_grad: bool
+    needs: GradNeeds
+    recipe: Any
+    autocast_dtype: torch.dtype | None
+    to_save: tuple[Tensor | None, ...]
+    saved_tensors: tuple[Any, ...]
+    memo: dict[Any, Tensor]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Whatever the op has set."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Anything plain."""
+
+    def __init__(
+        self,
+        needs: GradNeeds = _ALL,
+        recipe: Any = None,
+        autocast_dtype: torch.dtype | None = None,
+        memo: dict[Any, Tensor] | None = None,
+    ) -> None:
+        self.requires_grad = needs.requires_grad
+        self.needs = needs
+        self.recipe = recipe
+        self.autocast_dtype = autocast_dtype
+        self.to_save = ()
+        self.memo = {} if memo is None else memo
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Save tensors for the backward; called in the forward, the last call counts."""
+        self.to_save = tensors
+
+    @classmethod
+    def restored(
+        cls, values: dict[str, Any], saved_tensors: tuple[Tensor | None, ...]
+    ) -> OperationContext:
+        """A new context for the backward, with the values of the forward's."""
+        context = cls.__new__(cls)
+        vars(context).update(values)
+        context.saved_tensors = saved_tensors
+        return context

@@ -1,0 +1,161 @@
+"""What runs as what, and why not otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fusible.fuser import svg
+from fusible.fuser.plan import Plan
+from fusible.fuser.run import Run
+from fusible.fuser.target import Target, target_of
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of ops in a module, with its plan for a target; ``name`` says where it is."""
+
+    name: str
+    run: Run
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plans of a module's runs; prints as a tree, draws itself by :meth:`to_svg`."""
+
+    planned: tuple[PlannedRun, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each run."""
+        return tuple(p.plan for p in self.planned)
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Names of the rules that fired, over all runs."""
+        return tuple(name for plan in self.plans for name in plan.fired)
+
+    def __str__(self) -> str:
+        return "\n".join(line for p in self.planned for line in _lines(p))
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
+        drawing = svg.draw([(p.name, p.run.wiring, p.plan) for p in self.planned])
+        if path is not None:
+            Path(path).write_text(drawing, encoding="utf-8")
+        return drawing
+
+
+def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None) -> Explanation:
+    """Plan every run of ops that ``module(*inputs)`` would execute, without running a kernel.
+
+    Args:
+        module: an op, a Sequential, or any module that contains some.
+        *inputs: what the module would be called with; only shapes, dtypes and devices matter.
+        target: the machine to plan for, such as ``"sm90"`` or ``"cpu"``; by default this one.
+
+    Returns:
+        The plans, with the sentence of every condition that kept a candidate rule from firing.
+
+    Raises:
+        ValueError: ``module`` contains no fusible op, or what the module itself would raise.
+    """
+    on = None if target is None else Target.parse(target)
+    planned: list[PlannedRun] = []
+    names = {id(m): name for name, m in module.named_modules()}
+
+    def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
+        name = next((names[id(op)] for op in run.ops if id(op) in names), "")
+        where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+        planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Run.observed(note):
+        fake = tree_map_only(Tensor, mode.from_tensor, inputs)
+        module(*fake)
+    if not planned:
+        raise ValueError(
+            f"explain needs a module that contains fusible ops, got {type(module).__name__} "
+            "without any"
+        )
+    return Explanation(tuple(planned))
+
+
+def _lines(planned: PlannedRun) -> Iterator[str]:
+    plan = planned.plan
+    recipe = "none" if plan.recipe is None else plan.recipe.name
+    mode = "training" if any(n.requires_grad for n in plan.grad) else "inference"
+    yield f"{planned.name}: {plan.target}, recipe {recipe}, {plan.facts.dtype}, {mode}"
+    blocks = _blocks(plan)
+    for i, block in enumerate(blocks):
+        last = i == len(blocks) - 1
+        head, *rest = block
+        yield f"{'└─' if last else '├─'} {head}"
+        yield from (f"{'  ' if last else '│ '}   {line}" for line in rest)
+    yield from _refusal_lines(plan)
+
+
+def _blocks(plan: Plan) -> list[list[str]]:
+    """One block of lines per op or joint fusion, in order."""
+    joint = {f.start: f for phase, f in plan.fusions if phase == "joint"}
+    blocks, at = [], 0
+    while at < len(plan.basic_ops):
+        fusion = joint.get(at)
+        if fusion is None:
+            blocks.append(_op_lines(plan, at))
+            at += 1
+            continue
+        lines = [f"{type(fusion.op).__name__}, forward and backward"]
+        lines.extend(f"  [{i}] {plan.basic_ops[i]}" for i in range(at, fusion.stop))
+        lines.extend(_saves(plan, fusion.op, at))
+        blocks.append(lines)
+        at = fusion.stop
+    return blocks
+
+
+def _op_lines(plan: Plan, at: int) -> list[str]:
+    """One basic op, and what its forward or backward is part of."""
+    op = plan.basic_ops[at]
+    fused = [
+        f"  {phase} as part of {type(f.op).__name__} (ops[{f.start}:{f.stop}])"
+        for phase, f in plan.fusions
+        if phase != "joint" and f.start <= at < f.stop
+    ]
+    notes = [] if fused else [f"  {note}" for note in op.notes(plan.facts.dtype, plan.target)]
+    return [f"[{at}] {op}", *_saves(plan, op, at), *fused, *notes]
+
+
+def _saves(plan: Plan, op: Any, at: int) -> list[str]:
+    return [f"  saves {op.saves}"] if plan.grad[at].requires_grad and op.saves else []
+
+
+def _refusal_lines(plan: Plan) -> Iterator[str]:
+    if plan.refusals:
+        yield "not fused:"
+    for refusal in plan.refusals:
+        stop = refusal.start + len(refusal.ops)
+        yield f"  {refusal.rule.name} ({refusal.rule.phase}) for ops[{refusal.start}:{stop}]:"
+        yield from (f"    {reason}" for reason in refusal.reasons)
+    touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
+    touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
+    for start, stop in _gaps(touched, len(plan.basic_ops)):
+        names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])
+        yield f"no fusion rule covers {names} (ops[{start}:{stop}])"
+
+
+def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:
+    """Maximal ranges under ``n`` without an index in ``touched``."""
+    start = None
+    for i in range(n + 1):
+        if i < n and i not in touched:
+            start = i if start is None else start
+        elif start is not None:
+            yield start, i
+            start = None

@@ -1,0 +1,294 @@
+"""Planning: which op runs as what, decided from facts alone, for any target on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from fusible.fuser.rules import Phase, Rule
+from fusible.fuser.target import Target
+
+
+class NotFused(RuntimeError):
+    """A fusion that ``Sequential(..., require=[...])`` asks for did not fire; says why."""
+
+
+class TensorFacts(NamedTuple):
+    """What conditions may know of an input.
+
+    ``dtype`` is a short name; ``features`` the size of the last dimension of a tensor of two or
+    more dimensions (row counts are no facts); equal ``source`` means the very same tensor.
+    """
+
+    dtype: str
+    device: str
+    features: int | None
+    requires_grad: bool
+    source: int | str
+
+
+class GradNeeds(NamedTuple):
+    """Which gradients one op has to give; ``requires_grad`` says whether its backward runs."""
+
+    requires_grad: bool
+    input: bool
+    params: tuple[bool, ...]
+    extra_inputs: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """One basic op as conditions see it: its declared facts, parameters and extra inputs."""
+
+    facts: dict[str, Any]
+    param_dtype: str | None
+    extra_inputs: dict[str, TensorFacts]
+
+    def site(self, needs: GradNeeds) -> SimpleNamespace:
+        """The namespace that ``this.<op>`` reads."""
+        return SimpleNamespace(
+            **self.facts,
+            **self.extra_inputs,
+            param_dtype=self.param_dtype,
+            requires_grad=needs.requires_grad,
+            params_require_grad=any(needs.params),
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that conditions may read of one call, beside recipe, target and gradients."""
+
+    dtype: str
+    input: TensorFacts
+    ops: tuple[OpFacts, ...]
+
+
+class Step(NamedTuple):
+    """An op that runs, and the basic ops that it covers."""
+
+    op: Any
+    basic_ops: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A rule whose pattern fits the ops from ``start``, and the conditions that were false."""
+
+    rule: Rule
+    start: int
+    ops: tuple[Any, ...]
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"ops[{self.start}:{self.start + len(self.ops)}]"
+        return f"{self.rule.name} not used for {where}: {'; '.join(self.reasons)}"
+
+
+class Fusion(NamedTuple):
+    """A fused op over basic ops ``start`` to ``stop``; ``rule`` is None for a user's own."""
+
+    start: int
+    stop: int
+    op: Any
+    rule: Rule | None
+
+
+@dataclass(frozen=True)
+class UserFusions:
+    """What the user's fusion functions made of a run, each pass as (op, basic ops) spans."""
+
+    joint: tuple[Fusion, ...] = ()
+    forward: tuple[Fusion, ...] = ()
+    backward: tuple[Fusion, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs as what. ``forward_ops`` and ``backward_ops`` cover the basic ops in order."""
+
+    basic_ops: tuple[Any, ...]
+    forward_ops: tuple[Step, ...]
+    backward_ops: tuple[Step, ...]
+    fusions: tuple[tuple[Phase, Fusion], ...]
+    refusals: tuple[Refusal, ...]
+    grad: tuple[GradNeeds, ...]
+    recipe: Any
+    autocast_dtype: Any
+    target: Target
+    facts: Facts = field(repr=False)
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Names of the built-in rules that fired."""
+        return tuple(f.rule.name for _, f in self.fusions if f.rule is not None)
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise :class:`NotFused` with the reasons unless each of the named rules fired."""
+        for name in names:
+            if name in self.fired:
+                continue
+            reasons = [str(r) for r in self.refusals if r.rule.name == name]
+            taken = [f"{f.rule.name if f.rule else type(f.op).__name__}" for _, f in self.fusions]
+            why = "\n".join(reasons) or f"its ops were taken by {', '.join(taken)}"
+            raise NotFused(f"{name} is required but did not fire for {self.target}:\n{why}")
+
+
+def plan(
+    ops: Sequence[Any],
+    facts: Facts,
+    *,
+    recipe: Any,
+    target: Target,
+    rules: Sequence[Rule],
+    grad: Sequence[GradNeeds],
+    autocast_dtype: Any = None,
+    user: UserFusions | None = None,
+) -> Plan:
+    """Plan a run of basic ops; pure, needs no device and runs no kernel.
+
+    The user's own fusions stand as they are; built-in rules take only ops that these leave, joint
+    rules first, then forward and backward rules independently of each other.
+    """
+    user = user or UserFusions()
+    refusals: list[Refusal] = []
+
+    def scan(phase: Phase, taken: Sequence[Fusion]) -> list[Fusion]:
+        site_of = _site_reader(facts, recipe, target, grad)
+        chosen = [r for r in rules if r.phase == phase]
+        return list(_scan(ops, chosen, taken, site_of, refusals))
+
+    joint = scan("joint", [*user.joint, *user.forward, *user.backward])
+    forward = scan("forward", [*joint, *user.forward])
+    # Without gradients there is no backward to plan.
+    wanted = any(needs.requires_grad for needs in grad)
+    backward = scan("backward", [*joint, *user.backward]) if wanted else []
+    made: list[tuple[Phase, Fusion]] = [
+        *(("joint", f) for f in (*user.joint, *joint)),
+        *(("forward", f) for f in (*user.forward, *forward) if f not in user.joint),
+        *(("backward", f) for f in (*user.backward, *backward) if f not in user.joint),
+    ]
+    return Plan(
+        tuple(ops),
+        _steps(ops, [*user.forward, *joint, *forward]),
+        _steps(ops, [*user.backward, *joint, *backward]),
+        tuple(made),
+        tuple(refusals),
+        tuple(grad),
+        recipe,
+        autocast_dtype,
+        target,
+        facts,
+    )
+
+
+def _scan(
+    ops: Sequence[Any],
+    rules: Sequence[Rule],
+    taken: Sequence[Fusion],
+    site_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    refusals: list[Refusal],
+) -> Iterator[Fusion]:
+    """The only scan loop: walk the ops once, taking the first rule that fits."""
+    blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
+    at = 0
+    while at < len(ops):
+        free = at
+        while free < len(ops) and free not in blocked:
+            free += 1
+        for rule in rules:
+            bound = rule.fit(ops[:free], at)
+            if bound is None:
+                continue
+            stop = at + sum(op is not None for op in bound.values())
+            if reasons := rule.why_not(bound, site_of(bound, at)):
+                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons))
+                continue
+            yield Fusion(at, stop, rule.build(**bound), rule)
+            at = stop - 1
+            break
+        at += 1
+
+
+def _site_reader(
+    facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]
+) -> Callable[[dict[str, Any], int], SimpleNamespace]:
+    """A function giving the namespace that ``this`` reads for ops bound from an index on."""
+
+    def site_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
+        site = SimpleNamespace(
+            recipe="none" if recipe is None else recipe.name,
+            sm=target.sm,
+            device=target.device,
+            dtype=facts.dtype,
+            input=facts.input,
+            requires_grad=any(needs.requires_grad for needs in grad),
+        )
+        for name, op in bound.items():
+            if op is not None:
+                setattr(site, name, facts.ops[at].site(grad[at]))
+                at += 1
+        return site
+
+    return site_of
+
+
+def _steps(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Step, ...]:
+    """Fused ops where there are some, the basic ops themselves elsewhere."""
+    starts = {fusion.start: fusion for fusion in fusions}
+    steps, at = [], 0
+    while at < len(ops):
+        fusion = starts.get(at)
+        stop = at + 1 if fusion is None else fusion.stop
+        steps.append(Step(ops[at] if fusion is None else fusion.op, tuple(ops[at:stop])))
+        at = stop
+    return tuple(steps)
+
+
+def joined(plans: Sequence[Plan]) -> Plan | None:
+    """The plans of consecutive runs as one, indices counting on; None if there is none."""
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    fusions: list[tuple[Phase, Fusion]] = []
+    refusals: list[Refusal] = []
+    at = 0
+    for p in plans:
+        fusions.extend(
+            (ph, f._replace(start=f.start + at, stop=f.stop + at)) for ph, f in p.fusions
+        )
+        refusals.extend(replace(r, start=r.start + at) for r in p.refusals)
+        at += len(p.basic_ops)
+    return replace(
+        plans[0],
+        basic_ops=tuple(op for p in plans for op in p.basic_ops),
+        forward_ops=tuple(step for p in plans for step in p.forward_ops),
+        backward_ops=tuple(step for p in plans for step in p.backward_ops),
+        grad=tuple(needs for p in plans for needs in p.grad),
+        fusions=tuple(fusions),
+        refusals=tuple(refusals),
+    )
+
+
+def cover(fused: Sequence[Any], basic: Sequence[Any]) -> tuple[Fusion, ...]:
+    """The fused ops of a list, located, checked to expand to exactly ``basic``, in order.
+
+    Raises:
+        RuntimeError: naming both lists, when they do not.
+    """
+    expanded = [part for op in fused for part in op.basic_ops]
+    if len(expanded) != len(basic) or any(a is not b for a, b in zip(expanded, basic, strict=True)):
+        raise RuntimeError(
+            "a fusion function must return ops that cover exactly the basic ops it was given, in "
+            f"order: given {[type(op).__name__ for op in basic]}, got "
+            f"{[type(op).__name__ for op in fused]} covering "
+            f"{[type(op).__name__ for op in expanded]}"
+        )
+    found, at = [], 0
+    for op in fused:
+        stop = at + len(op.basic_ops)
+        if op.is_fused_op:
+            found.append(Fusion(at, stop, op, None))
+        at = stop
+    return tuple(found)

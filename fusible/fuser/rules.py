@@ -1,0 +1,108 @@
+"""Fusion rules: a pattern of ops, the conditions of the rewrite, and what to build."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fusible.fuser.conditions import Condition
+
+Phase = Literal["joint", "forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place of a pattern: its name, the op types it takes, and whether it may be left out."""
+
+    name: str
+    types: tuple[type, ...]
+    optional: bool
+
+    def __str__(self) -> str:
+        names = " | ".join(t.__name__ for t in self.types)
+        return f"[{names}]" if self.optional else names
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Replaces a run of ops that fits ``pattern`` where every condition in ``needs`` holds.
+
+    ``phase`` is ``"joint"`` (forward and backward together, agreeing only with each other),
+    ``"forward"`` or ``"backward"`` (interchangeable with the ops' own).
+    """
+
+    name: str
+    phase: Phase
+    pattern: tuple[Slot, ...]
+    needs: tuple[Condition, ...]
+    build: Callable[..., Any]
+    worth: str
+
+    def fit(self, ops: Sequence[Any], at: int) -> dict[str, Any] | None:
+        """The ops at ``at`` by slot name (None for an optional one left out), or None."""
+        bound: dict[str, Any] = {}
+        for slot in self.pattern:
+            if at < len(ops) and isinstance(ops[at], slot.types):
+                bound[slot.name] = ops[at]
+                at += 1
+            elif slot.optional:
+                bound[slot.name] = None
+            else:
+                return None
+        return bound
+
+    def why_not(self, bound: dict[str, Any], site: Any) -> tuple[str, ...]:
+        """Every sentence that is false at ``site``; empty where the rule applies."""
+        reasons = []
+        for slot in self.pattern:
+            op = bound[slot.name]
+            if op is not None and type(op) not in slot.types:
+                reasons.append(
+                    f"{slot.name} must be {slot} itself, got its subclass {type(op).__name__}, "
+                    "whose math may differ"
+                )
+        reasons.extend(r for need in self.needs if (r := need.why_not(site)) is not None)
+        return tuple(reasons)
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.pattern))
+
+
+def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., Any]], Rule]:
+    """Make a :class:`Rule` of a function that builds a fused op.
+
+    The function's signature is the pattern: each parameter names one op and its annotation says
+    which types it may have (``A | B`` for alternatives, ``| None`` for an op that may be absent).
+    Its docstring says what the fusion is worth.
+    """
+
+    def make(build: Callable[..., Any]) -> Rule:
+        hints = typing.get_type_hints(build)
+        pattern = tuple(_slot(name, hints[name]) for name in inspect.signature(build).parameters)
+        worth = inspect.cleandoc(build.__doc__ or "")
+        return Rule(build.__name__, phase, pattern, needs, build, worth)
+
+    return make
+
+
+def _slot(name: str, hint: Any) -> Slot:
+    union = isinstance(hint, types.UnionType)
+    members = typing.get_args(hint) if union else (hint,)
+    found = tuple(t for t in members if t is not types.NoneType)
+    return Slot(name, found, len(found) < len(members))
+
+
+def support_table(rules: Sequence[Rule]) -> str:
+    """What fuses where, as a Markdown table with one row a rule, in order of priority."""
+    rows = ["| rule | pass | pattern | needs | worth |", "|---|---|---|---|---|"]
+    for r in rules:
+        needs = "; ".join(map(str, r.needs)) or "nothing"
+        pattern = str(r).replace("|", "\\|")
+        rows.append(
+            f"| `{r.name}` | {r.phase} | {pattern} | {needs} | {' '.join(r.worth.split())} |"
+        )
+    return "\n".join(rows)

@@ -1,0 +1,476 @@
+"""Execution: a run of ops as one autograd function, through a cached plan."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fuser import target as targets
+from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import (
+    Facts,
+    GradNeeds,
+    OpFacts,
+    Plan,
+    Step,
+    TensorFacts,
+    UserFusions,
+    plan,
+)
+from fusible.fuser.registry import registry
+from fusible.fuser.target import Target
+from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.wiring import CALLER, wire
+from fusible.recipes import current_recipe
+
+Kwargs = Sequence[dict[str, Any]]
+
+
+class _Call(NamedTuple):
+    """What a plan may depend on in one call, all of it hashable: the key of the plan cache.
+
+    The ops' own facts are not here: they are frozen when a run captures its ops.
+    """
+
+    recipe: Any
+    autocast_dtype: torch.dtype | None
+    grad_enabled: bool
+    device: torch.device
+    assumed: Target | None
+    registry_version: int
+    slots: tuple[int, ...]
+    inputs: tuple[_TensorKey, ...]
+    params: tuple[tuple[torch.dtype, bool], ...]
+
+
+class _TensorKey(NamedTuple):
+    """What a plan may depend on in one input."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    features: int | None
+
+    def facts(self, source: int, target: Target) -> TensorFacts:
+        """As conditions see it; a plan for a GPU speaks of the tensors as it would hold them."""
+        device = "cpu" if self.device.type == "cpu" else target.device
+        return TensorFacts(
+            dtype_name(self.dtype), device, self.features, self.requires_grad, source
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class _Step(NamedTuple):
+    """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
+
+    op: Any
+    start: int
+    stop: int
+    sources: tuple[tuple[tuple[int, int], ...], ...]
+    num_extra_outputs: list[int]
+    num_grads: list[tuple[int, int]]
+
+
+class _Schedule(NamedTuple):
+    """A plan with all that its execution looks up."""
+
+    plan: Plan
+    forward: tuple[_Step, ...]
+    backward: tuple[_Step, ...]  # the last op first
+
+
+# In a step's sources: made and used inside one fused op, which wires it itself.
+_INTERNAL = (-2, 0)
+
+
+class _Observation(threading.local):
+    """Who is told of every run's call on this thread (``explain``), if anybody."""
+
+    note: Callable[[Run, tuple[Any, ...], torch.device], None] | None = None
+
+
+_observation = _Observation()
+
+
+class Run:
+    """A maximal sequence of basic ops in a Sequential, executed together.
+
+    Capturing ops freezes their channel bindings.
+    """
+
+    def __init__(self, ops: Sequence[Any], require: Sequence[str] = ()) -> None:
+        self.ops = tuple(ops)
+        self.wiring = wire(self.ops)
+        self.require = tuple(require)
+        self.num_extra_inputs = self.wiring.num_caller_inputs
+        self.plan: Plan | None = None
+        self._schedules: dict[tuple[Any, ...], _Schedule] = {}
+        self._traced: list[_Schedule] = []
+        self._user: dict[tuple[Any, ...], UserFusions] = {}
+        self._no_kwargs: Kwargs = [{} for _ in self.ops]
+        self._facts = [op.freeze() for op in self.ops]
+
+    def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
+        """Run the ops; returns the output, followed by public extra outputs if there are any."""
+        inputs = self._tensors((x, *extra_inputs))
+        params = [p for op in self.ops for p in op.own_parameters()]
+        # The same tensor in two places is passed once and its gradients are summed: autograd
+        # functions under torch.compile do not take it twice.
+        unique: dict[Tensor, int] = {}
+        slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
+        key = self._key(x, inputs, params, slots)
+        if torch.compiler.is_compiling():
+            schedule = self._traced[_schedule_while_compiling(self, key)]
+        elif _observation.note is not None:
+            _observation.note(self, key, x.device)
+            schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
+        else:
+            schedule = self._schedules.get(key) or self.schedule_for(key)
+            self.plan = schedule.plan
+        kwargs = self._no_kwargs if kwargs is None else kwargs
+        if schedule.plan.grad[-1].requires_grad:
+            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
+        else:
+            outputs = _forward(self, schedule, inputs, kwargs)[0]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @contextmanager
+    def observed(note: Callable[[Run, tuple[Any, ...], torch.device], None]) -> Iterator[None]:
+        """Tell ``note`` of every call of a run on this thread; calls leave no plan behind."""
+        outer, _observation.note = _observation.note, note
+        try:
+            yield
+        finally:
+            _observation.note = outer
+
+    def _tensors(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Check the inputs' number and kind; lists of integers become tensors, each once."""
+        if len(inputs) - 1 != self.num_extra_inputs:
+            wanted = ", ".join(
+                f"{op.extra_input_name(slot)} of op {i} ({type(op).__name__})"
+                for i, op in enumerate(self.ops)
+                for slot, (producer, _) in enumerate(self.wiring.sources[i])
+                if producer == CALLER
+            )
+            raise ValueError(
+                f"extra inputs must number {self.num_extra_inputs} ({wanted or 'none'}), got "
+                f"{len(inputs) - 1}"
+            )
+        if all([isinstance(t, Tensor) for t in inputs]):
+            return inputs
+        if not isinstance(inputs[0], Tensor):
+            raise TypeError(f"input must be a tensor, got {type(inputs[0]).__name__}")
+        made: dict[int, Tensor] = {}
+        return tuple(
+            [
+                t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
+                for t in inputs
+            ]
+        )
+
+    def _key(
+        self, x: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor], slots: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
+        device = x.device
+        kind = device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic.
+        index = operator.index
+        return (
+            current_recipe(),
+            autocast,
+            torch.is_grad_enabled(),
+            device,
+            targets.assumed_target(),
+            registry.version,
+            slots,
+            tuple(
+                [
+                    (t.dtype, t.device, t.requires_grad, index(t.size(-1)) if t.dim() > 1 else None)
+                    for t in inputs
+                ]
+            ),
+            tuple([(p.dtype, p.requires_grad) for p in params]),
+        )
+
+    def schedule_for(self, key: tuple[Any, ...]) -> _Schedule:
+        """The schedule for a call on this machine; checked for required rules and cached."""
+        if key not in self._schedules:
+            made = self.plan_for(key, targets.target_of(_Call(*key).device))
+            made.require(self.require)
+            self._schedules[key] = self._schedule(made)
+        return self._schedules[key]
+
+    def _schedule(self, plan: Plan) -> _Schedule:
+        forward, backward = (
+            self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
+        )
+        return _Schedule(plan, forward, backward[::-1])
+
+    def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
+        made, start = [], 0
+        for op, basic_ops in steps:
+            stop = start + len(basic_ops)
+            sources = tuple(
+                tuple(_INTERNAL if source[0] >= start else source for source in of_op)
+                for of_op in self.wiring.sources[start:stop]
+            )
+            counts = [basic.num_extra_outputs for basic in basic_ops]
+            grads = [(len(n.params), len(n.extra_inputs)) for n in plan.grad[start:stop]]
+            made.append(_Step(op, start, stop, sources, counts, grads))
+            start = stop
+        return tuple(made)
+
+    def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
+        """The plan of a call on a target. A user's fusion functions run once for all targets."""
+        call = _Call(*key)
+        inputs = [_TensorKey(*t) for t in call.inputs]
+        params = self._by_op(call.params)
+        grad = self._gradient_needs(call.grad_enabled, inputs, params)
+        user_key = (call.recipe, grad, call.registry_version)
+        if user_key not in self._user:
+            self._user[user_key] = registry.apply(self.ops, call.recipe)
+        dtype = dtype_name(call.autocast_dtype or inputs[0].dtype)
+        known = [t.facts(source, target) for t, source in zip(inputs, call.slots, strict=False)]
+        return plan(
+            self.ops,
+            Facts(dtype, known[0], self._op_facts(known[1:], params, target)),
+            recipe=call.recipe,
+            autocast_dtype=call.autocast_dtype,
+            target=target,
+            rules=registry.rules,
+            grad=grad,
+            user=self._user[user_key],
+        )
+
+    def _by_op(self, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Values that belong to the parameters of all ops, divided by op."""
+        values = iter(params)
+        return [tuple(next(values) for _ in op.own_parameters()) for op in self.ops]
+
+    def _gradient_needs(
+        self, enabled: bool, inputs: Sequence[_TensorKey], params: Sequence[Sequence[Any]]
+    ) -> tuple[GradNeeds, ...]:
+        """Which gradients each op has to give, from what requires one."""
+        needs: list[GradNeeds] = []
+        upstream = enabled and inputs[0].requires_grad
+        for of_op, op_sources in zip(params, self.wiring.sources, strict=True):
+            own = tuple(enabled and requires_grad for _, requires_grad in of_op)
+            extra = tuple(
+                (enabled and inputs[1 + k].requires_grad)
+                if producer == CALLER
+                else needs[producer].requires_grad
+                for producer, k in op_sources
+            )
+            requires_grad = upstream or any(own) or any(extra)
+            needs.append(GradNeeds(requires_grad, upstream, own, extra))
+            upstream = requires_grad
+        return tuple(needs)
+
+    def _op_facts(
+        self, extra_inputs: Sequence[TensorFacts], params: Sequence[Sequence[Any]], target: Target
+    ) -> tuple[OpFacts, ...]:
+        made = []
+        for op, facts, sources, of_op in zip(
+            self.ops, self._facts, self.wiring.sources, params, strict=True
+        ):
+            extra = {
+                op.extra_input_name(slot): extra_inputs[k]
+                if producer == CALLER
+                else TensorFacts("", target.device, None, True, f"op {producer} slot {k}")
+                for slot, (producer, k) in enumerate(sources)
+            }
+            made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
+        return tuple(made)
+
+
+@constant_when_traced
+def _schedule_while_compiling(run: Run, key: tuple[Any, ...]) -> int:
+    """Plans are made for real while tracing; what was read to build ``key`` is guarded.
+
+    Gives the schedule's place in a list of the run: the tracer takes modules only from there.
+    """
+    schedule = run.schedule_for(key)
+    if not any(schedule is known for known in run._traced):
+        run._traced.append(schedule)
+    return next(i for i, known in enumerate(run._traced) if schedule is known)
+
+
+def _forward(
+    run: Run, schedule: _Schedule, caller_inputs: Sequence[Tensor], kwargs: Kwargs
+) -> tuple[list[Tensor], list[OperationContext]]:
+    """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
+    plan = schedule.plan
+    memo: dict[Any, Tensor] = {}
+    contexts = [
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
+    ]
+    x = caller_inputs[0]
+    produced: list[Sequence[Any]] = []
+    quantizer_before = quantizer_after = None
+    for op, start, stop, sources, num_extra_outputs, _ in schedule.forward:
+        inputs = [
+            [
+                caller_inputs[1 + slot]
+                if producer == CALLER
+                else (produced[producer][slot] if producer >= 0 else None)
+                for producer, slot in of_op
+            ]
+            for of_op in sources
+        ]
+        if plan.recipe is not None:
+            quantizer_before = run.ops[start - 1].get_grad_output_quantizer() if start else None
+            last = stop == len(run.ops)
+            quantizer_after = None if last else run.ops[stop].get_input_quantizer()
+        x, outputs = op.fuser_forward(
+            contexts[start:stop],
+            x,
+            basic_op_extra_inputs=inputs,
+            prev_op_grad_output_quantizer=quantizer_before,
+            next_op_input_quantizer=quantizer_after,
+            basic_op_kwargs=kwargs[start:stop],
+        )
+        if [len(of_op) for of_op in outputs] != num_extra_outputs:
+            raise RuntimeError(
+                f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
+                f"of lengths {num_extra_outputs}, got {[len(of_op) for of_op in outputs]}"
+            )
+        if any(num_extra_outputs):
+            _check_complete(run, op, outputs, start, stop)
+        produced.extend(outputs)
+    if not run.wiring.public:
+        return [x], contexts
+    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _check_complete(
+    run: Run, op: Any, outputs: Sequence[Sequence[Tensor | None]], start: int, stop: int
+) -> None:
+    """Refuse a missing extra output that something outside the op needs."""
+    for i, values in enumerate(outputs, start):
+        for slot, value in enumerate(values):
+            if value is None and run.wiring.needed_outside((i, slot), start, stop):
+                raise RuntimeError(
+                    f"{type(op).__name__} must return extra output {slot} of op {i} "
+                    f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
+                )
+
+
+class _RunFunction(torch.autograd.Function):
+    """The whole run as one node, since forward and backward may be fused differently."""
+
+    @staticmethod
+    def forward(
+        fctx: Any,
+        run: Run,
+        schedule: _Schedule,
+        slots: tuple[int, ...],
+        kwargs: Kwargs,
+        *unique: Tensor,
+    ) -> tuple[Tensor, ...]:
+        inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
+        outputs, contexts = _forward(run, schedule, inputs, kwargs)
+        saved: list[Tensor | None] = []
+        states = []
+        for context in contexts:
+            first = len(saved)
+            if context.requires_grad:
+                saved.extend(context.to_save)
+            states.append((first, len(saved), vars(context)))
+        fctx.save_for_backward(*saved)
+        fctx.call = run, schedule, slots, states, [t.dtype for t in unique]
+        outputs = _distinct(outputs, unique)
+        if len(outputs) > 1:
+            grad = schedule.plan.grad
+            fctx.mark_non_differentiable(
+                *[
+                    t
+                    for t, (op, _) in zip(outputs[1:], run.wiring.public, strict=True)
+                    if not (grad[op].requires_grad and t.is_floating_point())
+                ]
+            )
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        run, schedule, slots, states, dtypes = fctx.call
+        plan, saved = schedule.plan, fctx.saved_tensors
+        # New contexts: nothing that the forward made is changed, so that a second backward works.
+        contexts = [
+            OperationContext.restored(values, saved[first:last]) for first, last, values in states
+        ]
+        # Gradients of extra outputs, by (op, slot), summed over their uses.
+        flowing: dict[tuple[int, int], Tensor | None] = {
+            output: grad
+            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
+            if plan.grad[output[0]].requires_grad
+        }
+        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
+        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
+        grad: Tensor | None = grad_output
+        for op, start, stop, sources, num_extra_outputs, num_grads in schedule.backward:
+            if not contexts[stop - 1].requires_grad:
+                grad = None
+                break
+            grad, step_params, step_extra = op.fuser_backward(
+                contexts[start:stop],
+                grad,
+                basic_op_grad_extra_outputs=[
+                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
+                    for i, count in enumerate(num_extra_outputs)
+                ],
+            )
+            got = [(len(p), len(e)) for p, e in zip(step_params, step_extra, strict=False)]
+            if got != num_grads:
+                raise RuntimeError(
+                    f"the backward of {type(op).__name__} must return gradients (None where there "
+                    "is none) for each basic op's parameters and extra inputs, numbering "
+                    f"{num_grads}, got {got}"
+                )
+            of_params[start:stop] = step_params
+            for of_op, grads in zip(sources, step_extra, strict=True):
+                for (producer, k), g in zip(of_op, grads, strict=True):
+                    if g is None:
+                        continue
+                    if producer == CALLER:
+                        of_callers[k] = g
+                    elif producer >= 0:
+                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+        by_tensor: list[Tensor | None] = [None] * len(dtypes)
+        flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
+        for slot, g in zip(slots, flat, strict=True):
+            if g is not None:
+                by_tensor[slot] = _sum(by_tensor[slot], g)
+        return (
+            *(None, None, None, None),
+            *[
+                g if g is None or g.dtype == dtype else g.to(dtype)
+                for g, dtype in zip(by_tensor, dtypes, strict=True)
+            ],
+        )
+
+
+def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
+    return grad if total is None else total + grad
+
+
+def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``outputs`` with a view in place of each that is an input, or an earlier output, itself."""
+    distinct: list[Tensor] = []
+    for t in outputs:
+        known = any([t is other for other in inputs]) or any([t is other for other in distinct])
+        distinct.append(t.view_as(t) if known else t)
+    return distinct

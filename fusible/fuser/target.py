@@ -1,0 +1,72 @@
+"""The machine a plan is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """What rules may know of a machine: the device type, and the SM version of a CUDA GPU.
+
+    ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
+    None off CUDA.
+    """
+
+    device: str
+    sm: int | None = None
+
+    @classmethod
+    def parse(cls, spec: Target | str) -> Target:
+        """A target from its name: ``"cpu"`` or ``"sm90"``, ``"sm100"``, ...
+
+        Raises:
+            ValueError: for any other name.
+        """
+        if isinstance(spec, Target):
+            return spec
+        if spec == "cpu":
+            return cls("cpu")
+        if match := re.fullmatch(r"sm(\d{2,3})", spec):
+            return cls("cuda", int(match[1]))
+        raise ValueError(f'target must be "cpu" or an SM version such as "sm90", got {spec!r}')
+
+    def __str__(self) -> str:
+        return self.device if self.sm is None else f"sm{self.sm}"
+
+
+_assumed: Target | None = None
+_cuda_targets: dict[torch.device, Target] = {}
+
+
+def assumed_target() -> Target | None:
+    """The target that plans are made for instead of this machine, if any."""
+    return _assumed
+
+
+def target_of(device: torch.device) -> Target:
+    """The target in force for tensors on ``device``."""
+    if _assumed is not None:
+        return _assumed
+    if device.type != "cuda":
+        return Target(device.type)
+    if device not in _cuda_targets:
+        major, minor = torch.cuda.get_device_capability(device)
+        _cuda_targets[device] = Target("cuda", 10 * major + minor)
+    return _cuda_targets[device]
+
+
+@contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """Make every plan inside for ``target``."""
+    global _assumed  # noqa: PLW0603 - one machine for the process, replaced by tests
+    outer, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = outer

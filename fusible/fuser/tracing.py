@@ -1,0 +1,18 @@
+"""What ``torch.compile`` should know of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_when_traced(function: F) -> F:
+    """Run ``function`` for real while tracing, and take its result as a constant.
+
+    ``torch.compiler.assume_constant_result`` without importing the compiler, which takes seconds:
+    it sets the same mark.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

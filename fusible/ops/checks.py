@@ -1,0 +1,54 @@
+"""Checks of what callers hand to ops, before any kernel runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+
+DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
+
+def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) -> torch.dtype:
+    """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the one they share.
+
+    Raises:
+        ValueError: they differ outside autocast, live on different devices, or have dtypes that
+            cannot be multiplied.
+    """
+    dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
+    if x.device != weight.device:
+        raise ValueError(
+            f"input and parameters of {who} must be on one device, got {x.device} and "
+            f"{weight.device}; move one of them"
+        )
+    for found in (x.dtype,) if x.dtype == dtype else (x.dtype, dtype):
+        if found not in DTYPES:
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+            raise ValueError(
+                f"input and weight of {who} must be one of {names}, got {x.dtype} and {dtype}; "
+                "cast them"
+            )
+    if autocast_dtype is not None and dtype != torch.float64:
+        return autocast_dtype
+    if x.dtype != dtype:
+        raise ValueError(
+            f"input of {who} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "
+            "them, or run under torch.autocast"
+        )
+    return dtype
+
+
+def check_features(x: Tensor, features: int, who: str) -> None:
+    """Raise ValueError unless the last dimension of ``x`` has ``features`` features."""
+    if x.dim() == 0 or x.shape[-1] != features:
+        raise ValueError(
+            f"input of {who} must have {features} features in its last dimension, got shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+def refuse(option: str, who: str, instead: str) -> ValueError:
+    """The error for an option that is not offered yet."""
+    return ValueError(f"{option} must be False in {who} for now, got True; {instead}")

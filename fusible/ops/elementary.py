@@ -1,0 +1,177 @@
+"""Small ops: identity, reshape, constant scale, and extra tensors in and out of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.ops.op import BasicOperation, Grads
+
+
+class Identity(BasicOperation):
+    """The input itself. Saves nothing."""
+
+    saves = "nothing"
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """``x``."""
+        return input_
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dy``."""
+        return grad_output, ()
+
+
+class Reshape(BasicOperation):
+    """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``."""
+
+    fact_names = ("shape",)
+    saves = "its input's shape"
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """``x`` in the new shape."""
+        ctx.input_shape = input_.shape
+        return input_.reshape(self.shape)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dy`` in the old shape."""
+        return grad_output.reshape(ctx.input_shape), ()
+
+    def extra_repr(self) -> str:
+        """Shape."""
+        return f"shape={self.shape}"
+
+
+class ConstantScale(BasicOperation):
+    """``x * scale`` for a constant ``scale``. Saves nothing."""
+
+    fact_names = ("scale",)
+    saves = "nothing"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """``x * scale``."""
+        return input_ * self.scale
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dy * scale``."""
+        return grad_output * self.scale, ()
+
+    def extra_repr(self) -> str:
+        """Scale."""
+        return f"scale={self.scale}"
+
+
+class AddExtraInput(BasicOperation):
+    """``x + extra`` for an extra input of the same shape. Saves nothing."""
+
+    num_extra_inputs = 1
+    extra_input_names = ("addend",)
+    saves = "nothing"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """``x + extra``."""
+        addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
+        return input_ + addend, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """``dy``, twice."""
+        return grad_output, [()], [(grad_output,)]
+
+
+def check_addend(addend: Tensor | None, shape: Sequence[int], beside: Tensor) -> Tensor:
+    """The extra input of ``AddExtraInput``, refused unless it has ``shape`` and the right device.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if addend is None or addend.shape != shape or addend.device != beside.device:
+        got = None if addend is None else f"{tuple(addend.shape)} on {addend.device}"
+        raise ValueError(
+            f"extra input of AddExtraInput must have shape {tuple(shape)} and lie on "
+            f"{beside.device}, as what it is added to, got {got}"
+        )
+    return addend
+
+
+class MakeExtraOutput(BasicOperation):
+    """The input, also given out as an extra output. Saves nothing.
+
+    Both outputs share the input's memory.
+    """
+
+    num_extra_outputs = 1
+    saves = "nothing"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """``x``, twice."""
+        return input_, [(input_,)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """The sum of both gradients."""
+        extra = basic_op_grad_extra_outputs[0][0]
+        return grad_output if extra is None else grad_output + extra, [()], [()]

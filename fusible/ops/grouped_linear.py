@@ -1,0 +1,332 @@
+"""One linear transformation per group of rows: the experts of a mixture-of-experts block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusible.formulas import cast, math_dtype
+from fusible.fuser.context import OperationContext
+from fusible.kernels import grouped
+from fusible.ops.activation import check_row_scales
+from fusible.ops.checks import check_features, product_dtype, refuse
+from fusible.ops.op import BasicOperation, Grads
+
+
+class GroupedLinear(BasicOperation):
+    """``x[rows of e] @ weight[e].T + bias[e]`` for x ``[..., in_features]`` sorted by group.
+
+    Extra inputs: ``split_sizes``, integers ``[num_groups]``, the number of rows of each group (on
+    the device, or on the CPU, or a list, which is moved to the device once a call); with
+    ``scale_bias`` also ``scales``, one floating value per row, which multiplies the bias. Rows
+    past the last group give zero output and zero gradient; an empty group's gradients are zero.
+
+    Split sizes on a device are never read by the host: negative ones count as zero, and groups are
+    cut off at the last row. ``fusible.checking()`` verifies them, with a synchronisation.
+
+    Parameters: ``weight`` ``[num_groups, out_features, in_features]`` (and ``bias``
+    ``[num_groups, out_features]``), the recommended form, or ``weight0`` ... of
+    ``[out_features, in_features]`` (``bias0`` ... of ``[out_features]``), one per group.
+
+    Saves ``(x, ends, row_scale or None, *weights)`` in the dtype of the product, and that dtype as
+    ``ctx.dtype``; ``ends`` are the int32 end rows of the groups, and there is one 3-D weight or
+    ``num_groups`` 2-D ones.
+
+    Args:
+        num_groups: number of groups.
+        in_features: size of the input's last dimension.
+        out_features: size of the output's last dimension.
+        bias: whether to add a bias.
+        device: of the parameters; PyTorch's default if None.
+        dtype: FP32, FP16 or BF16; PyTorch's default if None.
+        rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
+            sets the random state for initialisation (Megatron's tracker).
+        accumulate_into_main_grad: not offered yet.
+        single_grouped_weight: one ``weight`` rather than one per group.
+        single_grouped_bias: one ``bias`` rather than one per group.
+        delay_wgrad_compute: not offered yet.
+        scale_bias: multiply the bias by the extra input ``scales``.
+        init_method: called with each group's weight to initialise it in place; by default
+            Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
+    """
+
+    extra_input_names = ("split_sizes", "scales")
+    saves = "x, end rows of the groups, row scales, weights"
+    fact_names = (
+        "num_groups",
+        "in_features",
+        "out_features",
+        "has_bias",
+        "scale_bias",
+        "single_grouped_weight",
+        "single_grouped_bias",
+    )
+
+    def __init__(  # noqa: PLR0913 - Transformer Engine's signature
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        if accumulate_into_main_grad:
+            raise refuse("accumulate_into_main_grad", "GroupedLinear", "read .grad instead")
+        if delay_wgrad_compute:
+            raise refuse("delay_wgrad_compute", "GroupedLinear", "gradients come with backward()")
+        if num_groups < 1:
+            raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
+        if scale_bias and not bias:
+            raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
+        self.num_extra_inputs = 2 if scale_bias else 1
+        super().__init__()
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.scale_bias = scale_bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias
+        self.rng_state_tracker_function = rng_state_tracker_function
+        self.init_method = init_method
+
+        weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        self._add_parameters("weight", weight, single_grouped_weight)
+        if bias:
+            zeros = torch.empty(num_groups, out_features, device=device, dtype=dtype)
+            self._add_parameters("bias", zeros, single_grouped_bias)
+        self.reset_parameters()
+
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
+        if single:
+            self.register_parameter(name, nn.Parameter(values))
+            return
+        # Side by side in one allocation, so that kernels can view them as one tensor; nothing
+        # keeps the allocation itself, since conversions of a module replace its parameters.
+        for group, value in enumerate(values.unbind(0)):
+            self.register_parameter(f"{name}{group}", nn.Parameter(value))
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights by ``init_method``, and the biases with zeros."""
+        tracker = self.rng_state_tracker_function
+        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+            for weights in self.weights():
+                for weight in weights.unbind(0) if self.single_grouped_weight else (weights,):
+                    if self.init_method is not None:
+                        self.init_method(weight)
+                    else:
+                        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        for bias in self.biases():
+            nn.init.zeros_(bias)
+
+    def weights(self) -> list[Tensor]:
+        """The weight parameters: one 3-D, or one 2-D per group."""
+        return self._parameters_named("weight", self.single_grouped_weight)
+
+    def biases(self) -> list[Tensor]:
+        """The bias parameters: none, one 2-D, or one 1-D per group."""
+        return self._parameters_named("bias", self.single_grouped_bias) if self.has_bias else []
+
+    def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
+        names = [name] if single else [f"{name}{group}" for group in range(self.num_groups)]
+        return [self._parameters[n] for n in names]  # type: ignore[misc]
+
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """Says where PyTorch's own grouped product synchronises."""
+        if target.device == "cuda" and dtype != "bfloat16":
+            return (
+                f"{dtype} on CUDA runs a loop over groups that reads the split sizes on the host "
+                "(a synchronisation); bfloat16 does not",
+            )
+        return ()
+
+    # --- math ------------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One grouped product."""
+        (ctx,) = basic_op_ctxs
+        self._refuse_kwargs(basic_op_kwargs[0])
+        x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
+        y = grouped.grouped_mm(x, weights, ends, self.stacked_bias(ctx.dtype), row_scale, False)
+        return _with_rows_of(input_, y), [()]
+
+    def operands(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        split_sizes: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
+
+        ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
+        """
+        check_features(input_, self.in_features, "GroupedLinear")
+        weights = self.weights()
+        ctx.dtype = product_dtype(ctx, input_, weights[0], "GroupedLinear")
+        if not (self.single_grouped_weight and self.single_grouped_bias):
+            self._check_uniform(ctx)
+        if self.scale_bias:
+            check_row_scales(scales, input_, "GroupedLinear")
+            scales = scales.reshape(-1)  # type: ignore[union-attr]
+        x = input_ if input_.dim() == 2 else input_.reshape(-1, self.in_features)
+        x = cast(x, ctx.dtype)
+        if weights[0].dtype != ctx.dtype:
+            weights = [weight.to(ctx.dtype) for weight in weights]
+        key = ("ends", split_sizes)
+        if (ends := ctx.memo.get(key)) is None:
+            ends = ctx.memo[key] = group_ends(split_sizes, x, self.num_groups)
+        ctx.save_for_backward(x, ends, scales, *weights)
+        return x, ends, scales, weights
+
+    def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The biases as one ``[num_groups, out_features]``, or None."""
+        biases = self.biases()
+        if not biases:
+            return None
+        return (biases[0] if self.single_grouped_bias else torch.stack(biases)).to(dtype)
+
+    def _check_uniform(self, ctx: OperationContext) -> None:
+        """Refuse groups of which some need a gradient and some do not."""
+        count = 1 if self.single_grouped_weight else self.num_groups
+        for what, needed in (
+            ("weights", ctx.needs.params[:count]),
+            ("biases", ctx.needs.params[count:]),
+        ):
+            if len(set(needed)) > 1:
+                frozen = [group for group, wanted in enumerate(needed) if not wanted]
+                raise ValueError(
+                    f"{what} of all groups of GroupedLinear must agree in requires_grad, got False "
+                    f"for groups {frozen} only; freeze all groups, or zero their gradients"
+                )
+
+    @staticmethod
+    def _refuse_kwargs(kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise ValueError(
+                f"op_kwargs of GroupedLinear must be empty, got {sorted(kwargs)}; caller's buffers "
+                "are not offered yet"
+            )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Grouped products for the input and the weights, grouped sums for the bias."""
+        (ctx,) = basic_op_ctxs
+        x, ends, row_scale, *weights = ctx.saved_tensors
+        assert x is not None and ends is not None  # noqa: PT018 - for the type checker
+        dy = grad_output
+        if dy.dim() != 2:
+            dy = dy.reshape(-1, self.out_features)
+        dy = cast(dy, ctx.dtype)
+        dx = None
+        if ctx.needs.input:
+            dx = grouped.grouped_mm(dy, weights, ends, None, None, True)
+            dx = _with_rows_of(grad_output, dx)
+        count = len(weights)
+        dweights: Grads = (None,) * count
+        if ctx.needs.params[0]:
+            dweight = grouped.grouped_wgrad(dy, x, ends)
+            dweights = (dweight,) if self.single_grouped_weight else dweight.unbind(0)
+        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
+        extra: list[Tensor | None] = [None]
+        if self.scale_bias:
+            extra.append(self._scale_grad(ctx, dy, ends, row_scale, grad_output.shape[:-1]))
+        return dx, [(*dweights, *dbiases)], [extra]
+
+    def bias_grads(
+        self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
+    ) -> Grads:
+        """Gradients of the bias parameters."""
+        biases = self.biases()
+        if not biases or not ctx.needs.params[-1]:
+            return (None,) * len(biases)
+        dbias = grouped.grouped_sum(dy, ends, row_scale)
+        return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
+
+    def _scale_grad(
+        self,
+        ctx: OperationContext,
+        dy: Tensor,
+        ends: Tensor,
+        row_scale: Tensor | None,
+        shape: Sequence[int],
+    ) -> Tensor | None:
+        """``sum(dy * bias)`` over each row, zero in the tail."""
+        if not ctx.needs.extra_inputs[1]:
+            return None
+        bias = self.stacked_bias(math_dtype(ctx.dtype))
+        assert bias is not None and row_scale is not None  # noqa: PT018 - scale_bias needs a bias
+        group, live = grouped.row_groups(ends, dy.shape[0])
+        dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
+        return torch.where(live, dots, 0).view(shape)
+
+    def extra_repr(self) -> str:
+        """Sizes and forms."""
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.has_bias}, "
+            f"scale_bias={self.scale_bias}, single_grouped_weight={self.single_grouped_weight}, "
+            f"single_grouped_bias={self.single_grouped_bias}"
+        )
+
+
+def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
+    return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
+
+
+def group_ends(split_sizes: Tensor | None, x: Tensor, num_groups: int) -> Tensor:
+    """Int32 end rows of the groups on the device of ``x``, from their sizes.
+
+    Raises:
+        ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
+            negative or of more rows than ``x`` has.
+    """
+    integers = (torch.int64, torch.int32)
+    if (
+        split_sizes is None
+        or split_sizes.dtype not in integers
+        or split_sizes.shape != (num_groups,)
+    ):
+        got = "None"
+        if split_sizes is not None:
+            got = f"{split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
+        raise ValueError(
+            f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
+            f"({num_groups},), the rows of each group, got {got}"
+        )
+    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
+        raise ValueError(
+            f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
+            f"got {split_sizes.device}; move them"
+        )
+    ends = grouped.group_ends(split_sizes, x.shape[0])
+    return ends if ends.device == x.device else ends.to(x.device, non_blocking=True)

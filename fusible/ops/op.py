@@ -1,0 +1,321 @@
+"""The op contract: what a basic op declares, and what a fused op stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import Plan
+from fusible.fuser.run import Run
+from fusible.fuser.tracing import constant_when_traced
+
+Grads = Sequence[Tensor | None]
+
+
+class FusibleOperation(nn.Module):
+    """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
+
+    num_extra_inputs: int = 0
+    saves: ClassVar[str] = ""
+
+    _run: Run | None = None  # this op alone, once it was called so
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this op stands for one or more basic ops."""
+        raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """The basic ops that this op covers, in order."""
+        raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
+
+    def get_input_quantizer(self) -> Any:
+        """How this op wants its input quantized under the recipe in force, or None."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """How this op wants its output's gradient quantized under the recipe in force, or None."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Forward of the basic ops covered, one entry in every list for each of them.
+
+        An extra input that another of these ops produces arrives as None; an extra output that
+        nothing outside them needs may be None.
+
+        Returns:
+            The output, and for each basic op its extra outputs.
+        """
+        raise TypeError(f"{type(self).__name__} does not define fuser_forward")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Backward of the basic ops covered.
+
+        Gradients of extra outputs are None where nothing flows back.
+
+        Returns:
+            The input's gradient, and for each basic op those of its parameters (in the order of
+            ``own_parameters``) and of its extra inputs; None where there is none or it is not
+            needed (``ctx.needs``). The fuser casts them to the dtypes of what they belong to.
+        """
+        raise TypeError(f"{type(self).__name__} does not define fuser_backward")
+
+    def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
+        """Run this op alone; keyword arguments go to its (only) basic op."""
+        if torch.compiler.is_compiling():
+            _capture_while_compiling(self)
+        elif self._run is None:
+            self._run = Run(self.basic_ops)
+        return self._run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)  # type: ignore[misc]
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last call of this op alone ran as; None before the first."""
+        return None if self._run is None else self._run.plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is captured by no run yet.
+        state = {**self.__dict__, "_run": None}
+        if "_frozen" in state:
+            state["_frozen"] = False
+        return state
+
+
+@constant_when_traced
+def _capture_while_compiling(op: FusibleOperation) -> None:
+    """The run is made for real while tracing."""
+    if op._run is None:
+        op._run = Run(op.basic_ops)
+
+
+class BasicOperation(FusibleOperation):
+    """One operation with its parameters and default behaviour; always able to run alone.
+
+    A subclass defines :meth:`formula` and nothing else, or ``op_forward`` and ``op_backward`` by
+    hand; with extra inputs or outputs it overrides ``fuser_forward`` and ``fuser_backward``. Every
+    op documents what it saves for the backward, because forward-only fusions must save the same.
+
+    Attributes:
+        num_extra_inputs: number of extra tensor inputs.
+        num_extra_outputs: number of extra tensor outputs.
+        fact_names: attributes (integers, booleans, names) that conditions of fusion rules may
+            read; frozen, like channels, once a run captures the op.
+        extra_input_names: what conditions call the extra inputs.
+        saves: what the op saves for its backward, as ``explain`` prints it.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    fact_names: ClassVar[tuple[str, ...]] = ()
+    extra_input_names: ClassVar[tuple[str, ...]] = ()
+    saves: ClassVar[str] = "x, parameters"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self.extra_output_channels: list[tuple[str | None, bool]] = [
+            (None, True)
+        ] * self.num_extra_outputs
+        self._frozen = False
+
+    @property
+    def is_fused_op(self) -> bool:
+        """False: a basic op stands for itself."""
+        return False
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """The op itself."""
+        return (self,)
+
+    # --- what the fuser reads --------------------------------------------------------------------
+
+    def freeze(self) -> dict[str, Any]:
+        """The op's facts, which with its channels stay as they are from now on.
+
+        Called when a run captures the op, since plans rely on both.
+        """
+        self._frozen = True
+        return {name: getattr(self, name) for name in self.fact_names}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fact_names and self.__dict__.get("_frozen"):
+            raise RuntimeError(
+                f"{name} of {type(self).__name__} must be set before the op first runs: plans rely "
+                "on it; make a new op"
+            )
+        super().__setattr__(name, value)
+
+    def own_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters, read anew at every call; gradients are returned in this order."""
+        return tuple([p for p in self._parameters.values() if p is not None])
+
+    def extra_input_name(self, slot: int) -> str:
+        """What conditions call an extra input."""
+        names = self.extra_input_names
+        return names[slot] if slot < len(names) else f"extra_input{slot}"
+
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """Sentences that ``explain`` prints when this op runs unfused on a target."""
+        return ()
+
+    # --- math ------------------------------------------------------------------------------------
+
+    def formula(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The op's math, a pure and differentiable function ``(input, *params) -> output``."""
+        raise TypeError(
+            f"{type(self).__name__} must define formula, or op_forward and op_backward, or (with "
+            "extra inputs or outputs) fuser_forward and fuser_backward"
+        )
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``."""
+        params = self.own_parameters()
+        ctx.save_for_backward(input_, *params)
+        ctx.dtype = input_.dtype
+        return self.formula(input_, *params)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
+        output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
+        grad_input, *grad_params = derivative(grad_output.to(output.dtype))
+        return grad_input, grad_params
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """See :class:`FusibleOperation`; calls ``op_forward``."""
+        self._refuse_extra_tensors("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """See :class:`FusibleOperation`; calls ``op_backward``."""
+        self._refuse_extra_tensors("fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [tuple(grad_params)], [()]
+
+    def _refuse_extra_tensors(self, method: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise TypeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
+                f"{self.num_extra_outputs} extra outputs, so it must override {method}"
+            )
+
+    # --- channels --------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Feed an extra input from the channel that an earlier op of the same run produces.
+
+        None gives the input back to the caller. Returns the op.
+
+        Raises:
+            IndexError: there is no such extra input.
+            ValueError: the name is not a non-empty string; unknown, late and duplicate producers
+                are found when the run is captured.
+            RuntimeError: a run has captured this op already.
+        """
+        self._check_channel("extra input", index, self.num_extra_inputs, channel)
+        self.extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Send an extra output down a channel, to any number of later ops of the same run.
+
+        Their gradients are summed. ``output_to_caller=False`` hides the output from the caller;
+        None removes the channel and shows it again. Returns the op.
+
+        Raises:
+            TypeError: ``output_to_caller`` is not a bool; and as :meth:`set_extra_input_channel`.
+        """
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
+        self._check_channel("extra output", index, self.num_extra_outputs, channel)
+        self.extra_output_channels[index] = (channel, channel is None or output_to_caller)
+        return self
+
+    def _check_channel(self, what: str, index: int, count: int, channel: str | None) -> None:
+        name = type(self).__name__
+        if not 0 <= index < count:
+            raise IndexError(
+                f"index of the {what} must be at least 0 and under {count} for {name}, got {index}"
+            )
+        if channel is not None and not (isinstance(channel, str) and channel):
+            raise ValueError(f"channel must be a non-empty string or None, got {channel!r}")
+        if self._frozen:
+            raise RuntimeError(
+                f"channels of {name} must be bound before it first runs: a run of ops has captured "
+                "them; bind the channels of a new op and build a new Sequential"
+            )
+
+
+class FusedOperation(FusibleOperation):
+    """A faster way to run some basic ops; holds no state of its own.
+
+    Made by fusion rules and functions, not by users, and no part of the module tree.
+    """
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
+        self._basic_ops = tuple(basic_ops)
+        self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
+
+    @property
+    def is_fused_op(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """The basic ops that this op stands for, in order."""
+        return self._basic_ops

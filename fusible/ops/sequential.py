@@ -1,0 +1,233 @@
+"""``Sequential``: a list of modules in which runs of fusible ops execute through the fuser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusible.fuser.plan import NotFused, Plan, joined
+from fusible.fuser.registry import registry
+from fusible.fuser.run import Run
+from fusible.fuser.tracing import constant_when_traced
+from fusible.ops.op import BasicOperation, FusibleOperation
+
+OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
+Segment = Run | nn.Module
+
+
+class Sequential(nn.Sequential):
+    """``torch.nn.Sequential`` whose runs of fusible ops are planned, fused and run as one.
+
+    Takes modules or one dict of modules. Ordinary modules split the runs; nested Sequentials do
+    not. An op (or nested Sequential) that carries forward or backward hooks runs by itself, so
+    that they fire.
+
+    Args:
+        *modules: fusible ops and ordinary modules, or a mapping from names to them.
+        require: names of fusion rules that must fire; a plan without one raises ``NotFused`` with
+            the reasons.
+
+    Raises:
+        ValueError: ``require`` names no rule.
+    """
+
+    def __init__(self, *modules: Any, require: Iterable[str] = ()) -> None:
+        named = len(modules) == 1 and isinstance(modules[0], Mapping)
+        super().__init__(*(() if named else modules))
+        if named:
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        self.require = tuple(registry.rule(name).name for name in require)
+        self._captured: _Captured | None = None
+
+    # --- calling ---------------------------------------------------------------------------------
+
+    def forward(self, input: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
+        """Run the modules in order.
+
+        Args:
+            input: input of the first module.
+            *extra_inputs: the ops' extra inputs, in order, less those fed by channels.
+            op_kwargs: keyword arguments for single ops, by op or by index.
+
+        Returns:
+            The output, or a tuple of it and the extra outputs that the caller gets.
+
+        Raises:
+            ValueError: a wrong number of extra inputs, or ``op_kwargs`` for no op of this module.
+        """
+        x, rest = input, extra_inputs
+        extra_outputs: list[Tensor] = []
+        segments = self.segments()
+        kwargs = None if op_kwargs is None else _by_op(self, segments, op_kwargs)
+        for segment in segments:
+            if isinstance(segment, Run):
+                taken = len(rest) if len(segments) == 1 else segment.num_extra_inputs
+                mine = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
+                x = segment(x, *rest[:taken], kwargs=mine)
+            else:
+                taken = _num_extra_inputs(segment)
+                x = segment(x, *rest[:taken], **(kwargs or {}).get(segment, {}))
+            rest = rest[taken:]
+            if isinstance(x, tuple) and isinstance(segment, _OURS):
+                x, *more = x
+                extra_outputs.extend(more)
+        if rest:
+            raise ValueError(
+                f"extra inputs must number {self.num_extra_inputs}, got {len(extra_inputs)}"
+            )
+        return (x, *extra_outputs) if extra_outputs else x
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs the caller passes."""
+        return sum(_num_extra_inputs(segment) for segment in self.segments())
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last call ran as, over all runs of ops; None before the first call."""
+        plans = [segment.plan for segment in self.segments() if isinstance(segment, _OURS)]
+        return joined([p for p in plans if p is not None])
+
+    # --- runs of ops -----------------------------------------------------------------------------
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs of ops and the other modules, in order."""
+        if torch.compiler.is_compiling():
+            _flat(self)  # reads, and so guards, all that the segments depend on
+            _capture_while_compiling(self)
+        elif self._captured is None or not self._captured.holds():
+            self._captured = _capture(self)
+        return self._captured.segments  # type: ignore[union-attr]
+
+    # --- list ------------------------------------------------------------------------------------
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
+        return type(self)(*self, *other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own runs, of its own ops.
+        return {**self.__dict__, "_captured": None}
+
+
+_OURS = (Run, FusibleOperation, Sequential)
+
+
+class _Captured(NamedTuple):
+    """The segments of a Sequential, and what they were made from."""
+
+    segments: tuple[Segment, ...]
+    containers: tuple[tuple[dict[str, Any], tuple[nn.Module, ...]], ...]
+    hooks: tuple[Any, ...]
+    hooked: tuple[bool, ...]
+
+    def holds(self) -> bool:
+        """Whether modules and the presence of hooks are as they were."""
+        unchanged = [tuple(now.values()) == then for now, then in self.containers]
+        return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
+
+
+def _capture(sequential: Sequential) -> _Captured:
+    containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
+    hooks = tuple(h for m in containers for child in m for h in _hooks(child))
+    return _Captured(
+        _segments(_flat(sequential), sequential.require),
+        tuple((m._modules, tuple(m)) for m in containers),
+        hooks,
+        tuple(map(bool, hooks)),
+    )
+
+
+@constant_when_traced
+def _capture_while_compiling(sequential: Sequential) -> None:
+    """Runs are made for real while tracing."""
+    if sequential._captured is None or not sequential._captured.holds():
+        sequential._captured = _capture(sequential)
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The dictionaries of hooks that a call of ``module`` would fire."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _flat(sequential: Sequential) -> list[tuple[nn.Module, bool]]:
+    """The modules with nested Sequentials unfolded, each with whether it can be part of a run."""
+    flat: list[tuple[nn.Module, bool]] = []
+    for module in sequential:
+        hooked = any([bool(hooks) for hooks in _hooks(module)])
+        if type(module) is Sequential and not hooked and not module.require:
+            flat.extend(_flat(module))
+        else:
+            flat.append((module, isinstance(module, FusibleOperation) and not hooked))
+    return flat
+
+
+def _segments(modules: list[tuple[nn.Module, bool]], require: Sequence[str]) -> tuple[Segment, ...]:
+    """Consecutive fusible ops as runs, the other modules as they are."""
+    grouped: list[list[BasicOperation] | nn.Module] = []
+    for module, fusible in modules:
+        if not (fusible and isinstance(module, FusibleOperation)):
+            grouped.append(module)
+            continue
+        _check_owns_parameters(module)
+        if grouped and isinstance(grouped[-1], list):
+            grouped[-1].extend(module.basic_ops)
+        else:
+            grouped.append(list(module.basic_ops))
+    segments = tuple(Run(g, _fitting(g, require)) if isinstance(g, list) else g for g in grouped)
+    for name in require:
+        if not any(isinstance(s, Run) and name in s.require for s in segments):
+            names = ", ".join(type(module).__name__ for module, _ in modules)
+            raise NotFused(
+                f"{name} is required but no run of ops fits its pattern {registry.rule(name)}; the "
+                f"modules are {names}"
+            )
+    return segments
+
+
+def _fitting(ops: Sequence[BasicOperation], require: Sequence[str]) -> list[str]:
+    """The required rules whose pattern fits somewhere in a run of ops."""
+    rules = [registry.rule(name) for name in require]
+    return [r.name for r in rules if any(r.fit(ops, at) for at in range(len(ops)))]
+
+
+def _check_owns_parameters(op: FusibleOperation) -> None:
+    """Refuse a fused op whose parameters no optimizer would find."""
+    owned = {id(p) for p in op.parameters()}
+    for part in op.basic_ops:
+        if any(id(p) not in owned for p in part.own_parameters()):
+            raise ValueError(
+                f"a Sequential must hold the basic ops of {type(op).__name__} themselves, which "
+                "own the parameters, got the fused op; fused ops are made by the fuser"
+            )
+
+
+def _num_extra_inputs(segment: Segment) -> int:
+    return segment.num_extra_inputs if isinstance(segment, _OURS) else 0
+
+
+def _by_op(
+    sequential: Sequential, segments: Sequence[Segment], op_kwargs: OpKwargs
+) -> dict[nn.Module, dict[str, Any]]:
+    """``op_kwargs`` by op, refused for anything that is not a basic op of this module."""
+    ops: set[nn.Module] = set()
+    for segment in segments:
+        ops.update(segment.ops if isinstance(segment, Run) else (segment,))
+    by_op: dict[nn.Module, dict[str, Any]] = {}
+    for key, kwargs in op_kwargs.items():
+        op = sequential[key] if isinstance(key, int) else key
+        if op not in ops or not isinstance(op, BasicOperation):
+            raise ValueError(
+                f"op_kwargs must be keyed by a basic op of this Sequential or its index, got "
+                f"{key if isinstance(key, int) else type(op).__name__}"
+            )
+        by_op[op] = kwargs
+    return by_op

@@ -1,0 +1,113 @@
+"""Rules of the house: imports, what `import fusible` may touch, generated text, sizes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fusible"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Each may import itself and those before it; the matching core of the fuser imports none of them.
+LAYERS = ("formulas", "recipes", "kernels", "ops", "fused")
+MATCHING_CORE = {"conditions", "rules", "plan", "target"}
+KERNEL_PACKAGES = {"cutlass", "cudnn", "cuda", "triton", "tvm_ffi"}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def layer(dotted: str) -> str | None:
+    """The layer that a dotted name inside fusible belongs to, if any."""
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "fusible" and len(parts) > 1 and parts[1] in LAYERS else None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_flow_one_way(path: Path) -> None:
+    place = path.relative_to(PACKAGE).with_suffix("").parts
+    used = {found for name in imports(path) if (found := layer(name))}
+    if place[0] in LAYERS:
+        allowed = set(LAYERS[: LAYERS.index(place[0]) + 1])
+        assert used <= allowed, f"{path} imports {used - allowed}"
+    if place[0] == "fuser" and place[-1] in MATCHING_CORE:
+        assert not used
+    packages = {name.split(".")[0] for name in imports(path)}
+    if place[0] != "kernels":
+        assert not packages & KERNEL_PACKAGES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_environment_variables(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "os.environ" not in text
+    assert "getenv" not in text
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return done.stdout
+
+
+def test_import_touches_no_gpu_and_no_kernel_package() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import fusible;"
+        f"print(sorted({KERNEL_PACKAGES!r} & {{m.split('.')[0] for m in set(sys.modules) - before}}),"
+        "torch.cuda.is_initialized())"
+    )
+    assert run_python(code).split() == ["[]", "False"]
+
+
+@pytest.mark.timing
+def test_import_is_quick() -> None:
+    code = "import time, torch; t = time.perf_counter(); import fusible; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(3)) < 0.2
+
+
+def test_readme_table_is_the_rules() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import tables
+    finally:
+        sys.path.pop(0)
+    text = tables.README.read_text(encoding="utf-8")
+    assert tables.BEGIN in text
+    assert tables.with_table(text) == text, "run `make docs`"
+
+
+def test_host_functions_stay_readable() -> None:
+    """No host function over 60 lines; device code has its own folders and limits."""
+    long = []
+    for path in SOURCES:
+        if {"sm90", "sm100"} & set(path.parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                lines = node.end_lineno - node.lineno + 1 - _docstring_lines(node)
+                if lines > 60:
+                    long.append(f"{path.name}:{node.name} has {lines} lines")
+    assert not long
+
+
+def _docstring_lines(node: ast.FunctionDef) -> int:
+    if ast.get_docstring(node) is None:
+        return 0
+    first = node.body[0]
+    return first.end_lineno - first.lineno + 1
