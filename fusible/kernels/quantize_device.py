@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, PLR0915, PLR0917
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0917
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """MXFP8 quantization for row-wise and column-wise use in one pass over the input (CuTe DSL).
 
@@ -135,6 +135,44 @@ def _scale(amax_bits, config):
     return _select(nan, 255, byte), _float(_select(nan, 0x7FC00000, factor))
 
 
+def _column_scales(rows, config):
+    """Packed scale bytes of a thread's columns, and a factor for each, from packed rows."""
+    scale_bytes, factors = [], []
+    for pairs in zip(*rows, strict=True):
+        largest = pairs[0]
+        for pair in pairs[1:]:
+            largest = _max_magnitude(largest, pair)
+        for which in (0, 1):
+            byte, factor = _scale(_half(largest, which), config)
+            scale_bytes.append(byte)
+            factors.append(factor)
+    packed = []
+    for i in range(0, config.vector, 4):
+        a, b, c, d = scale_bytes[i : i + 4]
+        packed.append(a | (b << 8) | (c << 16) | (d << 24))
+    return packed, factors
+
+
+def _row_scale(pairs, config):
+    """Scale byte and factor of the row's block that a thread has a part of."""
+    largest = pairs[0]
+    for pair in pairs[1:]:
+        largest = _max_magnitude(largest, pair)
+    largest = _max_over_lanes(largest, BLOCK // config.vector)
+    low, high = _half(largest, 0), _half(largest, 1)
+    return _scale(_select(low > high, low, high), config)
+
+
+def _unpack(pairs):
+    """FP32 numbers of packed BF16 pairs."""
+    halves = [bits for pair in pairs for bits in (pair << 16, pair & 0xFFFF0000)]
+    return [_float(bits) for bits in halves]
+
+
+def _pack_all(values, config):
+    return [_pack(values[i : i + 4], config.element) for i in range(0, len(values), 4)]
+
+
 @cute.jit
 def _find_block(ends: cute.Tensor, groups: Int32, rows: Int32, block: Int32):
     """First and last row of ``block`` and whether it lies in a group; blocks start anew at each.
@@ -213,20 +251,7 @@ def _quantize(
     offset = Int64(first) * Int64(columns) + Int64(column)
     col_factors = []
     if cutlass.const_expr(config.columnwise):
-        scale_bytes = []
-        for w in cutlass.range_constexpr(config.vector // 2):
-            largest = words[0][w]
-            for r in cutlass.range_constexpr(1, BLOCK):
-                largest = _max_magnitude(largest, words[r][w])
-            for half in cutlass.range_constexpr(2):
-                bits = _half(largest, half)
-                byte, factor = _scale(bits, config)
-                scale_bytes.append(byte)
-                col_factors.append(factor)
-        packed = []
-        for w in cutlass.range_constexpr(config.vector // 4):
-            a, b, c, d = scale_bytes[4 * w : 4 * w + 4]
-            packed.append(a | (b << 8) | (c << 16) | (d << 24))
+        packed, col_factors = _column_scales(words, config)
         address = col_scale.iterator.toint() + Int64(block) * Int64(columns) + Int64(column)
         kept = Int32(in_columns & (block < cute.size(col_scale, mode=[0])))
         _store(address, packed, kept)
@@ -238,20 +263,11 @@ def _quantize(
     writes_scale = in_columns & (thread % (BLOCK // config.vector) == 0)
     for r in cutlass.range_constexpr(BLOCK):
         inside = Boolean(r < count) & in_columns
-        values = []
-        for w in cutlass.range_constexpr(config.vector // 2):
-            values.append(_float(words[r][w] << 16))
-            values.append(_float(words[r][w] & 0xFFFF0000))
+        values = _unpack(words[r])
         target = offset + r * Int64(columns)
         if cutlass.const_expr(config.rowwise):
-            largest = words[r][0]
-            for w in cutlass.range_constexpr(1, config.vector // 2):
-                largest = _max_magnitude(largest, words[r][w])
-            largest = _max_over_lanes(largest, BLOCK // config.vector)
-            low, high = _half(largest, 0), _half(largest, 1)
-            byte, factor = _scale(_select(low > high, low, high), config)
-            scaled = [v * factor for v in values]
-            packed = [_pack(scaled[i : i + 4], config.element) for i in range(0, config.vector, 4)]
+            byte, factor = _row_scale(words[r], config)
+            packed = _pack_all([v * factor for v in values], config)
             _store(row_data.iterator.toint() + target, packed, Int32(inside))
             _store_byte(
                 scale_address + r * Int64(scale_columns),
@@ -260,7 +276,7 @@ def _quantize(
             )
         if cutlass.const_expr(config.columnwise):
             scaled = [v * f for v, f in zip(values, col_factors, strict=True)]
-            packed = [_pack(scaled[i : i + 4], config.element) for i in range(0, config.vector, 4)]
+            packed = _pack_all(scaled, config)
             _store(col_data.iterator.toint() + target, packed, Int32(inside))
 
 
