@@ -1,41 +1,128 @@
-"""The recipe in force on this thread."""
+"""The recipe in force on this thread, and the recipe of a forward that checkpointing runs again."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
-from fusible.recipes.recipe import Recipe
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from fusible.recipes.recipe import MXFP8BlockScaling, Recipe
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class _State(threading.local):
-    recipe: Recipe | None = None
+class _Thread(threading.local):
+    # Set in __init__, not in the class body: torch.compile guards on a thread's own attributes and
+    # would silently reuse a graph traced under another recipe if it read a class attribute.
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.graph_task = -1
+        """The backward pass in which the scope in force was entered; -1 outside of any."""
 
 
-_state = _State()
+@dataclass(frozen=True)
+class _Forward:
+    recipe: Recipe | None
+    grad_enabled: bool
 
 
-def current_recipe() -> Recipe | None:
-    """The recipe of the innermost enabled ``autocast`` on this thread, or None."""
-    return _state.recipe
+_thread = _Thread()
+_forwards: weakref.WeakKeyDictionary[object, set[_Forward]] = weakref.WeakKeyDictionary()
+
+
+def current_recipe(module: object | None = None) -> Recipe | None:
+    """Return the recipe of the innermost enabled ``autocast`` on this thread, or None.
+
+    ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
+    ended and, on CUDA, on another thread. A caller that passes the ``module`` it runs (or
+    whatever object lives as long) gets the recipe of that module's forwards there. Raises
+    RuntimeError if the module ran forwards under several recipes: nothing then tells which of them
+    is being repeated; ``keep_recipe`` does.
+    """
+    if module is None or torch.compiler.is_compiling():
+        return _thread.recipe
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        _remember(module, _thread.recipe)
+        return _thread.recipe
+    if _thread.graph_task == task:
+        return _thread.recipe
+    return _recomputed(module)
+
+
+def _remember(module: object, recipe: Recipe | None) -> None:
+    if torch.is_inference_mode_enabled():  # no backward can follow
+        return
+    _forwards.setdefault(module, set()).add(_Forward(recipe, torch.is_grad_enabled()))
+
+
+def _recomputed(module: object) -> Recipe | None:
+    """Return the one recipe that a forward repeated by the running backward pass can have had."""
+    # Only the reentrant variant repeats forwards that ran without gradients, so that, say,
+    # evaluation under no_grad and another recipe does not make the usual variant ambiguous.
+    node = torch._C._current_autograd_node()
+    reentrant = isinstance(node, CheckpointFunction._backward_cls)
+    forwards = [f for f in _forwards.get(module, ()) if f.grad_enabled or reentrant]
+    recipes = {f.recipe for f in forwards} or {_thread.recipe}
+    if len(recipes) > 1:
+        names = ", ".join(sorted(r.name if r else "no recipe" for r in recipes))
+        raise RuntimeError(
+            f"a checkpointed forward of {type(module).__name__} must be repeated under its own "
+            f"recipe, but the module ran forwards under several ({names}); "
+            "wrap the checkpointed function: checkpoint(keep_recipe(fn), ...)"
+        )
+    return recipes.pop()
 
 
 @contextmanager
-def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
-    """Run the ops inside under ``recipe``; ``enabled=False`` switches an outer recipe off.
-
-    Thread-local and re-entrant. The recipe is recorded with every forward, so a backward that runs
-    after the scope has ended uses the recipe of its forward.
-    """
-    if enabled and not isinstance(recipe, Recipe):
-        raise TypeError(
-            "autocast(enabled=True) needs recipe= to be a recipe of fusible.recipes, "
-            f"got {recipe!r}; pass a recipe or enabled=False"
-        )
-    outer = _state.recipe
-    _state.recipe = recipe if enabled else None
+def _scope(recipe: Recipe | None) -> Iterator[None]:
+    outer, outer_task = _thread.recipe, _thread.graph_task
+    _thread.recipe = recipe
+    if not torch.compiler.is_compiling():
+        _thread.graph_task = torch._C._current_graph_task_id()
     try:
         yield
     finally:
-        _state.recipe = outer
+        _thread.recipe, _thread.graph_task = outer, outer_task
+
+
+def autocast(enabled: bool = True, recipe: Recipe | None = None) -> AbstractContextManager[None]:
+    """Run the ops inside under ``recipe``; ``enabled=False`` switches an outer recipe off.
+
+    Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. Thread-local and re-entrant.
+    The recipe is recorded with every forward, so a backward that runs after the scope has ended
+    uses the recipe of its forward. Raises TypeError for a recipe that is none of
+    ``fusible.recipes``.
+    """
+    if enabled and recipe is None:
+        recipe = MXFP8BlockScaling()
+    if enabled and not isinstance(recipe, Recipe):
+        raise TypeError(
+            "autocast's recipe must be a recipe of fusible.recipes, "
+            f"got {recipe!r}; pass a recipe or enabled=False"
+        )
+    return _scope(recipe if enabled else None)
+
+
+def keep_recipe(function: Callable[P, R]) -> Callable[P, R]:
+    """Bind ``function`` to the recipe in force now, wherever and whenever it is called.
+
+    For ``torch.utils.checkpoint.checkpoint(keep_recipe(fn), x)``, either variant, when the modules
+    inside run under several recipes, and for handing work to another thread.
+    """
+    recipe = _thread.recipe
+
+    @functools.wraps(function, updated=())
+    def bound(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _scope(recipe):
+            return function(*args, **kwargs)
+
+    return bound

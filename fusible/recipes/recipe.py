@@ -1,8 +1,38 @@
-"""What a recipe is: a frozen, hashable choice of number formats that ops and plans can read."""
+"""Which number formats the operands of a matrix product have: recipes, under TE's names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal, get_args
+
+from fusible.recipes.formats import (
+    E4M3,
+    E5M2,
+    Element,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+
+Role = Literal["input", "weight", "grad"]
+"""An operand of a matrix product: the activation, the weight, the gradient of the output."""
+
+
+class Format(Enum):
+    """Which FP8 elements a recipe uses, forward and backward."""
+
+    E4M3 = "E4M3 forward and backward"
+    E5M2 = "E5M2 forward and backward"
+    HYBRID = "E4M3 for inputs and weights, E5M2 for gradients"
+
+    def element(self, role: Role) -> Element:
+        """Return the element type of the operand in ``role``."""
+        if self is Format.HYBRID:
+            return E5M2 if role == "grad" else E4M3
+        return E5M2 if self is Format.E5M2 else E4M3
 
 
 @dataclass(frozen=True)
@@ -10,10 +40,94 @@ class Recipe:
     """Number formats of the operands of every matrix product run under it.
 
     Frozen and hashable, because plans are cached by recipe. Subclasses set ``name``, which is what
-    conditions of fusion rules read and what ``explain`` prints.
+    conditions of fusion rules read and what ``explain`` prints, and override ``format``.
     """
 
-    @property
-    def name(self) -> str:
-        """Short lower-case name of the format family, for instance ``"mxfp8"``."""
-        return type(self).__name__.lower()
+    name: ClassVar[str] = "high_precision"
+
+    def format(self, role: Role) -> NumberFormat | None:
+        """Return the format of the operand in ``role``; None keeps it in high precision."""
+        if role not in get_args(Role):
+            raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {role!r}")
+        return None
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """FP8 elements with one power-of-two scale per 32 along the reduction (OCP MX)."""
+
+    fp8_format: Format = Format.E4M3
+
+    name: ClassVar[str] = "mxfp8"
+
+    def __post_init__(self) -> None:
+        _require_format(self.fp8_format)
+
+    def format(self, role: Role) -> NumberFormat:
+        """Return MXFP8 in the element type of ``fp8_format``."""
+        return mxfp8(self.fp8_format.element(role))
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """E4M3 with FP32 scales: per 1x128 for activations and gradients, per 128x128 for weights."""
+
+    use_f32_scales: bool = False
+    """FP32 scales as they are; by default they are rounded to powers of two."""
+
+    name: ClassVar[str] = "fp8_block"
+
+    def format(self, role: Role) -> NumberFormat:
+        """Return 128x128 blocks for a weight, 1x128 otherwise."""
+        block = (128, 128) if role == "weight" else (1, 128)
+        return fp8_block(E4M3, block, power_of_two=not self.use_f32_scales)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one FP32 scale per tensor, from the tensor's own largest magnitude."""
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+
+    name: ClassVar[str] = "fp8_current"
+
+    def __post_init__(self) -> None:
+        _require_format(self.fp8_format)
+
+    def format(self, role: Role) -> NumberFormat:
+        """Return one scale per tensor in the element type of ``fp8_format``."""
+        return fp8_tensor(self.fp8_format.element(role), power_of_two=self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 with one E4M3 scale per 16 along the reduction and one FP32 scale per tensor.
+
+    Plain for now: every option that changes the numbers must be disabled, and is by default.
+    """
+
+    disable_rht: bool = True
+    disable_stochastic_rounding: bool = True
+    disable_2d_quantization: bool = True
+
+    name: ClassVar[str] = "nvfp4"
+
+    def __post_init__(self) -> None:
+        for option in ("rht", "stochastic_rounding", "2d_quantization"):
+            if not getattr(self, f"disable_{option}"):
+                raise ValueError(
+                    f"NVFP4BlockScaling must have disable_{option}=True, got False; "
+                    "nearest rounding in 1-D blocks without a Hadamard transform is what there is"
+                )
+
+    def format(self, role: Role) -> NumberFormat:
+        """Return NVFP4 for every role."""
+        return nvfp4()
+
+
+def _require_format(fp8_format: object) -> None:
+    if not isinstance(fp8_format, Format):
+        raise TypeError(
+            f"fp8_format must be Format.E4M3, Format.E5M2 or Format.HYBRID, got {fp8_format!r}"
+        )

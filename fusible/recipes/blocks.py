@@ -1,0 +1,161 @@
+"""Where the blocks of a format lie in a matrix: reduction to one number per block, and back.
+
+``ends`` are the cumulative end rows of groups, read on the device only; every size follows from the
+number of rows and of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """The blocks of one tensor of ``[..., rows, columns]``."""
+
+    amax: Callable[[Tensor], Tensor]
+    """Largest magnitude per block; NaN if one is in it."""
+    expand: Callable[[Tensor], Tensor]
+    """One number per block to a shape that broadcasts against the tensor."""
+    spread_groups: Callable[[Tensor], Tensor]
+    """One number per group to a shape that broadcasts against one per block."""
+
+
+def blocks_of(
+    x: Tensor, block: tuple[int, int] | None, columnwise: bool, ends: Tensor | None
+) -> Blocks:
+    """Return the blocks of ``x`` for a format's ``block`` and use; only its shape is read."""
+    if ends is not None and x.ndim != 2:
+        raise ValueError(f"grouped rows need a 2-D tensor, got shape {tuple(x.shape)}")
+    if block is None:
+        return _whole(x, ends)
+    across, along = block
+    if across == along:
+        if ends is not None:
+            raise ValueError(
+                f"blocks of {across}x{along} hold weights and cannot be grouped by rows; "
+                f"use blocks of 1x{along} or quantize every matrix by itself"
+            )
+        return _square(along)
+    if not columnwise:
+        return _rows(along, x.shape[-2], ends)
+    return _columns(along, x.shape[-2], ends)
+
+
+def zero_tail(x: Tensor, ends: Tensor) -> Tensor:
+    """Set the rows of ``x`` past the last group to zero, in a copy."""
+    row = torch.arange(x.shape[0], device=x.device)
+    return torch.where((row < ends[-1])[:, None], x, 0)
+
+
+def group_starts(ends: Tensor) -> Tensor:
+    """Return the first row of each group, from the cumulative end rows."""
+    return torch.cat((ends.new_zeros(1), ends[:-1]))
+
+
+def column_block_ends(ends: Tensor, along: int) -> Tensor:
+    """Return the cumulative number of column-wise blocks, ``[groups]``; they start anew at each."""
+    return ((ends - group_starts(ends) + along - 1) // along).cumsum(0)
+
+
+def column_block_bound(rows: int, groups: int, along: int) -> int:
+    """Return the most column-wise blocks that ``rows`` rows in ``groups`` groups can have."""
+    return (rows + groups * (along - 1)) // along
+
+
+def group_of_row(ends: Tensor, rows: int) -> Tensor:
+    """Return the group of each row, int64 ``[rows]``; rows past the last group count to it."""
+    row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1)
+
+
+def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
+    if ends is None:
+
+        def amax(x: Tensor) -> Tensor:
+            if not x.numel():
+                return x.new_zeros(*x.shape[:-2], 1)
+            return x.abs().amax((-2, -1)).unsqueeze(-1)
+
+        return Blocks(amax, _last, _last)
+    group = group_of_row(ends, x.shape[0])
+
+    def grouped_amax(x: Tensor) -> Tensor:
+        # As integers, magnitudes keep their order and NaN is the largest, on every device.
+        bits = x.abs().amax(-1).float().view(torch.int32)
+        out = bits.new_zeros(len(ends)).scatter_reduce(0, group, bits, "amax")
+        return out.view(torch.float32)
+
+    return Blocks(grouped_amax, lambda s: s[group, None], _unchanged)
+
+
+def _square(along: int) -> Blocks:
+    def amax(x: Tensor) -> Tensor:
+        tiles = x.abs().unflatten(-1, (-1, along)).unflatten(-3, (-1, along))
+        return tiles.amax((-3, -1))
+
+    def expand(s: Tensor) -> Tensor:
+        return s.repeat_interleave(along, -1).repeat_interleave(along, -2)
+
+    return Blocks(amax, expand, _last)
+
+
+def _rows(along: int, rows: int, ends: Tensor | None) -> Blocks:
+    def amax(x: Tensor) -> Tensor:
+        return x.abs().unflatten(-1, (-1, along)).amax(-1)
+
+    def expand(s: Tensor) -> Tensor:
+        return s.unsqueeze(-1).expand(*s.shape, along).flatten(-2)
+
+    if ends is None:
+        return Blocks(amax, expand, _last)
+    return Blocks(amax, expand, lambda s: s[group_of_row(ends, rows), None])
+
+
+def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
+    if ends is None:
+        return _ungrouped_columns(along, rows)
+    groups = len(ends)
+    block_ends, starts = column_block_ends(ends, along), group_starts(ends)
+    first_block = group_starts(block_ends)
+    row = torch.arange(rows, device=ends.device)
+    group = group_of_row(ends, rows)
+    bound = column_block_bound(rows, groups, along)
+    block_of_row = first_block[group] + (row - starts[group]) // along
+    block_of_row = block_of_row.clamp(max=bound - 1)  # rows past the last group
+
+    block = torch.arange(bound, device=ends.device)
+    group_of_block = torch.searchsorted(block_ends, block, right=True).clamp(max=groups - 1)
+    first_row = starts[group_of_block] + (block - first_block[group_of_block]) * along
+    rows_of_block = first_row[:, None] + torch.arange(along, device=ends.device)
+    inside = rows_of_block < ends[group_of_block, None]
+    rows_of_block = rows_of_block.clamp(max=max(rows - 1, 0))
+
+    def amax(x: Tensor) -> Tensor:
+        if not bound or not rows:
+            return x.new_zeros(bound, x.shape[1])
+        return torch.where(inside[..., None], x.abs()[rows_of_block], 0).amax(1)
+
+    return Blocks(amax, lambda s: s[block_of_row], lambda s: s[group_of_block, None])
+
+
+def _ungrouped_columns(along: int, rows: int) -> Blocks:
+    def amax(x: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, -rows % along))
+        return padded.unflatten(-2, (-1, along)).amax(-2)
+
+    def expand(s: Tensor) -> Tensor:
+        return s.repeat_interleave(along, -2)[..., :rows, :]
+
+    return Blocks(amax, expand, _last)

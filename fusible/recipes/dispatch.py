@@ -1,0 +1,177 @@
+"""What each ATen operation does with quantized tensors: keep the format, use values, or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from fusible.recipes.tensor import QuantizedTensor
+
+_NOMINAL = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one ATen operation that has a quantized tensor among its arguments."""
+    if func in _KEEP and _is_quantized(args[0]):
+        return _KEEP[func](*args, **kwargs)
+    if func._schema.is_mutable:
+        return _write(func, args, kwargs)
+    if _reads_values(func):
+        return func(*_values_of(args), **_values_of(kwargs))
+    # No TypeError, which an operator like @ would turn into "unsupported operand".
+    raise NotImplementedError(
+        f"{func} is not defined for quantized tensors; nothing was computed; "
+        "call .dequantize() first"
+    )
+
+
+def _is_quantized(x: Any) -> TypeGuard[QuantizedTensor]:
+    from fusible.recipes.tensor import QuantizedTensor  # defined by means of this module
+
+    return isinstance(x, QuantizedTensor)
+
+
+_aten = torch.ops.aten
+_REDUCTIONS = {
+    _aten.sum,
+    _aten.mean,
+    _aten.norm,
+    _aten.linalg_vector_norm,
+    _aten.amax,
+    _aten.amin,
+    _aten.max,
+    _aten.min,
+    _aten.all,
+    _aten.any,
+    _aten.equal,
+}
+
+
+def _reads_values(func: Any) -> bool:
+    foreach = func._schema.name.startswith("aten::_foreach_")
+    return torch.Tag.pointwise in func.tags or func.overloadpacket in _REDUCTIONS or foreach
+
+
+def _values_of(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: _value(x) if _is_quantized(x) else x, tree)
+
+
+def _value(q: QuantizedTensor) -> Tensor:
+    return q._decoded(q.dtype, not q.has_rowwise)
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place operation on the values and requantize what it wrote."""
+    values: dict[int, Tensor] = {}
+
+    def unwrap(x: Any) -> Any:
+        return values.setdefault(id(x), _value(x)) if _is_quantized(x) else x
+
+    plain_args, plain_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [
+        given[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+    ]
+    for leaf in pytree.tree_leaves(written):
+        if _is_quantized(leaf):
+            leaf.requantize_(values[id(leaf)])
+    # An in-place operation returns the tensor itself, not a copy of its values, and not None.
+    return written[0] if len(func._schema.returns) == 1 else result
+
+
+def _to_copy(
+    q: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> Tensor:
+    """Keep the format for a dtype that can be nominal, else return values."""
+    dtype = dtype or q.dtype
+    if dtype not in _NOMINAL:
+        values = q._decoded(torch.float32, not q.has_rowwise)
+        return torch.ops.aten._to_copy(values, dtype=dtype, device=device, **options)
+    non_blocking = options.get("non_blocking", False)
+    return q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
+
+
+def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
+    if _is_quantized(source):
+        mine, theirs = target.pieces(), source.pieces()
+        if source.format == target.format and mine.keys() <= theirs.keys():
+            if source.shape != target.shape:
+                raise ValueError(
+                    f"copy_ needs the shape {tuple(target.shape)}, got {tuple(source.shape)}; "
+                    "nothing was written"
+                )
+            for name, piece in mine.items():
+                piece.copy_(theirs[name], non_blocking)
+            return target
+        source = source._decoded(torch.float32, not source.has_rowwise)
+    target.requantize_(source.to(target.dtype))
+    return target
+
+
+def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    """Regroup the rows, in whole blocks; the columns stay."""
+    shape = torch.empty(q.shape, device="meta").view(size).shape
+    rows, new_rows = q.shape[-2], shape[-2] if len(shape) > 1 else 0
+    across = 1 if q.format.block is None else q.format.block[0]
+    along = q.format.block[1] if q.columnwise_data is not None and q.format.block else across
+    whole = new_rows and rows % along == 0 and new_rows % along == 0
+    same_rows = rows == new_rows
+    if not (len(shape) > 1 and shape[-1] == q.shape[-1] and (whole or same_rows)):
+        raise ValueError(
+            f"a view of a {q.format.name} tensor must keep its {q.shape[-1]} columns and whole "
+            f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
+        )
+
+    of_matrices = {"tensor_scale", "columnwise_tensor_scale"}
+    if q.format.block is None:
+        of_matrices.add("scale_inv")
+    if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
+        raise ValueError(
+            f"a view of a {q.format.name} tensor must keep its matrices, each has its own scale, "
+            f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
+        )
+
+    def regroup(name: str, piece: Tensor) -> Tensor:
+        if name in of_matrices:
+            return piece.view(*shape[:-2], 1)
+        per_scale = {"scale_inv": across, "columnwise_scale_inv": along}.get(name, 1)
+        count = piece.shape[-2] if same_rows else new_rows // per_scale
+        return piece.view(*shape[:-2], count, piece.shape[-1])
+
+    pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
+    return q.from_pieces(pieces, q.format, shape, q.dtype)
+
+
+def _plain_like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a tensor of the nominal dtype, for instance an optimizer's state."""
+
+    def like(q: QuantizedTensor, *args: Any, **options: Any) -> Tensor:
+        options = {k: v for k, v in options.items() if k != "memory_format" and v is not None}
+        options = {"dtype": q.dtype, "device": q.device} | options
+        return function(q.shape, *args, **options)
+
+    return like
+
+
+_KEEP: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda q: q.map_pieces(lambda t: t),
+    _aten.alias.default: lambda q: q.map_pieces(lambda t: t),
+    _aten.clone.default: lambda q, **_: q.map_pieces(torch.clone),
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy_,
+    _aten.view.default: _view,
+    _aten.empty_like.default: _plain_like(torch.empty),
+    _aten.zeros_like.default: _plain_like(torch.zeros),
+    _aten.ones_like.default: _plain_like(torch.ones),
+    _aten.full_like.default: _plain_like(torch.full),
+    _aten.rand_like.default: _plain_like(torch.rand),
+    _aten.randn_like.default: _plain_like(torch.randn),
+}

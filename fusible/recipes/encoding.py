@@ -1,0 +1,140 @@
+"""How scales and elements are encoded: FP32 arithmetic that every machine repeats exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.rows import E2M1, E4M3, E5M2, Element, NumberFormat, ScaleName
+
+FLT_MAX = torch.finfo(torch.float32).max
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Scale:
+    """``encode`` gives (stored scale, FP32 multiplier from value to element) of block maxima."""
+
+    encode: Callable[[Tensor, NumberFormat, Tensor | None], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor], Tensor]
+
+
+def e8m0_value(byte: Tensor) -> Tensor:
+    """Return 2^(byte - 127) in FP32, exact, NaN for 255 (OCP MX, section 5.4.1)."""
+    exponent = byte.view(torch.uint8).to(torch.int32)
+    bits = torch.where(exponent == 0, 0x400000, exponent << 23)
+    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def _e8m0_up(amax: Tensor, fmt: NumberFormat, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round amax / element.max up to a power of two; 0 gives byte 0, Inf byte 254."""
+    bits = (amax * (1.0 / fmt.element.max)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Byte 0 is 2^-127, whose mantissa as a denormal is 0x400000: up to there it need not grow.
+    grow = (mantissa != 0) & ((exponent > 0) | (mantissa > 0x400000))
+    return _e8m0(exponent + grow.to(torch.int32), amax)
+
+
+def _e8m0_floor(amax: Tensor, fmt: NumberFormat, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return floor(log2(amax)) - max_exponent (OCP MX, section 6.3), as `_e8m0_up` at 0 and Inf."""
+    exponent = amax.view(torch.int32) >> 23
+    return _e8m0(torch.where(amax.isinf(), 254, exponent - fmt.element.max_exponent), amax)
+
+
+def _e8m0(exponent: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    byte = torch.where(amax.isnan(), 255, exponent.clamp(0, 254)).to(torch.uint8)
+    multiplier = torch.where(amax.isnan(), math.nan, e8m0_value(254 - byte))
+    return byte.view(torch.float8_e8m0fnu), multiplier
+
+
+def _fp32(amax: Tensor, fmt: NumberFormat, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return max / amax, at most FLT_MAX and 1 for zeros; the stored scale is its inverse."""
+    amax = amax.clamp(min=fmt.amax_epsilon)
+    multiplier = divide(fmt.element.max, amax).clamp(max=FLT_MAX)
+    multiplier = torch.where(amax == 0, 1.0, multiplier)
+    if fmt.scale == "fp32_power_of_two":
+        multiplier = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
+    multiplier = torch.where(amax.isfinite(), multiplier, math.nan)
+    return divide(1.0, multiplier), multiplier
+
+
+def _e4m3(amax: Tensor, fmt: NumberFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round amax / element.max, in units of the tensor's scale, to E4M3; at 0 elements are 0."""
+    assert outer is not None
+    wanted = divide(divide(amax, fmt.element.max), outer)
+    scale = _encode_fp8(wanted, E4M3)
+    decoded = scale.float()
+    multiplier = torch.where(decoded == 0, 0.0, divide(1.0, decoded * outer))
+    return scale, multiplier
+
+
+def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """Divide FP32 numbers, correctly rounded on every device, compiled or not.
+
+    Compiled CUDA code divides FP32 approximately, and eager CUDA turns a division by a number into
+    a product. FP64 is exact on both; rounding twice is harmless since 53 >= 2 * 24 + 2 bits.
+    """
+    wide = [v.double() if isinstance(v, Tensor) else v for v in (a, b)]
+    return torch.true_divide(*_as_tensors(*wide)).float()
+
+
+def _as_tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
+    if isinstance(a, Tensor):
+        return a, b if isinstance(b, Tensor) else torch.full_like(a, b)
+    assert isinstance(b, Tensor)
+    return torch.full_like(b, a), b
+
+
+def _to_float(scale: Tensor) -> Tensor:
+    return scale.float()
+
+
+SCALES: dict[ScaleName, Scale] = {
+    "e8m0_up": Scale(_e8m0_up, e8m0_value),
+    "e8m0_floor": Scale(_e8m0_floor, e8m0_value),
+    "fp32": Scale(_fp32, _to_float),
+    "fp32_power_of_two": Scale(_fp32, _to_float),
+    "e4m3": Scale(_e4m3, _to_float),
+}
+
+
+def _encode_fp8(x: Tensor, element: Element) -> Tensor:
+    """Saturate and round to nearest even; every NaN becomes 0x7F, as in hardware."""
+    # Clamped first: torch 2.11 turns an overflow into NaN, 2.13 saturates.
+    clamped = x.clamp(-element.max, element.max)
+    return torch.where(x.isnan(), math.nan, clamped).to(element.dtype)
+
+
+def _encode_e2m1(x: Tensor) -> Tensor:
+    """Saturate and round to nearest even; NaN becomes 6, its scale carries it."""
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    # Halfway points of 0, .5, 1, 1.5, 2, 3, 4, 6: a tie goes to the even code.
+    for i, halfway in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        above = magnitude > halfway if i % 2 == 0 else magnitude >= halfway
+        code += above
+    code = torch.where(x.isnan(), 7, code + (x.signbit() & ~x.isnan()) * 8).to(torch.uint8)
+    return code[..., ::2] | (code[..., 1::2] << 4)
+
+
+def _decode_e2m1(packed: Tensor) -> Tensor:
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
+    magnitude = values[code & 7]
+    return torch.where(code >= 8, -magnitude, magnitude)
+
+
+ENCODERS: dict[Element, Callable[[Tensor], Tensor]] = {
+    E4M3: lambda x: _encode_fp8(x, E4M3),
+    E5M2: lambda x: _encode_fp8(x, E5M2),
+    E2M1: _encode_e2m1,
+}
+DECODERS: dict[Element, Callable[[Tensor], Tensor]] = {
+    E4M3: _to_float,
+    E5M2: _to_float,
+    E2M1: _decode_e2m1,
+}

@@ -1,0 +1,183 @@
+"""The one ``quantize`` and ``dequantize`` that serve every number format.
+
+Plain vectorised torch on any device, without host synchronisation. All arithmetic is FP32 (each
+operation correctly rounded) and all packing is in integers, so that every machine gives the same
+bits. The kernels must reproduce them: this module is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.blocks import blocks_of, zero_tail
+from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, SMALLEST_NORMAL, divide, e8m0_value
+from fusible.recipes.rows import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Element,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "Element",
+    "Encoded",
+    "NumberFormat",
+    "check_encoded",
+    "check_ends",
+    "check_input",
+    "dequantize",
+    "e8m0_value",
+    "fp8_block",
+    "fp8_tensor",
+    "mxfp8",
+    "nvfp4",
+    "quantize",
+]
+
+_HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Encoded(NamedTuple):
+    """A tensor in some format. Shapes are for ``[rows, columns]``; leading dimensions stay."""
+
+    data: Tensor
+    """Elements, in the input's layout: ``[rows, columns / per_byte]``."""
+    scale: Tensor
+    """Factors from element to value. Row-wise ``[rows, columns / B]``, column-wise ``[blocks,
+    columns]``, two-dimensional blocks ``[rows / B, columns / B]``, whole matrices ``[1]``, groups
+    ``[groups]``."""
+    tensor_scale: Tensor | None
+    """FP32 factor on top, ``[1]`` or ``[groups]``, where the format has one."""
+
+
+def quantize(
+    x: Tensor, fmt: NumberFormat, *, columnwise: bool = False, ends: Tensor | None = None
+) -> Encoded:
+    """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
+
+    ``ends`` (int32 or int64 ``[groups]``, cumulative end rows, on ``x.device``) starts blocks anew
+    at each group of rows; a group's last, shorter block has its own scale. Rows past the last end
+    are zero. Column-wise scales of group g begin at block ``sum(ceil(rows of earlier groups / B))``
+    and there are ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so
+    that no size depends on the data.
+
+    NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
+    Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for rows that are
+    not whole blocks.
+    """
+    check_input(x, fmt, columnwise)
+    check_ends(x, ends)
+    if ends is not None:
+        ends = ends.clamp(max=x.shape[0])
+        x = zero_tail(x, ends)
+    blocks = blocks_of(x, fmt.block, columnwise, ends)
+    amax = blocks.amax(x).float()
+    tensor_scale = _tensor_scale(x, fmt, ends)
+    outer = None if tensor_scale is None else blocks.spread_groups(tensor_scale)
+    scale, multiplier = SCALES[fmt.scale].encode(amax, fmt, outer)
+    scaled = x.float() * blocks.expand(multiplier)
+    if ends is not None:
+        scaled = zero_tail(scaled, ends)
+    return Encoded(ENCODERS[fmt.element](scaled), scale, tensor_scale)
+
+
+def dequantize(
+    encoded: Encoded,
+    fmt: NumberFormat,
+    dtype: torch.dtype = torch.float32,
+    *,
+    columnwise: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Return the values of ``encoded``, with the ``columnwise`` and ``ends`` of its ``quantize``.
+
+    Computed in FP32 and rounded once to ``dtype``; MXFP8 is exact in BF16 (normal range) and FP32.
+    """
+    check_encoded(encoded, fmt)
+    elements = DECODERS[fmt.element](encoded.data)
+    ends = None if ends is None else ends.clamp(max=elements.shape[0])
+    blocks = blocks_of(elements, fmt.block, columnwise, ends)
+    scale = SCALES[fmt.scale].decode(encoded.scale)
+    if encoded.tensor_scale is not None:
+        scale = scale * blocks.spread_groups(encoded.tensor_scale)
+    values = elements * blocks.expand(scale)
+    if ends is not None:
+        values = zero_tail(values, ends)
+    return values.to(dtype)
+
+
+def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
+    """Raise the error of ``quantize`` for what ``fmt`` cannot hold, before anything is written."""
+    if x.dtype not in _HIGH_PRECISION:
+        raise TypeError(
+            f"a tensor to quantize must be float32, bfloat16 or float16, got {x.dtype}; "
+            "convert it first"
+        )
+    if x.ndim < 2:
+        raise ValueError(
+            f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
+            "use x.unsqueeze(0) for one row"
+        )
+    rows, columns = x.shape[-2:]
+    across, along = fmt.block or (1, 1)
+    needed = {"columns": (columns, fmt.element.per_byte)}
+    if fmt.directional and not columnwise:
+        needed["columns"] = (columns, along)
+    if not fmt.directional:
+        needed = {
+            "rows": (rows, across),
+            "columns": (columns, math.lcm(along, fmt.element.per_byte)),
+        }
+    for what, (size, multiple) in needed.items():
+        if size % multiple:
+            raise ValueError(
+                f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "
+                f"(shape {tuple(x.shape)}); pad the tensor with zeros"
+            )
+
+
+def check_ends(x: Tensor, ends: Tensor | None) -> None:
+    """Raise ValueError unless ``ends`` can be cumulative end rows of groups of ``x``."""
+    if ends is None:
+        return
+    if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "ends must be int32 or int64 of shape (groups,) with at least one group, "
+            f"got {ends.dtype} of shape {tuple(ends.shape)}"
+        )
+    if ends.device != x.device:
+        raise ValueError(
+            f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
+        )
+
+
+def check_encoded(encoded: Encoded, fmt: NumberFormat) -> None:
+    """Raise TypeError if the stored dtypes are not those of ``fmt``: bits are never reread."""
+    wanted = (fmt.element.dtype, fmt.scale_dtype)
+    got = (encoded.data.dtype, encoded.scale.dtype)
+    if wanted != got:
+        raise TypeError(
+            f"data and scales of {fmt.name} must be {wanted[0]} and {wanted[1]}, "
+            f"got {got[0]} and {got[1]}; use the format the tensor was quantized in"
+        )
+
+
+def _tensor_scale(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> Tensor | None:
+    """Return amax / (element.max * 448) per tensor or group, at least 2^-126, NaN for Inf."""
+    if not fmt.has_tensor_scale:
+        return None
+    amax = blocks_of(x, None, False, ends).amax(x).float()
+    scale = divide(amax, fmt.element.max * E4M3.max)
+    return torch.where(scale.isfinite(), scale.clamp(min=SMALLEST_NORMAL), math.nan)

@@ -1,0 +1,302 @@
+"""``GroupedTensor``: several matrices that differ in rows only, in one buffer, sizes on the device.
+
+Nothing here reads a size on the host except ``split``, which says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fusible.recipes.blocks import column_block_ends
+from fusible.recipes.formats import Encoded, NumberFormat, dequantize
+from fusible.recipes.library import encode
+from fusible.recipes.quantizer import Quantizer
+from fusible.recipes.tensor import PIECES, QuantizedTensor, pieces_of
+
+_library = torch.library.Library("fusible", "FRAGMENT")
+_library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
+
+
+def group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return where each group begins, in elements, and the end row of each, both int64.
+
+    ``[groups + 1]`` with a leading 0, and ``[groups]``.
+    """
+    ends = first_dims.to(torch.int64).cumsum(0)
+    return functional.pad(ends * columns, (1, 0)), ends
+
+
+def _group_offsets_fake(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    ends = torch.empty_like(first_dims, dtype=torch.int64)
+    return ends.new_empty(ends.shape[0] + 1), ends
+
+
+_library.impl("group_offsets", group_offsets, "CompositeExplicitAutograd")
+torch.library.register_fake("fusible::group_offsets", _group_offsets_fake, lib=_library)
+
+
+class GroupedTensor(torch.Tensor):
+    """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
+
+    ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
+    ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
+    ``[groups]``) the cumulative end rows. Rows past the last group belong to none.
+    ``rowwise_data``, ``scale_inv``, ``columnwise_data``, ``columnwise_scale_inv`` are laid out as
+    in ``formats.quantize`` with ``ends``; a tensor that is not quantized (``format`` None) has
+    ``rowwise_data`` only.
+    """
+
+    format: NumberFormat | None
+    first_dims: Tensor
+    tensor_offsets: Tensor
+    ends: Tensor
+    rowwise_data: Tensor | None
+    scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    tensor_scale: Tensor | None
+    columnwise_tensor_scale: Tensor | None
+    uniform: bool
+    """Whether all groups have the same number of rows, known without reading the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[GroupedTensor],
+        pieces: dict[str, Tensor],
+        format: NumberFormat | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        uniform: bool = False,
+    ) -> GroupedTensor:
+        """Assemble from pieces by attribute name; ``group`` and ``group_quantize`` make them."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=pieces["first_dims"].device
+        )
+        self.format, self.uniform = format, uniform
+        for name in _GROUPED_PIECES:
+            setattr(self, name, pieces.get(name))
+        return self
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of groups."""
+        return self.first_dims.shape[0]
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """``(groups, rows, columns)`` if the groups are known to be equal, else the tensor's."""
+        rows, columns = self.shape
+        if self.uniform and rows % self.num_tensors == 0:
+            return self.num_tensors, rows // self.num_tensors, columns
+        return rows, columns
+
+    def encoded(self, *, columnwise: bool = False) -> Encoded:
+        """Return data and scales for one use; ValueError if the tensor has not got it."""
+        if self.format is None:
+            raise ValueError(
+                "a grouped tensor must be quantized to have scales, got one that is not; "
+                "use group_quantize"
+            )
+        pieces = {name: piece for name, piece in self.pieces().items() if name in PIECES}
+        return self._member(pieces, self.format, self.shape[0]).encoded(columnwise=columnwise)
+
+    def dequantize(
+        self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
+    ) -> Tensor:
+        """Return the values ``[rows, columns]``; rows past the last group are zero."""
+        dtype = dtype or self.dtype
+        if self.format is None:
+            assert self.rowwise_data is not None
+            return self.rowwise_data.to(dtype)
+        if columnwise is None:
+            columnwise = self.rowwise_data is None
+        encoded = self.encoded(columnwise=columnwise)
+        columnwise = columnwise and self.format.directional
+        return dequantize(encoded, self.format, dtype, columnwise=columnwise, ends=self.ends)
+
+    def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Return a view of every group; waits for the device unless the groups are uniform."""
+        if self.uniform:
+            rows = [self.shape[0] // self.num_tensors] * self.num_tensors
+        else:
+            rows = self.first_dims.tolist()
+        along = 1 if self.format is None or self.format.block is None else self.format.block[1]
+        members, row, block = [], 0, 0
+        for group, count in enumerate(rows):
+            blocks = -(-count // along)
+            members.append(self._view_of(group, (row, count), (block, blocks)))
+            row, block = row + count, block + blocks
+        return tuple(members)
+
+    def _view_of(self, group: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
+        spans = {
+            "rowwise_data": rows,
+            "scale_inv": rows,
+            "columnwise_data": rows,
+            "columnwise_scale_inv": blocks,
+        }
+        whole = {"tensor_scale", "columnwise_tensor_scale"}
+        if self.format is not None and self.format.block is None:
+            whole.add("scale_inv")
+        views = {
+            name: piece.narrow(0, *((group, 1) if name in whole else spans[name]))
+            for name, piece in self.pieces().items()
+            if name in PIECES
+        }
+        if self.format is None:
+            return views["rowwise_data"]
+        return self._member(views, self.format, rows[1])
+
+    def _member(self, pieces: dict[str, Tensor], fmt: NumberFormat, rows: int) -> QuantizedTensor:
+        return QuantizedTensor.from_pieces(pieces, fmt, (rows, self.shape[1]), self.dtype)
+
+    def pieces(self) -> dict[str, Tensor]:
+        """Return the plain tensors it consists of, by attribute name."""
+        present = {name: getattr(self, name) for name in _GROUPED_PIECES}
+        return {name: piece for name, piece in present.items() if piece is not None}
+
+    def map_pieces(
+        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> GroupedTensor:
+        """Return the tensor of ``function`` of every piece."""
+        pieces = {name: function(piece) for name, piece in self.pieces().items()}
+        return GroupedTensor(pieces, self.format, self.shape, dtype or self.dtype, self.uniform)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what is known without reading the device."""
+        name = self.format.name if self.format else "not quantized"
+        return (
+            f"GroupedTensor({self.num_tensors} tensors, {tuple(self.shape)}, {name}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled."""
+        raise TypeError("a grouped tensor must be saved as plain tensors, got pickle; use pieces()")
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Name the inner tensors, for torch.compile."""
+        return list(self.pieces()), (self.format, self.dtype, self.uniform)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        meta: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> GroupedTensor:
+        """Undo ``__tensor_flatten__``."""
+        fmt, dtype, uniform = meta
+        return GroupedTensor(inner, fmt, outer_size, dtype, uniform)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one of the few ATen operations that keep the groups, or refuse."""
+        if func in _KEEP:
+            return _KEEP[func](*args, **(kwargs or {}))
+        # No TypeError, which an operator like @ would turn into "unsupported operand".
+        raise NotImplementedError(
+            f"{func} is not defined for grouped tensors; nothing was computed; "
+            "call .dequantize() for all rows or .split() for the groups"
+        )
+
+
+_SIZES = ("first_dims", "tensor_offsets", "ends")
+_GROUPED_PIECES = (*_SIZES, *PIECES)
+
+
+def _to_copy(
+    g: GroupedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> Tensor:
+    """Move the pieces; a dtype changes the values of a tensor that is not quantized."""
+    new = g.map_pieces(lambda t: t.to(device, copy=True), dtype=dtype)
+    if g.format is None and new.rowwise_data is not None:
+        new.rowwise_data = new.rowwise_data.to(new.dtype)
+    return new
+
+
+_aten = torch.ops.aten
+_KEEP: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda g: g.map_pieces(lambda t: t),
+    _aten.alias.default: lambda g: g.map_pieces(lambda t: t),
+    _aten.clone.default: lambda g, **_: g.map_pieces(torch.clone),
+    _aten._to_copy.default: _to_copy,
+}
+
+
+def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> GroupedTensor:
+    """Declare the rows of ``x`` ``[rows, columns]`` to be ``num_groups`` matrices.
+
+    ``first_dims`` (int32 or int64 ``[num_groups]``, on ``x.device``) are their rows; without it
+    they are equal. Shares memory with ``x``.
+    """
+    pieces = _sizes_of(x, num_groups, first_dims) | {"rowwise_data": x}
+    return GroupedTensor(pieces, None, x.shape, x.dtype, first_dims is None)
+
+
+def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str, Tensor]:
+    if x.ndim != 2:
+        raise ValueError(f"rows to group must be a 2-D tensor, got shape {tuple(x.shape)}")
+    if first_dims is None:
+        if num_groups < 1 or x.shape[0] % num_groups:
+            raise ValueError(
+                f"rows must be a multiple of num_groups={num_groups} to be equal groups, "
+                f"got {x.shape[0]}; pass first_dims"
+            )
+        rows = x.shape[0] // num_groups
+        first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
+    _check_first_dims(first_dims, num_groups, x.device)
+    offsets, ends = torch.ops.fusible.group_offsets(first_dims, x.shape[1])
+    return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
+
+
+def group_quantize(
+    x: Tensor, quantizer: Quantizer, num_groups: int, first_dims: Tensor | None = None
+) -> GroupedTensor:
+    """Quantize the groups of ``x`` as ``group`` finds them, each with its own scales.
+
+    Groups need no padding: column-wise blocks start anew at each. Raises what ``formats.quantize``
+    raises, and ValueError for 128x128 blocks.
+    """
+    sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
+    row, column = encode(
+        x, fmt, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, ends=sizes["ends"]
+    )
+    pieces = sizes | pieces_of(row, column, fmt)
+    return GroupedTensor(pieces, fmt, x.shape, x.dtype, first_dims is None)
+
+
+def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:
+    """Return the grouped tensor of the values of ``g``, not quantized."""
+    values = g.dequantize(dtype)
+    pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
+    return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
+
+
+def column_scale_blocks(g: GroupedTensor) -> Tensor:
+    """Return the cumulative number of column-wise blocks after each group, int64 ``[groups]``."""
+    if g.format is None or g.format.block is None:
+        raise ValueError(f"column-wise blocks need a block format, got {g!r}")
+    return column_block_ends(g.ends, g.format.block[1])
+
+
+def _check_first_dims(first_dims: Tensor, num_groups: int, device: torch.device) -> None:
+    problems = {
+        f"int32 or int64, got {first_dims.dtype}": first_dims.dtype in (torch.int32, torch.int64),
+        f"of shape ({num_groups},), got {tuple(first_dims.shape)}": (
+            tuple(first_dims.shape) == (num_groups,)
+        ),
+        f"on {device}, where the rows are, got {first_dims.device}": first_dims.device == device,
+    }
+    wrong = [sentence for sentence, holds in problems.items() if not holds]
+    if wrong:
+        raise ValueError(f"first_dims must be {' and '.join(wrong)}")

@@ -1,0 +1,79 @@
+"""``quantized_model_init``: modules built inside store their weights quantized."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fusible.recipes.recipe import MXFP8BlockScaling, Recipe
+from fusible.recipes.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class ModelInit:
+    """How weights are stored by modules built now."""
+
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.init: ModelInit | None = None
+
+
+_thread = _Thread()
+
+
+def current_model_init() -> ModelInit | None:
+    """Return the innermost enabled ``quantized_model_init`` of this thread, or None."""
+    return _thread.init
+
+
+def quantized_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> AbstractContextManager[None]:
+    """Store the weights of modules built inside in the recipe's weight format.
+
+    Without ``recipe`` it is ``MXFP8BlockScaling()``. ``preserve_high_precision_init_val`` keeps the
+    value before quantization, on the CPU, for an optimizer's master weights:
+    ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
+    """
+    recipe = recipe or MXFP8BlockScaling()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a recipe of fusible.recipes, got {recipe!r}")
+    return _scope(ModelInit(recipe, preserve_high_precision_init_val) if enabled else None)
+
+
+@contextmanager
+def _scope(init: ModelInit | None) -> Iterator[None]:
+    outer = _thread.init
+    _thread.init = init
+    try:
+        yield
+    finally:
+        _thread.init = outer
+
+
+def weight_parameter(value: Tensor) -> nn.Parameter:
+    """Return ``value`` as a parameter, quantized if modules are built quantized now.
+
+    For row-wise and column-wise use: the forward and the data gradient both read the weight.
+    """
+    init = _thread.init
+    fmt = init.recipe.format("weight") if init else None
+    if init is None or fmt is None:
+        return nn.Parameter(value)
+    with torch.no_grad():
+        quantized = QuantizedTensor.quantize(value.detach(), fmt, rowwise=True, columnwise=True)
+    parameter = nn.Parameter(quantized)
+    if init.preserve_high_precision_init_val:
+        parameter._high_precision_init_val = value.detach().cpu().clone()  # type: ignore[attr-defined]
+    return parameter

@@ -1,0 +1,162 @@
+"""Quantizers: a format and the uses wanted of it; what ops hand to each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.formats import (
+    E4M3,
+    E5M2,
+    Element,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+from fusible.recipes.tensor import QuantizedTensor
+
+
+class Quantizer:
+    """Quantizes tensors to ``format`` for row-wise use, column-wise use or both."""
+
+    def __init__(
+        self,
+        format: NumberFormat,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        self.format = format
+        self.rowwise = rowwise
+        self.columnwise = columnwise
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose the uses of what is quantized from now on; None leaves one as it is."""
+        self.rowwise = self.rowwise if rowwise is None else rowwise
+        self.columnwise = self.columnwise if columnwise is None else columnwise
+
+    def __call__(self, x: Tensor) -> QuantizedTensor:
+        """Quantize ``x`` ``[..., rows, columns]``; errors as ``formats.quantize``.
+
+        A tensor that already is in this format, for these uses, is returned as it is. One in
+        another format raises TypeError: quantizing twice loses more than either format does.
+        """
+        if isinstance(x, QuantizedTensor):
+            return self._accept(x)
+        return QuantizedTensor.quantize(
+            x, self.format, rowwise=self.rowwise, columnwise=self.columnwise
+        )
+
+    def _accept(self, x: QuantizedTensor) -> QuantizedTensor:
+        if x.format != self.format:
+            raise TypeError(
+                f"a tensor for this quantizer must be in {self.format.name} or not quantized, "
+                f"got {x.format.name}; quantize the original, or dequantize() it if you must"
+            )
+        for wanted, columnwise in ((self.rowwise, False), (self.columnwise, True)):
+            if wanted:
+                x.encoded(columnwise=columnwise)
+        return x
+
+    def __repr__(self) -> str:
+        """Say format and uses."""
+        uses = f"rowwise={self.rowwise}, columnwise={self.columnwise}"
+        return f"{type(self).__name__}({self.format.name}, {uses})"
+
+
+def _element(fp8_dtype: torch.dtype) -> Element:
+    for element in (E4M3, E5M2):
+        if element.dtype == fp8_dtype:
+            return element
+    raise ValueError(
+        f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, got {fp8_dtype!r}"
+    )
+
+
+class MXFP8Quantizer(Quantizer):
+    """MXFP8, scales rounded up."""
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(mxfp8(_element(fp8_dtype)), rowwise=rowwise, columnwise=columnwise)
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """FP8 with one scale per tensor. ``device`` is taken from the tensors; it may be given."""
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+        device: torch.device | str | None = None,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        *,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+    ) -> None:
+        fmt = fp8_tensor(_element(fp8_dtype), force_pow_2_scales, amax_epsilon)
+        super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
+        self.device = None if device is None else torch.device(device)
+
+    def __call__(self, x: Tensor) -> QuantizedTensor:
+        """Quantize ``x``, which must be on ``device`` if one was given."""
+        if self.device is not None and x.device.type != self.device.type:
+            raise ValueError(
+                f"a tensor for this quantizer must be on {self.device}, got {x.device}; move it"
+            )
+        return super().__call__(x)
+
+
+class Float8BlockQuantizer(Quantizer):
+    """FP8 with FP32 scales per 128x128 (``block_scaling_dim=2``) or 1x128 (1)."""
+
+    def __init__(
+        self,
+        fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        *,
+        force_pow_2_scales: bool = True,
+        amax_epsilon: float = 0.0,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        blocks = {1: (1, 128), 2: (128, 128)}
+        if block_scaling_dim not in blocks:
+            raise ValueError(f"block_scaling_dim must be 1 or 2, got {block_scaling_dim}")
+        block = blocks[block_scaling_dim]
+        fmt = fp8_block(_element(fp8_dtype), block, force_pow_2_scales, amax_epsilon)
+        super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
+
+
+class NVFP4Quantizer(Quantizer):
+    """NVFP4, nearest rounding in 1-D blocks; the other options are refused for now."""
+
+    def __init__(
+        self,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        *,
+        with_rht: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        with_random_sign_mask: bool = False,
+    ) -> None:
+        options = {
+            "with_rht": with_rht,
+            "with_2d_quantization": with_2d_quantization,
+            "stochastic_rounding": stochastic_rounding,
+            "with_random_sign_mask": with_random_sign_mask,
+        }
+        asked = [name for name, on in options.items() if on]
+        if asked:
+            raise ValueError(
+                f"NVFP4Quantizer must have {' and '.join(asked)} False, got True; nearest rounding "
+                "in 1-D blocks without a Hadamard transform is what there is"
+            )
+        super().__init__(nvfp4(), rowwise=rowwise, columnwise=columnwise)

@@ -1,0 +1,121 @@
+"""Number formats as frozen rows: everything else about a format is derived from its row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Element:
+    """How one number is stored. ``max`` is the largest finite magnitude."""
+
+    name: str
+    max: float
+    max_exponent: int
+    """Exponent of ``max``: floor(log2(max))."""
+    dtype: torch.dtype
+    per_byte: int = 1
+    """Numbers in one item of ``dtype``; the earlier one is in the lower bits."""
+
+
+E4M3 = Element("e4m3", 448.0, 8, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 57344.0, 15, torch.float8_e5m2)
+# torch.float4_e2m1fn_x2 supports too few operations; it is a view of these bytes at a kernel.
+E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
+
+ScaleName = Literal["e8m0_up", "e8m0_floor", "fp32", "fp32_power_of_two", "e4m3"]
+
+SCALE_DTYPES: dict[ScaleName, torch.dtype] = {
+    "e8m0_up": torch.float8_e8m0fnu,
+    "e8m0_floor": torch.float8_e8m0fnu,
+    "fp32": torch.float32,
+    "fp32_power_of_two": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+def check_scale_name(name: str) -> ScaleName:
+    """Return ``name`` if it is a kind of scale, KeyError if not."""
+    return {known: known for known in SCALE_DTYPES}[name]  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """``element`` numbers sharing one ``scale`` per ``block``; a value is element times scale.
+
+    ``block`` is (across, along) the reduction of the matrix product, so (1, 32) is 32 columns of a
+    row used row-wise and 32 rows of a column used column-wise; None is the whole matrix.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int, int] | None
+    scale: ScaleName
+    amax_epsilon: float = 0.0
+    """Lower bound of the largest magnitude from which an FP32 scale is computed."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Return the dtype of the scales."""
+        return SCALE_DTYPES[self.scale]
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Tell whether a second, FP32 scale covers each matrix or group."""
+        return self.scale == "e4m3"
+
+    @property
+    def directional(self) -> bool:
+        """Tell whether row-wise and column-wise use need two different sets of numbers."""
+        return self.block is not None and self.block[0] != self.block[1]
+
+
+@cache
+def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> NumberFormat:
+    """Describe OCP MXFP8: one power of two per 32; ``rounding`` is that of the scale.
+
+    "up", the rule of Transformer Engine and cuDNN, saturates no element; "floor" is the rule of the
+    OCP MX specification, section 6.3, which saturates those above ``element.max`` times the scale.
+    """
+    if rounding not in ("up", "floor"):
+        raise ValueError(f'rounding must be "up" or "floor", got {rounding!r}')
+    suffix = "" if rounding == "up" else "_floor"
+    scale: ScaleName = "e8m0_up" if rounding == "up" else "e8m0_floor"
+    return NumberFormat(f"mxfp8_{element.name}{suffix}", element, (1, 32), scale)
+
+
+@cache
+def fp8_block(
+    element: Element = E4M3,
+    block: tuple[int, int] = (1, 128),
+    power_of_two: bool = True,
+    amax_epsilon: float = 0.0,
+) -> NumberFormat:
+    """Describe FP8 with an FP32 scale per 1x128 or 128x128."""
+    if block not in ((1, 128), (128, 128)):
+        raise ValueError(f"block must be (1, 128) or (128, 128), got {block}")
+    name = f"fp8_{block[0]}x{block[1]}_{element.name}"
+    return NumberFormat(name, element, block, _fp32_scale(power_of_two), amax_epsilon)
+
+
+@cache
+def fp8_tensor(
+    element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0
+) -> NumberFormat:
+    """Describe FP8 with one FP32 scale per tensor, from the tensor itself (current scaling)."""
+    name = f"fp8_tensor_{element.name}"
+    return NumberFormat(name, element, None, _fp32_scale(power_of_two), amax_epsilon)
+
+
+@cache
+def nvfp4() -> NumberFormat:
+    """Describe NVFP4: one E4M3 scale per 16 and an FP32 scale per tensor, amax / (6 * 448)."""
+    return NumberFormat("nvfp4", E2M1, (1, 16), "e4m3")
+
+
+def _fp32_scale(power_of_two: bool) -> ScaleName:
+    return "fp32_power_of_two" if power_of_two else "fp32"

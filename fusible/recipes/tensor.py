@@ -1,0 +1,236 @@
+"""``QuantizedTensor``: a tensor stored in a number format, small on purpose.
+
+It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. Elementwise
+operations and reductions that read it work on its values; in-place ones requantize and return it;
+``copy_``, ``detach``, ``clone``, ``to`` and ``view`` of whole blocks keep the format. Everything
+else raises NotImplementedError: call ``dequantize()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.dispatch import run
+from fusible.recipes.formats import Encoded, NumberFormat, dequantize
+from fusible.recipes.library import encode
+
+PIECES = (
+    "rowwise_data",
+    "scale_inv",
+    "tensor_scale",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "columnwise_tensor_scale",
+)
+
+
+class QuantizedTensor(torch.Tensor):
+    """Values in ``format``, for row-wise use, column-wise use or both, of nominal ``dtype``.
+
+    ``dtype`` is the one of gradients and of ``dequantize()``; ``fp8_dtype`` that of the elements.
+    ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
+    as in ``formats.Encoded`` and None if the use is missing; in a format whose blocks have no
+    direction both uses share the row-wise ones.
+    """
+
+    format: NumberFormat
+    rowwise_data: Tensor | None
+    scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    tensor_scale: Tensor | None
+    columnwise_tensor_scale: Tensor | None
+    _high_precision_init_val: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        row: Encoded | None,
+        column: Encoded | None,
+        format: NumberFormat,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> QuantizedTensor:
+        """Wrap what ``library.encode`` returned for a tensor of ``shape`` and ``dtype``."""
+        pieces = pieces_of(row, column, format)
+        device = next(iter(pieces.values())).device
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self.format = format
+        for name in PIECES:
+            setattr(self, name, pieces.get(name))
+        self._high_precision_init_val = None
+        return self
+
+    @classmethod
+    def quantize(
+        cls, x: Tensor, fmt: NumberFormat, *, rowwise: bool = True, columnwise: bool = False
+    ) -> QuantizedTensor:
+        """Quantize ``x`` ``[..., rows, columns]``; errors as ``formats.quantize``."""
+        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise)
+        return cls(row, column, fmt, x.shape, x.dtype)
+
+    @staticmethod
+    def from_pieces(
+        pieces: dict[str, Tensor], fmt: NumberFormat, shape: Sequence[int], dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Assemble a tensor from what ``pieces`` returned."""
+
+        def encoded(data: str, scale: str, tensor_scale: str) -> Encoded | None:
+            if data not in pieces:
+                return None
+            return Encoded(pieces[data], pieces[scale], pieces.get(tensor_scale))
+
+        row = encoded("rowwise_data", "scale_inv", "tensor_scale")
+        column = encoded("columnwise_data", "columnwise_scale_inv", "columnwise_tensor_scale")
+        return QuantizedTensor(row, column, fmt, shape, dtype)
+
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """The dtype of the stored elements (bytes of two for E2M1)."""
+        return self.format.element.dtype
+
+    @property
+    def has_rowwise(self) -> bool:
+        """Tell whether row-wise use is possible."""
+        return self.rowwise_data is not None
+
+    @property
+    def has_columnwise(self) -> bool:
+        """Tell whether column-wise use is possible."""
+        return self.columnwise_data is not None or not self.format.directional
+
+    def encoded(self, *, columnwise: bool = False) -> Encoded:
+        """Return data and scales for one use; ValueError if the tensor has not got it."""
+        own = columnwise and self.format.directional
+        data = self.columnwise_data if own else self.rowwise_data
+        scale = self.columnwise_scale_inv if own else self.scale_inv
+        if data is None or scale is None:
+            use = "column-wise" if columnwise else "row-wise"
+            raise ValueError(
+                f"{use} use needs {use} data, which this {self.format.name} tensor was quantized "
+                "without; set_usage of its quantizer before quantizing"
+            )
+        return Encoded(data, scale, self.columnwise_tensor_scale if own else self.tensor_scale)
+
+    def dequantize(
+        self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
+    ) -> Tensor:
+        """Return the values as an ordinary tensor, by default of the nominal dtype.
+
+        Of the row-wise data if there are any, or of the use that is asked for. The gradient passes
+        through unchanged.
+        """
+        if columnwise is None:
+            columnwise = not self.has_rowwise
+        dtype = dtype or self.dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype, columnwise)
+        return self._decoded(dtype, columnwise)
+
+    def _decoded(self, dtype: torch.dtype, columnwise: bool) -> Tensor:
+        encoded = self.encoded(columnwise=columnwise)
+        return dequantize(encoded, self.format, dtype, columnwise=columnwise)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """Return the value before quantization, if ``quantized_model_init`` kept it."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Forget the value before quantization."""
+        self._high_precision_init_val = None
+
+    def requantize_(self, values: Tensor) -> None:
+        """Replace the values, in the format and for the uses the tensor has."""
+        if values.shape != self.shape:
+            raise ValueError(
+                f"values must have the tensor's shape {tuple(self.shape)}, "
+                f"got {tuple(values.shape)}; nothing was written"
+            )
+        values = values.detach().to(self.device)
+        rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
+        row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
+        new = pieces_of(row, column, self.format)
+        for name, piece in self.pieces().items():
+            piece.copy_(new[name])
+
+    def pieces(self) -> dict[str, Tensor]:
+        """Return the plain tensors it consists of, by attribute name."""
+        present = {name: getattr(self, name) for name in PIECES}
+        return {name: piece for name, piece in present.items() if piece is not None}
+
+    def map_pieces(
+        self,
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> QuantizedTensor:
+        """Return the tensor of ``function`` of every piece."""
+        pieces = {name: function(piece) for name, piece in self.pieces().items()}
+        return self.from_pieces(
+            pieces, self.format, self.shape if shape is None else shape, dtype or self.dtype
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say shape, format, element dtype and nominal dtype, without reading the device."""
+        return (
+            f"QuantizedTensor({tuple(self.shape)}, {self.format.name}, elements={self.fp8_dtype}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled: state dicts hold plain tensors (``recipes.state``)."""
+        raise TypeError(
+            "a quantized tensor must be saved as plain tensors, got pickle; save "
+            "module.state_dict() of a fusible module, or recipes.tensor_state(tensor)"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[NumberFormat, torch.dtype]]:
+        """Name the inner tensors, for torch.compile and FSDP."""
+        return list(self.pieces()), (self.format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        meta: tuple[NumberFormat, torch.dtype],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> QuantizedTensor:
+        """Undo ``__tensor_flatten__``."""
+        return QuantizedTensor.from_pieces(inner, meta[0], outer_size, meta[1])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one ATen operation: keep the format, work on values, or refuse."""
+        return run(func, args, kwargs or {})
+
+
+def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) -> dict[str, Tensor]:
+    """Name what ``library.encode`` returned; one set serves both uses of undirected blocks."""
+    if not fmt.directional:
+        row, column = row or column, None
+    if row is None and column is None:
+        raise ValueError(
+            "a quantized tensor must have row-wise or column-wise data, got neither; "
+            "ask the quantizer for a use: set_usage(rowwise=True)"
+        )
+    pieces = zip(PIECES, (*(row or (None,) * 3), *(column or (None,) * 3)), strict=True)
+    return {name: piece for name, piece in pieces if piece is not None}
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
+        ctx.dtype = q.dtype
+        return q._decoded(dtype, columnwise)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None

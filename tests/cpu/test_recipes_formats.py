@@ -1,0 +1,252 @@
+"""Formats: groups, batches, one graph, bad input. The golden vectors have a file of their own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusible.recipes.blocks import column_block_bound, column_block_ends
+from fusible.recipes.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Encoded,
+    dequantize,
+    e8m0_value,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+    quantize,
+)
+from fusible.recipes.library import encode
+
+FORMATS = {
+    "mxfp8_e4m3": mxfp8(),
+    "mxfp8_e5m2": mxfp8(E5M2),
+    "mxfp8_e4m3_floor": mxfp8(E4M3, "floor"),
+    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
+    "fp8_1x128_e4m3": fp8_block(),
+    "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
+    "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
+    "fp8_tensor_e4m3": fp8_tensor(),
+    "fp8_tensor_e5m2": fp8_tensor(E5M2),
+    "nvfp4": nvfp4(),
+}
+
+
+def raw(tensor):
+    return bytes(tensor.cpu().flatten().view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_what_is_in_the_format_is_kept_exactly(fmt):
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    once = dequantize(quantize(x, fmt), fmt)
+    if fmt.scale.startswith("e8m0"):
+        assert torch.equal(dequantize(quantize(once, fmt), fmt), once)
+        assert torch.equal(dequantize(quantize(x, fmt), fmt, torch.bfloat16).float(), once)
+    error = float((once - x).norm() / x.norm())
+    assert error < {E4M3: 0.03, E5M2: 0.06, E2M1: 0.1}[fmt.element]
+
+
+def test_two_dimensional_blocks_are_tiles():
+    x = torch.randn(256, 384)
+    fmt = fp8_block(block=(128, 128))
+    encoded = quantize(x, fmt)
+    assert encoded.scale.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            tile = x[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].reshape(1, -1)
+            whole = quantize(tile, fp8_tensor(power_of_two=True))
+            assert raw(whole.scale) == raw(encoded.scale[i, j])
+    batched = quantize(x.view(2, 128, 384), fmt)
+    assert raw(batched.scale) == raw(encoded.scale)
+    assert raw(batched.data) == raw(encoded.data)
+
+
+def test_scales_rounded_up_saturate_nothing():
+    x = torch.randn(1000, 32) * 2.0 ** torch.randint(-30, 30, (1000, 1))
+    scale = e8m0_value(quantize(x, mxfp8()).scale)
+    assert (x.abs().amax(1, keepdim=True) / scale <= 448).all()
+    assert (x.abs().amax(1, keepdim=True) / scale > 224).all()
+
+
+# --- Groups --------------------------------------------------------------------------------------
+
+GROUPED = [f for f in FORMATS.values() if f.block != (128, 128)]
+IDS = [f.name + f.scale for f in GROUPED]
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("fmt", GROUPED, ids=IDS)
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    tail=st.integers(0, 40),
+    wide=st.booleans(),
+)
+def test_every_group_is_quantized_by_itself(fmt, columnwise, sizes, tail, wide):
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int64 if wide else torch.int32)
+    rows = sum(sizes) + tail
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+    x[sum(sizes) :] = torch.nan
+    encoded = quantize(x, fmt, columnwise=columnwise, ends=ends)
+    values = dequantize(encoded, fmt, columnwise=columnwise, ends=ends)
+    assert not values[sum(sizes) :].any()
+    start = block = 0
+    for group, size in enumerate(sizes):
+        alone = quantize(x[start : start + size], fmt, columnwise=columnwise)
+        assert raw(encoded.data[start : start + size]) == raw(alone.data)
+        if fmt.block is None:
+            mine = encoded.scale[group : group + 1] if size else alone.scale
+        elif columnwise:
+            mine = encoded.scale[block : block + alone.scale.shape[0]]
+        else:
+            mine = encoded.scale[start : start + size]
+        assert raw(mine) == raw(alone.scale)
+        if size and alone.tensor_scale is not None:
+            assert raw(encoded.tensor_scale[group]) == raw(alone.tensor_scale)
+        want = dequantize(alone, fmt, columnwise=columnwise)
+        assert torch.equal(values[start : start + size], want)
+        start, block = start + size, block + alone.scale.shape[0]
+    if columnwise and fmt.block is not None:
+        assert encoded.scale.shape[0] == column_block_bound(rows, len(sizes), fmt.block[1])
+        assert int(column_block_ends(ends, fmt.block[1])[-1]) == block
+        # Spare scales are those of blocks of zeros.
+        assert not encoded.scale[block:].view(torch.uint8).any() or fmt.scale_dtype == torch.float32
+
+
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4(), fp8_block()], ids=lambda f: f.name)
+def test_a_padded_layout_has_the_same_bits(fmt):
+    sizes, x = [5, 0, 130, 33], torch.randn(168, 128)
+    along = fmt.block[1]
+    padded_sizes = [-(-s // along) * along for s in sizes]
+    padded = torch.zeros(sum(padded_sizes), 128)
+    place = torch.cat([torch.arange(s) + sum(padded_sizes[:i]) for i, s in enumerate(sizes)])
+    padded[place] = x
+    ends, padded_ends = torch.tensor(sizes).cumsum(0), torch.tensor(padded_sizes).cumsum(0)
+    ragged = quantize(x, fmt, columnwise=True, ends=ends)
+    whole = quantize(padded, fmt, columnwise=True, ends=padded_ends)
+    blocks = int(column_block_ends(ends, along)[-1])
+    assert blocks == int(column_block_ends(padded_ends, along)[-1])
+    assert raw(ragged.scale[:blocks]) == raw(whole.scale[:blocks])
+    assert raw(ragged.data) == raw(whole.data.view(torch.uint8)[place])
+
+
+def test_ends_beyond_the_rows_are_clamped():
+    x = torch.randn(40, 32)
+    ends = torch.tensor([8, 1000])
+    a, b = (quantize(x, mxfp8(), columnwise=True, ends=e) for e in (ends, torch.tensor([8, 40])))
+    assert raw(a.data) == raw(b.data)
+    assert raw(a.scale) == raw(b.scale)
+
+
+@pytest.mark.parametrize("rows", [64, 40])
+@pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if f.directional], ids=lambda f: f.name
+)
+def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
+    x = torch.randn(2, 3, rows, 128)
+    row, column = encode(x, fmt, rowwise=True, columnwise=True)
+    for i in range(2):
+        for j in range(3):
+            alone = encode(x[i, j], fmt, rowwise=True, columnwise=True)
+            for batch, one in zip((row, column), alone, strict=True):
+                assert raw(batch.data[i, j]) == raw(one.data)
+                assert raw(batch.scale[i, j]) == raw(one.scale)
+    assert torch.equal(
+        dequantize(column, fmt, columnwise=True)[1, 2], dequantize(alone[1], fmt, columnwise=True)
+    )
+
+
+# --- The library op ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [None, torch.tensor([3, 3, 40], dtype=torch.int32)])
+def test_opcheck(ends):
+    x = torch.randn(48, 64, dtype=torch.bfloat16)
+    torch.library.opcheck(
+        torch.ops.fusible.quantize_mxfp8.default, (x, ends, False, True, True, True)
+    )
+    torch.library.opcheck(
+        torch.ops.fusible.quantize_mxfp8.default, (x, ends, True, False, False, True)
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
+    def round_trip(x, ends):
+        row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+        columnwise = fmt.directional
+        return (
+            dequantize(row, fmt, ends=ends),
+            dequantize(column, fmt, columnwise=columnwise, ends=ends),
+        )
+
+    x = torch.randn(128, 128)
+    ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
+    torch._dynamo.reset()
+    compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x, ends), round_trip(x, ends), strict=True):
+        assert torch.equal(got, want)
+
+
+# --- Bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "fmt", "columnwise", "sentence"),
+    [
+        ((4, 48), mxfp8(), False, "columns must be a multiple of 32 for mxfp8_e4m3, got 48"),
+        ((4, 64), fp8_block(), False, "columns must be a multiple of 128"),
+        ((4, 128), fp8_block(block=(128, 128)), True, "rows must be a multiple of 128"),
+        ((16, 3), nvfp4(), True, "columns must be a multiple of 2"),
+        ((32,), mxfp8(), False, "must have rows and columns"),
+    ],
+)
+def test_shapes_that_are_not_whole_blocks(shape, fmt, columnwise, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        quantize(torch.zeros(shape), fmt, columnwise=columnwise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_dtypes_that_cannot_be_quantized(dtype):
+    with pytest.raises(TypeError, match=f"must be float32, bfloat16 or float16, got {dtype}"):
+        quantize(torch.zeros(32, 32).to(dtype), mxfp8())
+
+
+def test_grouped_square_blocks_are_refused():
+    with pytest.raises(ValueError, match="cannot be grouped by rows"):
+        quantize(torch.zeros(128, 128), fp8_block(block=(128, 128)), ends=torch.tensor([128]))
+
+
+@pytest.mark.parametrize(
+    ("ends", "sentence"),
+    [
+        (torch.tensor([3.0]), "int32 or int64"),
+        (torch.tensor(3), r"shape \(groups,\)"),
+        (torch.empty(0, dtype=torch.int32), "at least one group"),
+        (torch.empty(2, dtype=torch.int32, device="meta"), "must be on cpu, where the rows are"),
+    ],
+)
+def test_bad_ends(ends, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        quantize(torch.zeros(32, 32), mxfp8(), ends=ends)
+    with pytest.raises(ValueError, match=sentence):
+        encode(torch.zeros(32, 32), mxfp8(), rowwise=True, columnwise=True, ends=ends)
+
+
+def test_bits_are_never_read_in_another_format():
+    encoded = quantize(torch.randn(32, 32), mxfp8(E5M2))
+    with pytest.raises(TypeError, match=r"must be torch.float8_e4m3fn .* got torch.float8_e5m2"):
+        dequantize(encoded, mxfp8())
+    with pytest.raises(TypeError, match="use the format the tensor was quantized in"):
+        dequantize(Encoded(encoded.data, encoded.scale.float(), None), mxfp8(E5M2))
+
+
+def test_unknown_options_of_formats():
+    with pytest.raises(ValueError, match='"up" or "floor"'):
+        mxfp8(rounding="nearest")
+    with pytest.raises(ValueError, match=r"\(1, 128\) or \(128, 128\)"):
+        fp8_block(block=(64, 64))

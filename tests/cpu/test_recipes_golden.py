@@ -1,0 +1,97 @@
+"""Every bit of the formats against golden vectors, on the CPU and on a GPU.
+
+``tests/golden/make.py``, an independent program, made them from the specifications.
+"""
+
+import gzip
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusible.recipes.encoding import DECODERS
+from fusible.recipes.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    e8m0_value,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+    quantize,
+)
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))
+VALUES = {k: bytes.fromhex(v) for k, v in json.loads((GOLDEN / "values.json").read_text()).items()}
+FORMATS = {
+    "mxfp8_e4m3": mxfp8(),
+    "mxfp8_e5m2": mxfp8(E5M2),
+    "mxfp8_e4m3_floor": mxfp8(E4M3, "floor"),
+    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
+    "fp8_1x128_e4m3": fp8_block(),
+    "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
+    "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
+    "fp8_tensor_e4m3": fp8_tensor(),
+    "fp8_tensor_e5m2": fp8_tensor(E5M2),
+    "nvfp4": nvfp4(),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def floats(raw, device="cpu"):
+    return torch.tensor(struct.unpack(f"<{len(raw) // 4}f", raw), device=device)
+
+
+def raw(tensor):
+    return bytes(tensor.cpu().flatten().view(torch.uint8).tolist())
+
+
+def same_values(a, b):
+    """Equal with signs of zeros, all NaN alike."""
+    a, b = (torch.where(t.isnan(), torch.nan, t.float()).cpu() for t in (a, b))
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def device_of(name):
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: f"{i}-{CASES[i]['format']}")
+def test_golden_blocks(case, device):
+    case, fmt, device = CASES[case], FORMATS[CASES[case]["format"]], device_of(device)
+    x = floats(bytes.fromhex(case["input"]), device).view(-1, case["columns"])
+    for columnwise in (False, True) if fmt.directional else (False,):
+        along = x.mT.contiguous() if columnwise else x
+        if columnwise and fmt.element is E2M1 and along.shape[1] % 2:
+            continue  # packing needs an even number of columns
+        encoded = quantize(along, fmt, columnwise=columnwise)
+        scale = encoded.scale.mT if columnwise else encoded.scale
+        assert raw(scale) == bytes.fromhex(case["scale"])
+        if encoded.tensor_scale is not None:
+            assert raw(encoded.tensor_scale) == bytes.fromhex(case["tensor_scale"])
+        elements = DECODERS[fmt.element](encoded.data)
+        if columnwise:
+            rowwise = quantize(x, fmt)
+            assert same_values(elements.mT, DECODERS[fmt.element](rowwise.data))
+        else:
+            assert raw(encoded.data) == bytes.fromhex(case["data"])
+
+
+def test_golden_values_of_every_code():
+    for element in (E4M3, E5M2):
+        codes = torch.arange(256, dtype=torch.uint8).view(element.dtype)
+        assert same_values(codes.float(), floats(VALUES[element.name]))
+    low = torch.arange(16, dtype=torch.uint8)
+    packed = low | (low.flip(0) << 4)
+    decoded = DECODERS[E2M1](packed)
+    want = floats(VALUES["e2m1"])
+    assert torch.equal(decoded[0::2], want)
+    assert torch.equal(decoded[1::2], want.flip(0))
+    assert same_values(e8m0_value(torch.arange(256, dtype=torch.uint8)), floats(VALUES["e8m0"]))

@@ -1,0 +1,401 @@
+"""Recipes, their scopes, checkpointing, and the quantized product."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fusible import recipes
+from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+
+ALL = [
+    recipes.MXFP8BlockScaling(),
+    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
+    recipes.Float8BlockScaling(),
+    recipes.Float8CurrentScaling(),
+    recipes.NVFP4BlockScaling(),
+]
+MX, BLOCK = ALL[0], ALL[2]
+
+
+# --- Recipes -------------------------------------------------------------------------------------
+
+
+def test_recipes_are_values():
+    assert len({recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), *ALL}) == len(ALL)
+    assert [r.name for r in ALL] == ["mxfp8", "mxfp8", "fp8_block", "fp8_current", "nvfp4"]
+    with pytest.raises(AttributeError):
+        MX.fp8_format = recipes.Format.E5M2
+
+
+def test_formats_of_roles():
+    assert MX.format("grad") == MX.format("input") == MX.format("weight") == mxfp8()
+    assert ALL[1].format("grad") == mxfp8(E5M2)
+    assert ALL[1].format("weight") == mxfp8()
+    assert BLOCK.format("weight") == fp8_block(E4M3, (128, 128))
+    assert BLOCK.format("grad") == fp8_block()
+    assert ALL[3].format("input") == fp8_tensor()
+    assert ALL[3].format("grad") == fp8_tensor(E5M2)
+    assert ALL[4].format("grad") == nvfp4()
+    assert recipes.Recipe().format("input") is None
+    assert recipes.Float8BlockScaling(use_f32_scales=True).format("input").scale == "fp32"
+    assert recipes.Float8CurrentScaling(use_power_2_scales=True) != ALL[3]
+    with pytest.raises(ValueError, match="input, weight, grad"):
+        recipes.Recipe().format("output")
+
+
+@pytest.mark.parametrize("option", ["rht", "stochastic_rounding", "2d_quantization"])
+def test_nvfp4_options_are_refused(option):
+    with pytest.raises(ValueError, match=f"disable_{option}=True, got False"):
+        recipes.NVFP4BlockScaling(**{f"disable_{option}": False})
+    with pytest.raises(ValueError, match="must have with_"):
+        recipes.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+    with pytest.raises(TypeError, match=r"Format\.E4M3"):
+        recipes.MXFP8BlockScaling("E4M3")
+
+
+# --- Quantizers ----------------------------------------------------------------------------------
+
+
+def test_quantizers_are_constructors_over_formats():
+    assert recipes.MXFP8Quantizer(torch.float8_e5m2).format == mxfp8(E5M2)
+    assert recipes.Float8CurrentScalingQuantizer(device="cpu").format == fp8_tensor()
+    assert recipes.Float8BlockQuantizer(block_scaling_dim=1).format == fp8_block()
+    assert recipes.Float8BlockQuantizer().format == fp8_block(E4M3, (128, 128))
+    assert recipes.NVFP4Quantizer().format == nvfp4()
+    current = recipes.Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=8.0)
+    assert current(torch.ones(2, 32)).scale_inv.item() == 2.0**-5  # 448 / 8 = 56, down to 32
+    with pytest.raises(ValueError, match="float8_e4m3fn or"):
+        recipes.MXFP8Quantizer(torch.float16)
+    with pytest.raises(ValueError, match="1 or 2, got 3"):
+        recipes.Float8BlockQuantizer(block_scaling_dim=3)
+    with pytest.raises(ValueError, match="must be on meta, got cpu"):
+        recipes.Float8CurrentScalingQuantizer(device="meta")(torch.ones(2, 32))
+    assert "mxfp8_e4m3" in repr(recipes.MXFP8Quantizer())
+
+
+def test_usage():
+    quantizer = recipes.MXFP8Quantizer(columnwise=False)
+    x = torch.randn(32, 32)
+    assert not quantizer(x).has_columnwise
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    q = quantizer(x)
+    assert (q.has_rowwise, q.has_columnwise) == (False, True)
+    quantizer.set_usage(rowwise=True)
+    with pytest.raises(ValueError, match="row-wise use needs row-wise data"):
+        quantizer(q)
+    both = quantizer(x)
+    assert quantizer(both) is both
+
+
+def test_an_e5m2_tensor_is_never_read_as_e4m3():
+    gradient = recipes.MXFP8Quantizer(torch.float8_e5m2)(torch.randn(32, 32))
+    with pytest.raises(TypeError, match="must be in mxfp8_e4m3 or not quantized, got mxfp8_e5m2"):
+        recipes.MXFP8Quantizer()(gradient)
+    with pytest.raises(TypeError, match="mxfp8_e4m3"):
+        recipes.encode_operand(gradient, MX, "grad", "dgrad")
+    assert recipes.encode_operand(gradient, ALL[1], "grad", "dgrad") is gradient
+
+
+# --- Scopes --------------------------------------------------------------------------------------
+
+
+def test_autocast_nests_and_switches_off():
+    assert recipes.current_recipe() is None
+    with recipes.autocast(recipe=MX):
+        with recipes.autocast(recipe=BLOCK):
+            assert recipes.current_recipe() == BLOCK
+            with recipes.autocast(enabled=False):
+                assert recipes.current_recipe() is None
+        assert recipes.current_recipe() == MX
+        with pytest.raises(RuntimeError), recipes.autocast(recipe=BLOCK):
+            raise RuntimeError
+        assert recipes.current_recipe() == MX
+    assert recipes.current_recipe() is None
+    with recipes.autocast():
+        assert recipes.current_recipe() == recipes.MXFP8BlockScaling()
+    with pytest.raises(TypeError, match="recipe of fusible"):
+        recipes.autocast(recipe="mxfp8")
+
+
+def test_autocast_is_of_the_thread():
+    seen = []
+    with recipes.autocast(recipe=MX):
+        bound = recipes.keep_recipe(lambda: seen.append(recipes.current_recipe()))
+        for target in (lambda: seen.append(recipes.current_recipe()), bound):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+    assert seen == [None, MX]
+
+
+def test_a_compiled_graph_follows_the_recipe():
+    def step(x):
+        recipe = recipes.current_recipe()
+        return x * {"mxfp8": 2, "fp8_block": 3}.get(recipe.name, 0) if recipe else x
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    x = torch.ones(1)
+    assert compiled(x) == 1
+    for recipe, factor in ((MX, 2), (BLOCK, 3), (MX, 2)):
+        with recipes.autocast(recipe=recipe):
+            assert compiled(x) == factor
+        assert compiled(x) == 1
+
+    def scoped(x):
+        with recipes.autocast(recipe=MX):
+            x = step(x)
+        return step(x)
+
+    assert torch.compile(scoped, fullgraph=True, backend="eager")(x) == 2
+
+
+# --- Checkpointing -------------------------------------------------------------------------------
+
+
+class Rounds(torch.nn.Module):
+    """Multiplies by itself in the recipe's numbers and notes which recipe each forward had."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        recipe = recipes.current_recipe(self)
+        self.seen.append(recipe)
+        q = recipes.operand(
+            recipes.encode_operand(x, recipe, "input", "forward"), "forward", "input"
+        )
+        return (q.detach() * x).sin()
+
+
+def gradient(model, call, recipe, *, backward_scope=None, thread=False):
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with recipes.autocast(recipe=recipe):
+        y = call(model, x)
+
+    def backward():
+        with recipes.autocast(enabled=backward_scope is not None, recipe=backward_scope):
+            y.sum().backward()
+
+    if thread:
+        worker = threading.Thread(target=backward)
+        worker.start()
+        worker.join()
+    else:
+        backward()
+    return x.grad
+
+
+def plain(model, x):
+    return model(x)
+
+
+def nonreentrant(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def reentrant(model, x):
+    return checkpoint(model, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("backward_scope", [None, BLOCK])
+@pytest.mark.parametrize("call", [nonreentrant, reentrant])
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+def test_checkpoint_repeats_the_forward_under_its_own_recipe(recipe, call, backward_scope, thread):
+    want = gradient(Rounds(), plain, recipe)
+    model = Rounds()
+    got = gradient(model, call, recipe, backward_scope=backward_scope, thread=thread)
+    assert model.seen == [recipe, recipe]
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("call", [nonreentrant, reentrant])
+def test_checkpoint_of_a_function_that_opens_its_own_scope(call):
+    model = Rounds()
+
+    def function(x):
+        with recipes.autocast(recipe=BLOCK):
+            return model(x)
+
+    gradient(function, call, MX)
+    assert model.seen == [BLOCK, BLOCK]
+
+
+def test_nested_checkpoints():
+    model = Rounds()
+    got = gradient(lambda x: nonreentrant(model, x), nonreentrant, MX)
+    assert set(model.seen) == {MX}
+    assert torch.equal(got, gradient(Rounds(), plain, MX))
+
+
+def test_evaluation_under_another_recipe_does_not_confuse_a_checkpoint():
+    model = Rounds()
+    with torch.no_grad():
+        model(torch.ones(32, 128))
+    gradient(model, nonreentrant, MX)
+    assert model.seen == [None, MX, MX]
+
+
+def test_a_module_that_runs_in_backward_only_follows_the_scope():
+    model = Rounds()
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return model(dy)
+
+    gradient(lambda x: Backward.apply(x), plain, MX, backward_scope=BLOCK)  # noqa: PLW0108
+    assert model.seen == [BLOCK]
+
+
+@pytest.mark.parametrize("call", [nonreentrant, reentrant])
+def test_a_module_run_under_several_recipes_says_so_and_keep_recipe_helps(call):
+    model = Rounds()
+    gradient(model, plain, BLOCK)
+    with torch.no_grad(), recipes.autocast(recipe=BLOCK):
+        model(torch.ones(32, 128))
+    with pytest.raises(RuntimeError, match=r"under several \(fp8_block, mxfp8\).*keep_recipe"):
+        gradient(model, call, MX)
+    model.seen.clear()
+    gradient(model, lambda m, x: call(recipes.keep_recipe(m), x), MX)
+    assert model.seen == [MX, MX]
+
+
+# --- The product ---------------------------------------------------------------------------------
+
+
+def exact_products(x, w, dy, recipe):
+    """Return the three products from the formats alone, each operand along its reduction."""
+
+    def along(t, role, dim):
+        fmt = recipe.format(role)
+        columnwise = dim == 0
+        quantizer = recipes.Quantizer(fmt, rowwise=not columnwise, columnwise=columnwise)
+        return quantizer(t).dequantize(torch.float32, columnwise=columnwise)
+
+    y = along(x, "input", 1) @ along(w, "weight", 1).mT
+    dx = along(dy, "grad", 1) @ along(w, "weight", 0)
+    dw = along(dy, "grad", 0).mT @ along(x, "input", 0)
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+def test_operands_of_the_three_products(recipe):
+    x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
+    xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
+    wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
+    dyq = recipes.encode_operand(dy, recipe, "grad", "dgrad", "wgrad")
+    saved = recipes.save_for_wgrad(xq)
+    if recipe.format("input").directional:
+        assert not saved.has_rowwise
+    read = recipes.operand
+    y = (
+        read(xq, "forward", "input", torch.float32)
+        @ read(wq, "forward", "weight", torch.float32).mT
+    )
+    dx = read(dyq, "dgrad", "grad", torch.float32) @ read(wq, "dgrad", "weight", torch.float32)
+    dw = read(dyq, "wgrad", "grad", torch.float32).mT @ read(saved, "wgrad", "input", torch.float32)
+    for got, want in zip((y, dx, dw), exact_products(x, w, dy, recipe), strict=True):
+        assert torch.equal(got, want)
+    exact = (x @ w.mT, dy @ w, dy.mT @ x)
+    bound = 0.2 if recipe.name == "nvfp4" else 0.08
+    for got, want in zip((y, dx, dw), exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < bound
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """How an op uses the operands; the recipe of the forward serves its backward."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
+        wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
+        ctx.save_for_backward(recipes.save_for_wgrad(xq), wq)
+        ctx.recipe = recipe
+        return recipes.operand(xq, "forward", "input") @ recipes.operand(wq, "forward", "weight").mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        xq, wq = ctx.saved_tensors
+        dyq = recipes.encode_operand(dy, ctx.recipe, "grad", "dgrad", "wgrad")
+        dx = recipes.operand(dyq, "dgrad", "grad") @ recipes.operand(wq, "dgrad", "weight")
+        dw = recipes.operand(dyq, "wgrad", "grad").mT @ recipes.operand(xq, "wgrad", "input")
+        return dx, dw, None
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+def test_forward_and_backward_through_autograd(recipe, stored):
+    x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
+    with recipes.quantized_model_init(enabled=stored, recipe=recipe):
+        weight = recipes.weight_parameter(w.clone())
+    x.requires_grad_()
+    with recipes.autocast(recipe=recipe):
+        y = QuantizedLinear.apply(x, weight, recipes.current_recipe())
+    y.backward(dy)
+    with torch.no_grad():
+        want = exact_products(x, w, dy, recipe)
+    for got, expected in zip((y, x.grad, weight.grad), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+def test_grouped_operands_are_those_of_each_group(recipe):
+    sizes = torch.tensor([5, 0, 43, 16])
+    x = torch.randn(70, 128)
+    both = recipes.encode_operand(x, recipe, "input", "forward", "wgrad", first_dims=sizes)
+    again = recipes.encode_operand(recipes.group(x, 4, sizes), recipe, "input", "forward", "wgrad")
+    assert recipes.encode_operand(both, recipe, "input", "forward", "wgrad") is both
+    saved = recipes.save_for_wgrad(both)
+    for product, tensor in (("forward", both), ("wgrad", saved), ("forward", again)):
+        values = recipes.operand(tensor, product, "input")
+        start = 0
+        for size in sizes.tolist():
+            if size:
+                part = recipes.encode_operand(x[start : start + size], recipe, "input", product)
+                want = recipes.operand(part, product, "input")
+                assert torch.equal(values[start : start + size], want)
+            start += size
+        assert not values[start:].any()
+
+
+def test_without_a_recipe_operands_are_what_they_were():
+    x = torch.randn(3, 5, dtype=torch.float64)
+    for recipe in (None, recipes.Recipe()):
+        assert recipes.encode_operand(x, recipe, "input", "forward") is x
+    assert recipes.operand(x, "forward", "input") is x
+    assert recipes.save_for_wgrad(x) is x
+    with pytest.raises(ValueError, match="got role 'grad'"):
+        recipes.operand(x, "forward", "grad")
+
+
+def test_a_saved_operand_has_no_row_wise_data_to_misread():
+    xq = recipes.encode_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
+    with pytest.raises(ValueError, match="row-wise use needs"):
+        recipes.operand(recipes.save_for_wgrad(xq), "forward", "input")
+    grouped = recipes.group_quantize(
+        torch.randn(32, 32), recipes.MXFP8Quantizer(columnwise=False), 1
+    )
+    with pytest.raises(ValueError, match="column-wise use needs"):
+        recipes.encode_operand(grouped, MX, "input", "wgrad")
+    with pytest.raises(TypeError, match="mxfp8_e5m2"):
+        recipes.encode_operand(grouped, ALL[1], "grad", "dgrad")
+
+
+def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, fusible.recipes, fusible.kernels.quantize; "
+        "assert not torch.cuda.is_initialized(); "
+        "assert not {'cutlass', 'cudnn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,135 @@
+"""Quantized and grouped tensors on CUDA have the bits that they have on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusible.kernels.quantize  # noqa: F401  adds the CUDA implementations
+from fusible import recipes
+from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+FORMATS = [
+    mxfp8(),
+    mxfp8(E5M2, "floor"),
+    fp8_block(),
+    fp8_block(power_of_two=False),
+    fp8_block(E4M3, (128, 128)),
+    fp8_tensor(),
+    fp8_tensor(E5M2),
+    nvfp4(),
+]
+IDS = [f.name + f.scale for f in FORMATS]
+SIZES = [5, 0, 130, 64, 1]
+
+
+def rows(dtype, count=256):
+    generator = torch.Generator().manual_seed(0)
+    scale = 2.0 ** torch.randint(-20, 20, (count, 1), generator=generator)
+    x = (torch.randn(count, 256, generator=generator) * scale).to(dtype)
+    x[7, 9] = 0.0
+    x[:, 128:] *= 0.01
+    return x
+
+
+def same(on_gpu, on_cpu):
+    assert on_gpu.pieces().keys() == on_cpu.pieces().keys()
+    for name, piece in on_cpu.pieces().items():
+        got = on_gpu.pieces()[name].cpu()
+        assert torch.equal(got.view(torch.uint8), piece.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_bits_of_tensors(fmt, dtype):
+    x, quantizer = rows(dtype), recipes.Quantizer(fmt)
+    on_cpu, on_gpu = quantizer(x), quantizer(x.cuda())
+    same(on_gpu, on_cpu)
+    for columnwise in (False, True):
+        a, b = (q.dequantize(columnwise=columnwise).cpu() for q in (on_gpu, on_cpu))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.block != (128, 128)], ids=lambda f: f.name)
+def test_bits_of_groups(fmt):
+    x, quantizer = rows(torch.bfloat16), recipes.Quantizer(fmt)
+    dims = torch.tensor(SIZES)
+    on_cpu = recipes.group_quantize(x, quantizer, len(SIZES), dims)
+    on_gpu = recipes.group_quantize(x.cuda(), quantizer, len(SIZES), dims.cuda())
+    same(on_gpu, on_cpu)
+    for columnwise in (False, True):
+        a, b = (g.dequantize(columnwise=columnwise).cpu() for g in (on_gpu, on_cpu))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 128, 4096])
+def test_offsets(groups, dtype):
+    dims = torch.randint(0, 2**24, (groups,), dtype=dtype)
+    dims[groups // 2] = 0
+    got = torch.ops.fusible.group_offsets(dims.cuda(), 4096)
+    for a, b in zip(got, torch.ops.fusible.group_offsets(dims, 4096), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_grouping_and_quantizing_read_nothing_on_the_host(fmt):
+    x, dims = rows(torch.bfloat16).cuda(), torch.tensor(SIZES).cuda()
+    quantizer = recipes.Quantizer(fmt)
+
+    def step():
+        if fmt.block == (128, 128):
+            quantizer(x).dequantize()
+            return
+        g = recipes.group_quantize(x, quantizer, len(SIZES), dims)
+        for columnwise in (False, True):
+            g.dequantize(columnwise=columnwise)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_optimizer_updates_a_quantized_parameter():
+    weight = nn.Parameter(recipes.MXFP8Quantizer()(rows(torch.bfloat16).cuda()))
+    for foreach in (False, True):
+        before = weight.dequantize().detach()
+        weight.grad = torch.ones_like(before)
+        torch.optim.AdamW([weight], lr=0.1, foreach=foreach).step()
+        assert isinstance(weight, recipes.QuantizedTensor)
+        assert not torch.equal(weight.dequantize(), before)
+
+
+class Rounds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        recipe = recipes.current_recipe(self)
+        self.seen.append(recipe)
+        q = recipes.encode_operand(x.detach(), recipe, "input", "forward")
+        return (recipes.operand(q, "forward", "input") * x).sin()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_repeats_under_the_recipe_on_the_threads_of_cuda(reentrant):
+    grads = []
+    for call in (lambda m, x: m(x), lambda m, x: checkpoint(m, x, use_reentrant=reentrant)):
+        model = Rounds()
+        x = rows(torch.float32).cuda().requires_grad_()
+        with recipes.autocast(recipe=recipes.MXFP8BlockScaling()):
+            y = call(model, x)
+        y.sum().backward()
+        assert set(model.seen) == {recipes.MXFP8BlockScaling()}
+        grads.append(x.grad)
+    assert torch.equal(*grads)
