@@ -1,0 +1,407 @@
+"""Where a fuser's autograd meets the rest of PyTorch."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import reference as ref
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusible as fz
+from fusible import recipes
+
+
+@dataclass(frozen=True)
+class Rows(recipes.Recipe):
+    """A recipe of these tests, with one option."""
+
+    block: int = 32
+
+
+SIZES = (3, 0, 4, 1)
+
+
+def biased_mlp(dtype=torch.float64):
+    mlp = ref.grouped_mlp(bias=True, single_grouped_bias=True, dtype=dtype)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.copy_(torch.randn(p.shape) / 3)
+    return mlp
+
+
+def case(dtype=torch.float64):
+    """The grouped MLP with its inputs and its exact output and gradients."""
+    mlp = biased_mlp(dtype)
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES, dtype=dtype)
+    scales = scales.detach().to(dtype).requires_grad_()
+    dy = torch.randn(x.shape, dtype=dtype)
+    y, grads = ref.exact_grouped_mlp(mlp, x, SIZES, scales, dy)
+    return mlp, (x, splits, scales, splits), dy, y, grads
+
+
+def tensors_of(mlp, inputs):
+    return [inputs[0], inputs[2], *mlp.parameters()]
+
+
+def assert_exact(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
+
+
+# --- which gradients are wanted -----------------------------------------------------------------
+
+
+def test_input_that_needs_no_gradient():
+    mlp, (x, splits, scales, _), dy, y, exact = case()
+    out = mlp(x.detach(), splits, scales, splits)
+    assert_exact([out.detach()], [y])
+    assert_exact(torch.autograd.grad(out, [scales, *mlp.parameters()], dy), exact[1:])
+
+
+def test_only_an_extra_input_needs_a_gradient():
+    mlp, (x, splits, scales, _), dy, _, exact = case()
+    mlp.requires_grad_(False)
+    out = mlp(x.detach(), splits, scales, splits)
+    assert_exact(torch.autograd.grad(out, [scales], dy), exact[1:2])
+
+
+@pytest.mark.parametrize("trainable", [0, 1, 2, 3])
+def test_one_trainable_parameter(trainable):
+    mlp, inputs, dy, _, exact = case()
+    for i, p in enumerate(mlp.parameters()):
+        p.requires_grad_(i == trainable)
+    inputs = tuple(t.detach() for t in inputs)
+    mlp(*inputs).backward(dy)
+    for i, (p, expected) in enumerate(zip(mlp.parameters(), exact[2:], strict=True)):
+        assert (p.grad is not None) == (i == trainable)
+        if i == trainable:
+            assert_exact([p.grad], [expected])
+
+
+def test_nothing_needs_a_gradient():
+    mlp, inputs, _, y, _ = case()
+    mlp.requires_grad_(False)
+    out = mlp(*(t.detach() for t in inputs))
+    assert out.grad_fn is None
+    assert_exact([out], [y])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_and_then_with(mode):
+    mlp, inputs, dy, y, exact = case()
+    for _ in range(2):
+        with mode():
+            out = mlp(*inputs)
+            assert not out.requires_grad
+            assert_exact([out], [y])
+        out = mlp(*inputs)
+        assert_exact(torch.autograd.grad(out, tensors_of(mlp, inputs), dy), exact)
+
+
+def test_extra_outputs_without_gradients():
+    op = fz.Sequential(fz.MakeExtraOutput(), fz.SiLU())
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        y, extra = op(x)
+        alone, alone_extra = op[0](x)
+    assert torch.equal(extra, x)
+    assert torch.equal(y, F.silu(x))
+    assert torch.equal(alone, alone_extra)
+
+
+def test_train_and_eval_alternate():
+    mlp, inputs, dy, y, exact = case()
+    for _ in range(3):
+        mlp.train()
+        assert_exact(torch.autograd.grad(mlp(*inputs), tensors_of(mlp, inputs), dy), exact)
+        mlp.eval()
+        with torch.no_grad():
+            assert_exact([mlp(*inputs)], [y])
+
+
+def test_parameters_frozen_between_calls():
+    mlp, inputs, dy, _, exact = case()
+    mlp(*inputs).backward(dy)
+    ref.take_grads(*tensors_of(mlp, inputs))
+    mlp[0].requires_grad_(False)
+    mlp(*inputs).backward(dy)
+    assert mlp[0].weight.grad is None
+    assert_exact([mlp[2].weight.grad], [exact[4]])
+    mlp[0].requires_grad_(True)
+    ref.take_grads(*tensors_of(mlp, inputs))
+    mlp(*inputs).backward(dy)
+    assert_exact(ref.take_grads(*tensors_of(mlp, inputs)), exact)
+
+
+# --- how often and in what order ------------------------------------------------------------------
+
+
+def test_two_backward_passes():
+    mlp, inputs, dy, _, exact = case()
+    out = mlp(*inputs)
+    tensors = tensors_of(mlp, inputs)
+    assert_exact(torch.autograd.grad(out, tensors, dy, retain_graph=True), exact)
+    assert_exact(
+        torch.autograd.grad(out, tensors, 3 * dy, retain_graph=True), [3 * g for g in exact]
+    )
+    out.backward(dy, retain_graph=True)
+    out.backward(dy)
+    assert_exact(ref.take_grads(*tensors), [2 * g for g in exact])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward(dy)
+
+
+def test_two_calls_before_their_backwards():
+    """Nothing of a call is kept in the module."""
+    mlp, inputs, dy, _, exact = case()
+    other = (torch.randn(7, 16, dtype=torch.float64), torch.tensor([0, 7, 0, 0]))
+    first = mlp(*inputs)
+    second = mlp(other[0], other[1], torch.rand(7, dtype=torch.float64), other[1])
+    second.sum().backward()
+    ref.take_grads(*mlp.parameters())
+    assert_exact(torch.autograd.grad(first, tensors_of(mlp, inputs), dy), exact)
+
+
+def test_saved_tensors_are_guarded_against_writes():
+    x = torch.randn(3, 4, requires_grad=True)
+    h = x * 2
+    y = fz.SiLU()(h)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(3, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(fz.SiLU()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant):
+    mlp, inputs, dy, y, exact = case()
+    out = checkpoint(mlp, *inputs, use_reentrant=use_reentrant)
+    assert_exact([out.detach()], [y])
+    out.backward(dy)
+    assert_exact(ref.take_grads(*tensors_of(mlp, inputs)), exact)
+
+
+def test_saved_tensor_hooks():
+    """Saved tensors may be moved elsewhere and back (``save_on_cpu``, non-reentrant checkpoint)."""
+    mlp, inputs, dy, _, exact = case()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (packed.append(t), t.clone())[1], lambda t: t
+    ):
+        out = mlp(*inputs)
+    assert packed
+    assert_exact(torch.autograd.grad(out, tensors_of(mlp, inputs), dy), exact)
+
+
+def test_hooks_on_parameters():
+    mlp, inputs, dy, _, exact = case()
+    seen, accumulated = {}, []
+    for name, p in mlp.named_parameters():
+        p.register_hook(lambda g, name=name: seen.__setitem__(name, g.clone()))
+        p.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    inputs[0].register_hook(lambda g: 2 * g)
+    mlp(*inputs).backward(dy)
+    assert_exact([seen[name] for name, _ in mlp.named_parameters()], exact[2:])
+    assert len(accumulated) == len(exact) - 2
+    assert_exact([inputs[0].grad], [2 * exact[0]])
+
+
+def test_optimizer_in_the_backward():
+    """A step inside the post-accumulate hook, as memory-saving training loops do."""
+    linear, x = fz.Linear(4, 4), torch.randn(5, 4)
+    before = linear.weight.detach().clone()
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.5)
+        p.grad = None
+
+    linear.weight.register_post_accumulate_grad_hook(step)
+    linear(x).sum().backward()
+    expected = before - 0.5 * torch.ones(4, 5) @ x
+    torch.testing.assert_close(linear.weight.detach(), expected)
+
+
+def test_same_tensor_passed_twice():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(fz.AddExtraInput()(x, x), x, torch.ones_like(x))
+    assert torch.equal(dx, torch.full_like(x, 2))
+    seq = fz.Sequential(fz.AddExtraInput(), fz.SiLU(), fz.AddExtraInput())
+
+    def plain(x):
+        h = x + x
+        return h * ref.sigmoid(h) + x
+
+    dy = torch.randn_like(x)
+    _, (exact,) = ref.gradients(plain, [x], dy)
+    assert_exact(torch.autograd.grad(seq(x, x, x), x, dy), [exact])
+
+
+def test_a_parameter_as_input():
+    """``linear(linear.weight)``: one tensor in two roles."""
+    linear = fz.BasicLinear(4, 4, dtype=torch.float64)
+    w = linear.weight
+    _, (exact,) = ref.gradients(lambda w: w @ w.T, [w], torch.ones(4, 4))
+    assert_exact(torch.autograd.grad(linear(w).sum(), w), [exact])
+
+
+def test_expanded_gradient():
+    """The gradient that ``sum`` hands back has strides of zero."""
+    mlp, inputs, dy, _, _ = case()
+    _, exact = ref.exact_grouped_mlp(mlp, inputs[0], SIZES, inputs[2], torch.ones_like(dy))
+    assert_exact(torch.autograd.grad(mlp(*inputs).sum(), tensors_of(mlp, inputs)), exact)
+
+
+def test_output_may_be_changed_in_place():
+    x = torch.randn(3, 4, requires_grad=True)
+    seq = fz.Sequential(fz.Linear(4, 4), fz.ConstantScale(2.0))
+    expected = seq(x).detach() + 1
+    y = seq(x)
+    y += 1
+    assert torch.equal(y.detach(), expected)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.ones(3, 4) @ seq[0].weight)
+
+
+# --- autocast -----------------------------------------------------------------------------------
+
+
+def swap_in(linear):
+    """An nn.Linear with the same parameters."""
+    theirs = nn.Linear(*linear.weight.shape[::-1])
+    theirs.weight, theirs.bias = linear.weight, linear.bias
+    return theirs
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ref.LOW_PRECISION)
+def test_autocast_of_dense_ops_is_torchs(dtype, x_dtype, backward_inside):
+    ours = fz.Sequential(fz.Linear(8, 16), fz.SiLU(), fz.Linear(16, 4))
+    theirs = nn.Sequential(swap_in(ours[0]), nn.SiLU(), swap_in(ours[2]))
+    x = torch.randn(6, 8).to(x_dtype).requires_grad_()
+    results = []
+    for module in (ours, theirs):
+        with torch.autocast("cpu", dtype):
+            y = module(x)
+            loss = y.float().square().sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        results.append((y.detach(), *ref.take_grads(x, *ours.parameters())))
+    assert results[0][0].dtype == dtype
+    for mine, torchs in zip(*results, strict=True):
+        assert mine.dtype == torchs.dtype
+        torch.testing.assert_close(mine, torchs, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ref.LOW_PRECISION)
+def test_autocast_of_the_grouped_mlp(dtype):
+    mlp = biased_mlp(torch.float32)
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES)
+    dy = torch.randn(x.shape).to(dtype)
+    exact_y, exact = ref.exact_grouped_mlp(mlp, x, SIZES, scales, dy)
+    with torch.autocast("cpu", dtype):
+        y = mlp(x, splits, scales, splits)
+    assert y.dtype == dtype
+    ref.assert_accurate(y.detach(), exact_y, roundings=8)
+    y.backward(dy)
+    for grad, theirs in zip(ref.take_grads(*tensors_of(mlp, (x, 0, scales))), exact, strict=True):
+        assert grad.dtype == torch.float32  # of the parameter, computed in less
+        ref.assert_accurate(grad.to(dtype), theirs, roundings=8)
+
+
+def test_autocast_switched_on_and_off():
+    linear, x = fz.Linear(8, 8), torch.randn(4, 8)
+    for _ in range(2):
+        assert linear(x).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(x).dtype == torch.bfloat16
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+        assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+
+
+def test_autocast_leaves_fp64_alone():
+    linear, x = fz.Linear(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(linear(x), swap_in(linear)(x), rtol=1e-14, atol=1e-15)
+
+
+# --- recipes and threads --------------------------------------------------------------------------
+
+
+def test_recipes_change_between_calls():
+    mlp, inputs, dy, y, exact = case()
+    plans = []
+    for recipe in (None, Rows(), None, Rows(64), Rows()):
+        with recipes.autocast(enabled=recipe is not None, recipe=recipe):
+            out = mlp(*inputs)
+        assert mlp.plan.recipe == recipe
+        plans.append(mlp.plan)
+        # A recipe nobody knows changes the plan, never the values.
+        assert_exact([out.detach()], [y])
+        assert_exact(torch.autograd.grad(out, tensors_of(mlp, inputs), dy), exact)
+    assert plans[0] is plans[2]
+    assert plans[1] is plans[4]
+    assert plans[1] is not plans[3]
+
+
+def test_recipe_scopes():
+    assert recipes.current_recipe() is None
+    with fz.autocast(recipe=Rows()):
+        assert recipes.current_recipe() == Rows()
+        with fz.autocast(enabled=False):
+            assert recipes.current_recipe() is None
+        with pytest.raises(KeyError), fz.autocast(recipe=Rows(64)):
+            raise KeyError
+        assert recipes.current_recipe() == Rows()
+    assert recipes.current_recipe() is None
+
+
+def test_threads_have_their_own_recipes():
+    """Two threads, one module, two recipes: each plans and runs under its own."""
+    mlp, inputs, _, y, _ = case()
+    barrier, seen, failures = threading.Barrier(2), {}, []
+
+    def work(recipe):
+        try:
+            with fz.autocast(recipe=recipe):
+                for _ in range(20):
+                    barrier.wait(timeout=30)
+                    with torch.no_grad():
+                        assert_exact([mlp(*inputs)], [y])
+                    assert recipes.current_recipe() == recipe
+            seen[recipe] = True
+        except Exception as error:
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(Rows(block),)) for block in (16, 64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert set(seen) == {Rows(16), Rows(64)}
+    (run,) = mlp.segments()
+    assert {key[0] for key in run._schedules} == {Rows(16), Rows(64)}
+
+
+def test_backward_in_another_thread():
+    mlp, inputs, dy, _, exact = case()
+    out = mlp(*inputs)
+    thread = threading.Thread(target=out.backward, args=(dy,))
+    thread.start()
+    thread.join()
+    assert_exact(ref.take_grads(*tensors_of(mlp, inputs)), exact)
