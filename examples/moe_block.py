@@ -1,0 +1,431 @@
+"""Train a small byte-level language model with mixture-of-experts blocks on Python's own sources.
+
+The experts of a block are one ``fusible.Sequential`` of three ops, which the fuser plans for the
+machine at hand; the example prints that plan, and the plans for Hopper and Blackwell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fusible
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+VOCABULARY = 256
+# Not prose or programs of the library: other packages, tests, tables of characters and topics.
+SKIPPED = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "__pycache__")
+)
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """Routes every token to its ``top_k`` best experts and sums what they say, by weight.
+
+    Nothing here reads a tensor on the host: the sizes of the groups stay on the device.
+    """
+
+    def __init__(self, hidden: int, experts: int, top_k: int, features: int) -> None:
+        super().__init__()
+        self.experts, self.top_k = experts, top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.mlp = fusible.Sequential(
+            fusible.GroupedLinear(
+                experts, hidden, 2 * features, bias=False, single_grouped_weight=True
+            ),
+            fusible.ScaledSwiGLU(),
+            fusible.GroupedLinear(
+                experts, features, hidden, bias=False, single_grouped_weight=True
+            ),
+        )
+
+    def dispatch(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rows sorted by expert from tokens ``[tokens, hidden]``.
+
+        Returns:
+            The rows ``[tokens * top_k, hidden]``, how many each expert gets, each row's weight,
+            where token t's k-th row went ``[tokens, top_k]``, and the load-balancing loss.
+        """
+        probabilities = F.softmax(self.router(x).float(), dim=-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        expert_of_row = chosen.flatten()
+        order = expert_of_row.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=x.device)
+        )
+        splits = F.one_hot(expert_of_row, self.experts).sum(dim=0)
+        # Switch Transformer, arXiv 2101.03961, equation 4: 1 when the load is even.
+        share = splits / len(order)
+        balance = self.experts * (share * probabilities.mean(dim=0)).sum()
+        rows = x.index_select(0, order // self.top_k)
+        return rows, splits, weights.flatten()[order], place.view_as(chosen), balance
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' sum for ``[tokens, hidden]``, the experts' rows, the balancing loss."""
+        rows, splits, scales, place, balance = self.dispatch(x)
+        y = self.mlp(rows, splits, scales, splits)
+        return y[place].sum(dim=1), splits, balance
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (arXiv 2104.09864)."""
+
+    def __init__(self, hidden: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        half = hidden // heads // 2
+        angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """``x`` ``[batch, heads, context, head size]`` turned by the angles of its positions."""
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos), dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mixes ``[batch, context, hidden]`` along the context."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k = self.rotate(q).to(v.dtype), self.rotate(k).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, then experts, each added to its normalised input's residual."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        hidden = options.hidden
+        self.attention_norm, self.moe_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.attention = Attention(hidden, options.heads, options.context)
+        self.moe = MoE(hidden, options.experts, options.top_k, options.expert_features)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's output, the experts' rows, the balancing loss."""
+        x = x + self.attention(self.attention_norm(x))
+        y, splits, balance = self.moe(self.moe_norm(x).flatten(0, 1))
+        return x + y.view_as(x), splits, balance
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte at every position."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, options.hidden)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(options.hidden)
+        self.head = nn.Linear(options.hidden, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, rows per expert ``[layers, experts]``, and the mean balancing loss."""
+        x = self.embedding(tokens)
+        splits, balances = [], []
+        for block in self.blocks:
+            x, of_block, balance = block(x)
+            splits.append(of_block)
+            balances.append(balance)
+        return self.head(self.norm(x)), torch.stack(splits), torch.stack(balances).mean()
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def read_text(limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """The standard library's sources as bytes: training text, and every tenth file held out.
+
+    Args:
+        limit: read only this many files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts)]
+    files = sorted(files)[:limit]
+    held_out = b"".join(f.read_bytes() for f in files[::10])
+    training = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 10)
+    return tuple(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (training, held_out))
+
+
+def byte_entropy(text: Tensor) -> float:
+    """Bits per byte of the best code that looks at one byte at a time."""
+    p = text.bincount(minlength=VOCABULARY).double() / len(text)
+    return -torch.xlogy(p, p).sum().item() / math.log(2)
+
+
+def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
+    """``[len(starts), context + 1]`` bytes from ``starts`` on, as int64 on ``device``."""
+    rows = text[starts[:, None] + torch.arange(context + 1)]
+    return rows.to(device).long()
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """What a training run did; losses are in bits per byte, as ``(step, loss)``."""
+
+    entropy: float
+    training: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    usage: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Clock:
+    """How much of a run is done, by steps if their number is given, else by seconds."""
+
+    def __init__(self, steps: int | None, seconds: float) -> None:
+        self.steps, self.seconds = steps, seconds
+        self.start = time.perf_counter()
+
+    def done(self, step: int) -> float:
+        """The part done after ``step`` steps, at most 1."""
+        if self.steps is not None:
+            return step / self.steps
+        return min((time.perf_counter() - self.start) / self.seconds, 1.0)
+
+
+def precision(device: torch.device) -> AbstractContextManager:
+    """BF16 matrix products on CUDA, FP32 elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def bits(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Bits per byte on ``rows`` ``[batch, context + 1]``, rows per expert, balancing loss."""
+    with precision(rows.device):
+        logits, splits, balance = model(rows[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+    return loss / math.log(2), splits, balance
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[Tensor]) -> tuple[float, list[list[float]]]:
+    """Held-out bits per byte, and each expert's share of the rows in each layer."""
+    losses, splits, _ = zip(*(bits(model, rows) for rows in batches), strict=True)
+    rows = torch.stack(splits).sum(dim=0).double()
+    return torch.stack(losses).mean().item(), (rows / rows.sum(dim=1, keepdim=True)).tolist()
+
+
+def learning_rate(done: float, peak: float) -> float:
+    """A short linear warm-up, then a cosine down to a twentieth."""
+    return peak * min(done / 0.03 + 0.02, 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2, 1.0)
+
+
+def train(model: nn.Module, text: Tensor, held_out: Tensor, options: argparse.Namespace) -> History:
+    """Train ``model`` on random windows of ``text``; looks at ``held_out`` now and then."""
+    device, context, batch = options.device, options.context, options.batch
+    history = History(byte_entropy(held_out))
+    random = torch.Generator().manual_seed(options.seed)
+    starts = torch.linspace(0, len(held_out) - context - 1, 4 * batch).long().split(batch)
+    batches = [windows(held_out, s, context, device) for s in starts]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
+    recent: list[Tensor] = []
+    step, looks, done = 0, 0, 0.0
+    clock = Clock(options.steps, options.seconds)
+    with tqdm(
+        total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    ) as bar:
+        while True:
+            if done * options.evaluations >= looks:
+                loss, history.usage = evaluate(model, batches)
+                history.held_out.append((step, loss))
+                if recent:
+                    history.training.append((step, torch.stack(recent).mean().item()))
+                    recent.clear()
+                looks += 1
+                elapsed = time.perf_counter() - clock.start
+                history.tokens, history.seconds = step * batch * context, elapsed
+                speed = history.tokens / elapsed
+                bar.set_postfix_str(f"held-out {loss:.2f} bits/byte, {speed:,.0f} tokens/s")
+            if done >= 1:
+                return history
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(done, options.learning_rate)
+            places = torch.randint(len(text) - context, (batch,), generator=random)
+            loss, _, balance = bits(model, windows(text, places, context, device))
+            (loss * math.log(2) + options.balance * balance).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            recent.append(loss.detach())
+            step += 1
+            done = clock.done(step)
+            bar.update(100 * done - bar.n)
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def explain_experts(
+    model: LanguageModel, options: argparse.Namespace, target: str | None
+) -> fusible.Explanation:
+    """How the first block's experts run in training: here, or in BF16 on another machine."""
+    moe = model.blocks[0].moe
+    device = options.device
+    with precision(device) if target is None else torch.autocast(device.type, torch.bfloat16):
+        x = torch.zeros(options.batch * options.context, options.hidden, device=device)
+        rows, splits, scales, *_ = moe.dispatch(x.requires_grad_())
+        return fusible.explain(moe.mlp, rows, splits, scales, splits, target=target)
+
+
+def plot(history: History, path: Path) -> None:
+    """The loss curve, as a PNG."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot(*zip(*history.training, strict=True), label="training (mean since the last point)")
+    axes.plot(*zip(*history.held_out, strict=True), label="held-out", marker=".")
+    axes.axhline(history.entropy, color="gray", linestyle="--", label="entropy of single bytes")
+    axes.set(xlabel="step", ylabel="loss (bits per byte)", ylim=(0, None))
+    axes.set_title("Byte-level language model with MoE blocks, Python's standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def report(history: History) -> None:
+    """Print what the training came to."""
+    loss = history.held_out[-1][1]
+    steps, seconds = history.held_out[-1][0], history.seconds
+    print(f"\ntrained {steps} steps in {seconds:.1f} s: {history.tokens / seconds:,.0f} tokens/s")
+    print(f"held-out text: {loss:.3f} bits per byte, {history.held_out[0][1]:.3f} at the start")
+    print(f"bytes taken one by one: {history.entropy:.3f} bits per byte (entropy of the same text)")
+    print("share of rows per expert, held-out text:")
+    for layer, shares in enumerate(history.usage):
+        print(f"  layer {layer}: " + " ".join(f"{share:5.1%}" for share in shares))
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def positive(kind: type) -> type:
+    """An argument type: a positive number of ``kind``."""
+
+    def parse(words: str) -> float:
+        value = kind(words)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"  # argparse names it in its message
+    return parse
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The checked options; exits with a message for the user if they cannot be."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    count, number = positive(int), positive(float)
+    add = parser.add_argument
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--seconds", type=number, default=75.0, help="train for this long (evaluations included)"
+    )
+    length.add_argument(
+        "--steps", type=count, help="train this many steps instead; repeatable on the CPU"
+    )
+    add("--hidden", type=count, default=128, help="features of a token")
+    add("--layers", type=count, default=2, help="blocks of attention and experts")
+    add("--heads", type=count, default=4, help="attention heads")
+    add("--experts", type=count, default=8, help="experts in a block")
+    add("--top-k", type=count, default=2, help="experts for each token")
+    add("--expert-features", type=count, default=128, help="features inside an expert")
+    add("--context", type=count, default=128, help="bytes in a training window")
+    add("--batch", type=count, default=16, help="windows in a step")
+    add("--learning-rate", type=number, default=4e-3, help="highest learning rate")
+    add("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
+    add("--evaluations", type=count, default=20, help="looks at the held-out text")
+    add("--files", type=count, help="read only the first files of the library")
+    add("--device", default="auto", help='"cpu", "cuda", "cuda:1", ...; "auto" takes CUDA if any')
+    add("--seed", type=int, default=0, help="of the parameters and of the order of the text")
+    add("--out", type=Path, default=Path("out"), help="folder for the loss curve and the op graph")
+    options = parser.parse_args(arguments)
+    if options.top_k > options.experts:
+        parser.error(f"--top-k must be at most --experts {options.experts}, got {options.top_k}")
+    if options.hidden % (2 * options.heads):
+        parser.error(
+            f"--hidden must be a multiple of twice --heads, 2 x {options.heads}, "
+            f"got {options.hidden}"
+        )
+    try:
+        options.device = pick_device(options.device)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: it is neither a CPU nor a CUDA device of this machine.
+        RuntimeError: it is no device name at all.
+    """
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if gpus else "cpu"
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be on the CPU or CUDA, got {name}")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"--device {name} is not on this machine, which has {gpus} CUDA GPUs")
+    return device
+
+
+def main(arguments: Sequence[str] | None = None) -> History:
+    """Read, train, explain, draw."""
+    options = parse_options(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    text, held_out = read_text(options.files)
+    if min(len(text), len(held_out)) <= options.context:
+        raise SystemExit(
+            f"--context {options.context} must be shorter than the text: {len(text)} bytes, and "
+            f"{len(held_out)} held out; give more --files"
+        )
+    model = LanguageModel(options).to(options.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{len(text):,} bytes of Python's standard library and {len(held_out):,} held out; "
+        f"{parameters:,} parameters; {options.device}"
+    )
+    here = explain_experts(model, options, None)
+    print(f"\nexperts of a block on this machine:\n{here}")
+    for target in ("sm90", "sm100"):
+        print(f"\nthe same in BF16 on {target}:\n{explain_experts(model, options, target)}")
+    print(flush=True)
+    history = train(model, text, held_out, options)
+    report(history)
+    plot(history, options.out / "loss.png")
+    here.to_svg(options.out / "op_graph.svg")
+    print(f"wrote {options.out / 'loss.png'} and {options.out / 'op_graph.svg'}")
+    return history
+
+
+if __name__ == "__main__":
+    main()
