@@ -30,9 +30,6 @@ class OperationContext:
         memo: in the forward, values that the ops of this one call share, by what they derive from.
     """
 
-    # Tensors lie in slots, so that ``vars`` of a context are its plain values.
-    __slots__ = ("__dict__", "memo", "saved_tensors", "to_save")
-
     requires_grad: bool
     needs: GradNeeds
     recipe: Any
@@ -42,9 +39,6 @@ class OperationContext:
     memo: dict[Any, Tensor]
 
     if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Whatever the op has set."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Anything plain."""
@@ -67,12 +61,15 @@ class OperationContext:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save = tensors
 
-    @classmethod
-    def restored(
-        cls, values: dict[str, Any], saved_tensors: tuple[Tensor | None, ...]
-    ) -> OperationContext:
-        """A new context for the backward, with the values of the forward's."""
-        context = cls.__new__(cls)
-        vars(context).update(values)
+    def for_backward(self, saved_tensors: tuple[Tensor | None, ...]) -> OperationContext:
+        """A new context for the backward, which reads the forward's values and changes none."""
+        context = OperationContext(self.needs, self.recipe, self.autocast_dtype)
+        context.forward = self
         context.saved_tensors = saved_tensors
         return context
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not here: in the backward, what the op's forward has set.
+        if name == "forward":
+            raise AttributeError(f"the op's forward has set no such value on {type(self).__name__}")
+        return getattr(self.forward, name)

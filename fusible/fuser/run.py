@@ -130,7 +130,7 @@ class Run:
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
-            schedule = self._traced[_schedule_while_compiling(self, key)]
+            schedule = self._traced[self._trace_schedule(key)]
         elif _observation.note is not None:
             _observation.note(self, key, x.device)
             schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
@@ -215,6 +215,17 @@ class Run:
             self._schedules[key] = self._schedule(made)
         return self._schedules[key]
 
+    @constant_when_traced
+    def _trace_schedule(self, key: tuple[Any, ...]) -> int:
+        """The place in ``self._traced`` of a call's schedule; what ``key`` was read from is guarded.
+
+        A place and not the schedule, since the tracer takes modules only from where it sees them.
+        """
+        schedule = self.schedule_for(key)
+        if not any(schedule is known for known in self._traced):
+            self._traced.append(schedule)
+        return next(i for i, known in enumerate(self._traced) if schedule is known)
+
     def _schedule(self, plan: Plan) -> _Schedule:
         forward, backward = (
             self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
@@ -298,18 +309,6 @@ class Run:
         return tuple(made)
 
 
-@constant_when_traced
-def _schedule_while_compiling(run: Run, key: tuple[Any, ...]) -> int:
-    """Plans are made for real while tracing; what was read to build ``key`` is guarded.
-
-    Gives the schedule's place in a list of the run: the tracer takes modules only from there.
-    """
-    schedule = run.schedule_for(key)
-    if not any(schedule is known for known in run._traced):
-        run._traced.append(schedule)
-    return next(i for i, known in enumerate(run._traced) if schedule is known)
-
-
 def _forward(
     run: Run, schedule: _Schedule, caller_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[list[Tensor], list[OperationContext]]:
@@ -390,7 +389,8 @@ class _RunFunction(torch.autograd.Function):
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            states.append((first, len(saved), vars(context)))
+            context.to_save, context.memo = (), {}
+            states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
         fctx.call = run, schedule, slots, states, [t.dtype for t in unique]
         outputs = _distinct(outputs, unique)
@@ -412,7 +412,7 @@ class _RunFunction(torch.autograd.Function):
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [
-            OperationContext.restored(values, saved[first:last]) for first, last, values in states
+            context.for_backward(saved[first:last]) for first, last, context in states
         ]
         # Gradients of extra outputs, by (op, slot), summed over their uses.
         flowing: dict[tuple[int, int], Tensor | None] = {

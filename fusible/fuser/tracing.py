@@ -9,7 +9,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant_when_traced(function: F) -> F:
-    """Run ``function`` for real while tracing, and take its result as a constant.
+    """Run a method for real while tracing, and take its result as a constant.
+
+    Methods only: torch 2.11 takes no module as an argument of such a function.
 
     ``torch.compiler.assume_constant_result`` without importing the compiler, which takes seconds:
     it sets the same mark.

@@ -83,10 +83,15 @@ class FusibleOperation(nn.Module):
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run this op alone; keyword arguments go to its (only) basic op."""
         if torch.compiler.is_compiling():
-            _capture_while_compiling(self)
+            self._trace_capture()
         elif self._run is None:
             self._run = Run(self.basic_ops)
         return self._run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)  # type: ignore[misc]
+
+    @constant_when_traced
+    def _trace_capture(self) -> None:
+        if self._run is None:
+            self._run = Run(self.basic_ops)
 
     @property
     def plan(self) -> Plan | None:
@@ -99,13 +104,6 @@ class FusibleOperation(nn.Module):
         if "_frozen" in state:
             state["_frozen"] = False
         return state
-
-
-@constant_when_traced
-def _capture_while_compiling(op: FusibleOperation) -> None:
-    """The run is made for real while tracing."""
-    if op._run is None:
-        op._run = Run(op.basic_ops)
 
 
 class BasicOperation(FusibleOperation):

@@ -98,10 +98,15 @@ class Sequential(nn.Sequential):
         """The runs of ops and the other modules, in order."""
         if torch.compiler.is_compiling():
             _flat(self)  # reads, and so guards, all that the segments depend on
-            _capture_while_compiling(self)
+            self._trace_capture()
         elif self._captured is None or not self._captured.holds():
             self._captured = _capture(self)
         return self._captured.segments  # type: ignore[union-attr]
+
+    @constant_when_traced
+    def _trace_capture(self) -> None:
+        if self._captured is None or not self._captured.holds():
+            self._captured = _capture(self)
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -142,13 +147,6 @@ def _capture(sequential: Sequential) -> _Captured:
         hooks,
         tuple(map(bool, hooks)),
     )
-
-
-@constant_when_traced
-def _capture_while_compiling(sequential: Sequential) -> None:
-    """Runs are made for real while tracing."""
-    if sequential._captured is None or not sequential._captured.holds():
-        sequential._captured = _capture(sequential)
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
