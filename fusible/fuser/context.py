@@ -36,7 +36,7 @@ class OperationContext:
     autocast_dtype: torch.dtype | None
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
-    memo: dict[Any, Tensor]
+    memo: dict[Any, Any]
 
     if TYPE_CHECKING:
 
@@ -48,7 +48,7 @@ class OperationContext:
         needs: GradNeeds = _ALL,
         recipe: Any = None,
         autocast_dtype: torch.dtype | None = None,
-        memo: dict[Any, Tensor] | None = None,
+        memo: dict[Any, Any] | None = None,
     ) -> None:
         self.requires_grad = needs.requires_grad
         self.needs = needs

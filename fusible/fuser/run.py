@@ -314,7 +314,7 @@ def _forward(
 ) -> tuple[list[Tensor], list[OperationContext]]:
     """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
     plan = schedule.plan
-    memo: dict[Any, Tensor] = {}
+    memo: dict[Any, Any] = {}
     contexts = [
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
     ]
