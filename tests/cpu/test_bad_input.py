@@ -251,9 +251,9 @@ CASES = {
         ("must be empty", "got ['output']", "not offered yet"),
     ),
     "a recipe that is none": (
-        lambda: fz.autocast(recipe="mxfp8").__enter__(),
+        lambda: fz.autocast(recipe="mxfp8"),
         TypeError,
-        ("to be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
+        ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
     ),
     "no groups": (
         lambda: fz.GroupedLinear(0, 8, 8),
