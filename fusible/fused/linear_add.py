@@ -22,6 +22,11 @@ def _add_product(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(addend.reshape(-1, b.shape[1]), rows, b).view(addend.shape)
 
 
+def _sum(dextra: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    """``dextra + dy @ weight``, where under autocast ``dextra`` may be wider than the product."""
+    return _add_product(dextra, dy, weight) if dextra.dtype == dy.dtype else dextra + dy @ weight
+
+
 class LinearAdd(FusedOperation):
     """Forward of ``x @ weight.T + addend``."""
 
@@ -66,7 +71,7 @@ class BackwardLinearAdd(FusedOperation):
         dextra = basic_op_grad_extra_outputs[0][0]
         dx = None
         if ctx.needs.input:
-            dx = dy @ weight if dextra is None else _add_product(dextra.to(ctx.dtype), dy, weight)
+            dx = dy @ weight if dextra is None else _sum(dextra, dy, weight)
         return dx, [(), (BasicLinear.weight_grad(ctx, dy),)], [(), ()]
 
 

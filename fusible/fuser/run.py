@@ -171,6 +171,12 @@ class Run:
             return inputs
         if not isinstance(inputs[0], Tensor):
             raise TypeError(f"input must be a tensor, got {type(inputs[0]).__name__}")
+        for k, t in enumerate(inputs[1:]):
+            if not isinstance(t, Tensor | list | tuple):
+                raise TypeError(
+                    f"extra inputs must be tensors or lists of numbers, got {type(t).__name__} as "
+                    f"extra input {k}"
+                )
         made: dict[int, Tensor] = {}
         return tuple(
             [

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import refuse
+from fusible.ops.checks import check_dtype, refuse
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -35,6 +35,7 @@ class _Activation(BasicOperation):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """The formula."""
+        check_dtype(input_, "input", type(self).__name__)
         ctx.dtype = input_.dtype
         ctx.save_for_backward(input_)
         return self.formula(input_)
@@ -175,6 +176,7 @@ class _ScaledGLU(BasicOperation):
         """The formula."""
         (ctx,) = basic_op_ctxs
         scales = basic_op_extra_inputs[0][0]
+        check_dtype(input_, "input", type(self).__name__)
         _check_glu(input_, self.glu_interleave_size, type(self).__name__)
         check_row_scales(scales, input_, type(self).__name__)
         ctx.dtype = input_.dtype

@@ -18,18 +18,10 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
             cannot be multiplied.
     """
     dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
-    if x.device != weight.device:
-        raise ValueError(
-            f"input and parameters of {who} must be on one device, got {x.device} and "
-            f"{weight.device}; move one of them"
-        )
-    for found in (x.dtype,) if x.dtype == dtype else (x.dtype, dtype):
-        if found not in DTYPES:
-            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
-            raise ValueError(
-                f"input and weight of {who} must be one of {names}, got {x.dtype} and {dtype}; "
-                "cast them"
-            )
+    check_device(x, weight, who)
+    check_dtype(x, "input", who)
+    if x.dtype != dtype:
+        check_dtype(weight, "weight", who)
     if autocast_dtype is not None and dtype != torch.float64:
         return autocast_dtype
     if x.dtype != dtype:
@@ -38,6 +30,22 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
             "them, or run under torch.autocast"
         )
     return dtype
+
+
+def check_device(x: Tensor, param: Tensor, who: str) -> None:
+    """Raise ValueError unless the input is where the parameters are."""
+    if x.device != param.device:
+        raise ValueError(
+            f"input and parameters of {who} must be on one device, got {x.device} and "
+            f"{param.device}; move one of them"
+        )
+
+
+def check_dtype(t: Tensor, what: str, who: str) -> None:
+    """Raise ValueError unless ``t`` has a dtype that ops compute in."""
+    if t.dtype not in DTYPES:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+        raise ValueError(f"{what} of {who} must be one of {names}, got {t.dtype}; cast it")
 
 
 def check_features(x: Tensor, features: int, who: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_features, product_dtype, refuse
+from fusible.ops.checks import check_device, check_features, product_dtype, refuse
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
 
 
@@ -142,6 +142,7 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
+        check_device(input_, self.bias, "Bias")
         return input_ + cast(self.bias, input_.dtype)
 
     def op_backward(

@@ -1,0 +1,391 @@
+"""Bad input: every message says what must hold, what it got, and what to do or which it is."""
+
+import re
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+
+
+def mlp_call(**changed):
+    mlp = ref.grouped_mlp()
+    x, splits, scales = ref.grouped_mlp_inputs()
+    given = {"x": x, "first": splits, "scales": scales, "second": splits, **changed}
+    return mlp(*given.values())
+
+
+def grouped(splits, rows=10, **options):
+    return fz.GroupedLinear(4, 8, 6, **options)(torch.randn(rows, 8), splits)
+
+
+SPLITS = torch.tensor([3, 0, 4, 1])
+
+# what: (call, exception, what must hold, what it got, what to do or where)
+CASES = {
+    "features of BasicLinear": (
+        lambda: fz.BasicLinear(8, 4)(torch.randn(3, 7)),
+        ValueError,
+        ("must have 8 features in its last dimension", "got shape (3, 7)", "input of BasicLinear"),
+    ),
+    "features of Linear": (
+        lambda: fz.Linear(8, 4)(torch.randn(3, 9)),
+        ValueError,
+        ("must have 8 features", "got shape (3, 9)", "input of BasicLinear"),
+    ),
+    "features of Linear, in the middle of a run": (
+        lambda: fz.Sequential(fz.Linear(8, 4), fz.SiLU(), fz.Linear(5, 2))(torch.randn(3, 8)),
+        ValueError,
+        ("must have 5 features", "got shape (3, 4)", "input of BasicLinear"),
+    ),
+    "features of Bias": (
+        lambda: fz.Bias(8)(torch.randn(3, 1)),
+        ValueError,
+        ("must have 8 features", "got shape (3, 1)", "input of Bias"),
+    ),
+    "no features at all": (
+        lambda: fz.Bias(1)(torch.tensor(1.0)),
+        ValueError,
+        ("must have 1 features", "got shape ()", "input of Bias"),
+    ),
+    "features of GroupedLinear": (
+        lambda: mlp_call(x=torch.randn(10, 15)),
+        ValueError,
+        ("must have 16 features", "got shape (10, 15)", "input of GroupedLinear"),
+    ),
+    "odd features of SwiGLU": (
+        lambda: fz.SwiGLU()(torch.randn(3, 7)),
+        ValueError,
+        ("must be a multiple of 2", "got shape (3, 7)", "two halves"),
+    ),
+    "features of an interleaved ScaledSwiGLU": (
+        lambda: fz.ScaledSwiGLU(glu_interleave_size=4)(torch.randn(3, 12), torch.rand(3)),
+        ValueError,
+        ("must be a multiple of 8", "got shape (3, 12)", "blocks of 4"),
+    ),
+    "too few extra inputs": (
+        lambda: ref.grouped_mlp()(torch.randn(10, 16), SPLITS, torch.rand(10)),
+        ValueError,
+        (
+            "must number 3",
+            "got 2",
+            "split_sizes of op 0 (GroupedLinear), scales of op 1 (ScaledSwiGLU), "
+            "split_sizes of op 2 (GroupedLinear)",
+        ),
+    ),
+    "too many extra inputs": (
+        lambda: fz.Sequential(fz.AddExtraInput())(*torch.randn(3, 2, 2)),
+        ValueError,
+        ("must number 1", "got 2", "addend of op 0 (AddExtraInput)"),
+    ),
+    "extra input for an op without any": (
+        lambda: fz.SiLU()(*torch.randn(2, 2, 2)),
+        ValueError,
+        ("must number 0", "got 1", "none"),
+    ),
+    "too many extra inputs over several runs": (
+        lambda: fz.Sequential(fz.AddExtraInput(), torch.nn.Tanh(), fz.SiLU())(
+            *torch.randn(4, 2, 2)
+        ),
+        ValueError,
+        ("must number 1", "got 3", "extra inputs"),
+    ),
+    "extra input that is None": (
+        lambda: fz.ScaledSwiGLU()(torch.randn(3, 4), None),
+        TypeError,
+        ("must be tensors or lists of numbers", "got NoneType", "extra input 0"),
+    ),
+    "input that is no tensor": (
+        lambda: fz.SiLU()([1.0, 2.0]),
+        TypeError,
+        ("must be a tensor", "got list", "input"),
+    ),
+    "splits of the wrong length": (
+        lambda: grouped(torch.tensor([3, 4])),
+        ValueError,
+        ("of shape (4,)", "got torch.int64 of shape (2,)", "the rows of each group"),
+    ),
+    "splits in two dimensions": (
+        lambda: grouped(SPLITS[None]),
+        ValueError,
+        ("of shape (4,)", "got torch.int64 of shape (1, 4)", "split_sizes of GroupedLinear"),
+    ),
+    "splits that are floats": (
+        lambda: grouped(SPLITS.float()),
+        ValueError,
+        ("must be an int64 or int32 tensor", "got torch.float32", "split_sizes of GroupedLinear"),
+    ),
+    "splits in a list of floats": (
+        lambda: grouped([3.0, 0.0, 4.0, 1.0]),
+        ValueError,
+        ("must be an int64 or int32 tensor", "got torch.float32", "split_sizes of GroupedLinear"),
+    ),
+    "splits that are int16": (
+        lambda: grouped(SPLITS.short()),
+        ValueError,
+        ("must be an int64 or int32 tensor", "got torch.int16", "split_sizes of GroupedLinear"),
+    ),
+    "a negative split": (
+        lambda: grouped(torch.tensor([3, 0, -4, 1])),
+        ValueError,
+        ("must not be negative", "got -4 for group 2", "0 for none"),
+    ),
+    "splits of more rows than there are": (
+        lambda: grouped(SPLITS, rows=7),
+        ValueError,
+        ("at most the 7 rows of the input", "got 8", "give as many rows as the groups hold"),
+    ),
+    "splits on another device": (
+        lambda: grouped(SPLITS.to("meta")),
+        ValueError,
+        ("must be on cpu with the input, or on the CPU", "got meta", "move them"),
+    ),
+    "weight on another device": (
+        lambda: fz.BasicLinear(8, 4, device="meta")(torch.randn(3, 8)),
+        ValueError,
+        ("must be on one device", "got cpu and meta", "move one of them"),
+    ),
+    "grouped weight on another device": (
+        lambda: grouped(SPLITS, device="meta"),
+        ValueError,
+        ("must be on one device", "got cpu and meta", "move one of them"),
+    ),
+    "bias on another device": (
+        lambda: fz.Bias(8, device="meta")(torch.randn(3, 8)),
+        ValueError,
+        ("must be on one device", "got cpu and meta", "move one of them"),
+    ),
+    "addend on another device": (
+        lambda: fz.AddExtraInput()(torch.randn(3), torch.randn(3, device="meta")),
+        ValueError,
+        ("must have shape (3,) and lie on cpu", "got (3,) on meta", "extra input of AddExtraInput"),
+    ),
+    "scales on another device": (
+        lambda: fz.ScaledSwiGLU()(torch.randn(3, 4), torch.rand(3, device="meta")),
+        ValueError,
+        ("of shape (3,) on cpu", "on meta", "one value for each row"),
+    ),
+    "addend of another shape": (
+        lambda: fz.AddExtraInput()(torch.randn(3, 4), torch.randn(4)),
+        ValueError,
+        ("must have shape (3, 4)", "got (4,)", "as what it is added to"),
+    ),
+    "scales for other rows": (
+        lambda: fz.ScaledSwiGLU()(torch.randn(3, 4), torch.rand(4)),
+        ValueError,
+        ("of shape (3,)", "(4,)", "one value for each row of the input"),
+    ),
+    "scales with a dimension too much": (
+        lambda: fz.ScaledClampedQGeGLU()(torch.randn(3, 4), torch.rand(3, 1)),
+        ValueError,
+        ("of shape (3,)", "(3, 1)", "scales of ScaledClampedQGeGLU"),
+    ),
+    "scales that are integers": (
+        lambda: mlp_call(scales=torch.ones(10, dtype=torch.int64)),
+        ValueError,
+        ("must be a floating tensor", "got torch.int64", "scales of ScaledSwiGLU"),
+    ),
+    "scales of the bias for other rows": (
+        lambda: fz.GroupedLinear(4, 8, 6, scale_bias=True)(
+            torch.randn(10, 8), SPLITS, torch.rand(9)
+        ),
+        ValueError,
+        ("of shape (10,)", "(9,)", "scales of GroupedLinear"),
+    ),
+    "integer input of a linear": (
+        lambda: fz.BasicLinear(8, 4)(torch.ones(3, 8, dtype=torch.int64)),
+        ValueError,
+        ("must be one of bfloat16, float16, float32, float64", "got torch.int64", "cast it"),
+    ),
+    "FP8 input of a grouped linear": (
+        lambda: mlp_call(x=torch.ones(10, 16).to(torch.float8_e4m3fn)),
+        ValueError,
+        ("must be one of bfloat16,", "got torch.float8_e4m3fn", "cast it"),
+    ),
+    "FP8 weight": (
+        lambda: fz.BasicLinear(8, 4).to(torch.float8_e5m2)(torch.randn(3, 8)),
+        ValueError,
+        ("must be one of bfloat16,", "got torch.float8_e5m2", "weight of BasicLinear"),
+    ),
+    "integer input of an activation": (
+        lambda: fz.SwiGLU()(torch.arange(4)),
+        ValueError,
+        ("must be one of bfloat16,", "got torch.int64", "input of SwiGLU"),
+    ),
+    "FP8 input of an activation": (
+        lambda: fz.SiLU()(torch.ones(4).to(torch.float8_e4m3fn)),
+        ValueError,
+        ("must be one of bfloat16,", "got torch.float8_e4m3fn", "cast it"),
+    ),
+    "integer input of a scaled activation": (
+        lambda: fz.ScaledSwiGLU()(torch.ones(2, 4, dtype=torch.int32), torch.rand(2)),
+        ValueError,
+        ("must be one of bfloat16,", "got torch.int32", "input of ScaledSwiGLU"),
+    ),
+    "input and weight of different dtypes": (
+        lambda: fz.BasicLinear(8, 4)(torch.randn(3, 8).bfloat16()),
+        ValueError,
+        ("must have the weight's dtype torch.float32", "got torch.bfloat16", "torch.autocast"),
+    ),
+    "op_kwargs for an op of another module": (
+        lambda: fz.Sequential(fz.SiLU())(torch.randn(2), op_kwargs={fz.SiLU(): {}}),
+        ValueError,
+        ("must be keyed by a basic op of this Sequential", "got SiLU", "or its index"),
+    ),
+    "op_kwargs for an ordinary module": (
+        lambda: fz.Sequential(torch.nn.Tanh(), fz.SiLU())(torch.randn(2), op_kwargs={0: {}}),
+        ValueError,
+        ("must be keyed by a basic op", "got 0", "or its index"),
+    ),
+    "op_kwargs beyond the last op": (
+        lambda: fz.Sequential(fz.SiLU())(torch.randn(2), op_kwargs={4: {}}),
+        IndexError,
+        ("4", "out of range", "index"),
+    ),
+    "op_kwargs that an op does not know": (
+        lambda: fz.Sequential(fz.GroupedLinear(4, 8, 6))(
+            torch.randn(10, 8), SPLITS, op_kwargs={0: {"output": None}}
+        ),
+        ValueError,
+        ("must be empty", "got ['output']", "not offered yet"),
+    ),
+    "a recipe that is none": (
+        lambda: fz.autocast(recipe="mxfp8"),
+        TypeError,
+        ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
+    ),
+    "no groups": (
+        lambda: fz.GroupedLinear(0, 8, 8),
+        ValueError,
+        ("must be at least 1", "got 0", "num_groups of GroupedLinear"),
+    ),
+    "scale_bias without bias": (
+        lambda: fz.GroupedLinear(2, 8, 8, bias=False, scale_bias=True),
+        ValueError,
+        ("needs bias=True", "got bias=False", "scale_bias=True"),
+    ),
+    "glu_interleave_size": (
+        lambda: fz.ScaledSwiGLU(glu_interleave_size=0),
+        ValueError,
+        ("must be None or at least 1", "got 0", "glu_interleave_size of ScaledSwiGLU"),
+    ),
+    "limit": (
+        lambda: fz.ScaledClampedQGeGLU(limit=0.0),
+        ValueError,
+        ("must be positive", "got 0.0", "limit of ScaledClampedQGeGLU"),
+    ),
+    "cached quantized input": (
+        lambda: fz.SwiGLU(cache_quantized_input=True),
+        ValueError,
+        ("must be False", "got True", "the input is saved as it is"),
+    ),
+    "recomputed activation": (
+        lambda: fz.ScaledSwiGLU(activation_recompute_in_mlp=True),
+        ValueError,
+        ("must be False", "got True", "torch.utils.checkpoint"),
+    ),
+    "main gradients": (
+        lambda: fz.Linear(8, 8, accumulate_into_main_grad=True),
+        ValueError,
+        ("must be False", "got True", "read weight.grad instead"),
+    ),
+    "a fused op without its parts' parameters": (
+        lambda: fz.Sequential(fz.FusedOperation([fz.BasicLinear(2, 2)]))(torch.randn(2, 2)),
+        ValueError,
+        ("must hold the basic ops", "got the fused op", "made by the fuser"),
+    ),
+    "an op that defines nothing": (
+        lambda: fz.BasicOperation()(torch.randn(2)),
+        TypeError,
+        ("must define formula", "op_forward and op_backward", "BasicOperation"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "exception", "parts"), CASES.values(), ids=CASES)
+def test_refused_with_a_message(call, exception, parts):
+    with pytest.raises(exception) as error:
+        call()
+    for part in parts:
+        assert part in str(error.value)
+
+
+def some_frozen(what):
+    op = fz.GroupedLinear(3, 4, 4)
+    getattr(op, f"{what}1").requires_grad_(False)
+    return op
+
+
+@pytest.mark.parametrize(("what", "plural"), [("weight", "weights"), ("bias", "biases")])
+def test_some_experts_frozen(what, plural):
+    op, x = some_frozen(what), torch.randn(4, 4)
+    message = (
+        f"{plural} of all groups .* must agree in requires_grad, got False for groups .1. only"
+    )
+    with pytest.raises(ValueError, match=message):
+        op(x, [2, 1, 1])
+    with torch.no_grad():
+        assert op(x, [2, 1, 1]).shape == (4, 4)  # nothing to disagree about
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "name", "value"),
+    [
+        (lambda: fz.ConstantScale(2.0), (torch.ones(2),), "scale", 3.0),
+        (lambda: fz.Reshape((2, 1)), (torch.ones(2),), "shape", (1, 2)),
+        (fz.SwiGLU, (torch.ones(4),), "glu_interleave_size", 1),
+        (fz.ScaledClampedQGeGLU, (torch.ones(1, 4), torch.ones(1)), "limit", 3.0),
+        (lambda: fz.BasicLinear(2, 2), (torch.ones(1, 2),), "in_features", 4),
+    ],
+)
+def test_facts_changed_after_the_first_call(make, call, name, value):
+    op = make()
+    setattr(op, name, getattr(op, name))  # free before
+    before = op(*call)
+    with pytest.raises(RuntimeError, match=f"{name} of .* must be set before .* make a new op"):
+        setattr(op, name, value)
+    assert torch.equal(op(*call), before)
+
+
+def test_checking_is_a_scope():
+    # On the CPU sizes are checked in any case, so a device is imitated: its implementation called
+    # as it runs there.
+    from fusible.kernels import grouped
+
+    class OnDevice(torch.Tensor):
+        """Says that it is not on the CPU."""
+
+        @property
+        def device(self):
+            return torch.device("cuda", 0)
+
+    def ends(sizes, rows):
+        return grouped._group_ends(torch.tensor(sizes).as_subclass(OnDevice), rows).tolist()
+
+    assert ends([2, -1, 3], 4) == [2, 2, 4]  # clamped: no negative sizes, no more rows than given
+    assert ends([5, 5], 4) == [4, 4]
+    with fz.checking():
+        with pytest.raises(ValueError, match="must not be negative, got -1 for group 1"):
+            ends([2, -1, 3], 4)
+        with pytest.raises(ValueError, match=re.escape("at most the 4 rows of the input, got 10")):
+            ends([5, 5], 4)
+        with fz.checking(False):
+            assert ends([5, 5], 4) == [4, 4]
+        with pytest.raises(ValueError, match="at most"):
+            ends([5, 5], 4)
+    assert ends([5, 5], 4) == [4, 4]
+
+
+def test_errors_leave_the_module_usable():
+    mlp = ref.grouped_mlp()
+    x, splits, scales = ref.grouped_mlp_inputs()
+    expected = mlp(x, splits, scales, splits)
+    for bad in (
+        (x, splits, scales),
+        (x, -splits, scales, splits),
+        (x[:2], splits, scales[:2], splits),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            mlp(*bad)
+    assert torch.equal(mlp(x, splits, scales, splits), expected)
