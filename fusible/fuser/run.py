@@ -417,9 +417,7 @@ class _RunFunction(torch.autograd.Function):
         run, schedule, slots, states, dtypes = fctx.call
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
-        contexts = [
-            context.for_backward(saved[first:last]) for first, last, context in states
-        ]
+        contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
         # Gradients of extra outputs, by (op, slot), summed over their uses.
         flowing: dict[tuple[int, int], Tensor | None] = {
             output: grad

@@ -284,12 +284,12 @@ class GroupedLinear(BasicOperation):
         return (torch.where(live, dots, 0).view(shape),)
 
     def extra_repr(self) -> str:
-        """Sizes and forms."""
+        """Sizes, and the options that are on."""
+        options = ("scale_bias", "single_grouped_weight", "single_grouped_bias")
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.has_bias}, "
-            f"scale_bias={self.scale_bias}, single_grouped_weight={self.single_grouped_weight}, "
-            f"single_grouped_bias={self.single_grouped_bias}"
+            f"out_features={self.out_features}, bias={self.has_bias}"
+            + "".join(f", {name}=True" for name in options if getattr(self, name))
         )
 
 

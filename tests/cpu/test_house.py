@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +96,18 @@ def test_readme_table_is_the_rules() -> None:
     text = tables.README.read_text(encoding="utf-8")
     assert tables.BEGIN in text
     assert tables.with_table(text) == text, "run `make docs`"
+
+
+def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(block, names)
+    assert printed.getvalue() in text, "README shows what its example prints"
+    assert (tmp_path / "graph.svg").stat().st_size > 1000
 
 
 def test_host_functions_stay_readable() -> None:

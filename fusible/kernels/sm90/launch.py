@@ -62,8 +62,7 @@ def cache_directory() -> Path:
     here = Path(__file__).parent
     for source in [*sorted((here / "device").glob("*.py")), here / "spec.py", Path(__file__)]:
         digest.update(source.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "fusible" / "sm90" / digest.hexdigest()[:16]
+    return Path.home() / ".cache" / "fusible" / "sm90" / digest.hexdigest()[:16]
 
 
 def launch(
