@@ -1,21 +1,13 @@
 """Plans: what they depend on, what they say, for any machine on this one."""
 
-from dataclasses import dataclass
-
 import pytest
 import reference as ref
 import torch
 from torch import nn
 
 import fusible as fz
-from fusible import recipes
 from fusible.fuser.target import Target
 from fusible.testing import assume_target
-
-
-@dataclass(frozen=True)
-class Rows(recipes.Recipe):
-    block: int = 32
 
 
 def names(steps):
@@ -93,7 +85,7 @@ def test_refusals_of_later_runs_count_on():
 
 def test_all_reasons_of_a_refusal():
     seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput())
-    with fz.autocast(recipe=Rows()), torch.autocast("cpu", torch.bfloat16):
+    with fz.autocast(recipe=ref.Rows()), torch.autocast("cpu", torch.bfloat16):
         seq(torch.randn(3, 8), torch.randn(3, 8))
     (refusal,) = seq.plan.refusals
     assert refusal.reasons == (
@@ -195,12 +187,12 @@ def torch_autocast_of_another_dtype(seq, x):
 
 
 def recipe(seq, x):
-    with fz.autocast(recipe=Rows()):
+    with fz.autocast(recipe=ref.Rows()):
         return seq(x)
 
 
 def recipe_with_other_options(seq, x):
-    with fz.autocast(recipe=Rows(64)):
+    with fz.autocast(recipe=ref.Rows(64)):
         return seq(x)
 
 
@@ -247,9 +239,9 @@ def test_which_extra_inputs_are_the_same_tensor_is_a_fact():
     same = mlp.plan.facts
     mlp(x, splits, scales, splits.clone())
     other = mlp.plan.facts
-    first, _, last = (list(op.extra_inputs.values())[0].source for op in same.ops)
+    first, _, last = (next(iter(op.extra_inputs.values())).source for op in same.ops)
     assert first == last
-    first, _, last = (list(op.extra_inputs.values())[0].source for op in other.ops)
+    first, _, last = (next(iter(op.extra_inputs.values())).source for op in other.ops)
     assert first != last
 
 
@@ -305,7 +297,7 @@ def test_required_and_refused_says_why():
         "add.addend.dtype must be equal to dtype (which is float32), got float64"
     )
     with (
-        fz.autocast(recipe=Rows()),
+        fz.autocast(recipe=ref.Rows()),
         pytest.raises(fz.NotFused, match="recipe must be none, got rows"),
     ):
         seq(x, x)
@@ -316,7 +308,7 @@ def test_required_of_another_machine():
     mlp = ref.grouped_mlp(dtype=torch.bfloat16)
     needy = fz.Sequential(*mlp, require=["grouped_mlp_sm90"])
     x, splits, scales = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
-    with pytest.raises(fz.NotFused, match="for cpu:\n.*sm must be 90, got None"):
+    with pytest.raises(fz.NotFused, match=r"for cpu:\n.*sm must be 90, got None"):
         needy(x, splits, scales, splits)
     with assume_target("sm90"):
         needy(x, splits, scales, splits)
