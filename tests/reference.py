@@ -1,11 +1,14 @@
 """The math once more, independently of ``fusible.formulas``: what the tests compare with."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import fusible as fz
+from fusible import recipes
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *LOW_PRECISION)
@@ -108,6 +111,17 @@ def take_grads(*tensors: Tensor) -> list[Tensor | None]:
     for t in tensors:
         t.grad = None
     return grads
+
+
+# --- a recipe ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows(recipes.Recipe):
+    """A recipe that no rule knows, with one option."""
+
+    name: ClassVar[str] = "rows"
+    block: int = 32
 
 
 # --- the grouped MLP ------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ class TensorFacts(NamedTuple):
     """What conditions may know of an input.
 
     ``dtype`` is a short name; ``features`` the size of the last dimension of a tensor of two or
-    more dimensions (row counts are no facts); equal ``source`` means the very same tensor.
+    more dimensions, and of no fewer than the input (row counts are no facts); equal ``source``
+    means the very same tensor.
     """
 
     dtype: str
@@ -125,15 +126,19 @@ class Plan:
         """Names of the built-in rules that fired."""
         return tuple(f.rule.name for _, f in self.fusions if f.rule is not None)
 
-    def require(self, names: Sequence[str]) -> None:
-        """Raise :class:`NotFused` with the reasons unless each of the named rules fired."""
-        for name in names:
-            if name in self.fired:
+    def require(self, rules: Sequence[Rule]) -> None:
+        """Raise :class:`NotFused` with the reasons unless each of the rules fired.
+
+        Rules for the backward need not where there is none.
+        """
+        backward = any(needs.requires_grad for needs in self.grad)
+        for rule in rules:
+            if rule.name in self.fired or (rule.phase == "backward" and not backward):
                 continue
-            reasons = [str(r) for r in self.refusals if r.rule.name == name]
+            reasons = [str(r) for r in self.refusals if r.rule.name == rule.name]
             taken = [f"{f.rule.name if f.rule else type(f.op).__name__}" for _, f in self.fusions]
             why = "\n".join(reasons) or f"its ops were taken by {', '.join(taken)}"
-            raise NotFused(f"{name} is required but did not fire for {self.target}:\n{why}")
+            raise NotFused(f"{rule.name} is required but did not fire for {self.target}:\n{why}")
 
 
 def plan(

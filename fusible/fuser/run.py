@@ -24,6 +24,7 @@ from fusible.fuser.plan import (
     plan,
 )
 from fusible.fuser.registry import registry
+from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
@@ -108,7 +109,7 @@ class Run:
     Capturing ops freezes their channel bindings.
     """
 
-    def __init__(self, ops: Sequence[Any], require: Sequence[str] = ()) -> None:
+    def __init__(self, ops: Sequence[Any], require: Sequence[Rule] = ()) -> None:
         self.ops = tuple(ops)
         self.wiring = wire(self.ops)
         self.require = tuple(require)
@@ -194,8 +195,9 @@ class Run:
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if on else None
-        # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic.
-        index = operator.index
+        # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic,
+        # and so does the last size of an input that has one value per row.
+        index, dims = operator.index, max(x.dim(), 2)
         return (
             current_recipe(),
             autocast,
@@ -206,7 +208,12 @@ class Run:
             slots,
             tuple(
                 [
-                    (t.dtype, t.device, t.requires_grad, index(t.size(-1)) if t.dim() > 1 else None)
+                    (
+                        t.dtype,
+                        t.device,
+                        t.requires_grad,
+                        index(t.size(-1)) if t.dim() >= dims else None,
+                    )
                     for t in inputs
                 ]
             ),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fusible.fuser.plan import NotFused, Plan, joined
 from fusible.fuser.registry import registry
+from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.op import BasicOperation, FusibleOperation
@@ -183,21 +184,21 @@ def _segments(modules: list[tuple[nn.Module, bool]], require: Sequence[str]) -> 
             grouped[-1].extend(module.basic_ops)
         else:
             grouped.append(list(module.basic_ops))
-    segments = tuple(Run(g, _fitting(g, require)) if isinstance(g, list) else g for g in grouped)
-    for name in require:
-        if not any(isinstance(s, Run) and name in s.require for s in segments):
+    rules = [registry.rule(name) for name in require]
+    segments = tuple(Run(g, _fitting(g, rules)) if isinstance(g, list) else g for g in grouped)
+    for rule in rules:
+        if not any(isinstance(s, Run) and rule in s.require for s in segments):
             names = ", ".join(type(module).__name__ for module, _ in modules)
             raise NotFused(
-                f"{name} is required but no run of ops fits its pattern {registry.rule(name)}; the "
+                f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
                 f"modules are {names}"
             )
     return segments
 
 
-def _fitting(ops: Sequence[BasicOperation], require: Sequence[str]) -> list[str]:
-    """The required rules whose pattern fits somewhere in a run of ops."""
-    rules = [registry.rule(name) for name in require]
-    return [r.name for r in rules if any(r.fit(ops, at) for at in range(len(ops)))]
+def _fitting(ops: Sequence[BasicOperation], rules: Sequence[Rule]) -> list[Rule]:
+    """The rules whose pattern fits somewhere in a run of ops."""
+    return [rule for rule in rules if any(rule.fit(ops, at) for at in range(len(ops)))]
 
 
 def _check_owns_parameters(op: FusibleOperation) -> None:

@@ -1,7 +1,6 @@
 """Where a fuser's autograd meets the rest of PyTorch."""
 
 import threading
-from dataclasses import dataclass
 
 import pytest
 import reference as ref
@@ -12,14 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
-
-
-@dataclass(frozen=True)
-class Rows(recipes.Recipe):
-    """A recipe of these tests, with one option."""
-
-    block: int = 32
-
 
 SIZES = (3, 0, 4, 1)
 
@@ -344,7 +335,7 @@ def test_autocast_leaves_fp64_alone():
 def test_recipes_change_between_calls():
     mlp, inputs, dy, y, exact = case()
     plans = []
-    for recipe in (None, Rows(), None, Rows(64), Rows()):
+    for recipe in (None, ref.Rows(), None, ref.Rows(64), ref.Rows()):
         with recipes.autocast(enabled=recipe is not None, recipe=recipe):
             out = mlp(*inputs)
         assert mlp.plan.recipe == recipe
@@ -359,13 +350,13 @@ def test_recipes_change_between_calls():
 
 def test_recipe_scopes():
     assert recipes.current_recipe() is None
-    with fz.autocast(recipe=Rows()):
-        assert recipes.current_recipe() == Rows()
+    with fz.autocast(recipe=ref.Rows()):
+        assert recipes.current_recipe() == ref.Rows()
         with fz.autocast(enabled=False):
             assert recipes.current_recipe() is None
-        with pytest.raises(KeyError), fz.autocast(recipe=Rows(64)):
+        with pytest.raises(KeyError), fz.autocast(recipe=ref.Rows(64)):
             raise KeyError
-        assert recipes.current_recipe() == Rows()
+        assert recipes.current_recipe() == ref.Rows()
     assert recipes.current_recipe() is None
 
 
@@ -387,15 +378,15 @@ def test_threads_have_their_own_recipes():
             failures.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(Rows(block),)) for block in (16, 64)]
+    threads = [threading.Thread(target=work, args=(ref.Rows(block),)) for block in (16, 64)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
-    assert set(seen) == {Rows(16), Rows(64)}
+    assert set(seen) == {ref.Rows(16), ref.Rows(64)}
     (run,) = mlp.segments()
-    assert {key[0] for key in run._schedules} == {Rows(16), Rows(64)}
+    assert {key[0] for key in run._schedules} == {ref.Rows(16), ref.Rows(64)}
 
 
 def test_backward_in_another_thread():
