@@ -1,0 +1,196 @@
+"""BF16 on CUDA never waits for the device: shown on fake CUDA tensors, without a GPU."""
+
+import itertools
+
+import pytest
+import reference as ref
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+import fusible as fz
+from fusible.kernels import grouped
+from fusible.testing import assume_target
+
+aten = torch.ops.aten
+# What reads values on the host, whatever device they are on.
+READS = {
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+
+
+class Synchronises(AssertionError):
+    """An op that waits for the device was called."""
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses to read values of CUDA tensors on the host, and copies of them to it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        on_cuda = any(t.device.type == "cuda" for t in given)
+        if on_cuda and func in READS:
+            raise Synchronises(f"{func} reads values of a CUDA tensor on the host")
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
+        if on_cuda and any(t.device.type == "cpu" for t in made):
+            raise Synchronises(f"{func} copies a CUDA tensor to the host")
+        return out
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    """Fake CUDA tensors, on which the library ops run their CUDA implementations."""
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0)
+    # Random numbers of a CUDA generator need CUDA itself.
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", lambda weight, a: weight.zero_())
+    for name in ("grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
+        cuda = {"grouped_wgrad_": "_grouped_wgrad_out_cuda"}.get(name, f"_{name}_cuda")
+        monkeypatch.setattr(grouped, name, getattr(grouped, cuda))
+    for name in ("group_ends", "grouped_sum"):
+        monkeypatch.setattr(grouped, name, getattr(grouped, f"_{name}"))
+    with FakeTensorMode(), NoSync():
+        yield
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.sum().item(),
+        lambda t: t.tolist(),
+        lambda t: t.cpu(),
+        lambda t: t.to("cpu", non_blocking=True),
+        lambda t: bool(t.any()),
+        lambda t: torch.empty(3).copy_(t),
+        lambda t: torch.repeat_interleave(t, t.int()),
+    ],
+    ids=["item", "tolist", "cpu", "to", "bool", "copy_", "repeat_interleave"],
+)
+def test_the_mode_catches(read, no_sync):
+    with pytest.raises(Synchronises):
+        read(torch.ones(3, device="cuda"))
+
+
+def on_cuda(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def mlp_on_cuda(dtype=torch.bfloat16, scale_bias=False, **options):
+    fc2 = {"scale_bias": scale_bias, "device": "cuda", "dtype": dtype, **options}
+    return fz.Sequential(
+        fz.GroupedLinear(4, 16, 48, device="cuda", dtype=dtype, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 24, 16, **fc2),
+    )
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_grouped_mlp(single, bias, no_sync):
+    with assume_target("sm100"):
+        mlp = mlp_on_cuda(
+            bias=bias,
+            scale_bias=bias,
+            single_grouped_weight=single,
+            single_grouped_bias=single,
+        )
+        x, scales = on_cuda(10, 16), on_cuda(10, dtype=torch.float32)
+        splits = torch.ones(4, dtype=torch.int64, device="cuda")
+        extra = [splits, scales, splits, *([scales] if bias else [])]
+        y = mlp(x, *extra)
+        y.sum().backward()
+    assert y.device.type == "cuda"
+    for t in (x, scales, *mlp.parameters()):
+        assert t.grad.shape == t.shape
+        assert t.grad.device.type == "cuda"
+
+
+@pytest.mark.parametrize("features", [(16, 48), (12, 20), (3, 5)])
+def test_features_of_any_alignment(features, no_sync):
+    """Padding to what the grouped product asks for needs no values."""
+    with assume_target("sm100"):
+        op = fz.GroupedLinear(4, *features, device="cuda", dtype=torch.bfloat16)
+        x = on_cuda(10, features[0])
+        splits = torch.ones(4, dtype=torch.int64, device="cuda")
+        op(x, splits).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_synchronise_and_explain_says_so(dtype, no_sync):
+    with assume_target("sm100"):
+        op = fz.GroupedLinear(4, 16, 16, device="cuda", dtype=dtype)
+        x = on_cuda(10, 16, dtype=dtype)
+        splits = torch.ones(4, dtype=torch.int64, device="cuda")
+        with pytest.raises(Synchronises):
+            op(x, splits)
+        notes = op.notes(str(dtype).removeprefix("torch."), fz.Target("cuda", 100))
+    assert "a synchronisation" in notes[0]
+    assert op.notes("bfloat16", fz.Target("cuda", 100)) == ()
+
+
+def test_dense_ops(no_sync):
+    with assume_target("sm100"):
+        seq = fz.Sequential(
+            fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+            fz.Linear(8, 16, device="cuda", dtype=torch.bfloat16),
+            fz.SwiGLU(),
+            fz.Reshape((-1, 8)),
+            fz.BasicLinear(8, 8, device="cuda", dtype=torch.bfloat16),
+            fz.AddExtraInput().set_extra_input_channel(0, "r"),
+            fz.ConstantScale(2.0),
+            fz.GELU(),
+        )
+        x = on_cuda(6, 8)
+        seq(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
+    """Values of what the fake tensors ran, with torch's grouped product as a loop on the CPU."""
+
+    def loop(a, b, *, offs):
+        ends = [0, *offs.tolist()]
+        spans = list(itertools.pairwise(ends))
+        if b.dim() == 3:
+            y = torch.full((a.shape[0], b.shape[2]), float("nan"), dtype=a.dtype)
+            for e, (start, end) in enumerate(spans):
+                y[start:end] = a[start:end] @ b[e]
+            return y
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
+
+    monkeypatch.setattr(grouped.F, "grouped_mm", loop)
+    for features, rows in (((16, 24), 10), ((5, 3), 10), ((8, 8), 0)):
+        sizes = [3, 0, 4, 1] if rows else [0, 0, 0, 0]
+        ends = grouped.group_ends(torch.tensor(sizes), rows)
+        x = torch.randn(rows, features[0]).bfloat16()
+        dy = torch.randn(rows, features[1]).bfloat16()
+        w = torch.randn(4, *features[::-1]).bfloat16()
+        bias, scales = torch.randn(4, features[1]).bfloat16(), torch.rand(rows)
+        for weights in ([w], list(w.unbind(0)), [m.clone() for m in w]):
+            for b, s in ((None, None), (bias, None), (bias, scales)):
+                mine = grouped._grouped_mm_cuda(x, weights, ends, b, s, False)
+                exact = ref.grouped_linear(
+                    x.double(),
+                    w.double(),
+                    sizes,
+                    *(None if t is None else t.double() for t in (b, s)),
+                )
+                ref.assert_accurate(mine, exact)
+            mine = grouped._grouped_mm_cuda(dy, weights, ends, None, None, True)
+            ref.assert_accurate(mine, ref.grouped_linear(dy.double(), w.double().mT, sizes))
+        expected = grouped.grouped_wgrad(dy, x, ends)
+        torch.testing.assert_close(grouped._grouped_wgrad_cuda(dy, x, ends), expected)
+        for accumulate in (False, True):
+            out = [torch.ones_like(expected), torch.ones_like(expected)]
+            grouped._grouped_wgrad_out_cuda(out[:1], dy, x, ends, accumulate)
+            grouped.grouped_wgrad_(out[1:], dy, x, ends, accumulate)
+            torch.testing.assert_close(*out)
