@@ -22,7 +22,11 @@ def example():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    # Tiny tensors on one thread: two of them wait for each other wherever tests run in parallel.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield module
+    torch.set_num_threads(threads)
     del sys.modules[spec.name]
 
 
@@ -57,8 +61,8 @@ def test_it_draws_the_loss_and_the_op_graphs(run):
 def test_equal_seeds_give_equal_losses(run, example, tmp_path):
     again = example.main([*TINY, "--steps=30", f"--out={tmp_path}"])
     assert again.held_out == run[0].held_out
-    other = example.main([*TINY, "--steps=30", "--seed=1", f"--out={tmp_path}"])
-    assert other.held_out != again.held_out
+    other = example.main([*TINY, "--steps=1", "--seed=1", f"--out={tmp_path}"])
+    assert other.held_out[0] != again.held_out[0]
 
 
 @pytest.mark.parametrize("target", [None, "sm90", "sm100"])
