@@ -27,7 +27,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 VOCABULARY, HEAD_SIZE = 256, 32
-LOOKS = 20  # at the held-out text, over a run
+LOOKS = 12  # at the held-out text, over a run
 BALANCE = 0.01  # weight of the load-balancing loss
 # Not prose or programs of the library: other packages, tests, tables of characters and topics.
 SKIPPED = frozenset(
@@ -333,7 +333,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--seconds", type=number, default=75.0, help="train for this long (evaluations included)"
+        "--seconds", type=number, default=60.0, help="train for this long (evaluations included)"
     )
     length.add_argument(
         "--steps", type=count, help="train this many steps instead; repeatable on the CPU"

@@ -147,4 +147,4 @@ def test_the_help_of_the_command(tmp_path):
         check=True,
     )
     assert "--expert-features" in done.stdout
-    assert "(default: 75.0)" in " ".join(done.stdout.split())
+    assert "(default: 60.0)" in " ".join(done.stdout.split())
