@@ -26,14 +26,13 @@ import fusible
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-VOCABULARY = 256
+VOCABULARY, HEAD_SIZE = 256, 32
+LOOKS = 12  # at the held-out text, over a run
+BALANCE = 0.01  # weight of the load-balancing loss
 # Not prose or programs of the library: other packages, tests, tables of characters and topics.
 SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "__pycache__")
 )
-
-
-# --- model ----------------------------------------------------------------------------------------
 
 
 class MoE(nn.Module):
@@ -68,10 +67,9 @@ class MoE(nn.Module):
         weights = weights / weights.sum(dim=-1, keepdim=True)
         expert_of_row = chosen.flatten()
         order = expert_of_row.argsort(stable=True)
-        place = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=x.device)
-        )
-        splits = F.one_hot(expert_of_row, self.experts).sum(dim=0)
+        place = order.argsort()
+        splits = order.new_zeros(self.experts)
+        splits.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
         # Switch Transformer, arXiv 2101.03961, equation 4: 1 when the load is even.
         share = splits / len(order)
         balance = self.experts * (share * probabilities.mean(dim=0)).sum()
@@ -88,12 +86,11 @@ class MoE(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions (arXiv 2104.09864)."""
 
-    def __init__(self, hidden: int, heads: int, context: int) -> None:
+    def __init__(self, hidden: int, context: int) -> None:
         super().__init__()
-        self.heads = heads
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
-        half = hidden // heads // 2
+        half = HEAD_SIZE // 2
         angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -105,7 +102,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mixes ``[batch, context, hidden]`` along the context."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        qkv = self.qkv(x).unflatten(-1, (3, -1, HEAD_SIZE))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q, k = self.rotate(q).to(v.dtype), self.rotate(k).to(v.dtype)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -119,7 +116,7 @@ class Block(nn.Module):
         super().__init__()
         hidden = options.hidden
         self.attention_norm, self.moe_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.attention = Attention(hidden, options.heads, options.context)
+        self.attention = Attention(hidden, options.context)
         self.moe = MoE(hidden, options.experts, options.top_k, options.expert_features)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,18 +147,10 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x)), torch.stack(splits), torch.stack(balances).mean()
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
-def read_text(limit: int | None = None) -> tuple[Tensor, Tensor]:
-    """The standard library's sources as bytes: training text, and every tenth file held out.
-
-    Args:
-        limit: read only this many files.
-    """
+def read_text() -> tuple[Tensor, Tensor]:
+    """The standard library's sources as bytes: training text, and every tenth file held out."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts)]
-    files = sorted(files)[:limit]
+    files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
     held_out = b"".join(f.read_bytes() for f in files[::10])
     training = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 10)
     return tuple(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (training, held_out))
@@ -179,9 +168,6 @@ def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) ->
     return rows.to(device).long()
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 @dataclass
 class History:
     """What a training run did; losses are in bits per byte, as ``(step, loss)``."""
@@ -193,19 +179,24 @@ class History:
     tokens: int = 0
     seconds: float = 0.0
 
+    def look(
+        self, step: int, losses: Sequence[Tensor], held_out: float, usage: list[list[float]]
+    ) -> None:
+        """Note the losses since the last look, and what the held-out text says."""
+        if losses:
+            self.training.append((step, torch.stack(losses).mean().item()))
+        self.held_out.append((step, held_out))
+        self.usage = usage
 
-class Clock:
-    """How much of a run is done, by steps if their number is given, else by seconds."""
+    def summary(self) -> str:
+        """The last held-out loss and the speed so far."""
+        loss, speed = self.held_out[-1][1], self.tokens / self.seconds
+        return f"held-out {loss:.3f} bits/byte, {speed:,.0f} tokens/s"
 
-    def __init__(self, steps: int | None, seconds: float) -> None:
-        self.steps, self.seconds = steps, seconds
-        self.start = time.perf_counter()
 
-    def done(self, step: int) -> float:
-        """The part done after ``step`` steps, at most 1."""
-        if self.steps is not None:
-            return step / self.steps
-        return min((time.perf_counter() - self.start) / self.seconds, 1.0)
+def part_done(options: argparse.Namespace, step: int, seconds: float) -> float:
+    """How much of a run is done: by steps if their number was given, else by time."""
+    return step / options.steps if options.steps else min(seconds / options.seconds, 1.0)
 
 
 def precision(device: torch.device) -> AbstractContextManager:
@@ -244,41 +235,41 @@ def train(model: nn.Module, text: Tensor, held_out: Tensor, options: argparse.Na
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
-    recent: list[Tensor] = []
-    step, looks, done = 0, 0, 0.0
-    clock = Clock(options.steps, options.seconds)
-    with tqdm(
-        total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    ) as bar:
+    losses: list[Tensor] = []
+    step, done, next_look = 0, 0.0, 0
+    start = time.perf_counter()
+    with tqdm(total=100, bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}") as bar:
         while True:
-            if done * options.evaluations >= looks:
-                loss, history.usage = evaluate(model, batches)
-                history.held_out.append((step, loss))
-                if recent:
-                    history.training.append((step, torch.stack(recent).mean().item()))
-                    recent.clear()
-                looks += 1
-                elapsed = time.perf_counter() - clock.start
-                history.tokens, history.seconds = step * batch * context, elapsed
-                speed = history.tokens / elapsed
-                bar.set_postfix_str(f"held-out {loss:.2f} bits/byte, {speed:,.0f} tokens/s")
+            if done * LOOKS >= next_look:
+                next_look = int(done * LOOKS) + 1
+                history.look(step, losses, *evaluate(model, batches))
+                history.seconds = time.perf_counter() - start
+                history.tokens = step * batch * context
+                bar.set_postfix_str(history.summary())
+                losses.clear()
             if done >= 1:
                 return history
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(done, options.learning_rate)
             places = torch.randint(len(text) - context, (batch,), generator=random)
-            loss, _, balance = bits(model, windows(text, places, context, device))
-            (loss * math.log(2) + options.balance * balance).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            recent.append(loss.detach())
+            rate = learning_rate(done, options.learning_rate)
+            rows = windows(text, places, context, device)
+            losses.append(train_step(model, optimizer, rate, rows))
             step += 1
-            done = clock.done(step)
+            done = part_done(options, step, time.perf_counter() - start)
             bar.update(100 * done - bar.n)
 
 
-# --- showing --------------------------------------------------------------------------------------
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, rows: Tensor
+) -> Tensor:
+    """One step on ``rows`` ``[batch, context + 1]``; the bits per byte, left on the device."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss, _, balance = bits(model, rows)
+    (loss * math.log(2) + BALANCE * balance).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def explain_experts(
@@ -289,7 +280,8 @@ def explain_experts(
     device = options.device
     with precision(device) if target is None else torch.autocast(device.type, torch.bfloat16):
         x = torch.zeros(options.batch * options.context, options.hidden, device=device)
-        rows, splits, scales, *_ = moe.dispatch(x.requires_grad_())
+        rows, splits, scales, *_ = moe.dispatch(x)
+        rows, scales = rows.detach().requires_grad_(), scales.detach().requires_grad_()
         return fusible.explain(moe.mlp, rows, splits, scales, splits, target=target)
 
 
@@ -309,17 +301,14 @@ def plot(history: History, path: Path) -> None:
 
 def report(history: History) -> None:
     """Print what the training came to."""
-    loss = history.held_out[-1][1]
-    steps, seconds = history.held_out[-1][0], history.seconds
-    print(f"\ntrained {steps} steps in {seconds:.1f} s: {history.tokens / seconds:,.0f} tokens/s")
-    print(f"held-out text: {loss:.3f} bits per byte, {history.held_out[0][1]:.3f} at the start")
-    print(f"bytes taken one by one: {history.entropy:.3f} bits per byte (entropy of the same text)")
+    (_, first), (steps, _) = history.held_out[0], history.held_out[-1]
+    print(
+        f"\n{steps} steps in {history.seconds:.1f} s: {history.summary()} ({first:.3f} untrained)"
+    )
+    print(f"entropy of its bytes taken one by one: {history.entropy:.3f} bits/byte")
     print("share of rows per expert, held-out text:")
     for layer, shares in enumerate(history.usage):
         print(f"  layer {layer}: " + " ".join(f"{share:5.1%}" for share in shares))
-
-
-# --- command line ---------------------------------------------------------------------------------
 
 
 def positive(kind: type) -> type:
@@ -344,34 +333,27 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--seconds", type=number, default=75.0, help="train for this long (evaluations included)"
+        "--seconds", type=number, default=60.0, help="train for this long (evaluations included)"
     )
     length.add_argument(
         "--steps", type=count, help="train this many steps instead; repeatable on the CPU"
     )
-    add("--hidden", type=count, default=128, help="features of a token")
+    add("--hidden", type=count, default=128, help=f"features of a token, times {HEAD_SIZE}")
     add("--layers", type=count, default=2, help="blocks of attention and experts")
-    add("--heads", type=count, default=4, help="attention heads")
     add("--experts", type=count, default=8, help="experts in a block")
     add("--top-k", type=count, default=2, help="experts for each token")
     add("--expert-features", type=count, default=128, help="features inside an expert")
     add("--context", type=count, default=128, help="bytes in a training window")
     add("--batch", type=count, default=16, help="windows in a step")
     add("--learning-rate", type=number, default=4e-3, help="highest learning rate")
-    add("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
-    add("--evaluations", type=count, default=20, help="looks at the held-out text")
-    add("--files", type=count, help="read only the first files of the library")
     add("--device", default="auto", help='"cpu", "cuda", "cuda:1", ...; "auto" takes CUDA if any')
     add("--seed", type=int, default=0, help="of the parameters and of the order of the text")
     add("--out", type=Path, default=Path("out"), help="folder for the loss curve and the op graph")
     options = parser.parse_args(arguments)
     if options.top_k > options.experts:
         parser.error(f"--top-k must be at most --experts {options.experts}, got {options.top_k}")
-    if options.hidden % (2 * options.heads):
-        parser.error(
-            f"--hidden must be a multiple of twice --heads, 2 x {options.heads}, "
-            f"got {options.hidden}"
-        )
+    if options.hidden % HEAD_SIZE:
+        parser.error(f"--hidden must be a multiple of {HEAD_SIZE}, got {options.hidden}")
     try:
         options.device = pick_device(options.device)
     except (RuntimeError, ValueError) as error:
@@ -391,39 +373,31 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if gpus else "cpu"
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be on the CPU or CUDA, got {name}")
+        raise ValueError(f"--device must be cpu or cuda, got {name}")
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"--device {name} is not on this machine, which has {gpus} CUDA GPUs")
     return device
 
 
 def main(arguments: Sequence[str] | None = None) -> History:
-    """Read, train, explain, draw."""
+    """Read, explain, train, draw."""
     options = parse_options(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    text, held_out = read_text()
     torch.manual_seed(options.seed)
-    text, held_out = read_text(options.files)
-    if min(len(text), len(held_out)) <= options.context:
-        raise SystemExit(
-            f"--context {options.context} must be shorter than the text: {len(text)} bytes, and "
-            f"{len(held_out)} held out; give more --files"
-        )
     model = LanguageModel(options).to(options.device)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{len(text):,} bytes of Python's standard library and {len(held_out):,} held out; "
-        f"{parameters:,} parameters; {options.device}"
-    )
-    here = explain_experts(model, options, None)
-    print(f"\nexperts of a block on this machine:\n{here}")
-    for target in ("sm90", "sm100"):
-        print(f"\nthe same in BF16 on {target}:\n{explain_experts(model, options, target)}")
-    print(flush=True)
+    print(f"{len(text):,} bytes of Python's standard library, {len(held_out):,} more held out")
+    print(f"{parameters:,} parameters on {options.device}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for target in (None, "sm90", "sm100"):
+        explanation = explain_experts(model, options, target)
+        where = "on this machine" if target is None else f"in BF16 on {target}"
+        print(f"\nthe experts of a block {where}\n{explanation}", flush=True)
+        explanation.to_svg(options.out / f"op_graph{'' if target is None else '_' + target}.svg")
     history = train(model, text, held_out, options)
     report(history)
     plot(history, options.out / "loss.png")
-    here.to_svg(options.out / "op_graph.svg")
-    print(f"wrote {options.out / 'loss.png'} and {options.out / 'op_graph.svg'}")
+    print(f"the loss curve and the op graphs are in {options.out}")
     return history
 
 
