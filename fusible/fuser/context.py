@@ -63,8 +63,10 @@ class OperationContext:
 
     def for_backward(self, saved_tensors: tuple[Tensor | None, ...]) -> OperationContext:
         """A new context for the backward, which reads the forward's values and changes none."""
-        context = OperationContext(self.needs, self.recipe, self.autocast_dtype)
+        context = OperationContext.__new__(OperationContext)
         context.forward = self
+        context.requires_grad = self.requires_grad
+        context.needs = self.needs
         context.saved_tensors = saved_tensors
         return context
 

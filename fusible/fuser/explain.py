@@ -70,22 +70,49 @@ def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None)
     """
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
-    names = {id(m): name for name, m in module.named_modules()}
+    names = _names(module)
 
     def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
-        name = next((names[id(op)] for op in run.ops if id(op) in names), "")
-        where = f"{type(module).__name__}.{name}" if name else type(module).__name__
+        first, last = names[run.ops[0]], names[run.ops[-1]]
+        where = first if first == last else f"{first} to {last}"
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, Run.observed(note):
-        fake = tree_map_only(Tensor, mode.from_tensor, inputs)
-        module(*fake)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _fakes(mode, inputs)
+    with mode, Run.observed(note):
+        module(*fakes)
     if not planned:
         raise ValueError(
             f"explain needs a module that contains fusible ops, got {type(module).__name__} "
             "without any"
         )
     return Explanation(tuple(planned))
+
+
+def _names(module: nn.Module) -> dict[Any, str]:
+    """What to call each basic op: its place in ``module``, or its own type if it is ``module``."""
+    root = type(module).__name__
+    return {
+        op: f"{root}.{name}" if name else root
+        for name, part in module.named_modules()
+        for op in (part.basic_ops if hasattr(part, "basic_ops") else ())
+    }
+
+
+def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
+    """The inputs with fake tensors for tensors; one input passed twice stays one."""
+    made: dict[int, Any] = {}
+
+    def fake(t: Tensor) -> Tensor:
+        if id(t) not in made:
+            # Detached, since an intermediate tensor's own gradient must not be asked for.
+            made[id(t)] = mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)
+        return made[id(t)]
+
+    for value in inputs:
+        if id(value) not in made:
+            made[id(value)] = tree_map_only(Tensor, fake, value)
+    return [made[id(value)] for value in inputs]
 
 
 def _lines(planned: PlannedRun) -> Iterator[str]:
@@ -139,10 +166,14 @@ def _saves(plan: Plan, op: Any, at: int) -> list[str]:
 def _refusal_lines(plan: Plan) -> Iterator[str]:
     if plan.refusals:
         yield "not fused:"
+    by_reasons: dict[tuple[str, ...], list[str]] = {}
     for refusal in plan.refusals:
         stop = refusal.start + len(refusal.ops)
-        yield f"  {refusal.rule.name} ({refusal.rule.phase}) for ops[{refusal.start}:{stop}]:"
-        yield from (f"    {reason}" for reason in refusal.reasons)
+        what = f"{refusal.rule.name} ({refusal.rule.phase}) for ops[{refusal.start}:{stop}]"
+        by_reasons.setdefault(refusal.reasons, []).append(what)
+    for reasons, refused in by_reasons.items():
+        yield from (f"  {what}" for what in refused)
+        yield from (f"    {reason}" for reason in reasons)
     touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     for start, stop in _gaps(touched, len(plan.basic_ops)):

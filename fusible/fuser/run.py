@@ -79,7 +79,7 @@ class _Step(NamedTuple):
     stop: int
     sources: tuple[tuple[tuple[int, int], ...], ...]
     num_extra_outputs: list[int]
-    num_grads: list[tuple[int, int]]
+    num_grads: tuple[list[int], list[int]]
 
 
 class _Schedule(NamedTuple):
@@ -212,7 +212,7 @@ class Run:
                         t.dtype,
                         t.device,
                         t.requires_grad,
-                        index(t.size(-1)) if t.dim() >= dims else None,
+                        index(t.shape[-1]) if t.dim() >= dims else None,
                     )
                     for t in inputs
                 ]
@@ -230,7 +230,7 @@ class Run:
 
     @constant_when_traced
     def _trace_schedule(self, key: tuple[Any, ...]) -> int:
-        """The place in ``self._traced`` of a call's schedule; what ``key`` was read from is guarded.
+        """Where in ``self._traced`` a call's schedule is; what ``key`` was read from is guarded.
 
         A place and not the schedule, since the tracer takes modules only from where it sees them.
         """
@@ -254,7 +254,8 @@ class Run:
                 for of_op in self.wiring.sources[start:stop]
             )
             counts = [basic.num_extra_outputs for basic in basic_ops]
-            grads = [(len(n.params), len(n.extra_inputs)) for n in plan.grad[start:stop]]
+            needs = plan.grad[start:stop]
+            grads = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
             made.append(_Step(op, start, stop, sources, counts, grads))
             start = stop
         return tuple(made)
@@ -446,12 +447,12 @@ class _RunFunction(torch.autograd.Function):
                     for i, count in enumerate(num_extra_outputs)
                 ],
             )
-            got = [(len(p), len(e)) for p, e in zip(step_params, step_extra, strict=False)]
+            got = list(map(len, step_params)), list(map(len, step_extra))
             if got != num_grads:
                 raise RuntimeError(
                     f"the backward of {type(op).__name__} must return gradients (None where there "
                     "is none) for each basic op's parameters and extra inputs, numbering "
-                    f"{num_grads}, got {got}"
+                    f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
                 )
             of_params[start:stop] = step_params
             for of_op, grads in zip(sources, step_extra, strict=True):

@@ -142,8 +142,9 @@ class GroupedLinear(BasicOperation):
         return self._parameters_named("bias", self.single_grouped_bias) if self.has_bias else []
 
     def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
-        names = [name] if single else [f"{name}{group}" for group in range(self.num_groups)]
-        return [self._parameters[n] for n in names]  # type: ignore[misc]
+        if single:
+            return [self._parameters[name]]  # type: ignore[list-item]
+        return [self._parameters[f"{name}{group}"] for group in range(self.num_groups)]  # type: ignore[misc]
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises."""
@@ -202,9 +203,9 @@ class GroupedLinear(BasicOperation):
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The biases as one ``[num_groups, out_features]``, or None."""
-        biases = self.biases()
-        if not biases:
+        if not self.has_bias:
             return None
+        biases = self.biases()
         return (biases[0] if self.single_grouped_bias else torch.stack(biases)).to(dtype)
 
     def _check_uniform(self, ctx: OperationContext) -> None:
@@ -264,9 +265,10 @@ class GroupedLinear(BasicOperation):
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
     ) -> Grads:
         """Gradients of the bias parameters."""
-        biases = self.biases()
-        if not biases or not ctx.needs.params[-1]:
-            return (None,) * len(biases)
+        if not self.has_bias:
+            return ()
+        if not ctx.needs.params[-1]:
+            return (None,) * len(self.biases())
         dbias = grouped.grouped_sum(dy, ends, row_scale)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
@@ -309,6 +311,9 @@ def group_ends(
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
             negative or of more rows than ``x`` has.
     """
+    rows, known = memo.get(split_sizes, (None, None))
+    if rows == x.shape[0] and known.shape[0] == num_groups:
+        return known
     integers = (torch.int64, torch.int32)
     if (
         split_sizes is None
@@ -327,9 +332,6 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    rows, known = memo.get(split_sizes, (None, None))
-    if rows == x.shape[0]:
-        return known
     ends = grouped.group_ends(split_sizes, x.shape[0])
     if ends.device != x.device:
         ends = ends.to(x.device, non_blocking=True)

@@ -29,7 +29,7 @@ def test_tree_of_a_fused_run():
 def test_reasons_are_printed():
     seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(), fz.SiLU())
     text = str(fz.explain(seq, torch.randn(3, 8), torch.randn(3, 8).double()))
-    assert "linear_add (forward) for ops[0:2]:" in text
+    assert "linear_add (forward) for ops[0:2]\n" in text
     assert "add.addend.dtype must be equal to dtype (which is float32), got float64" in text
     assert "no fusion rule covers SiLU (ops[2:3])" in text
 
@@ -96,23 +96,23 @@ def test_explaining_changes_nothing():
     assert never_run.plan is None
 
 
-@pytest.mark.xfail(reason="a Linear's basic ops are in no list of named modules", strict=True)
 def test_runs_are_named_after_their_first_module():
     block = nn.ModuleDict(
         {"up": fz.Sequential(fz.Linear(8, 4), fz.SiLU()), "down": fz.Linear(4, 4)}
     )
     block.forward = lambda x: block["down"](block["up"](x))
     explained = fz.explain(block, torch.randn(2, 8))
-    assert [p.name for p in explained.planned] == ["ModuleDict.up.0", "ModuleDict.down"]
+    assert [p.name for p in explained.planned] == [
+        "ModuleDict.up.0 to ModuleDict.up.1",
+        "ModuleDict.down",
+    ]
 
 
-@pytest.mark.xfail(reason="a fake tensor is made of the intermediate tensor itself", strict=True)
 def test_an_intermediate_tensor_as_input():
     h = torch.randn(3, 8, requires_grad=True) * 2
     assert "training" in str(fz.explain(fz.SiLU(), h))
 
 
-@pytest.mark.xfail(reason="lists lose their identity, which is a fact", strict=True)
 def test_lists_of_split_sizes():
     mlp = ref.grouped_mlp()
     x, splits, scales = ref.grouped_mlp_inputs()
