@@ -116,7 +116,6 @@ class Run:
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
         self._schedules: dict[tuple[Any, ...], _Schedule] = {}
-        self._traced: list[_Schedule] = []
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
@@ -131,7 +130,7 @@ class Run:
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
-            schedule = self._traced[self._trace_schedule(key)]
+            schedule = getattr(self, self._trace_schedule(key))
         elif _observation.note is not None:
             _observation.note(self, key, x.device)
             schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
@@ -229,15 +228,17 @@ class Run:
         return self._schedules[key]
 
     @constant_when_traced
-    def _trace_schedule(self, key: tuple[Any, ...]) -> int:
-        """Where in ``self._traced`` a call's schedule is; what ``key`` was read from is guarded.
+    def _trace_schedule(self, key: tuple[Any, ...]) -> str:
+        """Name the attribute that holds a call's schedule; what ``key`` was read from is guarded.
 
-        A place and not the schedule, since the tracer takes modules only from where it sees them.
+        A name, since the tracer takes modules only from where it sees them; and no place in a
+        list, whose length the tracer would guard: a new schedule would expire all others' code.
         """
         schedule = self.schedule_for(key)
-        if not any(schedule is known for known in self._traced):
-            self._traced.append(schedule)
-        return next(i for i, known in enumerate(self._traced) if schedule is known)
+        self.plan = schedule.plan
+        name = f"_traced{list(self._schedules).index(key)}"
+        setattr(self, name, schedule)
+        return name
 
     def _schedule(self, plan: Plan) -> _Schedule:
         forward, backward = (

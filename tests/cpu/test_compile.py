@@ -1,0 +1,311 @@
+"""torch.compile(fullgraph=True) of every op and of the grouped MLP, and what makes it recompile."""
+
+import pytest
+import reference as ref
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fusible as fz
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # torch's own tracer makes an instance of every autograd function, which torch deprecates.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # Inductor imports parts of torch that are written with it.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning"),
+]
+
+SIZES = [3, 0, 4, 1]
+OPS = {
+    "Identity": fz.Identity,
+    "ConstantScale": lambda: fz.ConstantScale(-1.5),
+    "Reshape": lambda: fz.Reshape((-1, 4)),
+    "GELU": fz.GELU,
+    "ReLU": fz.ReLU,
+    "SiLU": fz.SiLU,
+    "SwiGLU": lambda: fz.SwiGLU(glu_interleave_size=2),
+    "ScaledSwiGLU": fz.ScaledSwiGLU,
+    "ScaledClampedQGeGLU": lambda: fz.ScaledClampedQGeGLU(limit=0.5),
+    "AddExtraInput": fz.AddExtraInput,
+    "MakeExtraOutput": fz.MakeExtraOutput,
+    "BasicLinear": lambda: fz.BasicLinear(8, 6),
+    "Bias": lambda: fz.Bias(8),
+    "Linear": lambda: fz.Linear(8, 6),
+    "GroupedLinear": lambda: fz.GroupedLinear(4, 8, 6, scale_bias=True),
+    "GroupedLinear, single": lambda: fz.GroupedLinear(
+        4, 8, 6, single_grouped_weight=True, single_grouped_bias=True
+    ),
+    "fused": lambda: fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        fz.Linear(8, 16),
+        fz.SiLU(),
+        fz.BasicLinear(16, 8),
+        fz.AddExtraInput().set_extra_input_channel(0, "r"),
+    ),
+    "split by ordinary modules": lambda: fz.Sequential(
+        fz.Linear(8, 8), torch.nn.LayerNorm(8), fz.Sequential(fz.GELU(), fz.Bias(8))
+    ),
+}
+
+
+def extra_inputs(op, rows):
+    if isinstance(op, fz.GroupedLinear):
+        yield torch.tensor(SIZES)
+        if op.scale_bias:
+            yield torch.rand(rows, requires_grad=True)
+    elif isinstance(op, fz.AddExtraInput):
+        yield torch.randn(rows, 8, requires_grad=True)
+    elif isinstance(op, fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU):
+        yield torch.rand(rows, requires_grad=True)
+
+
+def results(call, module, inputs):
+    """Outputs and gradients."""
+    out = call(*inputs)
+    outs = out if isinstance(out, tuple) else (out,)
+    tensors = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+    dys = [torch.cos(torch.arange(o.numel(), dtype=o.dtype)).view(o.shape) for o in outs]
+    return [*(o.detach() for o in outs), *torch.autograd.grad(outs, tensors, dys)]
+
+
+def check(compiled, module, inputs, **tolerances):
+    torch.testing.assert_close(
+        results(compiled, module, inputs), results(module, module, inputs), **tolerances
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS)
+def test_every_op(make, dynamic):
+    op = make()
+    with torch.no_grad():
+        for p in op.parameters():
+            p.copy_(torch.randn(p.shape))
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (10, 12) if dynamic else (10,):
+        x = torch.randn(rows, 8, requires_grad=True)
+        check(compiled, op, (x, *extra_inputs(op, rows)))
+    inputs = (x, *extra_inputs(op, rows))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), op(*inputs))
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_grouped_mlp(backend, dynamic, single):
+    if backend == "inductor" and not single and dynamic:
+        pytest.skip("inductor sees the same graph as for the other three")
+    mlp = ref.grouped_mlp(single_grouped_weight=single, bias=True)
+    compiled = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=dynamic)
+    for sizes, rows in (([3, 0, 4, 1], 10), ([0, 0, 0, 12], 12)) if dynamic else ((SIZES, 10),):
+        x, splits, scales = ref.grouped_mlp_inputs(sizes, rows)
+        check(compiled, mlp, (x, splits, scales, splits))
+
+
+@pytest.mark.parametrize("name", ["Linear", "fused", "ScaledSwiGLU"])
+def test_inductor(name):
+    op = OPS[name]()
+    compiled = torch.compile(op, backend="inductor", fullgraph=True)
+    x = torch.randn(10, 8, requires_grad=True)
+    check(compiled, op, (x, *extra_inputs(op, 10)))
+
+
+def counted(module, **options):
+    counter = CompileCounterWithBackend("aot_eager")
+    return counter, torch.compile(module, backend=counter, fullgraph=True, **options)
+
+
+def test_changed_splits_never_recompile():
+    mlp = ref.grouped_mlp()
+    counter, compiled = counted(mlp)
+    for sizes in ([3, 0, 4, 1], [0, 0, 0, 0], [10, 0, 0, 0], [1, 2, 3, 4], [0, 5, 0, 5]):
+        x, splits, scales = ref.grouped_mlp_inputs(sizes, 10)
+        check(compiled, mlp, (x, splits, scales, splits))
+    assert counter.frame_count == 1
+
+
+def test_changed_rows_recompile_once():
+    mlp = ref.grouped_mlp()
+    counter, compiled = counted(mlp)
+    for rows in (8, 9, 10, 17, 33, 64, 100):
+        x, splits, scales = ref.grouped_mlp_inputs(SIZES, rows)
+        check(compiled, mlp, (x, splits, scales, splits))
+    assert counter.frame_count == 2  # the second graph is for any number of rows
+
+
+def test_rows_declared_dynamic_compile_once():
+    mlp = ref.grouped_mlp()
+    counter, compiled = counted(mlp)
+    for rows in (8, 9, 50):
+        x, splits, scales = ref.grouped_mlp_inputs(SIZES, rows)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(scales, 0)
+        check(compiled, mlp, (x, splits, scales, splits))
+    assert counter.frame_count == 1
+
+
+def test_scales_of_any_rows_in_two_dimensions():
+    op = fz.ScaledSwiGLU()
+    counter, compiled = counted(op)
+    for rows in (4, 5, 6, 7):
+        x = torch.randn(2, rows, 8, requires_grad=True)
+        check(compiled, op, (x, torch.rand(2, rows, requires_grad=True)))
+    assert counter.frame_count == 2
+
+
+def test_train_and_eval_alternate():
+    mlp = ref.grouped_mlp()
+    counter, compiled = counted(mlp)
+    inputs = ref.grouped_mlp_inputs(SIZES)
+    inputs = (*inputs, inputs[1])
+    for _ in range(4):
+        mlp.train()
+        check(compiled, mlp, inputs)
+        mlp.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), mlp(*inputs))
+    assert counter.frame_count <= 3  # training, evaluation, and at most one for the flag itself
+
+
+def test_frozen_between_calls():
+    seq = OPS["fused"]()
+    _, compiled = counted(seq)
+    x = torch.randn(10, 8, requires_grad=True)
+    check(compiled, seq, (x,))
+    seq[1].requires_grad_(False)
+    check(compiled, seq, (x,))
+    seq.requires_grad_(False)
+    check(compiled, seq, (x,))
+    seq.requires_grad_(True)
+    check(compiled, seq, (x.detach(),))
+
+
+def test_autocast_switches():
+    seq = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+    counter, compiled = counted(seq)
+    x = torch.randn(10, 8, requires_grad=True)
+    for _ in range(2):
+        check(compiled, seq, (x,))
+        assert compiled(x).dtype == torch.float32
+        for dtype in ref.LOW_PRECISION:
+            with torch.autocast("cpu", dtype):
+                check(compiled, seq, (x,))
+                assert compiled(x).dtype == dtype
+    assert counter.frame_count == 3
+
+
+class Doubled(fz.FusedOperation):
+    """Under the tests' recipe, twice the values: so that it shows which plan was compiled."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return 2 * input_ * self.basic_ops[0].scale, [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return 2 * grad_output * self.basic_ops[0].scale, [()], [()]
+
+
+@pytest.mark.xfail(reason="the tracer cannot hand a recipe to the planner", strict=True)
+def test_recipe_switches(own_fusions):
+    def fuse(ops, *, recipe):
+        return [Doubled(ops)] if isinstance(recipe, ref.Rows) else ops
+
+    fz.register_forward_backward_fusion(fuse)
+    seq = fz.Sequential(fz.ConstantScale(3.0))
+    counter, compiled = counted(seq)
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        for recipe, factor in ((None, 3), (ref.Rows(), 6), (ref.Rows(64), 6)):
+            with fz.autocast(enabled=recipe is not None, recipe=recipe):
+                y = compiled(x)
+                assert torch.equal(y, factor * torch.ones(4))
+                (dx,) = torch.autograd.grad(y.sum(), x)
+                assert torch.equal(dx, factor * torch.ones(4))
+    assert counter.frame_count <= 3
+
+
+def test_channels_and_extra_outputs():
+    seq = fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "r"),
+        fz.Linear(8, 8),
+        fz.MakeExtraOutput(),
+        fz.AddExtraInput().set_extra_input_channel(0, "r"),
+    )
+    _, compiled = counted(seq)
+    check(compiled, seq, (torch.randn(10, 8, requires_grad=True),))
+
+
+def test_same_tensor_twice_and_tied_weights():
+    seq = fz.Sequential(fz.AddExtraInput(), fz.Linear(8, 8), fz.SiLU(), fz.Linear(8, 8))
+    seq[3].weight = seq[1].weight
+    _, compiled = counted(seq)
+    x = torch.randn(10, 8, requires_grad=True)
+    check(compiled, seq, (x, x))
+
+
+def test_a_function_that_calls_a_sequential():
+    """The fuser inside a larger graph."""
+    mlp = ref.grouped_mlp()
+
+    def function(x, splits, scales):
+        return torch.sin(x) + mlp(2 * x, splits, scales.sigmoid(), splits)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES)
+    mine, plain = (results(f, mlp, (x, splits, scales)) for f in (compiled, function))
+    torch.testing.assert_close(mine, plain)
+
+
+def test_users_fused_op(own_fusions):
+    class Both(fz.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            basic_op_ctxs[0].save_for_backward(input_)
+            return torch.sin(input_), [(), ()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            (x,) = basic_op_ctxs[0].saved_tensors
+            return grad_output * torch.cos(x), [(), ()], [(), ()]
+
+    fz.register_forward_backward_fusion(lambda ops, *, recipe: [Both(ops)])
+    seq = fz.Sequential(fz.SiLU(), fz.GELU())
+    _, compiled = counted(seq)
+    x = torch.randn(5, requires_grad=True)
+    y = compiled(x)
+    torch.testing.assert_close(y.detach(), torch.sin(x.detach()))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.cos(x.detach()))
+
+
+def test_modules_changed_after_compilation():
+    seq = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+    _, compiled = counted(seq)
+    x = torch.randn(10, 8, requires_grad=True)
+    check(compiled, seq, (x,))
+    seq[1] = fz.ReLU()
+    check(compiled, seq, (x,))
+    seq.append(fz.Bias(8))
+    check(compiled, seq, (x,))
+    seq[0].weight = torch.nn.Parameter(torch.randn(8, 8))
+    check(compiled, seq, (x,))
+
+
+def test_plan_of_a_compiled_module_is_readable():
+    seq = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+    _, compiled = counted(seq)
+    compiled(torch.randn(10, 8))
+    assert seq.plan.fired == ("linear_bias_activation",)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_export(dynamic):
+    mlp = ref.grouped_mlp().requires_grad_(False)
+    x, splits, scales = (t.detach() for t in ref.grouped_mlp_inputs(SIZES))
+    rows = torch.export.Dim("rows", min=2, max=1024)
+    shapes = {"input": {0: rows}, "extra_inputs": (None, {0: rows}, None)}
+    exported = torch.export.export(
+        mlp, (x, splits, scales, splits), dynamic_shapes=shapes if dynamic else None
+    )
+    given = (x, splits, scales)
+    if dynamic:
+        given = tuple(t.detach() for t in ref.grouped_mlp_inputs([0, 9, 0, 5], 15))
+    y = exported.module()(given[0], given[1], given[2], given[1])
+    torch.testing.assert_close(y, mlp(given[0], given[1], given[2], given[1]))
