@@ -1,6 +1,6 @@
-"""What one compiled kernel is: plain data, hashable, importable without cutlass."""
+"""What one compiled kernel is: plain tuples, quick to hash, importable without cutlass."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
@@ -8,8 +8,7 @@ SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The output tile of one thread block, and how its two consumer warpgroups share the work.
 
     Cooperating, each computes half of the rows of one tile; in ping-pong, they take whole tiles
@@ -39,8 +38,7 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """Everything that shapes a kernel's code; sizes, pointers and constants are its arguments."""
 
     kind: str  # store, glu, dglu: rows grouped; wgrad: reduction grouped
