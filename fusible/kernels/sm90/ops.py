@@ -289,10 +289,7 @@ def grouped_gemm_glu(
     out = x.new_empty(rows, columns)
     if rows == 0:
         return preact, out
-    # 192 columns hold whole stripes of up to 32, and pay where there is more to write.
-    wide = store_preact and weights.major == "k" and interleave <= 32
-    wide = wide and bias is None
-    tile = tile or tiles.choose("glu", rows, weights.groups, columns, wide)
+    tile = tile or tiles.choose("glu", rows, weights.groups, columns)
     launch(
         Spec(
             "glu",

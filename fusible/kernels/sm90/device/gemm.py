@@ -840,15 +840,19 @@ class GroupedGemm:
                             scaled = value * row_scales[2 * m + half]
                         accumulator[(side, half, eight), m, 0] += scaled
 
+    def _put_accumulator(self, writer, block, accumulator, m, index):
+        """Put the index-th block of the accumulator together as it is."""
+        for piece in range(self.columns // PIECE):
+            eight = 2 * piece + index * self.columns // 8
+            values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+            writer.put(values, block, piece)
+
     @cute.jit
     def _store(self, writer, accumulator, m, out, slab, column, count: cutlass.Constexpr):
         """The accumulator as it is."""
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             block = writer.block(count + index)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                eight = 2 * piece + index * self.columns // 8
-                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
-                writer.put(values, block, piece)
+            self._put_accumulator(writer, block, accumulator, m, index)
             writer.write([(*out, slab, column + index * self.columns, block)])
 
     @cute.jit
@@ -860,28 +864,29 @@ class GroupedGemm:
         spec = self.spec
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
-        kept = const_expr(self.tile.n // self.columns if spec.keep else 0)
-        for index in cutlass.range_constexpr(kept):
-            block = writer.block(count + index)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                eight = 2 * piece + index * self.columns // 8
-                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
-                writer.put(values, block, piece)
-            side = const_expr(index * self.columns // half if spec.paired else 0)
-            at = self._gate_column(column, glu_block) + index * self.columns - side * half
-            writer.write([(*both[side], slab, at, block)])
         for index in cutlass.range_constexpr(half // self.columns):
-            block = writer.block(count + kept + index)
+            # First the two blocks that it is computed from: then their registers are free.
+            if const_expr(spec.keep):
+                for side in cutlass.range_constexpr(2):
+                    whole = index + side * half // self.columns if spec.paired else 2 * index + side
+                    block = writer.block(count)
+                    self._put_accumulator(writer, block, accumulator, m, whole)
+                    view = side if const_expr(spec.paired) else 0
+                    at = self._gate_column(column, glu_block) + whole * self.columns - view * half
+                    writer.write([(*both[view], slab, at, block)])
+                    count += 1
+            block = writer.block(count)
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                values = []
+                values = [None] * 8
                 for i in cutlass.range_constexpr(8):
                     eight = self._gate(2 * piece + index * self.columns // 8 + i // 4)
                     gate = self._value(accumulator, m, eight, i % 4)
                     linear = self._value(accumulator, m, eight + spec.stripe // 8, i % 4)
                     scale = row_scales[2 * m + i % 4 // 2]
-                    values.append(activation(gate, linear, constants) * scale)
+                    values[i] = activation(gate, linear, constants) * scale
                 writer.put(values, block, piece)
             writer.write([(*out, slab, column + index * self.columns, block)])
+            count += 1
 
     @staticmethod
     def _put_back(writer, values, sides, pieces):
