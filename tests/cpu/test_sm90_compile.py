@@ -1,6 +1,5 @@
 """Every kernel in the tile table compiles for sm_90a without a GPU, and spills no register."""
 
-import itertools
 import struct
 
 import pytest

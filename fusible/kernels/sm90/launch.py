@@ -23,8 +23,7 @@ _captured_sources: list[torch.Tensor] = []
 
 def compile_spec(spec: Spec, options: str = ""):
     """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU."""
-    import cutlass.cute as cute
-    from cutlass import Float32, Int32, Int64
+    from cutlass import Float32, Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
     from fusible.kernels.sm90.device.gemm import GroupedGemm
@@ -39,7 +38,7 @@ def compile_spec(spec: Spec, options: str = ""):
 @functools.cache
 def kernel(spec: Spec):
     """The compiled kernel: from memory, else from disk, else compiled and written to disk."""
-    import cutlass.cute as cute
+    from cutlass import cute
 
     path = cache_directory() / f"{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}.o"
     if not path.exists():

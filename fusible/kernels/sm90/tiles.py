@@ -21,8 +21,12 @@ _ROWS_SHARED = (
 _TABLE = {
     "store": _ROWS_SHARED,
     "glu": _ROWS_SHARED,
-    # The queue's registers are two too many for one of these epilogues.
-    "dglu": (Tile(128, 128, True, 1, 2), Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)),
+    # Shared memory goes to pre-activations where products are short, else to pipeline stages.
+    "dglu": (
+        Tile(128, 128, True, 1, 2, ahead=5),
+        Tile(128, 128, True, 1, 2, dynamic=True),
+        Tile(128, 128, True, 2, 1),
+    ),
     "wgrad": (
         Tile(128, 128, True, 2, 1),
         Tile(128, 128, True, 1, 2, dynamic=True),

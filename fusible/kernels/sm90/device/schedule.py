@@ -8,8 +8,7 @@ units of cluster tiles, the group's first row and its number of rows.
 """
 
 import cutlass
-import cutlass.cute as cute
-from cutlass import Boolean, Int32, pipeline
+from cutlass import Boolean, Int32, cute, pipeline
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 _LANES = 32
