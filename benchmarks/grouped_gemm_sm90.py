@@ -198,7 +198,7 @@ def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, 
     }
 
 
-def measure(calls: dict[str, Any], runs: int = 12) -> dict[str, float]:
+def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:
     """Median milliseconds of each call, interleaved, from a flushed L2 cache."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}

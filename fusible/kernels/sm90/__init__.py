@@ -13,6 +13,8 @@ from torch import Tensor
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.ops import has_matrix_layout  # and registers the ops
 
+_ops = torch.ops.fusible
+
 __all__ = [
     "grouped_gemm",
     "grouped_gemm_dglu",
@@ -36,7 +38,7 @@ def grouped_gemm(
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
-    return torch.ops.fusible.sm90_grouped_gemm(x, w, ends, bias, row_scale, transpose_w)
+    return _ops.sm90_grouped_gemm.default(x, w, ends, bias, row_scale, transpose_w)
 
 
 def grouped_gemm_glu(
@@ -59,7 +61,7 @@ def grouped_gemm_glu(
     ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
     ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
     """
-    return torch.ops.fusible.sm90_grouped_gemm_glu(
+    return _ops.sm90_grouped_gemm_glu.default(
         x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
     )
 
@@ -83,7 +85,7 @@ def grouped_gemm_dglu(
     ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
     gradient of ``scales``, always with the same bits.
     """
-    return torch.ops.fusible.sm90_grouped_gemm_dglu(
+    return _ops.sm90_grouped_gemm_dglu.default(
         dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset
     )
 
@@ -92,11 +94,11 @@ def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return torch.ops.fusible.sm90_grouped_wgrad(dy, x, ends, out_dtype)
+    return _ops.sm90_grouped_wgrad.default(dy, x, ends, out_dtype)
 
 
 def grouped_wgrad_(
     out: list[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    torch.ops.fusible.sm90_grouped_wgrad_(out, dy, x, ends, accumulate)
+    _ops.sm90_grouped_wgrad_.default(out, dy, x, ends, accumulate)

@@ -21,10 +21,9 @@ _pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
 _captured_sources: list[torch.Tensor] = []
 
 
-def compile_spec(spec: Spec):
-    """Compile a kernel for ``sm_90a``; needs the CuTe DSL, but no GPU."""
-    import cutlass.cute as cute
-    from cutlass import Float32, Int32, Int64
+def compile_spec(spec: Spec, options: str = ""):
+    """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU."""
+    from cutlass import Float32, Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
     from fusible.kernels.sm90.device.gemm import GroupedGemm
@@ -32,14 +31,14 @@ def compile_spec(spec: Spec):
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
     kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
     arguments = [kind(0) for kind in kinds]
-    options = "--enable-tvm-ffi --gpu-arch sm_90a"
+    options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
     return cute.compile(GroupedGemm(spec), *arguments, make_fake_stream(), options=options)
 
 
 @functools.cache
 def kernel(spec: Spec):
     """The compiled kernel: from memory, else from disk, else compiled and written to disk."""
-    import cutlass.cute as cute
+    from cutlass import cute
 
     path = cache_directory() / f"{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}.o"
     if not path.exists():

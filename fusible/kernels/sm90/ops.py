@@ -34,6 +34,7 @@ _LIBRARY.define(
     "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) -> ()"
 )
 
+_INPUTS = (torch.bfloat16, torch.float16)
 _NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -42,82 +43,85 @@ _NAMES = {
 }
 
 
-def _require(holds: bool, sentence: str, *values) -> None:
-    if not holds:
-        raise ValueError(sentence.format(*values))
+# A call's checks are part of its host time: each is one `if`, and its sentence is put together only
+# to be raised.
 
 
-def _check_matrix(name: str, x: Tensor, ndim: int = 2) -> None:
-    """Device, dtype, and a layout that TMA can read."""
-    _require(x.ndim == ndim, "{} must have {} dimensions, got {}", name, ndim, x.ndim)
-    _require(x.is_cuda, "{} must be on a CUDA device, got {}", name, x.device)
-    _require(_NAMES.get(x.dtype) in limits.DTYPES, "{} must be BF16 or FP16, got {}", name, x.dtype)
-    _require(
-        x.shape[-1] % limits.MULTIPLE_OF == 0,
-        "the last dimension of {} must be a multiple of 8, got {}",
-        name,
-        x.shape[-1],
-    )
-    _require(
-        has_matrix_layout(x),
-        "{} must be contiguous in its last dimension with a row pitch that is a multiple of 16 "
-        "bytes, and start at a multiple of 16 bytes, got strides {} at {:#x}; call .contiguous()",
-        name,
-        x.stride(),
-        x.data_ptr(),
+def _check_matrix(name: str, x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and row pitch of a matrix that TMA can read."""
+    if x.ndim != 2:
+        raise ValueError(f"{name} must have 2 dimensions, got {x.ndim}")
+    if not x.is_cuda:
+        raise ValueError(f"{name} must be on a CUDA device, got {x.device}")
+    if x.dtype not in _INPUTS:
+        raise ValueError(f"{name} must be BF16 or FP16, got {x.dtype}")
+    rows, columns = x.shape
+    pitch, step = x.stride()
+    if columns % limits.MULTIPLE_OF:
+        raise ValueError(
+            f"the last dimension of {name} must be a multiple of {limits.MULTIPLE_OF}, "
+            f"got {columns}"
+        )
+    if not _is_readable(rows, columns, pitch, step, x.data_ptr()):
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension with a row pitch that is a multiple "
+            f"of {limits.ALIGNMENT_BYTES} bytes, and start at such a multiple, got strides "
+            f"{x.stride()} at {x.data_ptr():#x}; call .contiguous()"
+        )
+    return rows, columns, pitch if rows > 1 else columns
+
+
+def _is_readable(rows: int, columns: int, pitch: int, step: int, address: int) -> bool:
+    return (
+        step == 1
+        and ((pitch >= columns and pitch % limits.MULTIPLE_OF == 0) or rows <= 1)
+        and address % limits.ALIGNMENT_BYTES == 0
     )
 
 
 def has_matrix_layout(x: Tensor) -> bool:
-    """Whether a matrix's memory is laid out as the kernels read it."""
-    rows, columns = x.shape[-2:]
-    pitch, step = x.stride()[-2:]
-    return (
-        (step == 1 or columns == 1)
-        and ((pitch >= columns and pitch % limits.MULTIPLE_OF == 0) or rows <= 1)
-        and x.data_ptr() % limits.ALIGNMENT_BYTES == 0
-    )
+    """Whether a matrix's memory is laid out as the kernels read it; a contiguous copy is."""
+    return _is_readable(*x.shape, *x.stride(), x.data_ptr())
 
 
-def _pitch(x: Tensor) -> int:
-    return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
-
-
-def _check_rows(name: str, vector: Tensor, rows: int, dtypes: tuple[str, ...]) -> None:
-    _require(
-        vector.ndim == 1 and vector.shape[0] == rows,
-        "{} must have one value for each of the {} rows, got shape {}",
-        name,
-        rows,
-        tuple(vector.shape),
-    )
-    _require(vector.is_contiguous(), "{} must be contiguous; call .contiguous()", name)
-    _require(
-        _NAMES.get(vector.dtype) in dtypes, "{} must be a float tensor, got {}", name, vector.dtype
-    )
+def _check_rows(name: str, vector: Tensor, rows: int) -> str:
+    """The dtype of a vector of one value for each row."""
+    dtype = _NAMES.get(vector.dtype)
+    if dtype not in limits.SCALE_DTYPES:
+        raise ValueError(f"{name} must be a float tensor, got {vector.dtype}")
+    if vector.shape != (rows,) or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous with one value for each of the {rows} rows, "
+            f"got shape {tuple(vector.shape)} with strides {vector.stride()}"
+        )
+    return dtype
 
 
 def _check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
-    _require(
-        ends.dtype == torch.int32 and ends.is_contiguous() and ends.shape == (groups,),
-        "ends must be a contiguous int32 tensor with one value for each of the {} groups, got {} "
-        "of shape {}",
-        groups,
-        ends.dtype,
-        tuple(ends.shape),
-    )
-    _require(ends.device == device, "ends must be on {}, got {}", device, ends.device)
+    if ends.dtype != torch.int32 or ends.shape != (groups,) or not ends.is_contiguous():
+        raise ValueError(
+            f"ends must be a contiguous int32 tensor with one value for each of the {groups} "
+            f"groups, got {ends.dtype} of shape {tuple(ends.shape)}"
+        )
+    if ends.device != device:
+        raise ValueError(f"ends must be on {device}, got {ends.device}")
 
 
 def _check_bias(bias: Tensor, groups: int, columns: int, x: Tensor) -> None:
-    _require(
-        bias.shape == (groups, columns) and bias.is_contiguous() and bias.dtype == x.dtype,
-        "bias must be a contiguous {} tensor of shape {}, got {} of shape {}",
-        x.dtype,
-        (groups, columns),
-        bias.dtype,
-        tuple(bias.shape),
-    )
+    if bias.shape != (groups, columns) or bias.dtype != x.dtype or not bias.is_contiguous():
+        raise ValueError(
+            f"bias must be a contiguous {x.dtype} tensor of shape {(groups, columns)}, "
+            f"got {bias.dtype} of shape {tuple(bias.shape)}"
+        )
+
+
+def _check_product(name: str, x: Tensor, depth: int, w: Tensor, weights: "_Matrices") -> None:
+    if w.dtype != x.dtype:
+        raise ValueError(f"w must have {name}'s dtype {x.dtype}, got {w.dtype}")
+    if depth != weights.depth:
+        raise ValueError(
+            f"{name} and w must share the reduced dimension, got {depth} and {weights.depth}"
+        )
 
 
 class _Matrices(NamedTuple):
@@ -133,60 +137,59 @@ class _Matrices(NamedTuple):
     pointers: tuple[int, ...]  # empty: the matrices are evenly spaced by group_pitch elements
 
 
-def _matrices(name: str, w: list[Tensor], like: Tensor, transpose: bool) -> _Matrices:
+def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool) -> _Matrices:
     """Read one [E, N, K] tensor or E of [N, K]; ``transpose`` exchanges N and K."""
     first = w[0]
-    dense = len(w) == 1 and first.ndim == 3
-    _require(
-        dense or all(one.ndim == 2 for one in w),
-        "{} must be one tensor [E, N, K] or E tensors [N, K], got {} of {} dimensions",
-        name,
-        len(w),
-        first.ndim,
-    )
-    rows, depth = first.shape[-2:]
-    row_step, depth_step = first.stride()[-2:]
-    if transpose:
-        rows, depth, row_step, depth_step = depth, rows, depth_step, row_step
-    major = "k" if depth_step == 1 else "n"
-    pitch = row_step if major == "k" else depth_step
-    _require(
-        (row_step == 1 or depth_step == 1)
-        and pitch % limits.MULTIPLE_OF == 0
-        and rows % limits.MULTIPLE_OF == 0
-        and depth % limits.MULTIPLE_OF == 0,
-        "{} must be contiguous in one of its last two dimensions, with a pitch and sizes that are "
-        "multiples of 8, got shape {} with strides {}; call .contiguous()",
-        name,
-        tuple(first.shape),
-        first.stride(),
-    )
-    _require(
-        first.device == like.device, "{} must be on {}, got {}", name, like.device, first.device
-    )
-    pointers: tuple[int, ...] = ()
-    if dense:
-        address, groups, group_pitch = first.data_ptr(), first.shape[0], first.stride(0)
-        aligned = address % limits.ALIGNMENT_BYTES == 0
-        aligned = aligned and group_pitch % limits.MULTIPLE_OF == 0
-    else:
-        groups = len(w)
-        shape, strides, dtype = first.shape, first.stride(), first.dtype
-        _require(
-            all(one.shape == shape and one.stride() == strides and one.dtype == dtype for one in w),
-            "the {} tensors of {} must share shape, strides and dtype",
-            groups,
-            name,
+    strides = first.stride()
+    if len(w) == 1 and first.ndim == 3:
+        groups, rows, depth = first.shape
+        group_pitch, row_step, depth_step = strides
+        pointers: tuple[int, ...] = ()
+        address = first.data_ptr()
+        aligned = address % limits.ALIGNMENT_BYTES == 0 and (
+            groups == 1 or (group_pitch > 0 and group_pitch % limits.MULTIPLE_OF == 0)
         )
-        pointers = tuple(one.data_ptr() for one in w)
+    else:
+        groups, shape, dtype = len(w), first.shape, first.dtype
+        for one in w:
+            if one.ndim != 2:
+                raise ValueError(
+                    f"{name} must be one tensor [E, N, K] or E tensors [N, K], got {groups} "
+                    f"of {one.ndim} dimensions"
+                )
+            if one.shape != shape or one.stride() != strides or one.dtype != dtype:
+                raise ValueError(
+                    f"the {groups} tensors of {name} must share shape, strides and dtype"
+                )
+        (rows, depth), (row_step, depth_step) = shape, strides
+        pointers = tuple([one.data_ptr() for one in w])
         address = pointers[0]
-        aligned = all(pointer % limits.ALIGNMENT_BYTES == 0 for pointer in pointers)
+        aligned = not any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers])
         # Matrices that were allocated side by side are a dense tensor to the kernel.
         step = pointers[1] - address if groups > 1 else rows * depth * first.element_size()
         group_pitch = step // first.element_size()
-        if step > 0 and all(p == address + i * step for i, p in enumerate(pointers)):
+        if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
             pointers = ()
-    _require(aligned, "each matrix of {} must start at a multiple of 16 bytes", name)
+    if transpose:
+        rows, depth, row_step, depth_step = depth, rows, depth_step, row_step
+    major, pitch = ("k", row_step) if depth_step == 1 else ("n", depth_step)
+    if (
+        not (row_step == 1 or depth_step == 1)
+        or pitch % limits.MULTIPLE_OF
+        or rows % limits.MULTIPLE_OF
+        or depth % limits.MULTIPLE_OF
+    ):
+        raise ValueError(
+            f"{name} must be contiguous in one of its last two dimensions, with a pitch and sizes "
+            f"that are multiples of {limits.MULTIPLE_OF}, got shape {tuple(first.shape)} with "
+            f"strides {strides}; call .contiguous()"
+        )
+    if not aligned:
+        raise ValueError(
+            f"each matrix of {name} must start at a multiple of {limits.ALIGNMENT_BYTES} bytes"
+        )
+    if first.device != device:
+        raise ValueError(f"{name} must be on {device}, got {first.device}")
     return _Matrices(address, pitch, group_pitch, major, rows, depth, groups, pointers)
 
 
@@ -203,50 +206,34 @@ def _glu_fit(interleave: int, kind: str, tile: Tile) -> dict[str, Any]:
 
 
 def _check_glu(activation: str, interleave: int, columns: int) -> None:
-    _require(
-        activation in limits.ACTIVATIONS,
-        "activation must be one of {}, got {!r}",
-        ", ".join(limits.ACTIVATIONS),
-        activation,
-    )
-    _require(
-        interleave == 0
-        or (
-            interleave >= limits.MIN_INTERLEAVE
-            and interleave & (interleave - 1) == 0
-            and columns % interleave == 0
-        ),
-        "interleave must be 0 (halves) or a power of two, at least 8, that divides the {} "
-        "activation columns, got {}",
-        columns,
-        interleave,
-    )
+    if activation not in limits.ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(limits.ACTIVATIONS)}, got {activation!r}"
+        )
+    power_of_two = interleave >= limits.MIN_INTERLEAVE and interleave & (interleave - 1) == 0
+    if interleave and (not power_of_two or columns % interleave):
+        raise ValueError(
+            f"interleave must be 0 (halves) or a power of two, at least {limits.MIN_INTERLEAVE}, "
+            f"that divides the {columns} activation columns, got {interleave}"
+        )
 
 
 def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None) -> Tensor:
     """See `fusible.kernels.sm90.grouped_gemm`."""
-    _check_matrix("x", x)
-    weights = _matrices("w", w, x, transpose_w)
-    rows = x.shape[0]
-    _require(x.dtype == w[0].dtype, "w must have x's dtype {}, got {}", x.dtype, w[0].dtype)
-    _require(
-        x.shape[1] == weights.depth,
-        "x and w must share the reduced dimension, got {} and {}",
-        x.shape[1],
-        weights.depth,
-    )
-    _check_ends(ends, weights.groups, x.device)
+    rows, depth, pitch = _check_matrix("x", x)
+    device, name = x.device, _NAMES[x.dtype]
+    weights = _matrices("w", w, device, transpose_w)
+    _check_product("x", x, depth, w[0], weights)
+    _check_ends(ends, weights.groups, device)
     scale = ""
     if bias is not None:
         _check_bias(bias, weights.groups, weights.rows, x)
         if row_scale is not None:
-            _check_rows("row_scale", row_scale, rows, limits.SCALE_DTYPES)
-            scale = _NAMES[row_scale.dtype]
+            scale = _check_rows("row_scale", row_scale, rows)
     out = x.new_empty(rows, weights.rows)
     if rows == 0:
         return out
     tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
-    name = _NAMES[x.dtype]
     launch(
         Spec(
             "store",
@@ -258,19 +245,19 @@ def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = N
             bias=bias is not None,
             scale=scale,
         ),
-        x.device,
+        device,
         a=x.data_ptr(),
         b=weights.address,
         out=out.data_ptr(),
         ends=ends.data_ptr(),
-        table=_table(weights, x.device),
+        table=_table(weights, device),
         bias=0 if bias is None else bias.data_ptr(),
         scales=row_scale.data_ptr() if scale else 0,
         total_rows=rows,
         columns=weights.rows,
         depth=weights.depth,
         groups=weights.groups,
-        a_pitch=_pitch(x),
+        a_pitch=pitch,
         b_pitch=weights.pitch,
         b_group_pitch=weights.group_pitch,
         out_pitch=weights.rows,
@@ -283,35 +270,26 @@ def grouped_gemm_glu(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
-    _check_matrix("x", x)
-    weights = _matrices("w", w, x, transpose=False)
-    rows, columns = x.shape[0], weights.rows // 2
-    _require(x.dtype == w[0].dtype, "w must have x's dtype {}, got {}", x.dtype, w[0].dtype)
-    _require(
-        x.shape[1] == weights.depth,
-        "x and w must share the reduced dimension, got {} and {}",
-        x.shape[1],
-        weights.depth,
-    )
-    _require(
-        weights.rows % (2 * limits.MULTIPLE_OF) == 0,
-        "w must have an even number of rows for gate and linear, each a multiple of 8, got {}",
-        weights.rows,
-    )
+    rows, depth, pitch = _check_matrix("x", x)
+    device, name = x.device, _NAMES[x.dtype]
+    weights = _matrices("w", w, device, transpose=False)
+    columns = weights.rows // 2
+    _check_product("x", x, depth, w[0], weights)
+    if columns % limits.MULTIPLE_OF:
+        raise ValueError(
+            f"w must have as many gate as linear rows, a multiple of {limits.MULTIPLE_OF} each, "
+            f"got {weights.rows} together"
+        )
     _check_glu(activation, interleave, columns)
-    _check_ends(ends, weights.groups, x.device)
-    _check_rows("scales", scales, rows, limits.SCALE_DTYPES)
+    _check_ends(ends, weights.groups, device)
+    scale = _check_rows("scales", scales, rows)
     if bias is not None:
         _check_bias(bias, weights.groups, weights.rows, x)
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows == 0:
         return preact, out
-    # 192 columns hold whole stripes of up to 32, and pay where there is more to write.
-    wide = store_preact and weights.major == "k" and interleave <= 32
-    wide = wide and bias is None
-    tile = tile or tiles.choose("glu", rows, weights.groups, columns, wide)
-    name = _NAMES[x.dtype]
+    tile = tile or tiles.choose("glu", rows, weights.groups, columns)
     launch(
         Spec(
             "glu",
@@ -321,25 +299,25 @@ def grouped_gemm_glu(
             weight_major=weights.major,
             table=bool(weights.pointers),
             bias=bias is not None,
-            scale=_NAMES[scales.dtype],
+            scale=scale,
             activation=activation,
             **_glu_fit(interleave, "glu", tile),
             keep=store_preact,
         ),
-        x.device,
+        device,
         a=x.data_ptr(),
         b=weights.address,
         out=out.data_ptr(),
         d_preact=preact.data_ptr() if store_preact else out.data_ptr(),
         ends=ends.data_ptr(),
-        table=_table(weights, x.device),
+        table=_table(weights, device),
         bias=0 if bias is None else bias.data_ptr(),
         scales=scales.data_ptr(),
         total_rows=rows,
         columns=columns,
         depth=weights.depth,
         groups=weights.groups,
-        a_pitch=_pitch(x),
+        a_pitch=pitch,
         b_pitch=weights.pitch,
         b_group_pitch=weights.group_pitch,
         out_pitch=columns,
@@ -362,38 +340,25 @@ def grouped_gemm_dglu(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
-    _check_matrix("dy", dy)
-    _check_matrix("preact", preact)
-    weights = _matrices("w", w, dy, transpose=True)
-    rows, columns = dy.shape[0], weights.rows
-    _require(
-        dy.dtype == w[0].dtype == preact.dtype,
-        "dy, w and preact must share a dtype, got {}, {} and {}",
-        dy.dtype,
-        w[0].dtype,
-        preact.dtype,
-    )
-    _require(
-        dy.shape[1] == weights.depth,
-        "dy and w must share the reduced dimension, got {} and {}",
-        dy.shape[1],
-        weights.depth,
-    )
-    _require(
-        preact.shape == (rows, 2 * columns),
-        "preact must have shape {}, got {}",
-        (rows, 2 * columns),
-        tuple(preact.shape),
-    )
+    rows, depth, pitch = _check_matrix("dy", dy)
+    device, name = dy.device, _NAMES[dy.dtype]
+    weights = _matrices("w", w, device, transpose=True)
+    columns = weights.rows
+    _check_product("dy", dy, depth, w[0], weights)
+    *preact_shape, preact_pitch = _check_matrix("preact", preact)
+    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype:
+        raise ValueError(
+            f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)}, "
+            f"got {preact.dtype} of shape {tuple(preact.shape)}"
+        )
     _check_glu(activation, interleave, columns)
-    _check_ends(ends, weights.groups, dy.device)
-    _check_rows("scales", scales, rows, limits.SCALE_DTYPES)
+    _check_ends(ends, weights.groups, device)
+    scale = _check_rows("scales", scales, rows)
     d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
     tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
     partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
-    name = _NAMES[dy.dtype]
     launch(
         Spec(
             "dglu",
@@ -402,28 +367,28 @@ def grouped_gemm_dglu(
             out_dtype=name,
             weight_major=weights.major,
             table=bool(weights.pointers),
-            scale=_NAMES[scales.dtype],
+            scale=scale,
             activation=activation,
             **_glu_fit(interleave, "dglu", tile),
         ),
-        dy.device,
+        device,
         a=dy.data_ptr(),
         b=weights.address,
         preact=preact.data_ptr(),
         out=act.data_ptr(),
         d_preact=d_preact.data_ptr(),
         ends=ends.data_ptr(),
-        table=_table(weights, dy.device),
+        table=_table(weights, device),
         scales=scales.data_ptr(),
         partials=partials.data_ptr(),
         total_rows=rows,
         columns=columns,
         depth=weights.depth,
         groups=weights.groups,
-        a_pitch=_pitch(dy),
+        a_pitch=pitch,
         b_pitch=weights.pitch,
         b_group_pitch=weights.group_pitch,
-        preact_pitch=_pitch(preact),
+        preact_pitch=preact_pitch,
         out_pitch=columns,
         d_preact_pitch=2 * columns,
         **_glu_layout(interleave, columns),
@@ -444,32 +409,23 @@ def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
 
 def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
-    _check_matrix("dy", dy)
-    _check_matrix("x", x)
-    rows = x.shape[0]
-    _require(
-        dy.dtype == x.dtype and dy.shape[0] == rows,
-        "dy and x must share dtype and rows, got {} of {} and {} of {}",
-        dy.dtype,
-        tuple(dy.shape),
-        x.dtype,
-        tuple(x.shape),
-    )
-    _require(
-        out[0].dtype in (x.dtype, torch.float32),
-        "out must be {} or FP32, got {}",
-        x.dtype,
-        out[0].dtype,
-    )
-    grads = _matrices("out", out, x, transpose=False)
-    columns, depth = dy.shape[1], x.shape[1]
-    _require(
-        (grads.rows, grads.depth) == (columns, depth) and grads.major == "k",
-        "out must hold matrices of shape {}, contiguous in the last dimension, got {}",
-        (columns, depth),
-        (grads.rows, grads.depth),
-    )
-    _check_ends(ends, grads.groups, x.device)
+    rows, columns, dy_pitch = _check_matrix("dy", dy)
+    x_rows, depth, x_pitch = _check_matrix("x", x)
+    device = x.device
+    if dy.dtype != x.dtype or rows != x_rows:
+        raise ValueError(
+            f"dy and x must share dtype and rows, got {dy.dtype} of {tuple(dy.shape)} and "
+            f"{x.dtype} of {tuple(x.shape)}"
+        )
+    if out[0].dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"out must be {x.dtype} or FP32, got {out[0].dtype}")
+    grads = _matrices("out", out, device, transpose=False)
+    if (grads.rows, grads.depth) != (columns, depth) or grads.major != "k":
+        raise ValueError(
+            f"out must hold matrices of shape {(columns, depth)}, contiguous in the last "
+            f"dimension, got {tuple(out[0].shape)} with strides {out[0].stride()}"
+        )
+    _check_ends(ends, grads.groups, device)
     if rows == 0:
         if not accumulate:
             for one in out:
@@ -485,18 +441,18 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             table=bool(grads.pointers),
             accumulate=accumulate,
         ),
-        x.device,
+        device,
         a=dy.data_ptr(),
         b=x.data_ptr(),
         out=grads.address,
         ends=ends.data_ptr(),
-        table=_table(grads, x.device),
+        table=_table(grads, device),
         total_rows=rows,
         columns=columns,
         depth=depth,
         groups=grads.groups,
-        a_pitch=_pitch(dy),
-        b_pitch=_pitch(x),
+        a_pitch=dy_pitch,
+        b_pitch=x_pitch,
         b_group_pitch=grads.group_pitch,
         out_pitch=grads.pitch,
     )

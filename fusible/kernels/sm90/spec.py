@@ -1,6 +1,6 @@
-"""What one compiled kernel is: plain data, hashable, importable without cutlass."""
+"""What one compiled kernel is: plain tuples, quick to hash, importable without cutlass."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
@@ -8,8 +8,7 @@ SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The output tile of one thread block, and how its two consumer warpgroups share the work.
 
     Cooperating, each computes half of the rows of one tile; in ping-pong, they take whole tiles
@@ -23,6 +22,7 @@ class Tile:
     cluster_m: int = 1
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
+    ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
@@ -39,8 +39,7 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """Everything that shapes a kernel's code; sizes, pointers and constants are its arguments."""
 
     kind: str  # store, glu, dglu: rows grouped; wgrad: reduction grouped
@@ -74,18 +73,25 @@ class Spec:
 
     @property
     def preact_slots(self) -> int:
-        """Blocks of gate and linear columns that dglu holds ahead of its epilogue."""
-        return 4 if self.kind == "dglu" else 0
+        """Blocks of gate and linear columns, of each one block, that dglu holds."""
+        return self.tile.ahead if self.kind == "dglu" else 0
+
+    @property
+    def _least_out_blocks(self) -> int:
+        """Output blocks that a warpgroup needs; dglu's epilogue makes do with one."""
+        return 1 if self.kind == "dglu" else 2
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: what fits beside two output blocks for each warpgroup."""
-        taken = _BARRIER_BYTES + (4 + 2 * self.preact_slots) * self.block_bytes
-        return (SHARED_BYTES - taken) // self.stage_bytes
+        """Pipeline stages: what fits beside the blocks that the epilogue needs."""
+        blocks = 2 * (self._least_out_blocks + self.preact_slots)
+        left = SHARED_BYTES - _BARRIER_BYTES - blocks * self.block_bytes
+        return left // self.stage_bytes
 
     @property
     def out_blocks(self) -> int:
-        """Output blocks of shared memory for each warpgroup: two or more, as room is left."""
+        """Output blocks of shared memory for each warpgroup: up to 4, where room is left."""
+        if self.kind == "dglu":
+            return self._least_out_blocks
         left = SHARED_BYTES - _BARRIER_BYTES - self.stages * self.stage_bytes
-        left -= 2 * self.preact_slots * self.block_bytes
         return min(left // (2 * self.block_bytes), 4)

@@ -12,8 +12,7 @@ where it belongs. (Triton's ragged descriptors use the same arithmetic.)
 16 bytes away from the base, so one descriptor serves matrices that were allocated separately.
 """
 
-import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, cute
 
 _ROWS = 1 << 30  # size of the row mode; times _WRAP elements it is a multiple of 2**64 bytes
 _WRAP = 1 << 34

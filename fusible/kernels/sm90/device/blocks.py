@@ -1,8 +1,7 @@
 """Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
 
 import cutlass
-import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
@@ -16,9 +15,9 @@ PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thre
 class BlockWriter:
     """One warpgroup's way out: its ring of blocks, and its threads' part in each.
 
-    The ring needs one barrier a block: the warp that stores waits, before the barrier of block
-    ``i``, until the store of block ``i - n + 1`` has left shared memory, so that past the barrier
-    every warp may write block ``i + 1`` over it.
+    A ring of ``n > 1`` blocks needs one barrier a block: the warp that stores waits, before the
+    barrier of block ``i``, until the store of block ``i - n + 1`` has left shared memory, so that
+    past the barrier every warp may write block ``i + 1`` over it. A single block is vacated first.
     """
 
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
@@ -66,22 +65,28 @@ class BlockWriter:
 
     @cute.jit
     def begin(self):
-        """Before a tile: its blocks are numbered from 0, wherever the ring stood."""
+        """Vacate the ring before a tile, whose blocks are numbered from 0."""
         self._settle(0)
         self._barrier()
 
     @cute.jit
-    def write(self, stores, release=None):
-        """Store the tile's ``count``-th block and whatever else was put together with it.
+    def vacate(self, release):
+        """Wait until all that was stored has left shared memory; release the slot of a pipeline."""
+        self._settle(0)
+        if self.thread == 0:
+            release[0].consumer_release(release[1])
+        self._barrier()
 
-        ``stores`` lists ``(atom, tensor, row, column, block)``. ``release`` is a pipeline and the
-        state of the slot that the previous block's stores came from.
+    @cute.jit
+    def write(self, stores, vacated: cutlass.Constexpr = False):
+        """Store the tile's next block and whatever else was put together with it.
+
+        ``stores`` lists ``(atom, tensor, row, column, block)``; ``vacated`` if `vacate` has seen
+        to the ring.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
-        self._settle(0 if const_expr(release is not None) else self.ring - 2)
-        if const_expr(release is not None):
-            if self.thread == 0:
-                release[0].consumer_release(release[1])
+        if const_expr(not vacated):
+            self._settle(self.ring - 2)
         self._barrier()
         if self.thread < 32:
             for atom, tensor, row, column, block in stores:

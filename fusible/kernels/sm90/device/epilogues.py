@@ -4,8 +4,7 @@
 gradients of gate and linear, each to be multiplied by the incoming gradient, and the activation.
 """
 
-import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, cute
 
 _LOG2_E = 1.4426950408889634
 

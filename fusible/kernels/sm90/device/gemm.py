@@ -8,8 +8,7 @@ accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -38,8 +37,8 @@ _MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
 # read pre-activations. Without turns one warpgroup could wait for a slot's next contents while the
 # other's have yet to come, and mistake those for its own.
 _MULTIPLY_TURN, _PREACT_TURN = 3, 5
-# Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
-_LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
+# Registers a thread keeps: 40 + 2 * 232 fill the file for three warpgroups.
+_LOAD_REGISTERS, _MATH_REGISTERS = 40, 232
 
 
 def _as_tiles(fragment, rank):
@@ -255,7 +254,7 @@ class GroupedGemm:
         )
 
     def _shifts(self, glu_block):
-        """Where gate and linear columns begin; columns that alternate within a tile are one view."""
+        """Where gate and linear columns begin; where they alternate within a tile, one view."""
         return (Int64(0), Int64(glu_block)) if self.spec.paired else (Int64(0),)
 
     @staticmethod
@@ -394,11 +393,12 @@ class GroupedGemm:
                 groups,
                 cute.ceil_div(columns, tile.m * tile.cluster_m),
                 cute.ceil_div(depth, tile.n * tile.cluster_n),
+                4 if tile.dynamic else 1,
             )
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
-            if const_expr(tile.dynamic):
+            if const_expr(tile.dynamic):  # noqa: SIM102 (decided when compiling)
                 if (warp_index == 2) & (rank == 0):
                     queue.serve(schedule, first_tile, tile_step)
             if warp_index == 0:
@@ -406,7 +406,7 @@ class GroupedGemm:
                     load_a, load_b, shared_a, shared_b, operands, schedule, queue, in_cluster,
                     first_tile, tile_step, groups, depth, glu_block, table, base,
                 )  # fmt: skip
-            if const_expr(spec.kind == "dglu"):
+            if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 1:
                     self.load_preacts(
                         load_preact, shared_preact, preacts, schedule, queue, in_cluster,
@@ -543,7 +543,7 @@ class GroupedGemm:
             pipeline.PipelineUserType.Consumer, TileQueue.SLOTS
         )
         tile_index = first_tile
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+        schedule, valid, group, m, n, start, _ = schedule.seek(tile_index)
         while valid:
             row = start + (m * tile.cluster_m + in_cluster[0]) * tile.m
             if group >= groups:
@@ -571,7 +571,7 @@ class GroupedGemm:
                     )
                 state.advance()
             tile_index, turn_of_queue = self._next_tile(queue, turn_of_queue, tile_index, tile_step)
-            schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+            schedule, valid, group, m, n, start, _ = schedule.seek(tile_index)
 
     @cute.jit
     def multiply(
@@ -610,7 +610,7 @@ class GroupedGemm:
         slots = max(spec.preact_slots, 1)
         preact_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
         preact_release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
-        if const_expr(tile.pingpong):
+        if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
             if team == 0:
                 self._give_turn(_MULTIPLY_TURN, Int32(1))
                 if const_expr(spec.kind == "dglu"):
@@ -655,8 +655,8 @@ class GroupedGemm:
                 release = self._drain(operands, release, steps)
                 preact_state, preact_release = self.epilogue(
                     accumulator, row_scales, in_team, team, blocks, shared_preact, preacts,
-                    preact_state, preact_release, group, groups, start, rows, row, column, glu_block, table, base,
-                    store, store_preact, bias, partials, constants,
+                    preact_state, preact_release, group, groups, start, rows, row, column,
+                    glu_block, table, base, store, store_preact, bias, partials, constants,
                 )  # fmt: skip
             else:
                 if steps > 0:
@@ -787,8 +787,8 @@ class GroupedGemm:
             else:
                 preact_state, preact_release = self._dglu(
                     writer, accumulator, m, row_scales, out, both, slab, column, glu_block,
-                    constants, m * per_slab, m == slabs - 1, shared_preact, preacts, preact_state, preact_release,
-                    partials, in_team, team, row, rows, start,
+                    constants, m * per_slab, m == slabs - 1, shared_preact, preacts,
+                    preact_state, preact_release, partials, in_team, team, row, rows, start,
                 )  # fmt: skip
         if const_expr(spec.kind == "dglu"):
             if in_team < 32:
@@ -840,15 +840,19 @@ class GroupedGemm:
                             scaled = value * row_scales[2 * m + half]
                         accumulator[(side, half, eight), m, 0] += scaled
 
+    def _put_accumulator(self, writer, block, accumulator, m, index):
+        """Put the index-th block of the accumulator together as it is."""
+        for piece in range(self.columns // PIECE):
+            eight = 2 * piece + index * self.columns // 8
+            values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+            writer.put(values, block, piece)
+
     @cute.jit
     def _store(self, writer, accumulator, m, out, slab, column, count: cutlass.Constexpr):
         """The accumulator as it is."""
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             block = writer.block(count + index)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                eight = 2 * piece + index * self.columns // 8
-                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
-                writer.put(values, block, piece)
+            self._put_accumulator(writer, block, accumulator, m, index)
             writer.write([(*out, slab, column + index * self.columns, block)])
 
     @cute.jit
@@ -860,28 +864,29 @@ class GroupedGemm:
         spec = self.spec
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
-        kept = const_expr(self.tile.n // self.columns if spec.keep else 0)
-        for index in cutlass.range_constexpr(kept):
-            block = writer.block(count + index)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                eight = 2 * piece + index * self.columns // 8
-                values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
-                writer.put(values, block, piece)
-            side = const_expr(index * self.columns // half if spec.paired else 0)
-            at = self._gate_column(column, glu_block) + index * self.columns - side * half
-            writer.write([(*both[side], slab, at, block)])
         for index in cutlass.range_constexpr(half // self.columns):
-            block = writer.block(count + kept + index)
+            # First the two blocks that it is computed from: then their registers are free.
+            if const_expr(spec.keep):
+                for side in cutlass.range_constexpr(2):
+                    whole = index + side * half // self.columns if spec.paired else 2 * index + side
+                    block = writer.block(count)
+                    self._put_accumulator(writer, block, accumulator, m, whole)
+                    view = side if const_expr(spec.paired) else 0
+                    at = self._gate_column(column, glu_block) + whole * self.columns - view * half
+                    writer.write([(*both[view], slab, at, block)])
+                    count += 1
+            block = writer.block(count)
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                values = []
+                values = [None] * 8
                 for i in cutlass.range_constexpr(8):
                     eight = self._gate(2 * piece + index * self.columns // 8 + i // 4)
                     gate = self._value(accumulator, m, eight, i % 4)
                     linear = self._value(accumulator, m, eight + spec.stripe // 8, i % 4)
                     scale = row_scales[2 * m + i % 4 // 2]
-                    values.append(activation(gate, linear, constants) * scale)
+                    values[i] = activation(gate, linear, constants) * scale
                 writer.put(values, block, piece)
             writer.write([(*out, slab, column + index * self.columns, block)])
+            count += 1
 
     @staticmethod
     def _put_back(writer, values, sides, pieces):
@@ -901,12 +906,14 @@ class GroupedGemm:
         scale_grads = [Float32(0.0), Float32(0.0)]
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             preacts.consumer_wait(preact_state)
-            if const_expr(self.tile.pingpong and last_slab):
+            if const_expr(self.tile.pingpong and last_slab):  # noqa: SIM102 (decided when compiling)
                 if const_expr(index == self.tile.n // self.columns - 1):
                     self._give_turn(_PREACT_TURN, team)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [shared_preact[None, None, 2 * preact_state.index + side] for side in range(2)]
             block = writer.block(count + index)
+            # The gradients can be put down at once, the activations when their block is vacant.
+            all_activations = []
             for piece in cutlass.range_constexpr(pieces):
                 gates = [self._gate(2 * piece + i) for i in range(2)]
                 linears = [gate + spec.stripe // 8 for gate in gates]
@@ -929,18 +936,19 @@ class GroupedGemm:
                     values[linear // 2][at_linear] = gradient * d_linear
                     activations.append(value * scale)
                 self._put_back(writer, values, sides, pieces)
-                writer.put(activations, block, piece)
+                all_activations.append(activations)
             first = self._gate_column(column + index * self.columns, glu_block)
             stores = [(*out, slab, column + index * self.columns, block)]
             for side in cutlass.range_constexpr(2):
                 view = side if spec.paired else 0
                 at = first + (side - view) * self.columns
                 stores.append((*both[view], slab, at, sides[side]))
-            if const_expr(count + index == 0):
-                writer.write(stores)
-            else:
-                writer.write(stores, (preacts, preact_release))
+            if const_expr(count + index > 0):
+                writer.vacate((preacts, preact_release))
                 preact_release.advance()
+            for piece in cutlass.range_constexpr(pieces):
+                writer.put(all_activations[piece], block, piece)
+            writer.write(stores, vacated=True)
             preact_state.advance()
         for half in cutlass.range_constexpr(2):
             total = scale_grads[half]

@@ -1,0 +1,92 @@
+"""Every kernel in the tile table compiles for sm_90a without a GPU, and spills no register."""
+
+import struct
+
+import pytest
+
+from fusible.kernels.sm90.launch import compile_spec
+from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
+from fusible.kernels.sm90.tiles import TILES
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+SWIGLU = {"activation": "swiglu", "scale": "float32"}
+QGEGLU = {"activation": "clamped_qgeglu", "scale": "bfloat16"}
+HALVES = {"glu": {"paired": True, "stripe": 64}, "dglu": {"paired": True, "stripe": 32}}
+BLOCKS_OF_16 = {"paired": False, "stripe": 16}
+
+
+def variants(kind):
+    """Options that change a kernel's code, each at least once."""
+    if kind == "store":
+        yield {"weight_major": "k"}
+        yield {"weight_major": "n", "table": True}
+        yield {"bias": True, "scale": "float32", "dtype": "float16", "out_dtype": "float16"}
+    elif kind == "glu":
+        yield {**SWIGLU, **HALVES[kind], "keep": True}
+        yield {**SWIGLU, **BLOCKS_OF_16, "keep": False, "weight_major": "n"}
+        yield {**QGEGLU, **BLOCKS_OF_16, "keep": True, "bias": True, "table": True}
+    elif kind == "dglu":
+        yield {**SWIGLU, **HALVES[kind], "weight_major": "n"}
+        yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
+    else:
+        yield {}
+        yield {"out_dtype": "float32", "accumulate": True, "table": True}
+
+
+# Every tile with the options that need the most registers, the last; one tile with all of them.
+KERNELS = [
+    Spec(kind, tile, **options)
+    for kind, choices in TILES.items()
+    for tile in choices
+    for options in list(variants(kind))[0 if tile is choices[0] else -1 :]
+]
+
+
+def resources(cubin):
+    """Registers and stack bytes of each kernel in an ELF image, from its ``.nv.info`` sections."""
+    table, entry_size, count, names_index = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)
+    ]
+    names = headers[names_index][4]
+
+    def name(header):
+        start = names + header[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    registers, stack = [], []
+    for header in headers:
+        if name(header) != ".nv.info":
+            continue
+        at, end = header[4], header[4] + header[5]
+        while at < end:
+            form, attribute, size = struct.unpack_from("<BBH", cubin, at)
+            if form == 4 and attribute in (0x11, 0x2F):  # a function and its frame or registers
+                found = registers if attribute == 0x2F else stack
+                found.append(struct.unpack_from("<II", cubin, at + 4)[1])
+            at += 4 + (size if form == 4 else 0)
+    return registers, stack
+
+
+every_kernel = pytest.mark.parametrize(
+    "spec", KERNELS, ids=[f"{spec.kind}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)]
+)
+
+
+@every_kernel
+def test_kernel_compiles_without_spills(spec, tmp_path):
+    compiled = compile_spec(spec, f"--keep-cubin --dump-dir={tmp_path}")
+    registers, stack = resources(compiled.__cubin__)
+    print(f"{spec.kind} {spec.tile}: {registers} registers at entry, {stack} bytes of stack")  # noqa: T201
+    assert len(registers) == 1
+    assert stack == [0]
+
+
+@every_kernel
+def test_shared_memory_fits(spec):
+    used = spec.stages * spec.stage_bytes
+    used += 2 * (spec.out_blocks + spec.preact_slots) * spec.block_bytes
+    assert used <= SHARED_BYTES - 1024
+    assert spec.stages >= 3
+    assert spec.out_blocks >= (1 if spec.kind == "dglu" else 2)
