@@ -252,7 +252,7 @@ def test_wgrad_accumulates(how, out_dtype):
 
 @pytest.mark.parametrize("tile", tiles.TILES["wgrad"], ids=str)
 def test_many_groups(tile):
-    # A few far above the mean, in several classes of the longest-first order, and empty ones.
+    # More groups than a warp has lanes, a few of them far above the mean, some empty.
     sizes = torch.randint(0, 60, (150,))
     sizes[::40], sizes[7::50], sizes[3::9] = 700, 150, 0
     sizes = tuple(sizes.tolist())

@@ -393,7 +393,6 @@ class GroupedGemm:
                 groups,
                 cute.ceil_div(columns, tile.m * tile.cluster_m),
                 cute.ceil_div(depth, tile.n * tile.cluster_n),
-                4 if tile.dynamic else 1,
             )
 
         if warpgroup_index == 0:
