@@ -390,5 +390,7 @@ def test_refusals_name_what_is_wrong():
     scales = torch.rand(64, device=DEVICE)
     with pytest.raises(ValueError, match="power of two"):
         sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=12)
+    with pytest.raises(ValueError, match="scales must be on cuda"):
+        sm90.grouped_gemm_glu(x, [w], ends, scales.cpu())
     with pytest.raises(ValueError, match="activation must be one of"):
         sm90.grouped_gemm_glu(x, [w], ends, scales, activation="relu")
