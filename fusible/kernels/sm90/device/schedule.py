@@ -138,7 +138,7 @@ class TileQueue:
     The counter is two integers, 0 before and after every launch: numbers drawn, clusters done.
     """
 
-    SLOTS = 1  # what is drawn far ahead is late for whoever is ready first
+    SLOTS = 2
 
     def __init__(self, counter, slots, barriers, readers, blocks):
         """``readers`` warps in each of ``blocks`` blocks of a cluster."""
