@@ -252,7 +252,7 @@ def test_wgrad_accumulates(how, out_dtype):
 
 @pytest.mark.parametrize("tile", tiles.TILES["wgrad"], ids=str)
 def test_many_groups(tile):
-    # A few far above the mean, in several classes of the longest-first order, and empty ones.
+    # More groups than a warp has lanes, a few of them far above the mean, some empty.
     sizes = torch.randint(0, 60, (150,))
     sizes[::40], sizes[7::50], sizes[3::9] = 700, 150, 0
     sizes = tuple(sizes.tolist())
@@ -390,5 +390,7 @@ def test_refusals_name_what_is_wrong():
     scales = torch.rand(64, device=DEVICE)
     with pytest.raises(ValueError, match="power of two"):
         sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=12)
+    with pytest.raises(ValueError, match="scales must be on cuda"):
+        sm90.grouped_gemm_glu(x, [w], ends, scales.cpu())
     with pytest.raises(ValueError, match="activation must be one of"):
         sm90.grouped_gemm_glu(x, [w], ends, scales, activation="relu")

@@ -42,10 +42,13 @@ def kernel(spec: Spec):
 
     path = cache_directory() / f"{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}.o"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         compiled = compile_spec(spec)
-        # Written under another name first: another process may be looking.
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Written under another name first: another process may be looking.
+            handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
+        except OSError:  # nowhere to keep it
+            return compiled
         os.close(handle)
         compiled.export_to_c(object_file_path=partial, function_name="launch")
         Path(partial).replace(path)

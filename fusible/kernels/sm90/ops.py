@@ -84,8 +84,10 @@ def has_matrix_layout(x: Tensor) -> bool:
     return _is_readable(*x.shape, *x.stride(), x.data_ptr())
 
 
-def _check_rows(name: str, vector: Tensor, rows: int) -> str:
+def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> str:
     """The dtype of a vector of one value for each row."""
+    if vector.device != device:
+        raise ValueError(f"{name} must be on {device}, got {vector.device}")
     dtype = _NAMES.get(vector.dtype)
     if dtype not in limits.SCALE_DTYPES:
         raise ValueError(f"{name} must be a float tensor, got {vector.dtype}")
@@ -113,6 +115,8 @@ def _check_bias(bias: Tensor, groups: int, columns: int, x: Tensor) -> None:
             f"bias must be a contiguous {x.dtype} tensor of shape {(groups, columns)}, "
             f"got {bias.dtype} of shape {tuple(bias.shape)}"
         )
+    if bias.device != x.device:
+        raise ValueError(f"bias must be on {x.device}, got {bias.device}")
 
 
 def _check_product(name: str, x: Tensor, depth: int, w: Tensor, weights: "_Matrices") -> None:
@@ -139,6 +143,8 @@ class _Matrices(NamedTuple):
 
 def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool) -> _Matrices:
     """Read one [E, N, K] tensor or E of [N, K]; ``transpose`` exchanges N and K."""
+    if not w or w[0].shape[0] == 0:
+        raise ValueError(f"{name} must have at least one group")
     first = w[0]
     strides = first.stride()
     if len(w) == 1 and first.ndim == 3:
@@ -229,7 +235,7 @@ def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = N
     if bias is not None:
         _check_bias(bias, weights.groups, weights.rows, x)
         if row_scale is not None:
-            scale = _check_rows("row_scale", row_scale, rows)
+            scale = _check_rows("row_scale", row_scale, rows, device)
     out = x.new_empty(rows, weights.rows)
     if rows == 0:
         return out
@@ -282,7 +288,7 @@ def grouped_gemm_glu(
         )
     _check_glu(activation, interleave, columns)
     _check_ends(ends, weights.groups, device)
-    scale = _check_rows("scales", scales, rows)
+    scale = _check_rows("scales", scales, rows, device)
     if bias is not None:
         _check_bias(bias, weights.groups, weights.rows, x)
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
@@ -346,14 +352,14 @@ def grouped_gemm_dglu(
     columns = weights.rows
     _check_product("dy", dy, depth, w[0], weights)
     *preact_shape, preact_pitch = _check_matrix("preact", preact)
-    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype:
+    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype or preact.device != device:
         raise ValueError(
-            f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)}, "
-            f"got {preact.dtype} of shape {tuple(preact.shape)}"
+            f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)} on {device}, "
+            f"got {preact.dtype} of shape {tuple(preact.shape)} on {preact.device}"
         )
     _check_glu(activation, interleave, columns)
     _check_ends(ends, weights.groups, device)
-    scale = _check_rows("scales", scales, rows)
+    scale = _check_rows("scales", scales, rows, device)
     d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
@@ -412,10 +418,10 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
     rows, columns, dy_pitch = _check_matrix("dy", dy)
     x_rows, depth, x_pitch = _check_matrix("x", x)
     device = x.device
-    if dy.dtype != x.dtype or rows != x_rows:
+    if dy.dtype != x.dtype or rows != x_rows or dy.device != device:
         raise ValueError(
-            f"dy and x must share dtype and rows, got {dy.dtype} of {tuple(dy.shape)} and "
-            f"{x.dtype} of {tuple(x.shape)}"
+            f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
+            f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {device}"
         )
     if out[0].dtype not in (x.dtype, torch.float32):
         raise ValueError(f"out must be {x.dtype} or FP32, got {out[0].dtype}")

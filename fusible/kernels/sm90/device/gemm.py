@@ -37,8 +37,8 @@ _MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
 # read pre-activations. Without turns one warpgroup could wait for a slot's next contents while the
 # other's have yet to come, and mistake those for its own.
 _MULTIPLY_TURN, _PREACT_TURN = 3, 5
-# Registers a thread keeps: 40 + 2 * 232 fill the file for three warpgroups.
-_LOAD_REGISTERS, _MATH_REGISTERS = 40, 232
+# Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
+_LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
 
 def _as_tiles(fragment, rank):
@@ -393,7 +393,6 @@ class GroupedGemm:
                 groups,
                 cute.ceil_div(columns, tile.m * tile.cluster_m),
                 cute.ceil_div(depth, tile.n * tile.cluster_n),
-                4 if tile.dynamic else 1,
             )
 
         if warpgroup_index == 0:

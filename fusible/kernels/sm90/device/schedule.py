@@ -99,23 +99,14 @@ class RowSchedule:
 
 
 class ReductionSchedule:
-    """Tiles of an output that every group has one of, reduced over the group's rows.
+    """Tiles of an output that every group has one of, reduced over the group's rows."""
 
-    With ``classes`` over 1, groups of more than 4, 2 and 1 times the mean rows come first, in this
-    order: a long tile begun last would leave the other clusters idle. Lane ``i`` of a warp knows
-    group ``i`` of 32 and whether it belongs to the class that is being served.
-    """
-
-    def __init__(self, ends, total_rows, groups, tiles_down, columns, classes, state=None):
+    def __init__(self, ends, total_rows, groups, tiles_down, columns):
         self.ends, self.total_rows, self.groups = ends, total_rows, groups
-        self.tiles_down, self.columns, self.classes = tiles_down, columns, classes
-        self.place, self.first, self.members, self.start, self.rows = state or self._look(
-            Int32(0), Int32(0)
-        )
+        self.tiles_down, self.columns = tiles_down, columns
 
     def __extract_mlir_values__(self):
         values = [self.total_rows, self.groups, self.tiles_down, self.columns]
-        values += [self.place, self.first, self.members, self.start, self.rows]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -123,72 +114,20 @@ class ReductionSchedule:
     def __new_from_mlir_values__(self, values):
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        total_rows, groups, tiles_down, columns, *state = (Int32(v) for v in values[width:])
-        return ReductionSchedule(
-            ends, total_rows, groups, tiles_down, columns, self.classes, tuple(state)
-        )
-
-    def _with(self, state):
-        return ReductionSchedule(
-            self.ends,
-            self.total_rows,
-            self.groups,
-            self.tiles_down,
-            self.columns,
-            self.classes,
-            state,
-        )
-
-    @cute.jit
-    def _look(self, place: Int32, first: Int32):
-        """Look at the place-th 32 groups, counted through the classes; tile ``first`` is theirs."""
-        chunks = cute.ceil_div(self.groups, _LANES)
-        size_class = place // chunks
-        group = (place - size_class * chunks) * _LANES + cute.arch.lane_idx()
-        start, rows, member = Int32(0), Int32(0), Boolean(False)
-        if group < self.groups:
-            start = group_end(self.ends, group - 1, self.total_rows)
-            end = group_end(self.ends, group, self.total_rows)
-            rows = cutlass.max(end - start, Int32(0))
-            member = Boolean(True)
-            if cutlass.const_expr(self.classes > 1):
-                mean = cute.ceil_div(self.total_rows, self.groups)
-                larger = (rows > mean).to(Int32) + (rows > 2 * mean).to(Int32)
-                larger += (rows > 4 * mean).to(Int32)
-                member = larger == self.classes - 1 - size_class
-        return place, first, cute.arch.vote_ballot_sync(member), start, rows
+        return ReductionSchedule(ends, *(Int32(v) for v in values[width:]))
 
     @cute.jit
     def seek(self, tile: Int32):
-        """The tile's coordinates; tiles are asked for in ascending order."""
+        """The tile's coordinates."""
         tiles = self.tiles_down * self.columns
-        chunks = cute.ceil_div(self.groups, _LANES)
-        place, first, members = self.place, self.first, self.members
-        start, rows = self.start, self.rows
-        end = first + cute.arch.popc(members) * tiles
-        while (tile >= end) & (place + 1 < self.classes * chunks):
-            place, first, members, start, rows = self._look(place + 1, end)
-            end = first + cute.arch.popc(members) * tiles
-        moved = self._with((place, first, members, start, rows))
-
-        # The lane of the member that the tile belongs to: as many members lie below it.
-        nth = (tile - first) // tiles
-        lane = cute.arch.lane_idx()
-        below = cute.arch.popc(members & ((Int32(1) << lane) - 1))
-        is_member = ((members >> lane) & 1) == 1
-        owner = cute.arch.vote_ballot_sync(is_member & (below == nth))
-        owner = cute.arch.popc((owner & -owner) - 1) % _LANES
-        group = place % chunks * _LANES + owner
-        m, n = _in_bands(tile - first - nth * tiles, self.tiles_down, self.columns)
-        return (
-            moved,
-            tile < end,
-            group,
-            m,
-            n,
-            shuffle_sync(start, owner),
-            shuffle_sync(rows, owner),
-        )
+        group = tile // tiles
+        start, rows = Int32(0), Int32(0)
+        if group < self.groups:
+            start = group_end(self.ends, group - 1, self.total_rows)
+            rows = group_end(self.ends, group, self.total_rows) - start
+        m, n = _in_bands(tile - group * tiles, self.tiles_down, self.columns)
+        rows = cutlass.max(rows, Int32(0))
+        return self, Boolean(group < self.groups), group, m, n, start, rows
 
 
 class TileQueue:
