@@ -80,8 +80,11 @@ def _is_readable(rows: int, columns: int, pitch: int, step: int, address: int) -
 
 
 def has_matrix_layout(x: Tensor) -> bool:
-    """Whether a matrix's memory is laid out as the kernels read it; a contiguous copy is."""
-    return _is_readable(*x.shape, *x.stride(), x.data_ptr())
+    """Whether memory of matrices ``[..., rows, columns]`` is laid out as the kernels read it.
+
+    A contiguous copy is.
+    """
+    return _is_readable(*x.shape[-2:], *x.stride()[-2:], x.data_ptr())
 
 
 def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> str:
