@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_stand_ins: dict[str, Any] = {}
+from fusible.kernels import sm90
+
+# The packages import their compilers at the first launch, so that plans need none.
+_providers: dict[str, Any] = {"sm90": sm90}
 
 
 def provider(arch: str) -> Any:
-    """The kernels of an architecture: ``fusible.kernels.<arch>``, or what stands in for it.
-
-    Imported at the first launch, so that plans for it can be made where it cannot run.
-    """
-    stand_in = _stand_ins.get(arch)
-    return importlib.import_module(f"fusible.kernels.{arch}") if stand_in is None else stand_in
+    """The kernels of an architecture (``"sm90"``), or what stands in for them."""
+    return _providers[arch]
 
 
 @contextmanager
 def provided(arch: str, stand_in: Any) -> Iterator[None]:
-    """Let fused ops get the kernels of ``arch`` from ``stand_in``, or the real ones if None."""
-    outer = _stand_ins.get(arch)
-    _stand_ins[arch] = stand_in
+    """Let fused ops get the kernels of ``arch`` from ``stand_in``, unless that is None."""
+    outer = dict(_providers)
+    if stand_in is not None:
+        _providers[arch] = stand_in
     try:
         yield
     finally:
-        _stand_ins[arch] = outer
+        _providers.clear()
+        _providers.update(outer)

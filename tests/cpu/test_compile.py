@@ -6,6 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
+from fusible.testing import assume_target
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -309,3 +310,18 @@ def test_export(dynamic):
         given = tuple(t.detach() for t in ref.grouped_mlp_inputs([0, 9, 0, 5], 15))
     y = exported.module()(given[0], given[1], given[2], given[1])
     torch.testing.assert_close(y, mlp(given[0], given[1], given[2], given[1]))
+
+
+def test_a_fused_op_of_another_machine_compiles_as_one_graph():
+    mlp = ref.grouped_mlp(dtype=torch.bfloat16)
+    x, splits, scales = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
+    leaves = (x, scales, *mlp.parameters())
+    with assume_target("sm90"):
+        want = mlp(x, splits, scales, splits)
+        assert mlp.plan.fired == ("grouped_mlp_sm90",)
+        dy = torch.randn_like(want)
+        grads = torch.autograd.grad(want, leaves, dy)
+        got = torch.compile(mlp, fullgraph=True, backend="aot_eager")(x, splits, scales, splits)
+        assert torch.equal(got, want)
+        for a, b in zip(torch.autograd.grad(got, leaves, dy), grads, strict=True):
+            assert torch.equal(a, b)
