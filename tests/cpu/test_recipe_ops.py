@@ -30,9 +30,7 @@ SIZES = [5, 0, 40, 16]
 
 def q(t, recipe, role, *, along):
     """The values of ``t`` quantized along a dimension, from the quantizers alone."""
-    quantizer = recipes.Quantizer(
-        recipe.format(role), rowwise=along == 1, columnwise=along == 0
-    )
+    quantizer = recipes.Quantizer(recipe.format(role), rowwise=along == 1, columnwise=along == 0)
     return quantizer(t).dequantize(torch.float32, columnwise=along == 0)
 
 
@@ -50,6 +48,7 @@ def run(module, recipe, *inputs):
 
 def close(got, want):
     """Equal but for the order of FP32 sums, or one rounding of a shorter dtype."""
+    got, want = got.detach(), want.detach()
     bound = 4 * torch.finfo(got.dtype).eps * float(want.abs().max())
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=max(bound, 1e-30))
 
@@ -85,7 +84,7 @@ def test_linear_is_the_three_quantized_products(recipe, dtype):
     y.backward(dy)
     rows, drows = x.detach().flatten(0, 1), dy.flatten(0, 1)
     want_y, want_dx, want_dw = products(rows, linear.weight.detach(), drows, recipe)
-    want_y = want_y.to(dtype) + linear.bias
+    want_y = want_y.to(dtype) + linear.bias.detach()
     assert y.dtype == x.grad.dtype == dtype
     close(y.flatten(0, 1), want_y)
     close(x.grad.flatten(0, 1), want_dx)
@@ -135,10 +134,8 @@ def test_the_gradient_of_hybrid_is_e5m2():
     dy[:, 0], dy[:, 1] = 57344.0, 2.0**-14  # 2^30 apart: a range that only E5M2 has in one block
     run(linear, HYBRID, x).backward(dy)
     weight = q(linear.weight.detach(), HYBRID, "weight", along=0)
-    assert torch.equal(mxfp8(E5M2), HYBRID.format("grad"))  if False else True
+    assert HYBRID.format("grad") == mxfp8(E5M2)
     close(x.grad, dy @ weight)
-    small = torch.zeros(32, 32)
-    small[:, 1] = 2.0**-14
     assert q(dy, HYBRID, "grad", along=1)[0, 1] == 2.0**-14
     assert q(dy, MX, "grad", along=1)[0, 1] == 0
 
@@ -188,7 +185,7 @@ def test_what_cannot_be_quantized_says_so():
         run(fz.Linear(48, 32), MX, x)
     with pytest.raises(ValueError, match="must be a multiple of 128 for fp8_128x128_e4m3"):
         run(fz.Linear(128, 64), BLOCK, torch.randn(8, 128))
-    with pytest.raises(TypeError, match="float32, bfloat16 or float16, got torch.float64"):
+    with pytest.raises(TypeError, match=r"float32, bfloat16 or float16, got torch\.float64"):
         run(fz.Linear(64, 32, dtype=torch.float64), MX, torch.randn(8, 64, dtype=torch.float64))
 
 
@@ -206,15 +203,12 @@ def test_activations_are_saved_quantized_and_for_one_use():
     linear = fz.BasicLinear(128, 64, dtype=torch.bfloat16)
     x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
     _, saved = saved_by(lambda: run(linear, MX, x))
-    assert sorted((t.dtype, tuple(t.shape)) for t in saved if t.numel() > 512) == [
-        (torch.float8_e4m3fn, (32, 128)),
-        (torch.float8_e4m3fn, (64, 128)),
-    ] or {(t.dtype, tuple(t.shape)) for t in saved} == {
+    assert [(t.dtype, tuple(t.shape)) for t in saved] == [
         (torch.float8_e4m3fn, (32, 128)),
         (torch.float8_e8m0fnu, (1, 128)),
         (torch.float8_e4m3fn, (64, 128)),
         (torch.float8_e8m0fnu, (2, 128)),
-    }
+    ]
 
 
 def test_saved_operands_can_be_moved_away():
@@ -324,23 +318,21 @@ def test_a_replaced_parameter_is_seen_inside_the_scope(grouped):
 
 
 def test_scopes_nest_and_training_follows_inference_inside():
-    op, _ = weighted(False)
-    x = torch.randn(32, 32)
+    op, call = weighted(False)
+    x = torch.randn(32, 32, requires_grad=True)
+    for _ in range(2):
+        run(op, MX, x).square().sum().backward()
+    want, op.weight.grad = op.weight.grad, None
     with fz.reuse_quantized_weights(op):
         with torch.inference_mode(), fz.reuse_quantized_weights(op):
-            want = run(op, MX, x)
+            inferred = call()
         with Launches() as launches:
-            assert torch.equal(run(op, MX, x), want)
-        x.requires_grad_()
-        run(op, MX, x).sum().backward()
-        run(op, MX, x).sum().backward()
-        accumulated = op.weight.grad
-        assert not torch.equal(run(op, BLOCK, torch.randn(4, 128)), want) if False else True
-    assert len(launches.uses) == 2  # a training forward also needs the weight column-wise... once
-    op.weight.grad = None
-    for _ in range(2):
-        run(op, MX, x).sum().backward()
-    assert torch.equal(op.weight.grad, accumulated)
+            assert torch.equal(call(), inferred)
+            for _ in range(2):
+                run(op, MX, x).square().sum().backward()
+    # Three inputs, two gradients, and the weight once more, now for the data gradient too.
+    assert len(launches.uses) == 3 + 2 + 1
+    assert torch.equal(op.weight.grad, want)
 
 
 def test_a_copy_made_inside_a_scope_is_outside_of_it():
@@ -355,21 +347,10 @@ def test_a_copy_made_inside_a_scope_is_outside_of_it():
 
 def test_a_scope_without_weights_is_refused():
     with (
-        pytest.raises(ValueError, match="needs a module with Linear, .* got GELU without any"),
+        pytest.raises(ValueError, match=r"needs a module with Linear, .* got GELU without any"),
         fz.reuse_quantized_weights(fz.GELU()),
     ):
         pass
-
-
-def test_compiled_code_ignores_the_scope(fresh_compiler):
-    op, _ = weighted(False)
-    x = torch.randn(32, 32)
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    with fz.reuse_quantized_weights(op):
-        run(op, MX, x)
-        run(compiled, MX, x)
-        op.weight.data.zero_()
-        assert torch.equal(run(compiled, MX, x), op.bias.expand(32, 32))
 
 
 # --- stored quantized ----------------------------------------------------------------------------
@@ -564,10 +545,7 @@ def test_a_checkpoint_repeats_the_forward_under_its_recipe(kind, reentrant, thre
         module.zero_grad()
         inputs[0].grad = None
         with fz.autocast(recipe=NV):
-            if wrap:
-                y = checkpoint(module, *inputs, use_reentrant=reentrant)
-            else:
-                y = module(*inputs)
+            y = checkpoint(module, *inputs, use_reentrant=reentrant) if wrap else module(*inputs)
 
         def backward(y=y):
             with fz.autocast(enabled=scope is not None, recipe=scope):
@@ -629,7 +607,11 @@ def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
 
 # --- compile, threads, explain -------------------------------------------------------------------
 
+# torch.compile itself instantiates an autograd function, against its own advice.
+compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
+
+@compiles
 @pytest.mark.parametrize("recipe", [MX, BLOCK, CURRENT, NV], ids=lambda r: r.name)
 def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
     mlp = fz.Sequential(
@@ -649,6 +631,7 @@ def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@compiles
 def test_compiled_code_follows_the_recipe(fresh_compiler):
     linear, x = fz.Linear(32, 32), torch.randn(32, 32)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
@@ -663,6 +646,7 @@ def test_compiled_code_follows_the_recipe(fresh_compiler):
     assert torch.equal(torch.compile(scoped, fullgraph=True, backend="aot_eager")(x), want[NV])
 
 
+@compiles
 def test_compiled_code_takes_quantized_tensors(fresh_compiler):
     with fz.quantized_model_init(recipe=MX):
         linear = fz.Linear(32, 32)
@@ -675,6 +659,18 @@ def test_compiled_code_takes_quantized_tensors(fresh_compiler):
             run(module, MX, value).square().sum().backward()
             grads.append(linear.weight.grad)
         assert torch.equal(*grads)
+
+
+@compiles
+def test_compiled_code_ignores_the_scope(fresh_compiler):
+    op, _ = weighted(False)
+    x = torch.randn(32, 32)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    with fz.reuse_quantized_weights(op):
+        run(op, MX, x)
+        run(compiled, MX, x)
+        op.weight.data.zero_()
+        assert torch.equal(run(compiled, MX, x), op.bias.expand(32, 32))
 
 
 def test_threads_have_recipes_of_their_own():
