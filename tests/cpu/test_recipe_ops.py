@@ -189,6 +189,22 @@ def test_what_cannot_be_quantized_says_so():
         run(fz.Linear(64, 32, dtype=torch.float64), MX, torch.randn(8, 64, dtype=torch.float64))
 
 
+@each_recipe
+def test_no_rows_one_row_and_no_memory(recipe):
+    linear, grouped = fz.Linear(128, 128), fz.GroupedLinear(2, 128, 128)
+    row = torch.randn(128)
+    assert torch.equal(run(linear, recipe, row), run(linear, recipe, row[None])[0])
+    none = torch.empty(0, 128, requires_grad=True)
+    assert run(linear, recipe, none).shape == (0, 128)
+    run(grouped, recipe, none, torch.tensor([0, 0])).sum().backward()
+    assert none.grad.shape == (0, 128)
+    assert not any(p.grad.any() for p in grouped.parameters())
+    meta = fz.Sequential(linear, grouped).to("meta")
+    x = torch.empty(64, 128, device="meta", requires_grad=True)
+    run(meta, recipe, x, torch.empty(2, dtype=torch.int64, device="meta")).sum().backward()
+    assert x.grad.shape == (64, 128)
+
+
 # --- what is saved -------------------------------------------------------------------------------
 
 
@@ -475,6 +491,19 @@ def test_grouped_inputs_give_what_the_op_quantizes_itself(recipe):
         results.append([y, *all_grads(op)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@each_recipe
+def test_quantized_inputs_are_explained(recipe):
+    quantizer, x = recipes.Quantizer(recipe.format("input")), torch.randn(70, 128)
+    splits = torch.tensor(SIZES)
+    grouped = recipes.group_quantize(x, quantizer, 4, splits)
+    for module, *inputs in (
+        (fz.Linear(128, 128), quantizer(x)),
+        (fz.GroupedLinear(4, 128, 128), grouped, splits),
+    ):
+        with fz.autocast(recipe=recipe):
+            assert f"recipe {recipe.name}" in str(fz.explain(module, *inputs))
 
 
 def test_quantized_inputs_are_decoded_where_there_is_no_recipe():
