@@ -189,7 +189,7 @@ class GroupedLinear(WeightedOperation):
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
         self._refuse_kwargs(basic_op_kwargs[0])
-        if ctx.recipe is not None:
+        if ctx.recipe is not None and ctx.recipe.quantizes:
             y = self._quantized_forward(ctx, input_, *basic_op_extra_inputs[0])
             return _with_rows_of(input_, y), [()]
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
@@ -294,7 +294,7 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         (ctx,) = basic_op_ctxs
-        if ctx.recipe is not None:
+        if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._quantized_backward(ctx, grad_output)
         x, ends, row_scale, *weights = ctx.saved_tensors
         assert x is not None and ends is not None  # noqa: PT018 - for the type checker

@@ -111,7 +111,7 @@ class BasicLinear(WeightedOperation):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
-        if ctx.recipe is not None:
+        if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
         return formulas.linear(x, weight)
@@ -150,7 +150,7 @@ class BasicLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
-        if ctx.recipe is not None:
+        if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._quantized_backward(ctx, grad_output)
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)

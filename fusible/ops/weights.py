@@ -72,6 +72,8 @@ class WeightedOperation(BasicOperation):
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
+        if not recipe.quantizes:
+            return ()
         formats = {role: recipe.format(role) for role in ("input", "weight", "grad")}
         names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
         return (f"products of quantized operands: {', '.join(names)}",)

@@ -139,11 +139,11 @@ def from_columnwise(saved: Sequence[Tensor | None], fmt: NumberFormat | None) ->
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which products take their operands: BF16 on CUDA, else FP32.
+    """Return the dtype in which products take their operands: FP32 on the CPU, else BF16.
 
     BF16 holds every value of MXFP8 (in its normal range); of the other formats it rounds.
     """
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def is_quantized(x: Tensor) -> TypeGuard[GroupedTensor | QuantizedTensor]:

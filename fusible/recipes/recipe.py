@@ -51,6 +51,11 @@ class Recipe:
             raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {role!r}")
         return None
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether any operand is quantized."""
+        return any([self.format(role) is not None for role in ("input", "weight", "grad")])
+
     def spelled(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
         return type(self), *[getattr(self, field.name) for field in fields(self)]
