@@ -26,6 +26,13 @@ import fusible
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+RECIPES = {
+    "none": None,
+    "mxfp8": fusible.recipes.MXFP8BlockScaling(),
+    "fp8_block": fusible.recipes.Float8BlockScaling(),
+    "fp8_current": fusible.recipes.Float8CurrentScaling(),
+    "nvfp4": fusible.recipes.NVFP4BlockScaling(),
+}
 VOCABULARY, HEAD_SIZE = 256, 32
 LOOKS = 12  # at the held-out text, over a run
 BALANCE = 0.01  # weight of the load-balancing loss
@@ -204,6 +211,12 @@ def precision(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
+def under_recipe(name: str) -> AbstractContextManager:
+    """The experts' products in the number format of that name."""
+    recipe = RECIPES[name]
+    return fusible.autocast(enabled=recipe is not None, recipe=recipe)
+
+
 def bits(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bits per byte on ``rows`` ``[batch, context + 1]``, rows per expert, balancing loss."""
     with precision(rows.device):
@@ -346,6 +359,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=count, default=128, help="bytes in a training window")
     add("--batch", type=count, default=16, help="windows in a step")
     add("--learning-rate", type=number, default=4e-3, help="highest learning rate")
+    add("--recipe", choices=RECIPES, default="none", help="number format of the experts' products")
     add("--device", default="auto", help='"cpu", "cuda", "cuda:1", ...; "auto" takes CUDA if any')
     add("--seed", type=int, default=0, help="of the parameters and of the order of the text")
     add("--out", type=Path, default=Path("out"), help="folder for the loss curve and the op graph")
@@ -389,12 +403,14 @@ def main(arguments: Sequence[str] | None = None) -> History:
     print(f"{len(text):,} bytes of Python's standard library, {len(held_out):,} more held out")
     print(f"{parameters:,} parameters on {options.device}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for target in (None, "sm90", "sm100"):
-        explanation = explain_experts(model, options, target)
-        where = "on this machine" if target is None else f"in BF16 on {target}"
-        print(f"\nthe experts of a block {where}\n{explanation}", flush=True)
-        explanation.to_svg(options.out / f"op_graph{'' if target is None else '_' + target}.svg")
-    history = train(model, text, held_out, options)
+    with under_recipe(options.recipe):
+        for target in (None, "sm90", "sm100"):
+            explanation = explain_experts(model, options, target)
+            where = "on this machine" if target is None else f"in BF16 on {target}"
+            print(f"\nthe experts of a block {where}\n{explanation}", flush=True)
+            suffix = "" if target is None else f"_{target}"
+            explanation.to_svg(options.out / f"op_graph{suffix}.svg")
+        history = train(model, text, held_out, options)
     report(history)
     plot(history, options.out / "loss.png")
     print(f"the loss curve and the op graphs are in {options.out}")

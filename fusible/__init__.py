@@ -1,5 +1,6 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
+import fusible.kernels.quantize  # noqa: F401 - the quantizer kernel registers itself for CUDA
 from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
@@ -13,19 +14,29 @@ from fusible.fuser.registry import (
 from fusible.fuser.target import Target
 from fusible.kernels.grouped import checking
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
-from fusible.recipes import autocast
+from fusible.recipes import (
+    GroupedTensor,
+    QuantizedTensor,
+    autocast,
+    keep_recipe,
+    quantized_model_init,
+)
 
 registry.install(RULES)
 
 __all__ = [
     "Explanation",
+    "GroupedTensor",
     "NotFused",
     "Plan",
+    "QuantizedTensor",
     "Target",
     "autocast",
     "checking",
     "explain",
+    "keep_recipe",
     "ops",
+    "quantized_model_init",
     "recipes",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -156,6 +156,8 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         if phase != "joint" and f.start <= at < f.stop
     ]
     notes = [] if fused else [f"  {note}" for note in op.notes(plan.facts.dtype, plan.target)]
+    if plan.recipe is not None:
+        notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
     return [f"[{at}] {op}", *_saves(plan, op, at), *fused, *notes]
 
 

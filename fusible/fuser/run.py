@@ -28,7 +28,8 @@ from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
-from fusible.recipes import current_recipe
+from fusible.recipes.autocast import Forward, autocast, current_recipe
+from fusible.recipes.recipe import Recipe
 
 Kwargs = Sequence[dict[str, Any]]
 
@@ -80,6 +81,8 @@ class _Step(NamedTuple):
     sources: tuple[tuple[tuple[int, int], ...], ...]
     num_extra_outputs: list[int]
     num_grads: tuple[list[int], list[int]]
+    quantizers: tuple[Any, Any]
+    """Of the previous op's output gradient and of the next op's input."""
 
 
 class _Schedule(NamedTuple):
@@ -130,7 +133,8 @@ class Run:
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
-            schedule = getattr(self, self._trace_schedule(key))
+            recipe = None if key[0] is None else key[0].spelled()
+            schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
         elif _observation.note is not None:
             _observation.note(self, key, x.device)
             schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
@@ -143,6 +147,15 @@ class Run:
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def __repr__(self) -> str:
+        """Name the ops."""
+        return f"Run({', '.join(type(op).__name__ for op in self.ops)})"
+
+    def forwards(self) -> set[Forward]:
+        """Under what recipes forwards ran so far: every plan's key says it."""
+        calls = [_Call(*key) for key in self._schedules]
+        return {Forward(call.recipe, call.grad_enabled) for call in calls}
 
     @staticmethod
     @contextmanager
@@ -193,13 +206,13 @@ class Run:
         kind = device.type
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
-        autocast = torch.get_autocast_dtype(kind) if on else None
+        autocast_dtype = torch.get_autocast_dtype(kind) if on else None
         # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic,
         # and so does the last size of an input that has one value per row.
         index, dims = operator.index, max(x.dim(), 2)
         return (
-            current_recipe(),
-            autocast,
+            current_recipe(self),
+            autocast_dtype,
             torch.is_grad_enabled(),
             device,
             targets.assumed_target(),
@@ -228,12 +241,14 @@ class Run:
         return self._schedules[key]
 
     @constant_when_traced
-    def _trace_schedule(self, key: tuple[Any, ...]) -> str:
-        """Name the attribute that holds a call's schedule; what ``key`` was read from is guarded.
+    def _trace_schedule(self, recipe: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> str:
+        """Name the attribute that holds a call's schedule; what its key came from is guarded.
 
         A name, since the tracer takes modules only from where it sees them; and no place in a
         list, whose length the tracer would guard: a new schedule would expire all others' code.
+        The recipe as :meth:`Recipe.spelled`, since it takes constants only.
         """
+        key = (recipe and Recipe.from_spelled(recipe), *rest)
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
         name = f"_traced{list(self._schedules).index(key)}"
@@ -257,9 +272,19 @@ class Run:
             counts = [basic.num_extra_outputs for basic in basic_ops]
             needs = plan.grad[start:stop]
             grads = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
-            made.append(_Step(op, start, stop, sources, counts, grads))
+            quantizers = self._quantizers(start, stop, plan.recipe)
+            made.append(_Step(op, start, stop, sources, counts, grads, quantizers))
             start = stop
         return tuple(made)
+
+    def _quantizers(self, start: int, stop: int, recipe: Any) -> tuple[Any, Any]:
+        """How the op before and the op after ops[start:stop] want tensors to be handed to them."""
+        if recipe is None:
+            return None, None
+        with autocast(recipe=recipe):
+            before = self.ops[start - 1].get_grad_output_quantizer() if start else None
+            last = stop == len(self.ops)
+            return before, None if last else self.ops[stop].get_input_quantizer()
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
@@ -335,8 +360,7 @@ def _forward(
     ]
     x = caller_inputs[0]
     produced: list[Sequence[Any]] = []
-    quantizer_before = quantizer_after = None
-    for op, start, stop, sources, num_extra_outputs, _ in schedule.forward:
+    for op, start, stop, sources, num_extra_outputs, _, quantizers in schedule.forward:
         inputs = [
             [
                 caller_inputs[1 + slot]
@@ -346,16 +370,12 @@ def _forward(
             ]
             for of_op in sources
         ]
-        if plan.recipe is not None:
-            quantizer_before = run.ops[start - 1].get_grad_output_quantizer() if start else None
-            last = stop == len(run.ops)
-            quantizer_after = None if last else run.ops[stop].get_input_quantizer()
         x, outputs = op.fuser_forward(
             contexts[start:stop],
             x,
             basic_op_extra_inputs=inputs,
-            prev_op_grad_output_quantizer=quantizer_before,
-            next_op_input_quantizer=quantizer_after,
+            prev_op_grad_output_quantizer=quantizers[0],
+            next_op_input_quantizer=quantizers[1],
             basic_op_kwargs=kwargs[start:stop],
         )
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
@@ -436,7 +456,7 @@ class _RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        for op, start, stop, sources, num_extra_outputs, num_grads in schedule.backward:
+        for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break

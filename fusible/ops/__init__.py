@@ -6,7 +6,9 @@ from fusible.ops.elementary import AddExtraInput, ConstantScale, Identity, MakeE
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from fusible.ops.quantize import Quantize
 from fusible.ops.sequential import Sequential
+from fusible.ops.weights import reuse_quantized_weights
 
 __all__ = [
     "GELU",
@@ -22,6 +24,7 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
+    "Quantize",
     "ReLU",
     "Reshape",
     "ScaledClampedQGeGLU",
@@ -29,4 +32,5 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SwiGLU",
+    "reuse_quantized_weights",
 ]

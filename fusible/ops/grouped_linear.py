@@ -15,10 +15,22 @@ from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, product_dtype, refuse
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import Grads
+from fusible.ops.weights import WeightedOperation, matrix
+from fusible.recipes.product import (
+    SAVED,
+    Product,
+    columnwise_only,
+    compute_dtype,
+    encode_operand,
+    from_columnwise,
+    is_quantized,
+    operand,
+    values,
+)
 
 
-class GroupedLinear(BasicOperation):
+class GroupedLinear(WeightedOperation):
     """``x[rows of e] @ weight[e].T + bias[e]`` for x ``[..., in_features]`` sorted by group.
 
     Extra inputs: ``split_sizes``, integers ``[num_groups]``, the number of rows of each group (on
@@ -35,7 +47,13 @@ class GroupedLinear(BasicOperation):
 
     Saves ``(x, ends, row_scale or None, *weights)`` in the dtype of the product, and that dtype as
     ``ctx.dtype``; ``ends`` are the int32 end rows of the groups, and there is one 3-D weight or
-    ``num_groups`` 2-D ones.
+    ``num_groups`` 2-D ones. Under a recipe x and each weight are what ``columnwise_only`` gives of
+    them, ``SAVED`` tensors, all None where no gradient reads them; the weights are one, unless they
+    are stored quantized one by one.
+
+    Under a recipe each group of rows is quantized apart, which only this op can do: it has no
+    ``get_input_quantizer``. It takes a ``GroupedTensor`` of the recipe's format whose groups are
+    those of ``split_sizes``.
 
     Args:
         num_groups: number of groups.
@@ -110,6 +128,7 @@ class GroupedLinear(BasicOperation):
             zeros = torch.empty(num_groups, out_features, device=device, dtype=dtype)
             self._add_parameters("bias", zeros, single_grouped_bias)
         self.reset_parameters()
+        self.store_weights()
 
     def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
         if single:
@@ -167,12 +186,38 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """One grouped product."""
+        """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
         self._refuse_kwargs(basic_op_kwargs[0])
+        if ctx.recipe is not None and ctx.recipe.quantizes:
+            y = self._quantized_forward(ctx, input_, *basic_op_extra_inputs[0])
+            return _with_rows_of(input_, y), [()]
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
         y = grouped.grouped_mm(x, weights, ends, self.stacked_bias(ctx.dtype), row_scale, False)
         return _with_rows_of(input_, y), [()]
+
+    def _quantized_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        split_sizes: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        x, ends, scales = self._rows(ctx, input_, split_sizes, scales)
+        dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
+        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
+        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends)
+        wqs = self.encoded_weights(ctx)
+        ctx.save_for_backward(
+            *columnwise_only(xq, needed=wgrad),
+            ends,
+            scales,
+            *[t for wq in wqs for t in columnwise_only(wq, needed=dgrad)],
+        )
+        rows = operand(xq, "forward", "input", compute)
+        weights = [operand(wq, "forward", "weight", compute) for wq in wqs]
+        bias = self.stacked_bias(compute)
+        return grouped.grouped_mm(rows, weights, ends, bias, scales, False).to(ctx.dtype)
 
     def operands(
         self,
@@ -184,22 +229,32 @@ class GroupedLinear(BasicOperation):
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
+        Without a recipe: quantized ones are decoded.
         """
-        check_features(input_, self.in_features, "GroupedLinear")
+        x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales)
         weights = self.weights()
-        ctx.dtype = product_dtype(ctx, input_, weights[0], "GroupedLinear")
+        if is_quantized(weights[0]) or weights[0].dtype != ctx.dtype:
+            weights = [cast(values(weight), ctx.dtype) for weight in weights]
+        ctx.save_for_backward(x, ends, scales, *weights)
+        return x, ends, scales, weights
+
+    def _rows(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        split_sizes: Tensor | None,
+        scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
+        check_features(input_, self.in_features, "GroupedLinear")
+        ctx.dtype = product_dtype(ctx, input_, self.weights()[0], "GroupedLinear")
         if not (self.single_grouped_weight and self.single_grouped_bias):
             self._check_uniform(ctx)
         if self.scale_bias:
             check_row_scales(scales, input_, "GroupedLinear")
             scales = scales.reshape(-1)  # type: ignore[union-attr]
-        x = input_ if input_.dim() == 2 else input_.reshape(-1, self.in_features)
-        x = cast(x, ctx.dtype)
-        if weights[0].dtype != ctx.dtype:
-            weights = [weight.to(ctx.dtype) for weight in weights]
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
-        ctx.save_for_backward(x, ends, scales, *weights)
-        return x, ends, scales, weights
+        x = matrix(input_, ctx.dtype)
+        return x, group_ends(split_sizes, x, self.num_groups, ctx.memo), scales
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The biases as one ``[num_groups, out_features]``, or None."""
@@ -239,6 +294,8 @@ class GroupedLinear(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         (ctx,) = basic_op_ctxs
+        if ctx.recipe is not None and ctx.recipe.quantizes:
+            return self._quantized_backward(ctx, grad_output)
         x, ends, row_scale, *weights = ctx.saved_tensors
         assert x is not None and ends is not None  # noqa: PT018 - for the type checker
         dy = grad_output
@@ -256,6 +313,40 @@ class GroupedLinear(BasicOperation):
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
         dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
         return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+
+    def _quantized_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        ends, row_scale = ctx.saved_tensors[SAVED : SAVED + 2]
+        assert ends is not None
+        recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
+        products: list[Product] = ["dgrad"] if needs.input else []
+        if needs.params[0]:
+            products.append("wgrad")
+        dy = matrix(grad_output, ctx.dtype)
+        dyq = encode_operand(dy, recipe, "grad", *products, ends=ends)
+        dx = None
+        if needs.input:
+            weights = self._saved_weights(ctx, compute)
+            rows = operand(dyq, "dgrad", "grad", compute)
+            dx = grouped.grouped_mm(rows, weights, ends, None, None, True).to(ctx.dtype)
+            dx = _with_rows_of(grad_output, dx)
+        dweights: Grads = (None,) * len(self.weights())
+        if needs.params[0]:
+            x = from_columnwise(ctx.saved_tensors[:SAVED], recipe.format("input"))
+            rows = operand(dyq, "wgrad", "grad", compute)
+            columns = operand(x, "wgrad", "input", compute)
+            dweights = self.divided(grouped.grouped_wgrad(rows, columns, ends))
+        dy = values(dy)
+        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
+        dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
+        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+
+    def _saved_weights(self, ctx: OperationContext, compute: torch.dtype) -> list[Tensor]:
+        """The weights of the data gradient: one of ``[E, N, K]``, or one per group."""
+        saved, fmt = ctx.saved_tensors[SAVED + 2 :], ctx.recipe.format("weight")
+        parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
+        return [operand(from_columnwise(p, fmt), "dgrad", "weight", compute) for p in parts]
 
     def divided(self, dweight: Tensor) -> Grads:
         """A gradient ``[num_groups, out_features, in_features]``, as the parameters are."""

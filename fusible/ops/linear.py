@@ -15,12 +15,29 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_device, check_features, product_dtype, refuse
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
+from fusible.ops.weights import WeightedOperation, matrix
+from fusible.recipes.autocast import current_recipe
+from fusible.recipes.product import (
+    SAVED,
+    Product,
+    columnwise_only,
+    compute_dtype,
+    encode_operand,
+    from_columnwise,
+    operand,
+    quantizer,
+    values,
+)
+from fusible.recipes.quantizer import Quantizer
+from fusible.recipes.state import register_state_hooks
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(WeightedOperation):
     """``x @ weight.T`` for x ``[..., in_features]``, weight ``[out_features, in_features]``.
 
-    Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``.
+    Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``. Under a recipe
+    each of the two is what ``columnwise_only`` gives of it, ``SAVED`` tensors, all None where no
+    gradient reads it.
 
     Args:
         in_features: size of the input's last dimension.
@@ -55,6 +72,7 @@ class BasicLinear(BasicOperation):
             torch.empty(out_features, in_features, device=device, dtype=dtype)
         )
         self.reset_parameters()
+        self.store_weights()
 
     def reset_parameters(self) -> None:
         """Kaiming-uniform, as ``torch.nn.Linear``."""
@@ -66,6 +84,25 @@ class BasicLinear(BasicOperation):
         """``(weight,)``."""
         return (self.weight,)
 
+    def weights(self) -> list[Tensor]:
+        """``[weight]``."""
+        return [self.weight]
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """Row-wise for the forward, column-wise if the weight will need its gradient."""
+        recipe = current_recipe()
+        wgrad = torch.is_grad_enabled() and self.weight.requires_grad
+        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
+        return None if recipe is None else quantizer(recipe, "input", *products)
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
+        recipe = current_recipe()
+        products: tuple[Product, ...] = ("dgrad",)
+        if self.weight.requires_grad:
+            products = ("dgrad", "wgrad")
+        return None if recipe is None else quantizer(recipe, "grad", *products)
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -73,26 +110,73 @@ class BasicLinear(BasicOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> Tensor:
-        """``x @ weight.T``."""
+        """``x @ weight.T``, of quantized operands under a recipe."""
+        if ctx.recipe is not None and ctx.recipe.quantizes:
+            return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
         return formulas.linear(x, weight)
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
-        """The checked input and weight in the product's dtype, saved as the backward expects."""
-        check_features(input_, self.in_features, "BasicLinear")
-        ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
-        x, weight = cast(input_, ctx.dtype), cast(self.weight, ctx.dtype)
+        """The checked input and weight in the product's dtype, saved as the backward expects.
+
+        Without a recipe: quantized ones are decoded.
+        """
+        self._check(ctx, input_)
+        x, weight = cast(values(input_), ctx.dtype), cast(values(self.weight), ctx.dtype)
         ctx.save_for_backward(x, weight)
         return x, weight
+
+    def _check(self, ctx: OperationContext, input_: Tensor) -> None:
+        check_features(input_, self.in_features, "BasicLinear")
+        ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
+
+    def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        self._check(ctx, input_)
+        needs, compute = ctx.needs, compute_dtype(input_.device)
+        products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
+        x = encode_operand(matrix(input_, ctx.dtype), ctx.recipe, "input", *products)
+        (weight,) = self.encoded_weights(ctx)
+        y = (
+            operand(x, "forward", "input", compute)
+            @ operand(weight, "forward", "weight", compute).t()
+        )
+        ctx.save_for_backward(
+            *columnwise_only(x, needed=needs.params[0]),
+            *columnwise_only(weight, needed=needs.input),
+        )
+        return y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """``dy @ weight`` and ``dy.T @ x``."""
+        """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
+        if ctx.recipe is not None and ctx.recipe.quantizes:
+            return self._quantized_backward(ctx, grad_output)
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)
         dx = (dy @ weight) if ctx.needs.input else None
         return dx, (self.weight_grad(ctx, dy),)
+
+    def _quantized_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
+        products: list[Product] = ["dgrad"] if needs.input else []
+        if needs.params[0]:
+            products.append("wgrad")
+        dy = encode_operand(matrix(grad_output, ctx.dtype), recipe, "grad", *products)
+        saved = ctx.saved_tensors
+        dx = dweight = None
+        if needs.input:
+            weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
+            dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
+            dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
+        if needs.params[0]:
+            x = from_columnwise(saved[:SAVED], recipe.format("input"))
+            left = operand(dy, "wgrad", "grad", compute).reshape(-1, self.out_features)
+            right = operand(x, "wgrad", "input", compute).reshape(-1, self.in_features)
+            dweight = left.t() @ right
+        return dx, (dweight,)
 
     @staticmethod
     def weight_grad(ctx: OperationContext, dy: Tensor) -> Tensor | None:
@@ -188,6 +272,7 @@ class Linear(FusedOperation):
         if bias:
             parts.append(Bias(out_features, device=device, dtype=dtype))
         super().__init__(parts)
+        register_state_hooks(self)
         for part in parts:
             self._parameters.update(part._parameters)
             # The parts read the very dictionary that holds this module's parameters, so that no

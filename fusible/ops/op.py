@@ -35,11 +35,17 @@ class FusibleOperation(nn.Module):
         raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
 
     def get_input_quantizer(self) -> Any:
-        """How this op wants its input quantized under the recipe in force, or None."""
+        """How this op wants its input quantized under the recipe in force, or None.
+
+        Asked when a plan is made, with gradients enabled as in the plan's calls.
+        """
         return None
 
     def get_grad_output_quantizer(self) -> Any:
-        """How this op wants its output's gradient quantized under the recipe in force, or None."""
+        """How this op wants its output's gradient quantized under the recipe in force, or None.
+
+        Asked when a plan is made, as :meth:`get_input_quantizer`.
+        """
         return None
 
     def fuser_forward(
@@ -175,6 +181,10 @@ class BasicOperation(FusibleOperation):
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Sentences that ``explain`` prints when this op runs unfused on a target."""
+        return ()
+
+    def recipe_notes(self, recipe: Any) -> tuple[str, ...]:
+        """Sentences that ``explain`` prints of what a recipe does to this op."""
         return ()
 
     # --- math ------------------------------------------------------------------------------------

@@ -3,7 +3,14 @@
 from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
 from fusible.recipes.grouped import GroupedTensor, group, group_dequantize, group_quantize
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
-from fusible.recipes.product import encode_operand, operand, save_for_wgrad
+from fusible.recipes.product import (
+    SAVED,
+    Operand,
+    columnwise_only,
+    encode_operand,
+    from_columnwise,
+    operand,
+)
 from fusible.recipes.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -24,6 +31,7 @@ from fusible.recipes.state import register_state_hooks, tensor_from_state, tenso
 from fusible.recipes.tensor import QuantizedTensor
 
 __all__ = [
+    "SAVED",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -34,13 +42,16 @@ __all__ = [
     "MXFP8Quantizer",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
+    "Operand",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",
     "Role",
     "autocast",
+    "columnwise_only",
     "current_recipe",
     "encode_operand",
+    "from_columnwise",
     "group",
     "group_dequantize",
     "group_quantize",
@@ -48,7 +59,6 @@ __all__ = [
     "operand",
     "quantized_model_init",
     "register_state_hooks",
-    "save_for_wgrad",
     "tensor_from_state",
     "tensor_state",
     "weight_parameter",

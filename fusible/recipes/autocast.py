@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,55 +26,52 @@ class _Thread(threading.local):
         """The backward pass in which the scope in force was entered; -1 outside of any."""
 
 
-@dataclass(frozen=True)
-class _Forward:
+class Forward(NamedTuple):
+    """What repeating a forward needs to know of it."""
+
     recipe: Recipe | None
     grad_enabled: bool
 
 
+class Repeatable(Protocol):
+    """What runs forwards and knows under which recipes it has."""
+
+    def forwards(self) -> Iterable[Forward]:
+        """Return the forwards so far, equal ones once."""
+
+
 _thread = _Thread()
-_forwards: weakref.WeakKeyDictionary[object, set[_Forward]] = weakref.WeakKeyDictionary()
 
 
-def current_recipe(module: object | None = None) -> Recipe | None:
+def current_recipe(runner: Repeatable | None = None) -> Recipe | None:
     """Return the recipe of the innermost enabled ``autocast`` on this thread, or None.
 
     ``torch.utils.checkpoint`` runs a forward again inside backward, after its ``autocast`` has
-    ended and, on CUDA, on another thread. A caller that passes the ``module`` it runs (or
-    whatever object lives as long) gets the recipe of that module's forwards there. Raises
-    RuntimeError if the module ran forwards under several recipes: nothing then tells which of them
+    ended and, on CUDA, on another thread. A ``runner`` gets the recipe of its own forwards there.
+    Raises RuntimeError if it ran forwards under several recipes: nothing then tells which of them
     is being repeated; ``keep_recipe`` does.
     """
-    if module is None or torch.compiler.is_compiling():
+    if runner is None or torch.compiler.is_compiling():
         return _thread.recipe
     task = torch._C._current_graph_task_id()
-    if task == -1:
-        _remember(module, _thread.recipe)
+    if task in (-1, _thread.graph_task):
         return _thread.recipe
-    if _thread.graph_task == task:
-        return _thread.recipe
-    return _recomputed(module)
+    return _repeated(runner)
 
 
-def _remember(module: object, recipe: Recipe | None) -> None:
-    if torch.is_inference_mode_enabled():  # no backward can follow
-        return
-    _forwards.setdefault(module, set()).add(_Forward(recipe, torch.is_grad_enabled()))
-
-
-def _recomputed(module: object) -> Recipe | None:
+def _repeated(runner: Repeatable) -> Recipe | None:
     """Return the one recipe that a forward repeated by the running backward pass can have had."""
     # Only the reentrant variant repeats forwards that ran without gradients, so that, say,
     # evaluation under no_grad and another recipe does not make the usual variant ambiguous.
     node = torch._C._current_autograd_node()
     reentrant = isinstance(node, CheckpointFunction._backward_cls)
-    forwards = [f for f in _forwards.get(module, ()) if f.grad_enabled or reentrant]
+    forwards = [f for f in runner.forwards() if f.grad_enabled or reentrant]
     recipes = {f.recipe for f in forwards} or {_thread.recipe}
     if len(recipes) > 1:
         names = ", ".join(sorted(r.name if r else "no recipe" for r in recipes))
         raise RuntimeError(
-            f"a checkpointed forward of {type(module).__name__} must be repeated under its own "
-            f"recipe, but the module ran forwards under several ({names}); "
+            f"a checkpointed forward of {runner!r} must be repeated under its own recipe, but "
+            f"forwards ran under several ({names}); "
             "wrap the checkpointed function: checkpoint(keep_recipe(fn), ...)"
         )
     return recipes.pop()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -28,6 +29,16 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func} is not defined for quantized tensors; nothing was computed; "
         "call .dequantize() first"
     )
+
+
+def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
+    """Copy ``new`` into a piece of a quantized tensor, for autograd to see.
+
+    Below ``__torch_dispatch__`` a copy does not count as a change of what a graph has saved.
+    """
+    piece.copy_(new, non_blocking)
+    if not piece.is_inference():
+        increment_version(piece)
 
 
 def _is_quantized(x: Any) -> TypeGuard[QuantizedTensor]:
@@ -109,7 +120,7 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
                     "nothing was written"
                 )
             for name, piece in mine.items():
-                piece.copy_(theirs[name], non_blocking)
+                overwrite(piece, theirs[name], non_blocking)
             return target
         source = source._decoded(torch.float32, not source.has_rowwise)
     target.requantize_(source.to(target.dtype))

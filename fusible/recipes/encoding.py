@@ -122,9 +122,11 @@ def _encode_e2m1(x: Tensor) -> Tensor:
 
 
 def _decode_e2m1(packed: Tensor) -> Tensor:
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
-    code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
-    magnitude = values[code & 7]
+    # 0, .5, 1, 1.5, 2, 3, 4, 6 by arithmetic: a table would be copied to the device in every call.
+    code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    index = (code & 7).float()
+    magnitude = torch.where(index < 6, index - 2, 2 * index - 8)
+    magnitude = torch.where(index < 4, index / 2, magnitude)
     return torch.where(code >= 8, -magnitude, magnitude)
 
 

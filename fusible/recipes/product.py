@@ -6,18 +6,22 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
     data gradient    dx = q(dy) q(w)        reduced over out:    dy row-wise,    w column-wise
     weight gradient  dw = q(dy)^T q(x)      reduced over tokens: dy column-wise, x column-wise
 
-An op encodes each operand once, for the uses that it will need (``encode_operand``), and hands
-``operand`` of both to its matrix product, which accumulates in FP32.
+An op encodes each operand once, for the products that will read it (``encode_operand``), hands
+``operand`` of both to its matrix product, which accumulates in FP32, and saves what the backward
+reads, which is column-wise of ``x`` and of ``w`` (``columnwise_only``).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from fusible.recipes.grouped import GroupedTensor, group_quantize
+from fusible.recipes.formats import Encoded, NumberFormat, dequantize
+from fusible.recipes.grouped import GroupedTensor
+from fusible.recipes.library import encode
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -34,56 +38,127 @@ _COLUMNWISE: dict[tuple[Product, Role], bool] = {
 }
 
 
+class Operand(NamedTuple):
+    """An operand as plain tensors, which autograd saves, hooks move and torch.compile traces.
+
+    ``plain`` has the values where they are not quantized, ``row`` and ``column`` the encodings for
+    each use (one for both in a format without direction), ``ends`` the end rows of the groups that
+    were quantized apart.
+    """
+
+    format: NumberFormat | None
+    row: Encoded | None = None
+    column: Encoded | None = None
+    plain: Tensor | None = None
+    ends: Tensor | None = None
+
+
+SAVED = 4
+"""The number of tensors that ``columnwise_only`` gives of one operand."""
+
+Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 def quantizer(recipe: Recipe, role: Role, *products: Product) -> Quantizer | None:
     """Return the quantizer of the operand in ``role`` for ``products``, None in high precision."""
     fmt = recipe.format(role)
     if fmt is None:
         return None
-    uses = {_use(product, role) for product in products}
-    return Quantizer(fmt, rowwise=False in uses, columnwise=True in uses)
+    rowwise, columnwise = _uses(role, products)
+    return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
 
 
 def encode_operand(
-    x: Tensor,
-    recipe: Recipe | None,
-    role: Role,
-    *products: Product,
-    first_dims: Tensor | None = None,
-) -> Tensor:
-    """Quantize ``x`` for ``products``, its rows in groups if ``first_dims`` are given.
+    x: Tensor, recipe: Recipe, role: Role, *products: Product, ends: Tensor | None = None
+) -> Operand:
+    """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
 
-    A quantized one is checked and returned as it is; without a recipe so is ``x``. Raises what
-    ``formats.quantize`` raises, and TypeError if ``x`` is quantized in another format than the
-    recipe's for this role.
+    A quantized one is taken as it is. Raises what ``formats.quantize`` raises, TypeError if ``x``
+    is quantized in another format than the recipe's for this role, and ValueError if it lacks a use
+    or is of another number of groups.
     """
-    make = quantizer(recipe, role, *products) if recipe is not None and products else None
-    if make is None:
-        return x
-    if isinstance(x, GroupedTensor):
-        return _grouped(x, make)
-    if isinstance(x, QuantizedTensor) or first_dims is None:
-        return make(x)
-    return group_quantize(x, make, first_dims.shape[0], first_dims)
+    fmt = recipe.format(role)
+    if isinstance(x, GroupedTensor) and x.format is None and x.rowwise_data is not None:
+        x = x.rowwise_data
+    if fmt is None:
+        return Operand(None, plain=values(x))
+    rowwise, columnwise = _uses(role, products)
+    if not is_quantized(x):
+        if not products:
+            return Operand(fmt)
+        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+        return Operand(fmt, row, column, ends=ends)
+    if x.format != fmt:
+        raise TypeError(
+            f"the {role} of a product under {recipe.name} must be in {fmt.name} or not quantized, "
+            f"got {x!r}; quantize the original"
+        )
+    row = x.encoded() if rowwise else None
+    column = x.encoded(columnwise=True) if columnwise else None
+    return Operand(fmt, row, column, ends=_ends_of(x, ends))
 
 
-def operand(x: Tensor, product: Product, role: Role, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of ``x``, as ``encode_operand`` returned it, that ``product`` reads."""
+def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of ``x``, encoded for ``product`` among others, that it reads."""
+    if x.format is None:
+        assert x.plain is not None
+        return x.plain.to(dtype)
     columnwise = _use(product, role)
-    if isinstance(x, GroupedTensor | QuantizedTensor):
-        return x.dequantize(dtype, columnwise=columnwise)
-    return x if dtype is None else x.to(dtype)
+    encoded = x.column if columnwise else x.row
+    if encoded is None:
+        raise ValueError(
+            f"the {role} of the {product} product must be encoded for it, got an operand without "
+            f"{'column' if columnwise else 'row'}-wise data; name the product in encode_operand"
+        )
+    columnwise = columnwise and x.format.directional
+    return dequantize(encoded, x.format, dtype, columnwise=columnwise, ends=x.ends)
 
 
-def save_for_wgrad(x: Tensor) -> Tensor:
-    """Return ``x`` with what the weight gradient needs of it: the column-wise data only."""
-    if isinstance(x, QuantizedTensor) and x.columnwise_data is not None:
-        column = x.encoded(columnwise=True)
-        return QuantizedTensor(None, column, x.format, x.shape, x.dtype)
-    if isinstance(x, GroupedTensor) and x.columnwise_data is not None:
-        row = ("rowwise_data", "scale_inv", "tensor_scale")
-        pieces = {name: piece for name, piece in x.pieces().items() if name not in row}
-        return GroupedTensor(pieces, x.format, x.shape, x.dtype, x.uniform)
-    return x
+def columnwise_only(x: Operand, *, needed: bool = True) -> Saved:
+    """Return what the gradients read of an input or a weight: data, scale, tensor scale, ends.
+
+    None where there is none, and everywhere if it is not ``needed``; the values and three None if
+    they are not quantized.
+    """
+    if not needed:
+        return None, None, None, None
+    if x.format is None:
+        return x.plain, None, None, None
+    assert x.column is not None
+    return *x.column, x.ends
+
+
+def from_columnwise(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
+    """Undo ``columnwise_only`` for the column-wise use."""
+    data, scale, tensor_scale, ends = saved
+    if fmt is None:
+        return Operand(None, plain=data)
+    assert data is not None
+    assert scale is not None
+    return Operand(fmt, column=Encoded(data, scale, tensor_scale), ends=ends)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which products take their operands: FP32 on the CPU, else BF16.
+
+    BF16 holds every value of MXFP8 (in its normal range); of the other formats it rounds.
+    """
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def is_quantized(x: Tensor) -> TypeGuard[GroupedTensor | QuantizedTensor]:
+    """Tell whether ``x`` is one of the tensors of this package, which ops take apart."""
+    return isinstance(x, GroupedTensor | QuantizedTensor)
+
+
+def values(x: Tensor) -> Tensor:
+    """Return ``x`` as an ordinary tensor, decoded if it is quantized."""
+    return x.dequantize() if is_quantized(x) else x
+
+
+def _uses(role: Role, products: tuple[Product, ...]) -> tuple[bool, bool]:
+    uses = {_use(product, role) for product in products}
+    return False in uses, True in uses
 
 
 def _use(product: Product, role: Role) -> bool:
@@ -95,15 +170,12 @@ def _use(product: Product, role: Role) -> bool:
     return _COLUMNWISE[product, role]
 
 
-def _grouped(x: GroupedTensor, make: Quantizer) -> GroupedTensor:
-    if x.format is None and x.rowwise_data is not None:
-        return group_quantize(x.rowwise_data, make, x.num_tensors, x.first_dims)
-    if x.format != make.format:
-        raise TypeError(
-            f"a grouped tensor for this product must be in {make.format.name} or not quantized, "
-            f"got {x!r}; quantize the original with group_quantize"
+def _ends_of(x: GroupedTensor | QuantizedTensor, ends: Tensor | None) -> Tensor | None:
+    """The groups of a quantized tensor itself: one quantized as a whole has none."""
+    if isinstance(x, QuantizedTensor):
+        return None
+    if ends is not None and x.num_tensors != ends.shape[0]:
+        raise ValueError(
+            f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
-    for wanted, columnwise in ((make.rowwise, False), (make.columnwise, True)):
-        if wanted:
-            x.encoded(columnwise=columnwise)
-    return x
+    return x.ends

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from fusible.recipes.formats import (
     E4M3,
@@ -50,6 +50,21 @@ class Recipe:
         if role not in get_args(Role):
             raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {role!r}")
         return None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any operand is quantized."""
+        return any([self.format(role) is not None for role in ("input", "weight", "grad")])
+
+    def spelled(self) -> tuple[Any, ...]:
+        """Return the class and its arguments, constants even to ``torch.compile``."""
+        return type(self), *[getattr(self, field.name) for field in fields(self)]
+
+    @staticmethod
+    def from_spelled(spelled: tuple[Any, ...]) -> Recipe:
+        """Undo ``spelled``."""
+        kind, *arguments = spelled
+        return kind(*arguments)
 
 
 @dataclass(frozen=True)

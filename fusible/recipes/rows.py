@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -74,7 +73,6 @@ class NumberFormat:
         return self.block is not None and self.block[0] != self.block[1]
 
 
-@cache
 def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> NumberFormat:
     """Describe OCP MXFP8: one power of two per 32; ``rounding`` is that of the scale.
 
@@ -88,7 +86,6 @@ def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> N
     return NumberFormat(f"mxfp8_{element.name}{suffix}", element, (1, 32), scale)
 
 
-@cache
 def fp8_block(
     element: Element = E4M3,
     block: tuple[int, int] = (1, 128),
@@ -102,7 +99,6 @@ def fp8_block(
     return NumberFormat(name, element, block, _fp32_scale(power_of_two), amax_epsilon)
 
 
-@cache
 def fp8_tensor(
     element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0
 ) -> NumberFormat:
@@ -111,7 +107,6 @@ def fp8_tensor(
     return NumberFormat(name, element, None, _fp32_scale(power_of_two), amax_epsilon)
 
 
-@cache
 def nvfp4() -> NumberFormat:
     """Describe NVFP4: one E4M3 scale per 16 and an FP32 scale per tensor, amax / (6 * 448)."""
     return NumberFormat("nvfp4", E2M1, (1, 16), "e4m3")

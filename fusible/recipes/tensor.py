@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.recipes.dispatch import run
+from fusible.recipes.dispatch import overwrite, run
 from fusible.recipes.formats import Encoded, NumberFormat, dequantize
 from fusible.recipes.library import encode
 
@@ -157,7 +157,7 @@ class QuantizedTensor(torch.Tensor):
         row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
         new = pieces_of(row, column, self.format)
         for name, piece in self.pieces().items():
-            piece.copy_(new[name])
+            overwrite(piece, new[name])
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""

@@ -206,7 +206,6 @@ class Doubled(fz.FusedOperation):
         return 2 * grad_output * self.basic_ops[0].scale, [()], [()]
 
 
-@pytest.mark.xfail(reason="the tracer cannot hand a recipe to the planner", strict=True)
 def test_recipe_switches(own_fusions):
     def fuse(ops, *, recipe):
         return [Doubled(ops)] if isinstance(recipe, ref.Rows) else ops

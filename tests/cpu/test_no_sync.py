@@ -200,3 +200,24 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
             grouped._grouped_wgrad_out_cuda(out[:1], dy, x, ends, accumulate)
             grouped.grouped_wgrad_(out[1:], dy, x, ends, accumulate)
             torch.testing.assert_close(*out)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        fz.recipes.MXFP8BlockScaling(),
+        fz.recipes.Float8BlockScaling(),
+        fz.recipes.Float8CurrentScaling(),
+        fz.recipes.NVFP4BlockScaling(),
+    ],
+    ids=lambda recipe: recipe.name,
+)
+def test_recipes_read_nothing_on_the_host(recipe, stored, no_sync):
+    with fz.quantized_model_init(enabled=stored, recipe=recipe):
+        mlp = ref.grouped_mlp(groups=4, hidden=128, inner=128, dtype=torch.bfloat16)
+    x, splits = on_device(48, 128), torch.empty(4, dtype=torch.int64)
+    with fz.autocast(recipe=recipe):
+        y = mlp(x, splits, torch.empty(48), splits)
+    y.backward(torch.empty(48, 128, dtype=torch.bfloat16))
+    assert x.grad.shape == (48, 128)

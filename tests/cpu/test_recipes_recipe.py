@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusible import recipes
+from fusible.recipes.autocast import Forward
 from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 
 ALL = [
@@ -95,7 +96,8 @@ def test_an_e5m2_tensor_is_never_read_as_e4m3():
         recipes.MXFP8Quantizer()(gradient)
     with pytest.raises(TypeError, match="mxfp8_e4m3"):
         recipes.encode_operand(gradient, MX, "grad", "dgrad")
-    assert recipes.encode_operand(gradient, ALL[1], "grad", "dgrad") is gradient
+    taken = recipes.encode_operand(gradient, ALL[1], "grad", "dgrad")
+    assert taken.row.data is gradient.rowwise_data
 
 
 # --- Scopes --------------------------------------------------------------------------------------
@@ -160,14 +162,22 @@ class Rounds(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.seen = []
+        self.known = set()
+
+    def forwards(self):
+        return self.known
 
     def forward(self, x):
         recipe = recipes.current_recipe(self)
         self.seen.append(recipe)
-        q = recipes.operand(
-            recipes.encode_operand(x, recipe, "input", "forward"), "forward", "input"
-        )
+        self.known.add(Forward(recipe, torch.is_grad_enabled()))
+        q = x if recipe is None else recipe_values(x, recipe)
         return (q.detach() * x).sin()
+
+
+def recipe_values(x, recipe):
+    encoded = recipes.encode_operand(x, recipe, "input", "forward")
+    return recipes.operand(encoded, "forward", "input")
 
 
 def gradient(model, call, recipe, *, backward_scope=None, thread=False):
@@ -286,22 +296,25 @@ def exact_products(x, w, dy, recipe):
     return y, dx, dw
 
 
+def saved_and_restored(x, recipe, role):
+    saved = recipes.columnwise_only(x)
+    assert len(saved) == recipes.SAVED
+    return recipes.from_columnwise(saved, recipe.format(role))
+
+
 @pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 def test_operands_of_the_three_products(recipe):
     x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
     xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
     wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
     dyq = recipes.encode_operand(dy, recipe, "grad", "dgrad", "wgrad")
-    saved = recipes.save_for_wgrad(xq)
-    if recipe.format("input").directional:
-        assert not saved.has_rowwise
     read = recipes.operand
-    y = (
-        read(xq, "forward", "input", torch.float32)
-        @ read(wq, "forward", "weight", torch.float32).mT
+    y = read(xq, "forward", "input") @ read(wq, "forward", "weight").mT
+    saved_x, saved_w = (
+        saved_and_restored(t, recipe, r) for t, r in ((xq, "input"), (wq, "weight"))
     )
-    dx = read(dyq, "dgrad", "grad", torch.float32) @ read(wq, "dgrad", "weight", torch.float32)
-    dw = read(dyq, "wgrad", "grad", torch.float32).mT @ read(saved, "wgrad", "input", torch.float32)
+    dx = read(dyq, "dgrad", "grad") @ read(saved_w, "dgrad", "weight")
+    dw = read(dyq, "wgrad", "grad").mT @ read(saved_x, "wgrad", "input")
     for got, want in zip((y, dx, dw), exact_products(x, w, dy, recipe), strict=True):
         assert torch.equal(got, want)
     exact = (x @ w.mT, dy @ w, dy.mT @ x)
@@ -310,51 +323,24 @@ def test_operands_of_the_three_products(recipe):
         assert float((got - want).norm() / want.norm()) < bound
 
 
-class QuantizedLinear(torch.autograd.Function):
-    """How an op uses the operands; the recipe of the forward serves its backward."""
-
-    @staticmethod
-    def forward(ctx, x, w, recipe):
-        xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
-        wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
-        ctx.save_for_backward(recipes.save_for_wgrad(xq), wq)
-        ctx.recipe = recipe
-        return recipes.operand(xq, "forward", "input") @ recipes.operand(wq, "forward", "weight").mT
-
-    @staticmethod
-    def backward(ctx, dy):
-        xq, wq = ctx.saved_tensors
-        dyq = recipes.encode_operand(dy, ctx.recipe, "grad", "dgrad", "wgrad")
-        dx = recipes.operand(dyq, "dgrad", "grad") @ recipes.operand(wq, "dgrad", "weight")
-        dw = recipes.operand(dyq, "wgrad", "grad").mT @ recipes.operand(xq, "wgrad", "input")
-        return dx, dw, None
-
-
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
-def test_forward_and_backward_through_autograd(recipe, stored):
-    x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
-    with recipes.quantized_model_init(enabled=stored, recipe=recipe):
-        weight = recipes.weight_parameter(w.clone())
-    x.requires_grad_()
-    with recipes.autocast(recipe=recipe):
-        y = QuantizedLinear.apply(x, weight, recipes.current_recipe())
-    y.backward(dy)
-    with torch.no_grad():
-        want = exact_products(x, w, dy, recipe)
-    for got, expected in zip((y, x.grad, weight.grad), want, strict=True):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 def test_grouped_operands_are_those_of_each_group(recipe):
     sizes = torch.tensor([5, 0, 43, 16])
+    ends = sizes.cumsum(0)
     x = torch.randn(70, 128)
-    both = recipes.encode_operand(x, recipe, "input", "forward", "wgrad", first_dims=sizes)
-    again = recipes.encode_operand(recipes.group(x, 4, sizes), recipe, "input", "forward", "wgrad")
-    assert recipes.encode_operand(both, recipe, "input", "forward", "wgrad") is both
-    saved = recipes.save_for_wgrad(both)
-    for product, tensor in (("forward", both), ("wgrad", saved), ("forward", again)):
+    both = recipes.encode_operand(x, recipe, "input", "forward", "wgrad", ends=ends)
+    quantizer = recipes.Quantizer(recipe.format("input"))
+    grouped = recipes.group_quantize(x, quantizer, 4, sizes)
+    again = recipes.encode_operand(grouped, recipe, "input", "forward", "wgrad", ends=ends)
+    late = recipes.encode_operand(recipes.group(x, 4, sizes), recipe, "input", "forward", ends=ends)
+    saved = saved_and_restored(both, recipe, "input")
+    for product, tensor in (
+        ("forward", both),
+        ("wgrad", saved),
+        ("forward", again),
+        ("wgrad", again),
+        ("forward", late),
+    ):
         values = recipes.operand(tensor, product, "input")
         start = 0
         for size in sizes.tolist():
@@ -364,22 +350,24 @@ def test_grouped_operands_are_those_of_each_group(recipe):
                 assert torch.equal(values[start : start + size], want)
             start += size
         assert not values[start:].any()
+    with pytest.raises(ValueError, match="must have the product's 3 groups"):
+        recipes.encode_operand(grouped, recipe, "input", "forward", ends=ends[:3])
 
 
-def test_without_a_recipe_operands_are_what_they_were():
+def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
-    for recipe in (None, recipes.Recipe()):
-        assert recipes.encode_operand(x, recipe, "input", "forward") is x
-    assert recipes.operand(x, "forward", "input") is x
-    assert recipes.save_for_wgrad(x) is x
+    kept = recipes.encode_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
+    assert recipes.operand(kept, "forward", "input", torch.float64) is x
+    assert recipes.columnwise_only(kept)[0] is x
+    assert recipes.columnwise_only(kept, needed=False) == (None,) * recipes.SAVED
     with pytest.raises(ValueError, match="got role 'grad'"):
-        recipes.operand(x, "forward", "grad")
+        recipes.encode_operand(x, MX, "grad", "forward")
 
 
 def test_a_saved_operand_has_no_row_wise_data_to_misread():
     xq = recipes.encode_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
-    with pytest.raises(ValueError, match="row-wise use needs"):
-        recipes.operand(recipes.save_for_wgrad(xq), "forward", "input")
+    with pytest.raises(ValueError, match="without row-wise data; name the product"):
+        recipes.operand(saved_and_restored(xq, MX, "input"), "forward", "input")
     grouped = recipes.group_quantize(
         torch.randn(32, 32), recipes.MXFP8Quantizer(columnwise=False), 1
     )

@@ -1,0 +1,141 @@
+"""Ops that own a weight: how it is stored, and how it is encoded for products under a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
+from fusible.kernels import grouped
+from fusible.ops.op import BasicOperation, FusibleOperation
+from fusible.recipes.model_init import current_model_init, weight_parameter
+from fusible.recipes.product import Operand, Product, encode_operand, is_quantized
+from fusible.recipes.recipe import Recipe
+from fusible.recipes.state import register_state_hooks
+from fusible.recipes.tensor import QuantizedTensor
+
+_Encoded = tuple[tuple[Tensor, ...], list[Operand]]
+
+
+class WeightedOperation(BasicOperation):
+    """A linear transformation: its weights are operands of quantized products.
+
+    A subclass names its weight parameters with :meth:`weights`, and calls
+    :meth:`store_weights` when they have their first values.
+    """
+
+    # What reuse_quantized_weights keeps of this op: encoded weights with the weights they are of.
+    _reused: dict[Any, _Encoded] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_state_hooks(self)
+
+    def weights(self) -> list[Tensor]:
+        """The weight parameters."""
+        raise TypeError(f"{type(self).__name__} must define weights")
+
+    def store_weights(self) -> None:
+        """Store the weights quantized, if the op is built in ``quantized_model_init``."""
+        if current_model_init() is None:
+            return
+        for name, parameter in list(self._parameters.items()):
+            if any(parameter is weight for weight in self.weights()):
+                assert parameter is not None
+                self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    def encoded_weights(self, ctx: OperationContext) -> list[Operand]:
+        """The weights for the forward and, if it will be taken, the data gradient.
+
+        One operand, of ``[N, K]`` or ``[E, N, K]``, or one per group where weights of groups are
+        stored quantized one by one.
+        """
+        weights = self.weights()
+        products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
+        if torch.compiler.is_compiling() or self._reused is None or _capturing():
+            return _encode(weights, ctx.recipe, ctx.dtype, products)
+        key = ctx.recipe, ctx.dtype, products
+        known, encoded = self._reused.get(key, ((), []))
+        if len(known) != len(weights) or any(
+            a is not b for a, b in zip(known, weights, strict=True)
+        ):
+            # Autograd cannot save what inference mode made.
+            with torch.inference_mode(False), torch.no_grad():
+                encoded = _encode(weights, ctx.recipe, ctx.dtype, products)
+            self._reused[key] = tuple(weights), encoded
+        return encoded
+
+    def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
+        """The formats of the products' operands."""
+        if not recipe.quantizes:
+            return ()
+        formats = {role: recipe.format(role) for role in ("input", "weight", "grad")}
+        names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
+        return (f"products of quantized operands: {', '.join(names)}",)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is in no scope.
+        return {**super().__getstate__(), "_reused": None}
+
+
+def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` ``[..., features]`` as rows in ``dtype``, unless it is quantized."""
+    if is_quantized(t):
+        return t
+    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+    return cast(rows, dtype)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _encode(
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
+) -> list[Operand]:
+    if isinstance(weights[0], QuantizedTensor):
+        return [encode_operand(w, recipe, "weight", *products) for w in weights]
+    # The address of a traced tensor is not known.
+    stack = torch.stack if torch.compiler.is_compiling() else grouped.stacked
+    weight = weights[0] if len(weights) == 1 else stack(weights)
+    return [encode_operand(cast(weight, dtype), recipe, "weight", *products)]
+
+
+@contextmanager
+def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
+    """Quantize each weight of ``module``'s ops once inside, rather than in every forward.
+
+    A promise that the weights do not change inside, for gradient accumulation or inference: changed
+    values are not noticed, a parameter replaced by another one is. Ignored while compiling and
+    while a CUDA graph is captured, which would bake the values in. The encoded weights are freed at
+    the end.
+
+    Raises:
+        ValueError: no op of ``module`` has weights to quantize.
+    """
+    ops = {
+        op
+        for m in module.modules()
+        if isinstance(m, FusibleOperation)
+        for op in m.basic_ops
+        if isinstance(op, WeightedOperation)
+    }
+    if not ops:
+        raise ValueError(
+            "reuse_quantized_weights needs a module with Linear, BasicLinear or GroupedLinear ops, "
+            f"got {type(module).__name__} without any"
+        )
+    outer = {op: op._reused for op in ops}
+    for op in ops:
+        # A scope inside another goes on with what that one has encoded.
+        op._reused = {} if op._reused is None else op._reused
+    try:
+        yield
+    finally:
+        for op, reused in outer.items():
+            op._reused = reused

@@ -1,0 +1,732 @@
+"""Linear and GroupedLinear under recipes: values, what is saved, scopes, stored weights."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusible as fz
+from fusible import recipes
+from fusible.recipes.formats import E5M2, mxfp8
+
+MX, HYBRID, BLOCK, CURRENT, NV = ALL = [
+    recipes.MXFP8BlockScaling(),
+    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
+    recipes.Float8BlockScaling(),
+    recipes.Float8CurrentScaling(),
+    recipes.NVFP4BlockScaling(),
+]
+each_recipe = pytest.mark.parametrize(
+    "recipe", ALL, ids=["mxfp8", "mxfp8_hybrid", "fp8_block", "fp8_current", "nvfp4"]
+)
+SIZES = [5, 0, 40, 16]
+
+
+def q(t, recipe, role, *, along):
+    """The values of ``t`` quantized along a dimension, from the quantizers alone."""
+    quantizer = recipes.Quantizer(recipe.format(role), rowwise=along == 1, columnwise=along == 0)
+    return quantizer(t).dequantize(torch.float32, columnwise=along == 0)
+
+
+def products(x, w, dy, recipe):
+    y = q(x, recipe, "input", along=1) @ q(w, recipe, "weight", along=1).mT
+    dx = q(dy, recipe, "grad", along=1) @ q(w, recipe, "weight", along=0)
+    dw = q(dy, recipe, "grad", along=0).mT @ q(x, recipe, "input", along=0)
+    return y, dx, dw
+
+
+def run(module, recipe, *inputs):
+    with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        return module(*inputs)
+
+
+def close(got, want):
+    """Equal but for the order of FP32 sums, or one rounding of a shorter dtype."""
+    got, want = got.detach(), want.detach()
+    bound = 4 * torch.finfo(got.dtype).eps * float(want.abs().max())
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=max(bound, 1e-30))
+
+
+def all_grads(module, *inputs):
+    return [t.grad for t in (*inputs, *module.parameters())]
+
+
+class Launches(TorchDispatchMode):
+    """Notes the uses, (row-wise, column-wise), of every MXFP8 quantization."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fusible.quantize_mxfp8.default:
+            self.uses.append(args[4:6])
+        return func(*args, **(kwargs or {}))
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_recipe
+def test_linear_is_the_three_quantized_products(recipe, dtype):
+    linear = fz.Linear(128, 256, dtype=dtype)
+    nn.init.normal_(linear.bias)
+    x = torch.randn(3, 32, 128, dtype=dtype, requires_grad=True)
+    dy = torch.randn(3, 32, 256, dtype=dtype)
+    y = run(linear, recipe, x)
+    y.backward(dy)
+    rows, drows = x.detach().flatten(0, 1), dy.flatten(0, 1)
+    want_y, want_dx, want_dw = products(rows, linear.weight.detach(), drows, recipe)
+    want_y = want_y.to(dtype) + linear.bias.detach()
+    assert y.dtype == x.grad.dtype == dtype
+    close(y.flatten(0, 1), want_y)
+    close(x.grad.flatten(0, 1), want_dx)
+    close(linear.weight.grad, want_dw)
+    close(linear.bias.grad, drows.sum(0))
+
+
+@pytest.mark.parametrize("single", [True, False])
+@each_recipe
+def test_grouped_linear_quantizes_each_group_apart(recipe, single):
+    op = fz.GroupedLinear(
+        4, 128, 256, scale_bias=True, single_grouped_weight=single, single_grouped_bias=single
+    )
+    for p in op.parameters():
+        nn.init.normal_(p)
+    x = torch.randn(70, 128)
+    x[sum(SIZES) :] = float("nan")  # rows of no group must not reach any scale
+    x.requires_grad_()
+    scales = torch.rand(70, requires_grad=True)
+    dy = torch.randn(70, 256)
+    y = run(op, recipe, x, torch.tensor(SIZES), scales)
+    y.backward(dy)
+    weights = [w.detach() for w in (op.weight if single else op.weights())]
+    biases = [b.detach() for b in (op.bias if single else op.biases())]
+    dws = op.weight.grad if single else [w.grad for w in op.weights()]
+    start = 0
+    for group, size in enumerate(SIZES):
+        mine = slice(start, start + size)
+        start += size
+        if size == 0:
+            assert not dws[group].any()
+            continue
+        want = products(x.detach()[mine], weights[group], dy[mine], recipe)
+        bias = scales.detach()[mine, None] * biases[group]
+        for got, exact in zip((y[mine], x.grad[mine], dws[group]), want, strict=True):
+            close(got, exact + bias if got is y[mine] or exact is want[0] else exact)
+        close(scales.grad[mine], (dy[mine] * biases[group]).sum(-1))
+    assert not y[start:].any()
+    assert not x.grad[start:].any()
+
+
+def test_the_gradient_of_hybrid_is_e5m2():
+    """A gradient that E4M3 cannot hold: it must neither overflow nor be read as E4M3."""
+    linear = fz.BasicLinear(32, 32)
+    x = torch.randn(32, 32, requires_grad=True)
+    dy = torch.zeros(32, 32)
+    dy[:, 0], dy[:, 1] = 57344.0, 2.0**-14  # 2^30 apart: a range that only E5M2 has in one block
+    run(linear, HYBRID, x).backward(dy)
+    weight = q(linear.weight.detach(), HYBRID, "weight", along=0)
+    assert HYBRID.format("grad") == mxfp8(E5M2)
+    close(x.grad, dy @ weight)
+    assert q(dy, HYBRID, "grad", along=1)[0, 1] == 2.0**-14
+    assert q(dy, MX, "grad", along=1)[0, 1] == 0
+
+
+@each_recipe
+def test_a_block_of_ops_trains_close_to_high_precision(recipe):
+    mlp = fz.Sequential(
+        fz.GroupedLinear(4, 128, 256, single_grouped_weight=True, bias=False),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 128, 128, single_grouped_weight=True, bias=False),
+    )
+    splits = torch.tensor(SIZES)
+    grads = []
+    for used in (None, recipe):
+        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        mlp.zero_grad()
+        run(mlp, used, x, splits, torch.ones(70), splits).square().sum().backward()
+        assert mlp.plan.recipe == used
+        grads.append(all_grads(mlp, x))
+    bound = 0.45 if recipe is NV else 0.12
+    for got, want in zip(grads[1], grads[0], strict=True):
+        assert 0 < float((got - want).norm() / want.norm()) < bound
+
+
+def test_a_recipe_in_high_precision_changes_nothing():
+    linear, x = fz.Linear(6, 4), torch.randn(5, 6)
+    assert torch.equal(run(linear, recipes.Recipe(), x), run(linear, None, x))
+
+
+def test_torch_autocast_gives_operands_their_dtype_before_they_are_quantized():
+    linear = fz.BasicLinear(64, 32)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(linear, MX, x)
+    y.backward(torch.ones_like(y))
+    assert y.dtype == torch.bfloat16
+    assert x.grad.dtype == linear.weight.grad.dtype == torch.float32
+    short = (t.detach().bfloat16() for t in (x, linear.weight))
+    want = products(*short, torch.ones(32, 32), MX)
+    for got, exact in zip((y, x.grad, linear.weight.grad), want, strict=True):
+        close(got.bfloat16(), exact)
+
+
+def test_what_cannot_be_quantized_says_so():
+    x = torch.randn(8, 48)
+    with pytest.raises(ValueError, match="columns must be a multiple of 32 for mxfp8_e4m3, got 48"):
+        run(fz.Linear(48, 32), MX, x)
+    with pytest.raises(ValueError, match="must be a multiple of 128 for fp8_128x128_e4m3"):
+        run(fz.Linear(128, 64), BLOCK, torch.randn(8, 128))
+    with pytest.raises(TypeError, match=r"float32, bfloat16 or float16, got torch\.float64"):
+        run(fz.Linear(64, 32, dtype=torch.float64), MX, torch.randn(8, 64, dtype=torch.float64))
+
+
+@each_recipe
+def test_no_rows_one_row_and_no_memory(recipe):
+    linear, grouped = fz.Linear(128, 128), fz.GroupedLinear(2, 128, 128)
+    row = torch.randn(128)
+    assert torch.equal(run(linear, recipe, row), run(linear, recipe, row[None])[0])
+    none = torch.empty(0, 128, requires_grad=True)
+    assert run(linear, recipe, none).shape == (0, 128)
+    run(grouped, recipe, none, torch.tensor([0, 0])).sum().backward()
+    assert none.grad.shape == (0, 128)
+    assert not any(p.grad.any() for p in grouped.parameters())
+    meta = fz.Sequential(linear, grouped).to("meta")
+    x = torch.empty(64, 128, device="meta", requires_grad=True)
+    run(meta, recipe, x, torch.empty(2, dtype=torch.int64, device="meta")).sum().backward()
+    assert x.grad.shape == (64, 128)
+
+
+# --- what is saved -------------------------------------------------------------------------------
+
+
+def saved_by(call):
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = call()
+    return y, saved
+
+
+def test_activations_are_saved_quantized_and_for_one_use():
+    linear = fz.BasicLinear(128, 64, dtype=torch.bfloat16)
+    x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
+    _, saved = saved_by(lambda: run(linear, MX, x))
+    assert [(t.dtype, tuple(t.shape)) for t in saved] == [
+        (torch.float8_e4m3fn, (32, 128)),
+        (torch.float8_e8m0fnu, (1, 128)),
+        (torch.float8_e4m3fn, (64, 128)),
+        (torch.float8_e8m0fnu, (2, 128)),
+    ]
+
+
+def test_saved_operands_can_be_moved_away():
+    grads = []
+    for offload in (False, True):
+        linear = fz.Linear(64, 32)
+        linear.load_state_dict({"weight": torch.ones(32, 64).cumsum(0), "bias": torch.ones(32)})
+        x = torch.linspace(-1, 1, 64 * 8).view(8, 64).requires_grad_()
+        if offload:
+            with save_on_cpu():
+                y = run(linear, MX, x)
+        else:
+            y = run(linear, MX, x)
+        y.square().sum().backward()
+        grads.append(all_grads(linear, x))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_no_use_is_quantized_that_no_product_reads(grouped):
+    op = fz.GroupedLinear(1, 32, 32, bias=False) if grouped else fz.BasicLinear(32, 32)
+    splits = (torch.tensor([32]),) if grouped else ()
+    x = torch.randn(32, 32)
+    row, column, both = (True, False), (False, True), (True, True)
+
+    def uses(*, train, input_grad, weight_grad):
+        op.requires_grad_(weight_grad)
+        inputs = x.clone().requires_grad_(input_grad)
+        with Launches() as launches, torch.set_grad_enabled(train):
+            y = run(op, MX, inputs, *splits)
+            if train:
+                y.backward(torch.ones(32, 32))
+        return launches.uses
+
+    assert uses(train=True, input_grad=True, weight_grad=True) == [both, both, both]
+    assert uses(train=True, input_grad=True, weight_grad=False) == [row, both, row]
+    assert uses(train=True, input_grad=False, weight_grad=True) == [both, row, column]
+    assert uses(train=False, input_grad=True, weight_grad=True) == [row, row]
+
+
+def test_changing_a_stored_weight_between_forward_and_backward_is_noticed():
+    with fz.quantized_model_init(recipe=MX):
+        linear = fz.BasicLinear(32, 32)
+    y = run(linear, MX, torch.randn(32, 32, requires_grad=True))
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# --- reuse ---------------------------------------------------------------------------------------
+
+
+def weighted(grouped):
+    """An op of 32 to 32 features and a call of it on fixed rows."""
+    op = fz.GroupedLinear(2, 32, 32) if grouped else fz.Linear(32, 32)
+    x = torch.randn(32, 32)
+    splits = (torch.tensor([20, 12]),) if grouped else ()
+    return op, lambda: run(op, MX, x, *splits)
+
+
+def first_weight(op):
+    return op.weight0 if isinstance(op, fz.GroupedLinear) else op.weight
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_weights_are_quantized_once_inside_the_scope(grouped):
+    op, call = weighted(grouped)
+    want = call()
+    with fz.reuse_quantized_weights(nn.ModuleList([op])), Launches() as launches:
+        results = [call() for _ in range(3)]
+    assert len(launches.uses) == 3 + 1  # inputs, and one weight
+    assert all(torch.equal(y, want) for y in results)
+    with torch.no_grad():
+        first_weight(op).data.add_(1)
+    assert not torch.equal(call(), want)  # nothing is left of the scope
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_change_through_data_is_seen_outside_the_scope_only(grouped):
+    op, call = weighted(grouped)
+    want = call()
+    with fz.reuse_quantized_weights(op):
+        call()
+        first_weight(op).data.add_(1)
+        assert torch.equal(call(), want)  # the promise was broken: old values
+    changed = call()
+    assert not torch.equal(changed, want)
+    first_weight(op).data.sub_(1)
+    assert not torch.equal(call(), changed)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_replaced_parameter_is_seen_inside_the_scope(grouped):
+    """As FSDP2 does, whose gathered weight is another parameter than the shard."""
+    op, call = weighted(grouped)
+    want = call()
+    name = "weight0" if grouped else "weight"
+    with fz.reuse_quantized_weights(op):
+        assert torch.equal(call(), want)
+        shard = getattr(op, name)
+        setattr(op, name, nn.Parameter(shard.detach() + 1))
+        gathered = call()
+        assert not torch.equal(gathered, want)
+        setattr(op, name, shard)
+        assert torch.equal(call(), want)
+
+
+def test_scopes_nest_and_training_follows_inference_inside():
+    op, call = weighted(False)
+    x = torch.randn(32, 32, requires_grad=True)
+    for _ in range(2):
+        run(op, MX, x).square().sum().backward()
+    want, op.weight.grad = op.weight.grad, None
+    with fz.reuse_quantized_weights(op):
+        with torch.inference_mode(), fz.reuse_quantized_weights(op):
+            inferred = call()
+        with Launches() as launches:
+            assert torch.equal(call(), inferred)
+            for _ in range(2):
+                run(op, MX, x).square().sum().backward()
+    # Three inputs, two gradients, and the weight once more, now for the data gradient too.
+    assert len(launches.uses) == 3 + 2 + 1
+    assert torch.equal(op.weight.grad, want)
+
+
+def test_a_copy_made_inside_a_scope_is_outside_of_it():
+    op, _ = weighted(False)
+    x = torch.randn(32, 32)
+    with fz.reuse_quantized_weights(op):
+        run(op, MX, x)
+        other = copy.deepcopy(op)
+    other.weight.data.zero_()
+    assert torch.equal(run(other, MX, x), other.bias.expand(32, 32))
+
+
+def test_a_scope_without_weights_is_refused():
+    with (
+        pytest.raises(ValueError, match=r"needs a module with Linear, .* got GELU without any"),
+        fz.reuse_quantized_weights(fz.GELU()),
+    ):
+        pass
+
+
+# --- stored quantized ----------------------------------------------------------------------------
+
+
+def build(kind):
+    if kind == "linear":
+        return fz.Linear(128, 128)
+    return fz.GroupedLinear(4, 128, 128, single_grouped_weight=kind == "single")
+
+
+def inputs_of(kind):
+    x = torch.randn(70, 128, requires_grad=True)
+    return (x,) if kind == "linear" else (x, torch.tensor(SIZES))
+
+
+each_kind = pytest.mark.parametrize("kind", ["linear", "single", "separate"])
+
+
+@each_kind
+@each_recipe
+def test_weights_stored_quantized_compute_what_weights_quantized_on_the_way_do(recipe, kind):
+    with fz.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        stored = build(kind)
+    plain = build(kind)
+    with torch.no_grad():
+        for mine, theirs in zip(plain.parameters(), stored.parameters(), strict=True):
+            if isinstance(theirs, fz.QuantizedTensor):
+                mine.copy_(theirs.get_high_precision_init_val())
+                theirs.clear_high_precision_init_val()
+                assert theirs.get_high_precision_init_val() is None
+            else:
+                mine.copy_(theirs)
+    assert sum(isinstance(p, fz.QuantizedTensor) for p in stored.parameters()) == (
+        4 if kind == "separate" else 1
+    )
+    inputs = inputs_of(kind)
+    results = []
+    for module in (stored, plain):
+        y = run(module, recipe, *inputs)
+        y.square().sum().backward()
+        results.append([y, *all_grads(module, inputs[0])])
+        inputs[0].grad = None
+    for a, b in zip(*results, strict=True):
+        close(a, b)
+        assert a.dtype == torch.float32
+
+
+@each_kind
+def test_stored_weights_train_and_are_saved_as_plain_tensors(kind):
+    with fz.quantized_model_init(recipe=MX):
+        op = build(kind)
+    optimizer = torch.optim.AdamW(op.parameters(), lr=0.05)
+    inputs, losses = inputs_of(kind), []
+    for _ in range(5):
+        loss = (run(op, MX, *inputs)[: sum(SIZES)] - 1).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+    file = io.BytesIO()
+    torch.save(op.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(type(t) is torch.Tensor for t in state.values())
+    with fz.quantized_model_init(recipe=MX):
+        same = build(kind)
+    same.load_state_dict(state)
+    plain = build(kind)
+    plain.load_state_dict(state)
+    want = run(op, MX, *inputs)
+    assert torch.equal(run(same, MX, *inputs), want)
+    assert torch.equal(run(plain, MX, *inputs), want)
+
+
+@each_kind
+def test_stored_weights_work_without_a_recipe_and_refuse_another(kind):
+    with fz.quantized_model_init(recipe=MX):
+        op = build(kind)
+    plain = build(kind)
+    with torch.no_grad():
+        for mine, theirs in zip(plain.parameters(), op.parameters(), strict=True):
+            mine.copy_(theirs.dequantize() if isinstance(theirs, fz.QuantizedTensor) else theirs)
+    inputs = inputs_of(kind)
+    results = []
+    for module in (op, plain):
+        y = module(*inputs)
+        y.square().sum().backward()
+        results.append([y, *all_grads(module, inputs[0])])
+        inputs[0].grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(TypeError, match="weight of a product under nvfp4 must be in nvfp4 or not"):
+        run(op, NV, *inputs)
+
+
+# --- quantized tensors as inputs -----------------------------------------------------------------
+
+
+@each_recipe
+def test_quantized_inputs_give_what_the_ops_quantize_themselves(recipe):
+    linear, x = fz.Linear(128, 128), torch.randn(64, 128)
+    given = recipes.Quantizer(recipe.format("input"))(x)
+    results = []
+    for value in (x, given):
+        linear.zero_grad()
+        y = run(linear, recipe, value)
+        y.square().sum().backward()
+        results.append([y, *all_grads(linear)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@each_recipe
+def test_grouped_inputs_give_what_the_op_quantizes_itself(recipe):
+    op, x, splits = fz.GroupedLinear(4, 128, 128), torch.randn(70, 128), torch.tensor(SIZES)
+    quantizer = recipes.Quantizer(recipe.format("input"))
+    results = []
+    for value in (x, recipes.group_quantize(x, quantizer, 4, splits), recipes.group(x, 4, splits)):
+        op.zero_grad()
+        y = run(op, recipe, value, splits)
+        y.square().sum().backward()
+        results.append([y, *all_grads(op)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@each_recipe
+def test_quantized_inputs_are_explained(recipe):
+    quantizer, x = recipes.Quantizer(recipe.format("input")), torch.randn(70, 128)
+    splits = torch.tensor(SIZES)
+    grouped = recipes.group_quantize(x, quantizer, 4, splits)
+    for module, *inputs in (
+        (fz.Linear(128, 128), quantizer(x)),
+        (fz.GroupedLinear(4, 128, 128), grouped, splits),
+    ):
+        with fz.autocast(recipe=recipe):
+            assert f"recipe {recipe.name}" in str(fz.explain(module, *inputs))
+
+
+def test_quantized_inputs_are_decoded_where_there_is_no_recipe():
+    given = recipes.MXFP8Quantizer()(torch.randn(64, 64))
+    linear = fz.Linear(64, 32)
+    want = nn.functional.linear(given.dequantize(), linear.weight, linear.bias)
+    close(linear(given), want)
+    grouped = fz.GroupedLinear(1, 64, 32)
+    want = nn.functional.linear(given.dequantize(), grouped.weight0, grouped.bias0)
+    close(grouped(given, torch.tensor([64])), want)
+
+
+def test_an_e5m2_input_is_never_read_as_e4m3():
+    given = recipes.MXFP8Quantizer(torch.float8_e5m2)(torch.randn(64, 64))
+    with pytest.raises(TypeError, match="must be in mxfp8_e4m3 or not quantized"):
+        run(fz.Linear(64, 32), MX, given)
+
+
+# --- Quantize ------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
+    first, second = fz.BasicLinear(128, 128), fz.BasicLinear(128, 128)
+    plain = fz.Sequential(first, second)
+    explicit = fz.Sequential(first, fz.Quantize(forward=True, backward=True), second)
+    results = []
+    for module in (plain, explicit):
+        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module.zero_grad()
+        y = run(module, recipe, x)
+        y.square().sum().backward()
+        results.append([y, *all_grads(module, x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(explicit(x), plain(x))  # without a recipe it is the identity
+
+
+def test_quantize_asks_for_the_uses_that_will_be_read():
+    second = fz.BasicLinear(32, 32)
+    block = fz.Sequential(fz.Identity(), fz.Quantize(), second)
+    x = torch.randn(32, 32)
+    for frozen, uses in ((False, (True, True)), (True, (True, False))):
+        second.requires_grad_(not frozen)
+        with Launches() as launches:
+            run(block, MX, x)
+        assert launches.uses[0] == uses
+
+
+def test_quantize_refuses_neighbours_that_take_no_quantized_tensors():
+    x = torch.randn(32, 32)
+    with pytest.raises(ValueError, match="op after Quantize must take quantized inputs"):
+        run(fz.Sequential(fz.Quantize(), fz.GELU()), MX, x)
+    with pytest.raises(ValueError, match="op before Quantize must take quantized gradients"):
+        run(fz.Sequential(fz.Quantize(False, True), fz.BasicLinear(32, 32)), MX, x)
+
+
+# --- recomputed forwards -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", [None, BLOCK])
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "single"])
+def test_a_checkpoint_repeats_the_forward_under_its_recipe(kind, reentrant, thread, scope):
+    module, inputs = fz.Sequential(build(kind)), inputs_of(kind)
+    grads = []
+    for wrap in (False, True):
+        module.zero_grad()
+        inputs[0].grad = None
+        with fz.autocast(recipe=NV):
+            y = checkpoint(module, *inputs, use_reentrant=reentrant) if wrap else module(*inputs)
+
+        def backward(y=y):
+            with fz.autocast(enabled=scope is not None, recipe=scope):
+                y.square().sum().backward()
+
+        if thread:
+            worker = threading.Thread(target=backward)
+            worker.start()
+            worker.join()
+        else:
+            backward()
+        grads.append(all_grads(module, inputs[0]))
+    assert module.plan.recipe == NV
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_evaluation_under_another_recipe_does_not_confuse_the_usual_checkpoint():
+    module, x = fz.Sequential(fz.Linear(32, 32)), torch.randn(32, 32, requires_grad=True)
+    with torch.no_grad():
+        module(x)
+    with fz.autocast(recipe=MX):
+        y = checkpoint(module, x, use_reentrant=False)
+    y.sum().backward()
+    assert module.plan.recipe == MX
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_several_recipes_need_keep_recipe(reentrant):
+    module, x = fz.Sequential(fz.Linear(32, 32)), torch.randn(32, 32, requires_grad=True)
+    module(x)
+    with torch.no_grad():
+        module(x)
+    with fz.autocast(recipe=MX):
+        y = checkpoint(module, x, use_reentrant=reentrant)
+        kept = checkpoint(fz.keep_recipe(module), x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"Run\(BasicLinear, Bias\).*mxfp8, no recipe.*keep_rec"):
+        y.sum().backward()
+    kept.sum().backward()
+    assert module.plan.recipe == MX
+
+
+def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
+    module = fz.Sequential(fz.Linear(32, 32))
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            with fz.autocast(recipe=MX):
+                return module(dy)
+
+    module(torch.randn(32, 32))
+    Backward.apply(torch.randn(32, 32, requires_grad=True)).sum().backward()
+    assert module.plan.recipe == MX
+
+
+# --- compile, threads, explain -------------------------------------------------------------------
+
+# torch.compile itself instantiates an autograd function, against its own advice.
+compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@compiles
+@pytest.mark.parametrize("recipe", [MX, BLOCK, CURRENT, NV], ids=lambda r: r.name)
+def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
+    mlp = fz.Sequential(
+        fz.Linear(128, 128),
+        fz.GroupedLinear(4, 128, 256, single_grouped_weight=True),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 128, 128),
+    )
+    splits, scales = torch.tensor(SIZES), torch.rand(70)
+    results = []
+    for module in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
+        mlp.zero_grad()
+        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = run(module, recipe, x, splits, scales, splits)
+        y.square().sum().backward()
+        results.append([y, *all_grads(mlp, x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@compiles
+def test_compiled_code_follows_the_recipe(fresh_compiler):
+    linear, x = fz.Linear(32, 32), torch.randn(32, 32)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    want = {recipe: run(linear, recipe, x) for recipe in (None, MX, HYBRID, NV)}
+    for recipe in (None, MX, NV, MX, None, HYBRID):
+        assert torch.equal(run(compiled, recipe, x), want[recipe])
+
+    def scoped(x):
+        with fz.autocast(recipe=NV):
+            return linear(x)
+
+    assert torch.equal(torch.compile(scoped, fullgraph=True, backend="aot_eager")(x), want[NV])
+
+
+@compiles
+def test_compiled_code_takes_quantized_tensors(fresh_compiler):
+    with fz.quantized_model_init(recipe=MX):
+        linear = fz.Linear(32, 32)
+    x = torch.randn(32, 32)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for value in (x, recipes.MXFP8Quantizer()(x)):
+        grads = []
+        for module in (linear, compiled):
+            linear.zero_grad()
+            run(module, MX, value).square().sum().backward()
+            grads.append(linear.weight.grad)
+        assert torch.equal(*grads)
+
+
+@compiles
+def test_compiled_code_ignores_the_scope(fresh_compiler):
+    op, _ = weighted(False)
+    x = torch.randn(32, 32)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    with fz.reuse_quantized_weights(op):
+        run(op, MX, x)
+        run(compiled, MX, x)
+        op.weight.data.zero_()
+        assert torch.equal(run(compiled, MX, x), op.bias.expand(32, 32))
+
+
+def test_threads_have_recipes_of_their_own():
+    linear, x = fz.Linear(32, 32), torch.randn(32, 32)
+    want = {recipe: run(linear, recipe, x) for recipe in (None, MX, NV)}
+    wrong = []
+
+    def work(recipe):
+        for _ in range(20):
+            if not torch.equal(run(linear, recipe, x), want[recipe]):
+                wrong.append(recipe)
+
+    threads = [threading.Thread(target=work, args=(recipe,)) for recipe in want]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_explain_says_which_formats_the_products_have():
+    mlp = fz.Sequential(fz.Linear(32, 32), fz.GELU())
+    with fz.autocast(recipe=HYBRID):
+        text = str(fz.explain(mlp, torch.randn(4, 32)))
+    assert "recipe mxfp8" in text
+    assert (
+        "products of quantized operands: input mxfp8_e4m3, weight mxfp8_e4m3, grad mxfp8_e5m2"
+        in text
+    )
+    assert "quantized" not in str(fz.explain(mlp, torch.randn(4, 32)))

@@ -1,0 +1,119 @@
+"""Ops under recipes on CUDA: the CPU's values, no synchronisation, capture into graphs."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusible as fz
+from fusible import recipes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+ALL = [
+    recipes.MXFP8BlockScaling(),
+    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
+    recipes.Float8BlockScaling(),
+    recipes.Float8CurrentScaling(),
+    recipes.NVFP4BlockScaling(),
+]
+each_recipe = pytest.mark.parametrize(
+    "recipe", ALL, ids=["mxfp8", "mxfp8_hybrid", "fp8_block", "fp8_current", "nvfp4"]
+)
+SIZES = [37, 0, 128, 64]
+
+
+def block():
+    options = {"dtype": torch.bfloat16, "single_grouped_weight": True}
+    return fz.Sequential(
+        fz.Linear(128, 128, dtype=torch.bfloat16),
+        fz.GroupedLinear(4, 128, 256, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 128, 128, **options),
+    )
+
+
+def inputs(device):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 128, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    scales = torch.rand(256, generator=generator).to(device)
+    return x, torch.tensor(SIZES, device=device), scales
+
+
+def step(module, recipe, x, splits, scales):
+    """Output and gradients of one forward and backward."""
+    with fz.autocast(recipe=recipe):
+        y = module(x, splits, scales, splits)
+    grads = torch.autograd.grad(y.float().square().sum(), [x, *module.parameters()])
+    return [y.detach(), *grads]
+
+
+@each_recipe
+def test_values_are_those_of_the_cpu(recipe):
+    module = block()
+    for p in module.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p)
+    want = step(module, recipe, *inputs("cpu"))
+    got = step(module.cuda(), recipe, *inputs("cuda"))
+    for mine, theirs in zip(got, want, strict=True):
+        error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+        # The activation between products is in BF16, and quantizing it turns its last bit into
+        # one of the format, now and then.
+        assert float(error) < (0.15 if recipe.name == "nvfp4" else 0.05)
+
+
+@each_recipe
+def test_no_step_synchronises(recipe):
+    module, given = block().cuda(), inputs("cuda")
+    step(module, recipe, *given)  # compiles kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(module, recipe, *given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each_recipe
+def test_a_captured_step_sees_new_weights_even_inside_a_reuse_scope(recipe):
+    module, (x, splits, scales) = block().cuda(), inputs("cuda")
+    with fz.reuse_quantized_weights(module):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step(module, recipe, x, splits, scales)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(module, recipe, x, splits, scales)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1.5)
+        splits.copy_(torch.tensor([10, 100, 0, 90]))
+    graph.replay()
+    want = step(module, recipe, x, splits, scales)
+    for mine, theirs in zip(captured, want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_training_step_with_stored_weights(stored):
+    recipe = recipes.MXFP8BlockScaling()
+    with fz.quantized_model_init(enabled=stored, recipe=recipe):
+        module = block().cuda()
+    given = inputs("cuda")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        with fz.autocast(recipe=recipe):
+            y = module(*given, given[1])
+        loss = (y.float()[: sum(SIZES)] - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
