@@ -44,7 +44,7 @@ class _Call(NamedTuple):
     autocast_dtype: torch.dtype | None
     grad_enabled: bool
     device: torch.device
-    assumed: Target | None
+    assumed: str | None
     registry_version: int
     slots: tuple[int, ...]
     inputs: tuple[_TensorKey, ...]

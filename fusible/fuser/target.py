@@ -41,12 +41,13 @@ class Target:
 
 
 _assumed: Target | None = None
+_assumed_name: str | None = None  # a constant to torch.compile, which a Target is not
 _cuda_targets: dict[torch.device, Target] = {}
 
 
-def assumed_target() -> Target | None:
-    """The target that plans are made for instead of this machine, if any."""
-    return _assumed
+def assumed_target() -> str | None:
+    """Name of the target that plans are made for instead of this machine, if any."""
+    return _assumed_name
 
 
 def target_of(device: torch.device) -> Target:
@@ -64,9 +65,10 @@ def target_of(device: torch.device) -> Target:
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Make every plan inside for ``target``."""
-    global _assumed  # noqa: PLW0603 - one machine for the process, replaced by tests
-    outer, _assumed = _assumed, target
+    global _assumed, _assumed_name  # noqa: PLW0603 - one machine for the process, or a test's
+    outer = _assumed, _assumed_name
+    _assumed, _assumed_name = target, str(target)
     try:
         yield
     finally:
-        _assumed = outer
+        _assumed, _assumed_name = outer
