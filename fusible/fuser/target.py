@@ -65,7 +65,7 @@ def target_of(device: torch.device) -> Target:
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Make every plan inside for ``target``."""
-    global _assumed, _assumed_name  # noqa: PLW0603 - one machine for the process, or a test's
+    global _assumed, _assumed_name
     outer = _assumed, _assumed_name
     _assumed, _assumed_name = target, str(target)
     try:

@@ -58,8 +58,17 @@ def test_values_are_those_of_the_cpu(recipe):
             nn.init.normal_(p)
     want = step(module, recipe, *inputs("cpu"))
     got = step(module.cuda(), recipe, *inputs("cuda"))
+    # Parameters' gradients together: an empty group's are zero, and a small one's are noisy.
+    got, want = (
+        [
+            t[0].cpu().float(),
+            t[1].cpu().float(),
+            torch.cat([g.cpu().float().flatten() for g in t[2:]]),
+        ]
+        for t in (got, want)
+    )
     for mine, theirs in zip(got, want, strict=True):
-        error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+        error = (mine - theirs).norm() / theirs.norm()
         # The activation between products is in BF16, and quantizing it turns its last bit into
         # one of the format, now and then.
         assert float(error) < (0.15 if recipe.name == "nvfp4" else 0.05)

@@ -52,7 +52,8 @@ def test_bits_of_tensors(fmt, dtype):
     same(on_gpu, on_cpu)
     for columnwise in (False, True):
         a, b = (q.dequantize(columnwise=columnwise).cpu() for q in (on_gpu, on_cpu))
-        assert torch.equal(a, b)
+        # FP16 overflows here, so that some blocks are NaN on either side.
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.block != (128, 128)], ids=lambda f: f.name)
