@@ -33,6 +33,9 @@ from fusible.recipes.recipe import Recipe
 
 Kwargs = Sequence[dict[str, Any]]
 
+# Compiled by torch 2.11, the backward of a grouped MLP under a recipe gave wrong gradients.
+_TRACES_RECIPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 
 class _Call(NamedTuple):
     """What a plan may depend on in one call, all of it hashable: the key of the plan cache.
@@ -133,6 +136,11 @@ class Run:
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
+            if key[0] is not None and not _TRACES_RECIPES:
+                raise RuntimeError(
+                    "torch must be at least 2.13 to compile ops under a recipe, got "
+                    f"{torch.__version__}; call the module uncompiled"
+                )
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
         elif _observation.note is not None:
