@@ -10,12 +10,13 @@ launch.
 import torch
 from torch import Tensor
 
-from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.ops import has_matrix_layout  # and registers the ops
+from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
+from fusible.kernels.sm90.ops import has_matrix_layout
 
 _ops = torch.ops.fusible
 
 __all__ = [
+    "group_ends",
     "grouped_gemm",
     "grouped_gemm_dglu",
     "grouped_gemm_glu",
@@ -24,6 +25,28 @@ __all__ = [
     "has_matrix_layout",
     "limits",
 ]
+
+
+def _direct(x: Tensor) -> bool:
+    """Whether nothing but the op's own function would run, which can then be called at once.
+
+    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
+    calls are traced, transformed, intercepted or recorded for a gradient.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or type(x) is not Tensor
+        or not x.is_cuda
+    )
+
+
+def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
+    """First row past each group, int32 ``[E]``; negative sizes count as 0, the last is ``rows``."""
+    call = ops.group_ends if _direct(split_sizes) else _ops.sm90_group_ends.default
+    return call(split_sizes, rows)
 
 
 def grouped_gemm(
@@ -38,7 +61,8 @@ def grouped_gemm(
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
-    return _ops.sm90_grouped_gemm.default(x, w, ends, bias, row_scale, transpose_w)
+    call = ops.grouped_gemm if _direct(x) else _ops.sm90_grouped_gemm.default
+    return call(x, w, ends, bias, row_scale, transpose_w)
 
 
 def grouped_gemm_glu(
@@ -61,7 +85,8 @@ def grouped_gemm_glu(
     ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
     ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
     """
-    return _ops.sm90_grouped_gemm_glu.default(
+    call = ops.grouped_gemm_glu if _direct(x) else _ops.sm90_grouped_gemm_glu.default
+    return call(
         x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
     )
 
@@ -85,16 +110,16 @@ def grouped_gemm_dglu(
     ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
     gradient of ``scales``, always with the same bits.
     """
-    return _ops.sm90_grouped_gemm_dglu.default(
-        dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset
-    )
+    call = ops.grouped_gemm_dglu if _direct(dy) else _ops.sm90_grouped_gemm_dglu.default
+    return call(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
 
 
 def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return _ops.sm90_grouped_wgrad.default(dy, x, ends, out_dtype)
+    call = ops.grouped_wgrad if _direct(dy) else _ops.sm90_grouped_wgrad.default
+    return call(dy, x, ends, out_dtype)
 
 
 def grouped_wgrad_(
