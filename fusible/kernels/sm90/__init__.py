@@ -10,6 +10,7 @@ launch.
 import torch
 from torch import Tensor
 
+from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
 from fusible.kernels.sm90.ops import has_matrix_layout
 
@@ -45,6 +46,8 @@ def _direct(x: Tensor) -> bool:
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
     """First row past each group, int32 ``[E]``; negative sizes count as 0, the last is ``rows``."""
+    if grouped.checks_enabled() or not split_sizes.is_cuda:
+        return grouped.group_ends(split_sizes, rows)  # which checks them
     call = ops.group_ends if _direct(split_sizes) else _ops.sm90_group_ends.default
     return call(split_sizes, rows)
 
@@ -103,15 +106,19 @@ def grouped_gemm_dglu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the activation between two grouped linears, in the second one's data gradient.
 
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout), the activation
     ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
-    gradient of ``scales``, always with the same bits.
+    gradient of ``scales``, always with the same bits. With ``overwrite`` the gradient may take the
+    memory of ``preact``.
     """
-    call = ops.grouped_gemm_dglu if _direct(dy) else _ops.sm90_grouped_gemm_dglu.default
-    return call(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
+    given = (dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
+    if _direct(dy):
+        return ops.grouped_gemm_dglu(*given, overwrite=overwrite)
+    return _ops.sm90_grouped_gemm_dglu.default(*given)
 
 
 def grouped_wgrad(

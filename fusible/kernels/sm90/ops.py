@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
     Ready,
@@ -388,7 +389,7 @@ def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
 
 def grouped_gemm_dglu(
     dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset,
-    tile: Tile | None = None,
+    tile: Tile | None = None, overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
     rows, depth = _check_matrix("dy", dy)
@@ -405,11 +406,14 @@ def grouped_gemm_dglu(
     _check_glu(activation, interleave, columns)
     _check_ends(ends, weights.groups, device)
     _check_rows("scales", scales, rows, device)
-    d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
+    # A block of pre-activations is read once, by the warps that then write its gradient.
+    d_preact = preact if overwrite else dy.new_empty(rows, 2 * columns)
+    act = dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
     tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
-    partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
+    across = -(-columns // tile.n)
+    partials = dy.new_empty(across * rows, dtype=torch.float32)
     _multiply(
         _spec("dglu", tile, activation, interleave, False),
         dy,
@@ -419,14 +423,14 @@ def grouped_gemm_dglu(
         None,
         scales,
         (preact.data_ptr(), _pitch(preact)),
-        (d_preact.data_ptr(), 2 * columns),
+        (d_preact.data_ptr(), _pitch(d_preact)),
         partials.data_ptr(),
         _glu_layout(interleave, columns),
         (limit, alpha, offset),
     )
     # One tile of columns sums in registers; tiles are added in order: always the same bits.
-    d_scales = partials[0] if partials.shape[0] == 1 else partials.sum(0)
-    return d_preact, act, d_scales.to(scales.dtype)
+    d_scales = partials if across == 1 else partials.view(across, rows).sum(0)
+    return d_preact, act, cast(d_scales, scales.dtype)
 
 
 def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
