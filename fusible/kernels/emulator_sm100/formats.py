@@ -44,8 +44,8 @@ def scale_numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """FP32 values of scale bytes: 2^(byte - 127) for E8M0, 255 is NaN."""
     if dtype != E8M0:
         return scales.view(dtype).float()
-    powers = torch.ldexp(torch.ones(()), scales.int() - 127)
-    return powers.masked_fill(scales == 255, torch.nan)
+    pattern = torch.where(scales == 0, 0x400000, scales.int() << 23)
+    return pattern.to(torch.int32).view(torch.float32).masked_fill(scales == 255, torch.nan)
 
 
 def scale_offsets(rows: int, blocks: int) -> Tensor:

@@ -106,13 +106,12 @@ class Rows:
 
     def products(self) -> Iterator[tuple[int, int, int, Tensor]]:
         """(expert, first row, end row, FP32 A B^T of those rows)."""
-        if not self.m:
-            return
+        used = self.elements[: self.groups[-1][2] if self.groups else 0]
         if self.scaled:
             sf_dtype, vec = self.call.sfa_tensor.dtype, self.call.sf_vec_size
-            a = matrix(self.elements, self.scales, sf_dtype, vec, "SFA")
+            a = matrix(used, self.scales, sf_dtype, vec, "SFA")
         else:
-            a = self.elements.float()
+            a = used.float()
         for expert, start, end in self.groups:
             yield expert, start, end, a[start:end] @ self.weights.matrix(expert).t()
 

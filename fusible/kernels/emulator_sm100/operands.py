@@ -76,9 +76,10 @@ def block_scaled(a: Tensor, sfa: Tensor | None, vec: int) -> bool:
 
 def rows_of(x: Tensor, name: str, columns: int | None = None, rows: int | None = None) -> Tensor:
     """``[M, X]`` of row-major ``(M, X)`` or of ``(M, X, 1)`` with strides ``(X, 1, M * X)``."""
-    need(x.ndim in (2, 3), f"{name} must have shape (M, X) or (M, X, 1), got {tuple(x.shape)}")
+    tall = x.ndim == 3 and x.shape[2] == 1
+    legal = x.ndim == 2 or tall
+    need(legal, f"{name} must have shape (M, X) or (M, X, 1), got {tuple(x.shape)}")
     m, width = x.shape[:2]
-    need(x.ndim == 2 or x.shape[2] == 1, f"{name} must end in a dimension of 1, got {x.shape[2]}")
     need(columns in (None, width), f"{name} must have {columns} columns, got {width}")
     need(rows in (None, m), f"{name} must have {rows} rows, got {m}")
     expected = (width, 1, m * width)[: x.ndim]
