@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
@@ -15,6 +16,7 @@ from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
+from fusible.ops.wgrad import WeightGradient, add_or_copy
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
@@ -47,6 +49,24 @@ def _rows(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
     rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
     return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
+
+
+def _weight_gradient(kernels: Any, dy: Tensor, x: Tensor, ends: Tensor) -> WeightGradient:
+    """``dy[rows of e].T @ x[rows of e]``, written or added in FP32 where the buffers allow it."""
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        rows = _rows(kernels, x)
+        if out is None:
+            return kernels.grouped_wgrad(dy, rows, ends)
+        if kernels.takes_wgrad(out, x.dtype):
+            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate)
+            return None
+        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32)
+        buffers = out[0].unbind(0) if out[0].dim() == 3 else out
+        add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+        return None
+
+    return gradient
 
 
 def _options(act: ScaledGLU) -> dict[str, Any]:
@@ -112,9 +132,7 @@ class GroupedLinearBackwardSm90(FusedOperation):
         if ctx.needs.input:
             dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
             dx = dx.view(*grad_output.shape[:-1], linear.in_features)
-        dweights: Grads = (None,) * len(weights)
-        if ctx.needs.params[0]:
-            dweights = linear.divided(kernels.grouped_wgrad(dy, _rows(kernels, x), ends))
+        dweights = linear.weight_grads(ctx, _weight_gradient(kernels, dy, x, ends))
         dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
         dscales = linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
         return dx, [(*dweights, *dbiases)], [(None, *dscales)]
@@ -236,12 +254,8 @@ class GroupedMLPSm90(FusedOperation):
                 dpreact, _readable(kernels, *weights1), ends, transpose_w=True
             )
             dx = dx.view(*rows, fc1.in_features)
-        dweights1: Grads = (None,) * len(weights1)
-        if ctx1.needs.params[0]:
-            dweights1 = fc1.divided(kernels.grouped_wgrad(dpreact, _rows(kernels, x), ends))
-        dweights2: Grads = (None,) * len(weights2)
-        if ctx2.needs.params[0]:
-            dweights2 = fc2.divided(kernels.grouped_wgrad(dy, hidden, ends))
+        dweights1 = fc1.weight_grads(ctx1, _weight_gradient(kernels, dpreact, x, ends))
+        dweights2 = fc2.weight_grads(ctx2, _weight_gradient(kernels, dy, hidden, ends))
         return (
             dx,
             [
