@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.ops import has_matrix_layout
+from fusible.kernels.sm90.ops import has_matrix_layout, takes_wgrad
 
 _ops = torch.ops.fusible
 
@@ -25,6 +25,7 @@ __all__ = [
     "grouped_wgrad_",
     "has_matrix_layout",
     "limits",
+    "takes_wgrad",
 ]
 
 
