@@ -238,13 +238,13 @@ class GroupedLinear(WeightedOperation):
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
         *,
-        ends_of: Callable[[Tensor, int], Tensor] = grouped.group_ends,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
-        Without a recipe: quantized ones are decoded. ``ends_of`` computes ``ends`` from sizes and
-        the number of rows.
+        Without a recipe: quantized ones are decoded. ``ends_of(split_sizes, rows)`` may
+        compute ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
         x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales, ends_of)
         weights = self.weights()
@@ -259,7 +259,7 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None,
-        ends_of: Callable[[Tensor, int], Tensor] = grouped.group_ends,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
@@ -406,11 +406,12 @@ def group_ends(
     x: Tensor,
     num_groups: int,
     memo: dict[Any, Any],
-    ends_of: Callable[[Tensor, int], Tensor] = grouped.group_ends,
+    ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
-    """Int32 end rows of the groups on the device of ``x``, from their sizes by ``ends_of``.
+    """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` spares the ops of one call from computing them anew.
+    ``memo`` spares the ops of one call from computing them anew, which ``ends_of(split_sizes, rows)``
+    does, if given, in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
@@ -437,7 +438,7 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = ends_of(split_sizes, x.shape[0])
+    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
     if ends.device != x.device:
         ends = ends.to(x.device, non_blocking=True)
     memo[split_sizes] = x.shape[0], ends
