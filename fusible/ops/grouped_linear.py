@@ -410,8 +410,8 @@ def group_ends(
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` spares the ops of one call from computing them anew, which ``ends_of(split_sizes, rows)``
-    does, if given, in the place of ``kernels.grouped.group_ends``.
+    ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
+    does so in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
