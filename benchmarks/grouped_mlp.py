@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,25 +215,24 @@ def errors(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
-def draw(cells: list[dict[str, Any]], path: Path) -> None:
+def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: str) -> None:
     """Time of the best peer over ours, per shape."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    passes = ("inference", "forward", "forward + backward")
     labels = [f"{c['config']}\n{c['split']}" for c in cells if c["pass"] == passes[0]]
-    figure, axes = plt.subplots(figsize=(11, 4.5))
-    for i, what in enumerate(passes):
-        ratios = [c["best_peer"] for c in cells if c["pass"] == what]
+    figure, axes = plt.subplots(figsize=(max(11, 0.9 * len(labels)), 4.5))
+    for i, name in enumerate(passes):
+        ratios = [c["best_peer"] for c in cells if c["pass"] == name]
         places = [j + 0.27 * (i - 1) for j in range(len(ratios))]
-        bars = axes.bar(places, ratios, 0.25, label=what)
+        bars = axes.bar(places, ratios, 0.25, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel("time of the best of torch and quack / ours")
-    axes.set_title("Grouped MLP, BF16, one NVIDIA H200: higher is better")
+    axes.set_title(f"{what}, BF16, one NVIDIA H200: higher is better")
     axes.legend(ncols=3, fontsize=8, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -296,7 +295,8 @@ def main() -> None:
         print(key, json.dumps(report.get(key), indent=1, default=str))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "grouped_mlp.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["cells"], options.out / "grouped_mlp.png")
+    passes = ("inference", "forward", "forward + backward")
+    draw(report["cells"], options.out / "grouped_mlp.png", passes, "Grouped MLP")
 
 
 if __name__ == "__main__":
