@@ -2,11 +2,20 @@
 
 from fusible.fuser.context import OperationContext
 from fusible.ops.activation import GELU, ReLU, ScaledClampedQGeGLU, ScaledSwiGLU, SiLU, SwiGLU
-from fusible.ops.elementary import AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Reshape
+from fusible.ops.dispatch import Combine, Dispatch
+from fusible.ops.elementary import (
+    AddExtraInput,
+    ConstantScale,
+    Identity,
+    MakeExtraOutput,
+    Reshape,
+    Swap,
+)
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize import Quantize
+from fusible.ops.router import TopKRouter
 from fusible.ops.sequential import Sequential
 from fusible.ops.weights import reuse_quantized_weights
 
@@ -16,7 +25,9 @@ __all__ = [
     "BasicLinear",
     "BasicOperation",
     "Bias",
+    "Combine",
     "ConstantScale",
+    "Dispatch",
     "FusedOperation",
     "FusibleOperation",
     "GroupedLinear",
@@ -31,6 +42,8 @@ __all__ = [
     "ScaledSwiGLU",
     "Sequential",
     "SiLU",
+    "Swap",
     "SwiGLU",
+    "TopKRouter",
     "reuse_quantized_weights",
 ]
