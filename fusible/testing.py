@@ -9,7 +9,8 @@ from fusible.fuser.target import Target, assume
 from fusible.kernels import reference
 from fusible.kernels.provider import provided
 
-_REFERENCES = {"sm90": reference}
+# The kernels of a family of architectures in plain PyTorch.
+_STAND_INS = {"sm90": reference, "sm100": "fusible.kernels.emulator_sm100"}
 
 
 @contextmanager
@@ -19,9 +20,9 @@ def assume_target(target: Target | str, provider: object | None = None) -> Itera
     Args:
         target: such as ``"sm100"``.
         provider: stands in for the kernels of that architecture, with the same functions; by
-            default their reference in plain PyTorch where there is one, which runs on any device.
+            default what computes the same in plain PyTorch, which runs on any device.
     """
     on = Target.parse(target)
-    stand_in = _REFERENCES.get(str(on)) if provider is None else provider
-    with assume(on), provided(str(on), stand_in):
+    stand_in = _STAND_INS.get(on.family) if provider is None else provider
+    with assume(on), provided(on.family, stand_in):
         yield on

@@ -36,6 +36,11 @@ class Target:
             return cls("cuda", int(match[1]))
         raise ValueError(f'target must be "cpu" or an SM version such as "sm90", got {spec!r}')
 
+    @property
+    def family(self) -> str:
+        """What its kernels are called: ``"sm100"`` for every Blackwell GPU of SM 10.x."""
+        return self.device if self.sm is None else f"sm{self.sm // 10 * 10}"
+
     def __str__(self) -> str:
         return self.device if self.sm is None else f"sm{self.sm}"
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fusible.kernels import sm90
 
-# The packages import their compilers at the first launch, so that plans need none.
-_providers: dict[str, Any] = {"sm90": sm90}
+# Our own packages import their compilers at the first launch, so that plans need none; what is
+# named by a string is imported at the first launch itself.
+_providers: dict[str, Any] = {"sm90": sm90, "sm100": "cudnn"}
 
 
 def provider(arch: str) -> Any:
-    """The kernels of an architecture (``"sm90"``), or what stands in for them."""
-    return _providers[arch]
+    """The kernels of an architecture, or what stands in for them.
+
+    ``"sm90"`` has the functions of ``fusible.kernels.sm90``, ``"sm100"`` those of the ``cudnn``
+    package (nvidia-cudnn-frontend), under their own names and with their own signatures.
+    """
+    found = _providers[arch]
+    return importlib.import_module(found) if isinstance(found, str) else found
 
 
 @contextmanager
 def provided(arch: str, stand_in: Any) -> Iterator[None]:
-    """Let fused ops get the kernels of ``arch`` from ``stand_in``, unless that is None."""
+    """Let fused ops get the kernels of ``arch`` from ``stand_in``, unless that is None.
+
+    A stand-in may be a module's name.
+    """
     outer = dict(_providers)
     if stand_in is not None:
         _providers[arch] = stand_in

@@ -413,3 +413,15 @@ def test_assumed_targets_nest_and_end(own_fusions):
             failing()
         assert target() == "cpu"
     assert target() == "cpu"
+
+
+@pytest.mark.parametrize("target", ["sm100", "sm103"])
+def test_blackwell_gpus_share_their_kernels(target):
+    """By default those of the cudnn package, imported when they are first asked for."""
+    kernels = Kernels()
+    with assume_target(target, kernels):
+        assert provider("sm100") is kernels
+    pytest.importorskip("cudnn")
+    names = "grouped_gemm", "grouped_gemm_glu", "grouped_gemm_dglu", "grouped_gemm_quant"
+    for name in (*names, "grouped_gemm_wgrad"):
+        assert callable(getattr(provider("sm100"), f"{name}_wrapper_sm100"))
