@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
@@ -97,11 +98,23 @@ class ConstantScale(BasicOperation):
 
 
 class AddExtraInput(BasicOperation):
-    """``x + extra`` for an extra input of the same shape. Saves nothing."""
+    """``x + extra`` for an extra input of the same shape. Saves nothing.
+
+    Args:
+        in_place: write the sum into the extra input, of which the output is an alias, in its
+            dtype: no new memory. Autograd refuses the backward of whatever saved the extra input
+            before, and a run that saves it itself is refused in the forward. Compiled code makes
+            a new tensor.
+    """
 
     num_extra_inputs = 1
     extra_input_names = ("addend",)
+    fact_names = ("in_place",)
     saves = "nothing"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
 
     def fuser_forward(
         self,
@@ -115,6 +128,8 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """``x + extra``."""
         addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
+        if self.in_place and not torch.compiler.is_compiling():
+            return addend.detach().add_(input_), [()]
         return input_ + addend, [()]
 
     def fuser_backward(
@@ -126,6 +141,10 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """``dy``, twice."""
         return grad_output, [()], [(grad_output,)]
+
+    def extra_repr(self) -> str:
+        """Whether in place."""
+        return f"in_place={self.in_place}"
 
 
 def check_addend(addend: Tensor | None, shape: Sequence[int], beside: Tensor) -> Tensor:
@@ -147,10 +166,20 @@ class MakeExtraOutput(BasicOperation):
     """The input, also given out as an extra output. Saves nothing.
 
     Both outputs share the input's memory.
+
+    Args:
+        in_place: write the sum of both gradients into the extra output's, which saves memory where
+            nothing else reads that gradient (a hook, or another use of the tensor it came from,
+            would see the sum). Compiled code makes a new tensor.
     """
 
     num_extra_outputs = 1
+    fact_names = ("in_place",)
     saves = "nothing"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
 
     def fuser_forward(
         self,
@@ -174,4 +203,19 @@ class MakeExtraOutput(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """The sum of both gradients."""
         extra = basic_op_grad_extra_outputs[0][0]
-        return grad_output if extra is None else grad_output + extra, [()], [()]
+        if extra is None:
+            return grad_output, [()], [()]
+        if self.in_place and is_writable(extra):
+            return extra.add_(grad_output), [()], [()]
+        return grad_output + extra, [()], [()]
+
+    def extra_repr(self) -> str:
+        """Whether in place."""
+        return f"in_place={self.in_place}"
+
+
+def is_writable(grad: Tensor) -> bool:
+    """Whether a gradient can be written to: not one element in several places, nor compiled."""
+    places = zip(grad.stride(), grad.shape, strict=True)
+    expanded = any([stride == 0 and size > 1 for stride, size in places])
+    return not (expanded or torch.compiler.is_compiling())
