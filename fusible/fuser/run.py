@@ -429,10 +429,10 @@ def _check_not_saved(
     for i, of_op in enumerate(inputs, start):
         if not getattr(run.ops[i], "in_place", False):
             continue
-        written = {_memory(t) for t in of_op if t is not None}
+        written = {memory(t) for t in of_op if t is not None}
         for j, context in enumerate(contexts[:stop]):
             if context.requires_grad and any(
-                _memory(t) in written for t in context.to_save if t is not None
+                memory(t) in written for t in context.to_save if t is not None
             ):
                 raise ValueError(
                     f"op {i} ({type(run.ops[i]).__name__}) must not write to a tensor that op {j} "
@@ -441,7 +441,8 @@ def _check_not_saved(
                 )
 
 
-def _memory(t: Tensor) -> int:
+def memory(t: Tensor) -> int:
+    """Where the storage of ``t`` begins: equal for tensors that share it."""
     return t.untyped_storage().data_ptr()
 
 

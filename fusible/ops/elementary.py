@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.run import memory
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -214,8 +215,14 @@ class MakeExtraOutput(BasicOperation):
         return f"in_place={self.in_place}"
 
 
-def is_writable(grad: Tensor) -> bool:
-    """Whether a gradient can be written to: not one element in several places, nor compiled."""
+def is_writable(grad: Tensor, *read: Tensor) -> bool:
+    """Whether a gradient can be written to while others are read.
+
+    Not one with an element in several places, nor one that shares memory with them; compiled code
+    writes to none.
+    """
+    if torch.compiler.is_compiling():
+        return False
     places = zip(grad.stride(), grad.shape, strict=True)
     expanded = any([stride == 0 and size > 1 for stride, size in places])
-    return not (expanded or torch.compiler.is_compiling())
+    return not (expanded or memory(grad) in map(memory, read))
