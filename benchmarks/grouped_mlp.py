@@ -32,6 +32,7 @@ from grouped_gemm_sm90 import (
 from torch import Tensor
 
 import fusible as fz
+from fusible.kernels import sm90
 from fusible.testing import assume_target
 
 Calls = dict[str, Callable[[], Any]]
@@ -167,6 +168,43 @@ def host_microseconds(calls: Calls, repeats: int = 200) -> dict[str, float]:
     return {who: sorted(values)[len(values) // 2] for who, values in times.items()}
 
 
+class Idle(torch.autograd.Function):
+    """A node that does nothing: what PyTorch's autograd takes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, *leaves: Tensor) -> Tensor:
+        """Saves and returns what is there."""
+        ctx.save_for_backward(*leaves)
+        return like.view_as(like)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gives the leaves for their gradients."""
+        return (None, *ctx.saved_tensors)
+
+
+def host_phases(problem: Problem) -> dict[str, float]:
+    """Microseconds of the parts of forward + backward: autograd alone, and the launches alone."""
+    x, prob, w1, w2 = (t.detach() for t in problem.leaves)
+    rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
+
+    def autograd() -> None:
+        torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)
+
+    @torch.no_grad()
+    def launches() -> None:
+        ends = sm90.group_ends(problem.sizes, rows)
+        it = sm90.prepared_mlp([x, dy], [w1], [w2], prob, activation="swiglu", interleave=0)
+        preact, hidden = it.glu(x, w1, ends, prob, True)
+        it.fc2(hidden, w2, ends)
+        d_preact, hidden, _ = it.dglu(dy, w2, ends, preact, prob, True)
+        it.wgrad2(dy, hidden, ends)
+        it.wgrad1(d_preact, x, ends)
+        it.dgrad1(d_preact, w1, ends)
+
+    return host_microseconds({"autograd": autograd, "launches": launches})
+
+
 def memory(problem: Problem, forward: Callable[[], Tensor]) -> dict[str, float]:
     """MB saved for the backward beside inputs and weights, and peak MB over forward + backward."""
     own = {t.untyped_storage().data_ptr() for t in (problem.w1, problem.w2, problem.prob)}
@@ -278,6 +316,7 @@ def run(shapes: dict[str, Config]) -> dict[str, Any]:
         what: host_microseconds({who: calls[who] for who in tiny.contestants()})
         for what, calls in tiny.passes(None).items()
     }
+    report["host_us"]["phases"] = host_phases(tiny)
     return report
 
 
