@@ -35,11 +35,20 @@ def compile_spec(spec: Spec, options: str = ""):
 
 def compile_group_ends(dtype: str, options: str = ""):
     """Compile the scan of group sizes of ``dtype``, as `compile_spec`."""
+    return _compile_vector_kernel("GroupEnds", dtype, options)
+
+
+def compile_tile_sums(dtype: str, options: str = ""):
+    """Compile the sums over tiles that become ``dtype``, as `compile_spec`."""
+    return _compile_vector_kernel("TileSums", dtype, options)
+
+
+def _compile_vector_kernel(name: str, dtype: str, options: str):
     from cutlass import Int32, Int64
 
-    from fusible.kernels.sm90.device.ends import GroupEnds
+    from fusible.kernels.sm90.device import vectors
 
-    return _compile(GroupEnds(dtype), [Int64, Int64, Int32, Int32], options)
+    return _compile(getattr(vectors, name)(dtype), [Int64, Int64, Int32, Int32], options)
 
 
 def _compile(function: Any, kinds: list[Any], options: str):
@@ -58,8 +67,15 @@ def kernel(spec: Spec):
 
 
 @functools.cache
-def _group_ends(dtype: str):
-    return _kept(f"group_ends {dtype}", functools.partial(compile_group_ends, dtype))
+def _group_ends(dtype: torch.dtype):
+    name = str(dtype).removeprefix("torch.")
+    return _kept(f"group_ends {name}", functools.partial(compile_group_ends, name))
+
+
+@functools.cache
+def _tile_sums(dtype: torch.dtype):
+    name = str(dtype).removeprefix("torch.")
+    return _kept(f"tile_sums {name}", functools.partial(compile_tile_sums, name))
 
 
 def _kept(name: str, compile_it: Callable[[], Any]):
@@ -187,16 +203,20 @@ def prepared(
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
     """Write the groups' end rows on the device's current stream."""
-    index = sizes.device.index
-    function = _group_ends(str(sizes.dtype).removeprefix("torch."))
+    _launch(_group_ends(sizes.dtype), sizes, ends, sizes.shape[0], rows)
+
+
+def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
+    rows = sums.shape[0]
+    _launch(_tile_sums(sums.dtype), partials, sums, partials.shape[0] // rows, rows)
+
+
+def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: int) -> None:
+    index = target.device.index
     with _on(index):
-        function(
-            sizes.data_ptr(),
-            ends.data_ptr(),
-            sizes.shape[0],
-            rows,
-            torch._C._cuda_getCurrentRawStream(index),
-        )
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        function(source.data_ptr(), target.data_ptr(), *sizes, stream)
 
 
 class _Here:

@@ -14,6 +14,7 @@ from fusible.formulas import cast
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
     launch_group_ends,
+    launch_tile_sums,
     pointer_table,
     prepared,
 )
@@ -492,8 +493,11 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
     A tile is summed in registers, and tiles are added in order: always the same bits.
     """
-    sums = partials if partials.shape[0] == rows else partials.view(-1, rows).sum(0)
-    return cast(sums, dtype)
+    if partials.shape[0] == rows:
+        return cast(partials, dtype)
+    sums = partials.new_empty(rows, dtype=dtype)
+    launch_tile_sums(partials, sums)
+    return sums
 
 
 def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
