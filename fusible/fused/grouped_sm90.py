@@ -51,6 +51,11 @@ def _rows(kernels: Any, t: Tensor) -> Tensor:
     return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
 
 
+def _as_rows(t: Tensor | None) -> Tensor | None:
+    """A contiguous ``t`` as ``[rows, features]``."""
+    return None if t is None else t.view(-1, t.shape[-1])
+
+
 def _options(act: ScaledGLU) -> dict[str, Any]:
     formula, _, options = act.glu()
     return {
@@ -81,12 +86,14 @@ class GroupedLinearForwardSm90(FusedOperation):
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale, weights = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
+        output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
         y = kernels.grouped_gemm(
             _rows(kernels, x),
             _readable(kernels, *weights),
             ends,
             linear.stacked_bias(ctx.dtype),
             row_scale,
+            out=_as_rows(output),
         )
         return y.view(*input_.shape[:-1], linear.out_features), [()]
 
@@ -112,7 +119,7 @@ class GroupedLinearBackwardSm90(FusedOperation):
         dy = _rows(kernels, grad_output.to(ctx.dtype))
         rows = grad_output.shape[:-1]
         params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
-        return data_grad(linear, ctx, dy, ends, weights, rows), [params], [extra]
+        return data_grad(linear, ctx, dy, ends, weights, grad_output), [params], [extra]
 
 
 def data_grad(
@@ -121,14 +128,15 @@ def data_grad(
     dy: Tensor,
     ends: Tensor,
     weights: Sequence[Tensor],
-    shape: Sequence[int],
+    grad_output: Tensor,
 ) -> Tensor | None:
-    """The input's gradient ``[*shape, in_features]`` from the output's rows."""
+    """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
     kernels = provider("sm90")
-    dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
-    return dx.view(*shape, linear.in_features)
+    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
+    dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True, out=buffer)
+    return dx.view(*grad_output.shape[:-1], linear.in_features)
 
 
 def param_grads(
@@ -185,7 +193,8 @@ class GroupedLinearGLUSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One launch; the pre-activation is stored only if a backward will read it."""
-        return linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs), [(), ()]
+        y = linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        return y, [(), ()]
 
 
 def linear_glu(
@@ -194,10 +203,12 @@ def linear_glu(
     ctxs: Sequence[OperationContext],
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
+    kwargs: Sequence[dict[str, Any]],
 ) -> Tensor:
     """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
     x, ends, _, weights = linear.operands(ctxs[0], input_, *extra_inputs[0])
+    linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
     scales = extra_inputs[1][0]
     check_row_scales(scales, input_, type(act).__name__)
     assert scales is not None
@@ -244,10 +255,18 @@ class GroupedMLPSm90(FusedOperation):
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
-        hidden = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
-        hidden, ends, row_scale, weights = fc2.operands(ctx, hidden, *basic_op_extra_inputs[2])
+        hidden = linear_glu(
+            fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
+        )
+        rows, ends, row_scale, weights = fc2.operands(ctx, hidden, *basic_op_extra_inputs[2])
+        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
         y = kernels.grouped_gemm(
-            hidden, _readable(kernels, *weights), ends, fc2.stacked_bias(ctx.dtype), row_scale
+            rows,
+            _readable(kernels, *weights),
+            ends,
+            fc2.stacked_bias(ctx.dtype),
+            row_scale,
+            out=_as_rows(output),
         )
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
@@ -280,7 +299,7 @@ class GroupedMLPSm90(FusedOperation):
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, rows)
         del hidden  # its memory serves what follows
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, rows)
-        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, rows)
+        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output)
         return dx, [params1, (), params2], [extra1, (dscales.view(rows),), extra2]
 
 

@@ -109,12 +109,16 @@ class BasicLinear(WeightedOperation):
         input_: Tensor,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            return self._quantized_forward(ctx, input_)
+            return self._quantized_forward(ctx, input_, kwargs)
         x, weight = self.operands(ctx, input_)
-        return formulas.linear(x, weight)
+        output = self.output_buffer(ctx, input_, kwargs)
+        return (
+            formulas.linear(x, weight) if output is None else _write_product(output, x, weight.t())
+        )
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects.
@@ -130,8 +134,11 @@ class BasicLinear(WeightedOperation):
         check_features(input_, self.in_features, "BasicLinear")
         ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
 
-    def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+    def _quantized_forward(
+        self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
         self._check(ctx, input_)
+        output = self.output_buffer(ctx, input_, kwargs)
         needs, compute = ctx.needs, compute_dtype(input_.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
         x = encode_operand(matrix(input_, ctx.dtype), ctx.recipe, "input", *products)
@@ -144,7 +151,8 @@ class BasicLinear(WeightedOperation):
             *columnwise_only(x, needed=needs.params[0]),
             *columnwise_only(weight, needed=needs.input),
         )
-        return y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
+        y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
+        return y if output is None else output.copy_(y)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -154,7 +162,10 @@ class BasicLinear(WeightedOperation):
             return self._quantized_backward(ctx, grad_output)
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)
-        dx = (dy @ weight) if ctx.needs.input else None
+        dx = None
+        if ctx.needs.input:
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = dy @ weight if buffer is None else _write_product(buffer, dy, weight)
         return dx, self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(
@@ -171,6 +182,8 @@ class BasicLinear(WeightedOperation):
             weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
             dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
             return dx, (None,)
         x = from_columnwise(saved[:SAVED], recipe.format("input"))
@@ -181,6 +194,13 @@ class BasicLinear(WeightedOperation):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for a ``[..., K]`` and b ``[K, N]``, in ``out``."""
+    with torch.no_grad():
+        torch.mm(a.reshape(-1, a.shape[-1]), b, out=out.view(-1, b.shape[1]))
+    return out
 
 
 class Bias(BasicOperation):
