@@ -16,6 +16,7 @@ from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, product_dtype
 from fusible.ops.op import Grads
+from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.product import (
@@ -29,6 +30,7 @@ from fusible.recipes.product import (
     operand,
     values,
 )
+from fusible.recipes.state import load_pieces
 
 
 class GroupedLinear(WeightedOperation):
@@ -185,6 +187,16 @@ class GroupedLinear(WeightedOperation):
                 "PyTorch's grouped product has no FP32 output",
             )
         return ()
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        # Quantized weights are put together from their pieces first.
+        load_pieces(self, state_dict, prefix)
+        layouts = {"weight": self.single_grouped_weight}
+        if self.has_bias:
+            layouts["bias"] = self.single_grouped_bias
+        for name, single in layouts.items():
+            convert_layout(state_dict, prefix, name, self.num_groups, single=single)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # --- math ------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_device, check_features, product_dtype
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
+from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.autocast import current_recipe
@@ -292,6 +293,15 @@ class Linear(FusedOperation):
             part.__dict__["_parameters"] = self._parameters
         if not bias:
             self.register_parameter("bias", None)
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        # Transformer Engine saves the parameters under the ops that it is made of.
+        for at, name in enumerate(("weight", "bias")):
+            part = f"{prefix}basic_ops.{at}."
+            state_dict.pop(f"{part}_extra_state", None)
+            if f"{part}{name}" in state_dict:
+                state_dict.setdefault(f"{prefix}{name}", state_dict.pop(f"{part}{name}"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """Kaiming-uniform weight, zero bias."""
