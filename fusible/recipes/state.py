@@ -78,7 +78,7 @@ def register_state_hooks(module: nn.Module) -> None:
     What is loaded may be quantized or in high precision, whatever the parameter is.
     """
     module.register_state_dict_post_hook(_save)
-    module.register_load_state_dict_pre_hook(_load)
+    module.register_load_state_dict_pre_hook(load_pieces)
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -90,13 +90,15 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
             state.update({f"{prefix}{name}.{suffix}": part for suffix, part in parts.items()})
 
 
-def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _parameter in module.named_parameters(recurse=False):
-        start = f"{prefix}{name}."
-        if f"{start}format" in state:
-            parts = {
-                suffix: state.pop(start + suffix)
-                for suffix in (*_KEYS.values(), "format")
-                if start + suffix in state
-            }
-            state[prefix + name] = tensor_from_state(parts)
+def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put together the quantized tensors of a state dict that belong to ``module`` itself."""
+    for key in [key for key in state if key.startswith(prefix) and key.endswith(".format")]:
+        name = key.removesuffix(".format")
+        if "." in name.removeprefix(prefix):
+            continue  # a submodule's
+        parts = {
+            suffix: state.pop(f"{name}.{suffix}")
+            for suffix in (*_KEYS.values(), "format")
+            if f"{name}.{suffix}" in state
+        }
+        state[name] = tensor_from_state(parts)

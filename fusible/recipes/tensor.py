@@ -45,7 +45,7 @@ class QuantizedTensor(torch.Tensor):
     columnwise_scale_inv: Tensor | None
     tensor_scale: Tensor | None
     columnwise_tensor_scale: Tensor | None
-    _high_precision_init_val: Tensor | None
+    _high_precision_init_val: Tensor | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -65,7 +65,6 @@ class QuantizedTensor(torch.Tensor):
         self.format = format
         for name in PIECES:
             setattr(self, name, pieces.get(name))
-        self._high_precision_init_val = None
         return self
 
     @classmethod
@@ -212,6 +211,40 @@ class QuantizedTensor(torch.Tensor):
     ) -> Any:
         """Run one ATen operation: keep the format, work on values, or refuse."""
         return run(func, args, kwargs or {})
+
+
+def attributes_of(t: Tensor) -> dict[str, Any]:
+    """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
+    own = {"format", "_is_param", *PIECES} if isinstance(t, QuantizedTensor) else set()
+    return {name: value for name, value in vars(t).items() if name not in own}
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one with a leading dimension; quantized if all of them are.
+
+    Raises ValueError if quantized ones differ in format or uses.
+    """
+    quantized = [t for t in tensors if isinstance(t, QuantizedTensor)]
+    if not quantized:
+        return torch.stack(tuple(tensors))
+    first, kinds = quantized[0], {(t.format, *t.pieces()) for t in quantized}
+    if len(quantized) < len(tensors) or len(kinds) > 1:
+        raise ValueError(
+            f"tensors to stack must be all quantized alike or not at all, got {list(tensors)}; "
+            "call .dequantize()"
+        )
+    pieces = {name: torch.stack([t.pieces()[name] for t in quantized]) for name in first.pieces()}
+    return first.from_pieces(pieces, first.format, (len(tensors), *first.shape), first.dtype)
+
+
+def unstack(t: Tensor) -> tuple[Tensor, ...]:
+    """Undo ``stack``: views of the members along the first dimension."""
+    if not isinstance(t, QuantizedTensor):
+        return t.unbind(0)
+    return tuple(
+        t.map_pieces(lambda piece, member=member: piece[member], shape=t.shape[1:])  # type: ignore[misc]
+        for member in range(t.shape[0])
+    )
 
 
 def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) -> dict[str, Tensor]:
