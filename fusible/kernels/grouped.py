@@ -44,6 +44,11 @@ def checking(enabled: bool = True) -> Iterator[None]:
         _checking = outer
 
 
+def is_checking() -> bool:
+    """Whether values on a device are to be verified."""
+    return _checking
+
+
 def _define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
     name = schema.partition("(")[0]
     library.define(schema)
