@@ -108,16 +108,50 @@ class GroupedLinearBackwardSm90(FusedOperation):
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale, *weights = ctx.saved_tensors
         dy = _rows(kernels, grad_output.to(ctx.dtype))
-        dx = None
-        if ctx.needs.input:
-            dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
-            dx = dx.view(*grad_output.shape[:-1], linear.in_features)
-        dweights: Grads = (None,) * len(weights)
-        if ctx.needs.params[0]:
-            dweights = linear.divided(kernels.grouped_wgrad(dy, _rows(kernels, x), ends))
-        dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
-        dscales = linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
-        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+        rows = grad_output.shape[:-1]
+        params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
+        return data_grad(linear, ctx, dy, ends, weights, rows), [params], [extra]
+
+
+def data_grad(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+    shape: Sequence[int],
+) -> Tensor | None:
+    """The input's gradient ``[*shape, in_features]`` from the output's rows."""
+    if not ctx.needs.input:
+        return None
+    kernels = provider("sm90")
+    dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
+    return dx.view(*shape, linear.in_features)
+
+
+def param_grads(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    row_scale: Tensor | None,
+    shape: Sequence[int],
+) -> tuple[Grads, Grads]:
+    """Gradients of the parameters and of the extra inputs, the latter of ``shape``."""
+    dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
+    dscales = linear.scale_grad(ctx, dy, ends, shape)
+    return (*weight_grads(linear, ctx, dy, x, ends), *dbiases), (None, *dscales)
+
+
+def weight_grads(
+    linear: GroupedLinear, ctx: OperationContext, dy: Tensor, x: Tensor, ends: Tensor
+) -> Grads:
+    """Gradients of the weight parameters: all that this module computes are made here."""
+    if not ctx.needs.params[0]:
+        return (None,) * len(linear.weights())
+    kernels = provider("sm90")
+    return linear.divided(kernels.grouped_wgrad(dy, _rows(kernels, x), ends))
 
 
 class GroupedLinearGLUSm90(FusedOperation):
@@ -230,31 +264,11 @@ class GroupedMLPSm90(FusedOperation):
             scales.reshape(-1).contiguous(),
             **_options(act),
         )
-        dx = None
-        if ctx1.needs.input:
-            dx = kernels.grouped_gemm(
-                dpreact, _readable(kernels, *weights1), ends, transpose_w=True
-            )
-            dx = dx.view(*rows, fc1.in_features)
-        dweights1: Grads = (None,) * len(weights1)
-        if ctx1.needs.params[0]:
-            dweights1 = fc1.divided(kernels.grouped_wgrad(dpreact, _rows(kernels, x), ends))
-        dweights2: Grads = (None,) * len(weights2)
-        if ctx2.needs.params[0]:
-            dweights2 = fc2.divided(kernels.grouped_wgrad(dy, hidden, ends))
-        return (
-            dx,
-            [
-                (*dweights1, *fc1.bias_grads(ctx1, dpreact, ends, row_scale1)),
-                (),
-                (*dweights2, *fc2.bias_grads(ctx2, dy, ends, row_scale2)),
-            ],
-            [
-                (None, *fc1.scale_grad(ctx1, dpreact, ends, rows)),
-                (dscales.view(rows),),
-                (None, *fc2.scale_grad(ctx2, dy, ends, rows)),
-            ],
-        )
+        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, rows)
+        del hidden  # its memory serves what follows
+        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, rows)
+        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, rows)
+        return dx, [params1, (), params2], [extra1, (dscales.view(rows),), extra2]
 
 
 @rule(

@@ -47,8 +47,8 @@ _NAMES = {
 # to be raised.
 
 
-def _check_matrix(name: str, x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns and row pitch of a matrix that TMA can read."""
+def _check_matrix(name: str, x: Tensor) -> tuple[int, int]:
+    """Rows and columns of a matrix that TMA can read."""
     if x.ndim != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {x.ndim}")
     if not x.is_cuda:
@@ -68,7 +68,12 @@ def _check_matrix(name: str, x: Tensor) -> tuple[int, int, int]:
             f"of {limits.ALIGNMENT_BYTES} bytes, and start at such a multiple, got strides "
             f"{x.stride()} at {x.data_ptr():#x}; call .contiguous()"
         )
-    return rows, columns, pitch if rows > 1 else columns
+    return rows, columns
+
+
+def _pitch(x: Tensor) -> int:
+    """Elements from a row to the next; a single row may have any."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _is_readable(rows: int, columns: int, pitch: int, step: int, address: int) -> bool:
@@ -90,19 +95,16 @@ def has_matrix_layout(x: Tensor) -> bool:
     return _is_readable(*x.shape[-2:], *x.stride()[-2:], x.data_ptr())
 
 
-def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> str:
-    """The dtype of a vector of one value for each row."""
+def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> None:
     if vector.device != device:
         raise ValueError(f"{name} must be on {device}, got {vector.device}")
-    dtype = _NAMES.get(vector.dtype)
-    if dtype not in limits.SCALE_DTYPES:
+    if _NAMES.get(vector.dtype) not in limits.SCALE_DTYPES:
         raise ValueError(f"{name} must be a float tensor, got {vector.dtype}")
     if vector.shape != (rows,) or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous with one value for each of the {rows} rows, "
             f"got shape {tuple(vector.shape)} with strides {vector.stride()}"
         )
-    return dtype
 
 
 def _check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
@@ -205,10 +207,6 @@ def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool)
     return _Matrices(address, pitch, group_pitch, major, rows, depth, groups, pointers)
 
 
-def _table(matrices: _Matrices, device: torch.device) -> int:
-    return pointer_table(matrices.pointers, device).data_ptr() if matrices.pointers else 0
-
-
 def _glu_fit(interleave: int, kind: str, tile: Tile) -> dict[str, Any]:
     """How gate and linear columns meet in a tile: two boxes apart, or alternating in stripes."""
     width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
@@ -230,50 +228,94 @@ def _check_glu(activation: str, interleave: int, columns: int) -> None:
         )
 
 
+def _start(
+    kind: str,
+    tile: Tile,
+    x: Tensor,
+    matrices: _Matrices,
+    ends: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> None:
+    """Start a kernel over the rows of ``x``; ``matrices`` are the weights (wgrad: the outputs).
+
+    ``options`` are fields of `Spec`, ``arguments`` those of `launch` that the rest does not give.
+    """
+    dtype = _NAMES[x.dtype]
+    table = pointer_table(matrices.pointers, x.device).data_ptr() if matrices.pointers else 0
+    spec = Spec(
+        kind,
+        tile,
+        dtype,
+        matrices.major,
+        table=table != 0,
+        bias=bias is not None,
+        scale="" if scales is None else _NAMES[scales.dtype],
+        out_dtype=_NAMES[out_dtype] if out_dtype else dtype,
+        **options or {},
+    )
+    launch(
+        spec,
+        x.device,
+        ends=ends.data_ptr(),
+        table=table,
+        bias=0 if bias is None else bias.data_ptr(),
+        scales=0 if scales is None else scales.data_ptr(),
+        total_rows=x.shape[0],
+        groups=matrices.groups,
+        b_group_pitch=matrices.group_pitch,
+        **arguments,
+    )
+
+
+def _multiply(
+    kind: str,
+    tile: Tile,
+    x: Tensor,
+    weights: _Matrices,
+    ends: Tensor,
+    out: Tensor,
+    **arguments: Any,
+) -> None:
+    """Start a product of grouped rows and weights."""
+    _start(
+        kind,
+        tile,
+        x,
+        weights,
+        ends,
+        a=x.data_ptr(),
+        a_pitch=_pitch(x),
+        b=weights.address,
+        b_pitch=weights.pitch,
+        out=out.data_ptr(),
+        out_pitch=out.shape[1],
+        columns=out.shape[1],
+        depth=weights.depth,
+        **arguments,
+    )
+
+
 def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None) -> Tensor:
     """See `fusible.kernels.sm90.grouped_gemm`."""
-    rows, depth, pitch = _check_matrix("x", x)
-    device, name = x.device, _NAMES[x.dtype]
-    weights = _matrices("w", w, device, transpose_w)
+    rows, depth = _check_matrix("x", x)
+    weights = _matrices("w", w, x.device, transpose_w)
     _check_product("x", x, depth, w[0], weights)
-    _check_ends(ends, weights.groups, device)
-    scale = ""
-    if bias is not None:
+    _check_ends(ends, weights.groups, x.device)
+    if bias is None:
+        row_scale = None  # it multiplies the bias only
+    else:
         _check_bias(bias, weights.groups, weights.rows, x)
         if row_scale is not None:
-            scale = _check_rows("row_scale", row_scale, rows, device)
+            _check_rows("row_scale", row_scale, rows, x.device)
     out = x.new_empty(rows, weights.rows)
-    if rows == 0:
-        return out
-    tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
-    launch(
-        Spec(
-            "store",
-            tile,
-            dtype=name,
-            out_dtype=name,
-            weight_major=weights.major,
-            table=bool(weights.pointers),
-            bias=bias is not None,
-            scale=scale,
-        ),
-        device,
-        a=x.data_ptr(),
-        b=weights.address,
-        out=out.data_ptr(),
-        ends=ends.data_ptr(),
-        table=_table(weights, device),
-        bias=0 if bias is None else bias.data_ptr(),
-        scales=row_scale.data_ptr() if scale else 0,
-        total_rows=rows,
-        columns=weights.rows,
-        depth=weights.depth,
-        groups=weights.groups,
-        a_pitch=pitch,
-        b_pitch=weights.pitch,
-        b_group_pitch=weights.group_pitch,
-        out_pitch=weights.rows,
-    )
+    if rows:
+        tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
+        _multiply("store", tile, x, weights, ends, out, bias=bias, scales=row_scale)
     return out
 
 
@@ -282,9 +324,8 @@ def grouped_gemm_glu(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
-    rows, depth, pitch = _check_matrix("x", x)
-    device, name = x.device, _NAMES[x.dtype]
-    weights = _matrices("w", w, device, transpose=False)
+    rows, depth = _check_matrix("x", x)
+    weights = _matrices("w", w, x.device, transpose=False)
     columns = weights.rows // 2
     _check_product("x", x, depth, w[0], weights)
     if columns % limits.MULTIPLE_OF:
@@ -293,50 +334,30 @@ def grouped_gemm_glu(
             f"got {weights.rows} together"
         )
     _check_glu(activation, interleave, columns)
-    _check_ends(ends, weights.groups, device)
-    scale = _check_rows("scales", scales, rows, device)
+    _check_ends(ends, weights.groups, x.device)
+    _check_rows("scales", scales, rows, x.device)
     if bias is not None:
         _check_bias(bias, weights.groups, weights.rows, x)
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
-    if rows == 0:
-        return preact, out
-    tile = tile or tiles.choose("glu", rows, weights.groups, columns)
-    launch(
-        Spec(
+    if rows:
+        tile = tile or tiles.choose("glu", rows, weights.groups, columns)
+        fit = _glu_fit(interleave, "glu", tile)
+        _multiply(
             "glu",
             tile,
-            dtype=name,
-            out_dtype=name,
-            weight_major=weights.major,
-            table=bool(weights.pointers),
-            bias=bias is not None,
-            scale=scale,
-            activation=activation,
-            **_glu_fit(interleave, "glu", tile),
-            keep=store_preact,
-        ),
-        device,
-        a=x.data_ptr(),
-        b=weights.address,
-        out=out.data_ptr(),
-        d_preact=preact.data_ptr() if store_preact else out.data_ptr(),
-        ends=ends.data_ptr(),
-        table=_table(weights, device),
-        bias=0 if bias is None else bias.data_ptr(),
-        scales=scales.data_ptr(),
-        total_rows=rows,
-        columns=columns,
-        depth=weights.depth,
-        groups=weights.groups,
-        a_pitch=pitch,
-        b_pitch=weights.pitch,
-        b_group_pitch=weights.group_pitch,
-        out_pitch=columns,
-        d_preact_pitch=weights.rows,
-        **_glu_layout(interleave, columns),
-        constants=(limit, alpha, offset),
-    )
+            x,
+            weights,
+            ends,
+            out,
+            bias=bias,
+            scales=scales,
+            options={"activation": activation, "keep": store_preact, **fit},
+            d_preact=preact.data_ptr() if store_preact else out.data_ptr(),
+            d_preact_pitch=weights.rows,
+            **_glu_layout(interleave, columns),
+            constants=(limit, alpha, offset),
+        )
     return preact, out
 
 
@@ -352,57 +373,39 @@ def grouped_gemm_dglu(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
-    rows, depth, pitch = _check_matrix("dy", dy)
-    device, name = dy.device, _NAMES[dy.dtype]
+    rows, depth = _check_matrix("dy", dy)
+    device = dy.device
     weights = _matrices("w", w, device, transpose=True)
     columns = weights.rows
     _check_product("dy", dy, depth, w[0], weights)
-    *preact_shape, preact_pitch = _check_matrix("preact", preact)
-    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype or preact.device != device:
+    preact_shape = _check_matrix("preact", preact)
+    if preact_shape != (rows, 2 * columns) or preact.dtype != dy.dtype or preact.device != device:
         raise ValueError(
             f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)} on {device}, "
             f"got {preact.dtype} of shape {tuple(preact.shape)} on {preact.device}"
         )
     _check_glu(activation, interleave, columns)
     _check_ends(ends, weights.groups, device)
-    scale = _check_rows("scales", scales, rows, device)
+    _check_rows("scales", scales, rows, device)
     d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
     tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
     partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
-    launch(
-        Spec(
-            "dglu",
-            tile,
-            dtype=name,
-            out_dtype=name,
-            weight_major=weights.major,
-            table=bool(weights.pointers),
-            scale=scale,
-            activation=activation,
-            **_glu_fit(interleave, "dglu", tile),
-        ),
-        device,
-        a=dy.data_ptr(),
-        b=weights.address,
+    _multiply(
+        "dglu",
+        tile,
+        dy,
+        weights,
+        ends,
+        act,
+        scales=scales,
+        options={"activation": activation, **_glu_fit(interleave, "dglu", tile)},
         preact=preact.data_ptr(),
-        out=act.data_ptr(),
+        preact_pitch=_pitch(preact),
         d_preact=d_preact.data_ptr(),
-        ends=ends.data_ptr(),
-        table=_table(weights, device),
-        scales=scales.data_ptr(),
-        partials=partials.data_ptr(),
-        total_rows=rows,
-        columns=columns,
-        depth=weights.depth,
-        groups=weights.groups,
-        a_pitch=pitch,
-        b_pitch=weights.pitch,
-        b_group_pitch=weights.group_pitch,
-        preact_pitch=preact_pitch,
-        out_pitch=columns,
         d_preact_pitch=2 * columns,
+        partials=partials.data_ptr(),
         **_glu_layout(interleave, columns),
         constants=(limit, alpha, offset),
     )
@@ -421,8 +424,8 @@ def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
 
 def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
-    rows, columns, dy_pitch = _check_matrix("dy", dy)
-    x_rows, depth, x_pitch = _check_matrix("x", x)
+    rows, columns = _check_matrix("dy", dy)
+    x_rows, depth = _check_matrix("x", x)
     device = x.device
     if dy.dtype != x.dtype or rows != x_rows or dy.device != device:
         raise ValueError(
@@ -443,30 +446,22 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    tile = tile or tiles.choose("wgrad", rows, grads.groups, depth)
-    launch(
-        Spec(
-            "wgrad",
-            tile,
-            dtype=_NAMES[x.dtype],
-            out_dtype=_NAMES[out[0].dtype],
-            table=bool(grads.pointers),
-            accumulate=accumulate,
-        ),
-        device,
+    _start(
+        "wgrad",
+        tile or tiles.choose("wgrad", rows, grads.groups, depth),
+        x,
+        grads,
+        ends,
+        out_dtype=out[0].dtype,
+        options={"accumulate": accumulate},
         a=dy.data_ptr(),
+        a_pitch=_pitch(dy),
         b=x.data_ptr(),
+        b_pitch=_pitch(x),
         out=grads.address,
-        ends=ends.data_ptr(),
-        table=_table(grads, device),
-        total_rows=rows,
+        out_pitch=grads.pitch,
         columns=columns,
         depth=depth,
-        groups=grads.groups,
-        a_pitch=dy_pitch,
-        b_pitch=x_pitch,
-        b_group_pitch=grads.group_pitch,
-        out_pitch=grads.pitch,
     )
 
 

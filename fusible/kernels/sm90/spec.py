@@ -24,6 +24,16 @@ class Tile(NamedTuple):
     dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
 
+    @property
+    def teams(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.pingpong else 2
+
+    @property
+    def slabs(self) -> int:
+        """How many times 64 rows of a tile a warpgroup computes."""
+        return self.m // (WARPGROUP_ROWS * self.teams)
+
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
         return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
@@ -57,6 +67,31 @@ class Spec(NamedTuple):
     accumulate: bool = False
 
     @property
+    def by_rows(self) -> bool:
+        """Whether groups divide the output's rows; else the reduction."""
+        return self.kind != "wgrad"
+
+    @property
+    def a_major(self) -> str:
+        """Which dimension of operand A is contiguous: k, the reduction, or n, its rows."""
+        return "k" if self.by_rows else "n"
+
+    @property
+    def b_major(self) -> str:
+        """The same of operand B."""
+        return self.weight_major if self.by_rows else "n"
+
+    @property
+    def b_parts(self) -> int:
+        """Boxes in which operand B is loaded: gate and linear columns may lie apart."""
+        return 2 if self.kind == "glu" and self.paired else 1
+
+    @property
+    def width(self) -> int:
+        """Output columns of a tile; of a gated one, activation columns."""
+        return self.tile.n // 2 if self.kind == "glu" else self.tile.n
+
+    @property
     def block_columns(self) -> int:
         """Columns of the blocks in which an epilogue writes its tile."""
         return block_columns(self.kind, self.tile, self.out_dtype)
@@ -75,6 +110,11 @@ class Spec(NamedTuple):
     def preact_slots(self) -> int:
         """Blocks of gate and linear columns, of each one block, that dglu holds."""
         return self.tile.ahead if self.kind == "dglu" else 0
+
+    @property
+    def preact_blocks(self) -> int:
+        """Such blocks that dglu reads for a tile."""
+        return self.tile.m * self.tile.n // (WARPGROUP_ROWS * self.block_columns)
 
     @property
     def _least_out_blocks(self) -> int:

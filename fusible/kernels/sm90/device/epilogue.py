@@ -1,0 +1,309 @@
+"""The epilogues: what becomes of an accumulator, in blocks of 64 rows by 64 (or 32) columns.
+
+A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
+``2 * (lane % 4) + {0, 1}`` of rows ``16 * warp + lane // 4 + {0, 8}``.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute, pipeline
+
+from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
+from fusible.kernels.sm90.device.addressing import at_distance, group_rows
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
+from fusible.kernels.sm90.device.parts import (
+    Outputs,
+    Preacts,
+    Problem,
+    gate_column,
+    give_turn,
+    take_turn,
+)
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
+
+# And 6: named barriers of whose turn it is, in ping-pong, to read pre-activations. Without turns
+# one warpgroup could wait for a slot's next contents while the other's have yet to come, and
+# mistake those for its own.
+PREACT_TURN = 5
+
+
+class Place(NamedTuple):
+    """A tile: its group, the group's first row and number of rows, the tile's first in it."""
+
+    group: Int32
+    start: Int32
+    rows: Int32
+    row: Int32
+    column: Int32
+
+
+class Epilogue:
+    """One warpgroup's epilogue: turns its accumulator into the outputs of `Spec.kind`."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        problem: Problem,
+        preacts: Preacts | None,
+        outputs: Outputs,
+        dtype,
+        thread: Int32,
+        team: Int32,
+    ):
+        self.spec, self.tile, self.columns = spec, spec.tile, spec.block_columns
+        self.problem, self.preacts, self.outputs = problem, preacts, outputs
+        self.dtype, self.thread, self.team = dtype, thread, team
+
+    def states(self):
+        """Where reading and releasing pre-activations begin."""
+        slots = max(self.spec.preact_slots, 1)
+        consumer = pipeline.PipelineUserType.Consumer
+        return tuple(pipeline.make_pipeline_state(consumer, slots) for _ in range(2))
+
+    @cute.jit
+    def row_scales(self, place: Place):
+        """The scales of a thread's rows, 0 beyond the group and for the rows past all groups."""
+        scales = self.outputs.scales
+        values = cute.make_rmem_tensor((2 * self.tile.slabs,), Float32)
+        for index in cutlass.range_constexpr(2 * self.tile.slabs):
+            values[index] = Float32(1.0)
+            if const_expr(scales is not None):
+                values[index] = Float32(0.0)
+                at = place.row + self._row(index // 2, index % 2)
+                if (at < place.rows) & (place.group < self.problem.groups):
+                    values[index] = scales[place.start + at].to(Float32)
+        return values
+
+    @cute.jit
+    def write(self, accumulator, row_scales, place: Place, preact_state, preact_release):
+        """Write a tile."""
+        spec, tile = self.spec, self.tile
+        out_blocks = self.outputs.blocks
+        writer = BlockWriter(
+            spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
+        )
+        writer.begin()
+        out, both = self._targets(place)
+        if const_expr(spec.kind == "dglu" and tile.pingpong):
+            take_turn(PREACT_TURN, self.team)
+        # Blocks are counted through the tile, where the count is known when compiling.
+        per_slab = const_expr(self._blocks_of_slab())
+        for m in cutlass.range_constexpr(tile.slabs):
+            slab = place.row + m * tile.teams * WARPGROUP_ROWS
+            if const_expr(tile.teams == 2):
+                slab += self.team * WARPGROUP_ROWS
+            if const_expr(spec.bias):
+                self._add_bias(accumulator, m, row_scales, place)
+            if const_expr(spec.kind in ("store", "wgrad")):
+                self._store(writer, accumulator, m, out, slab, place, m * per_slab)
+            elif const_expr(spec.kind == "glu"):
+                self._glu(writer, accumulator, m, row_scales, out, both, slab, place, m * per_slab)
+            else:
+                preact_state, preact_release = self._dglu(
+                    writer, accumulator, m, row_scales, out, both, slab, place,
+                    preact_state, preact_release, m * per_slab,
+                )  # fmt: skip
+        if const_expr(spec.kind == "dglu"):
+            if self.thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if self.thread == 0:
+                    self.preacts.pipeline.consumer_release(preact_release)
+            preact_release.advance()
+        return preact_state, preact_release
+
+    def _targets(self, place):
+        """Where the output and, if there are any, the gate and linear columns are written."""
+        store, both = self.outputs.store, None
+        if self.spec.by_rows:
+            out = group_rows(store.tma_tensor, 0, place.start, place.rows)
+            if self.outputs.store_preact is not None:
+                both = [
+                    (side.atom, group_rows(side.tma_tensor, 0, place.start, place.rows))
+                    for side in self.outputs.store_preact
+                ]
+        elif self.spec.table:
+            distance = self.problem.table[place.group] - self.problem.base
+            out = at_distance(store.tma_tensor, distance)
+        else:
+            out = store.tma_tensor[None, None, place.group]
+        return (store.atom, out), both
+
+    def _row(self, m, half):
+        """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup."""
+        first = (self.thread // 32) * 16 + (self.thread % 32) // 4 + half * 8
+        if self.tile.teams == 2:
+            first += self.team * WARPGROUP_ROWS
+        return first + m * self.tile.teams * WARPGROUP_ROWS
+
+    def _blocks_of_slab(self):
+        """Blocks written for each 64 rows of a warpgroup."""
+        if self.spec.kind == "glu":
+            kept = self.tile.n if self.spec.keep else 0
+            return (kept + self.tile.n // 2) // self.columns
+        return self.tile.n // self.columns
+
+    @staticmethod
+    def _value(accumulator, m, eight, i):
+        """Value i of a thread in 8 columns of the accumulator: columns count first, then rows."""
+        return accumulator[(i % 2, i // 2, eight), m, 0]
+
+    def _gate(self, eight):
+        """Which 8 columns hold the gates of the eight-th 8 activation columns."""
+        stripe = self.spec.stripe // 8
+        return eight // stripe * 2 * stripe + eight % stripe
+
+    @cute.jit
+    def _add_bias(self, accumulator, m, row_scales, place: Place):
+        """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
+        spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
+        within = 2 * (self.thread % 4)
+        columns = cute.size(bias, mode=[1])
+        if place.group < self.problem.groups:
+            for eight in cutlass.range_constexpr(self.tile.n // 8):
+                at = place.column + eight * 8
+                if const_expr(spec.kind == "glu"):
+                    at = gate_column(spec, place.column, glu_block) + eight * 8
+                    if const_expr(spec.paired and eight >= self.tile.n // 16):
+                        at += glu_block - self.tile.n // 2
+                for side in cutlass.range_constexpr(2):
+                    value = Float32(0.0)
+                    if at + within + side < columns:
+                        value = bias[place.group, at + within + side].to(Float32)
+                    for half in cutlass.range_constexpr(2):
+                        scaled = value
+                        if const_expr(spec.kind == "store"):
+                            scaled = value * row_scales[2 * m + half]
+                        accumulator[(side, half, eight), m, 0] += scaled
+
+    def _put_accumulator(self, writer, block, accumulator, m, index):
+        """Put the index-th block of the accumulator together as it is."""
+        for piece in range(self.columns // PIECE):
+            eight = 2 * piece + index * self.columns // 8
+            values = [self._value(accumulator, m, eight + i // 4, i % 4) for i in range(8)]
+            writer.put(values, block, piece)
+
+    @cute.jit
+    def _store(self, writer, accumulator, m, out, slab, place: Place, count: cutlass.Constexpr):
+        """The accumulator as it is."""
+        for index in cutlass.range_constexpr(self.tile.n // self.columns):
+            block = writer.block(count + index)
+            self._put_accumulator(writer, block, accumulator, m, index)
+            writer.write([(*out, slab, place.column + index * self.columns, block)])
+
+    @cute.jit
+    def _glu(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The scaled activation; before it, if kept, the accumulator it is computed from."""
+        spec, glu_block = self.spec, self.problem.glu_block
+        activation = FORWARD[spec.activation]
+        half = self.tile.n // 2
+        for index in cutlass.range_constexpr(half // self.columns):
+            # First the two blocks that it is computed from: then their registers are free.
+            if const_expr(spec.keep):
+                for side in cutlass.range_constexpr(2):
+                    whole = index + side * half // self.columns if spec.paired else 2 * index + side
+                    block = writer.block(count)
+                    self._put_accumulator(writer, block, accumulator, m, whole)
+                    view = side if const_expr(spec.paired) else 0
+                    at = gate_column(spec, place.column, glu_block)
+                    at += whole * self.columns - view * half
+                    writer.write([(*both[view], slab, at, block)])
+                    count += 1
+            block = writer.block(count)
+            for piece in cutlass.range_constexpr(self.columns // PIECE):
+                values = [None] * 8
+                for i in cutlass.range_constexpr(8):
+                    eight = self._gate(2 * piece + index * self.columns // 8 + i // 4)
+                    gate = self._value(accumulator, m, eight, i % 4)
+                    linear = self._value(accumulator, m, eight + spec.stripe // 8, i % 4)
+                    scale = row_scales[2 * m + i % 4 // 2]
+                    values[i] = activation(gate, linear, self.outputs.constants) * scale
+                writer.put(values, block, piece)
+            writer.write([(*out, slab, place.column + index * self.columns, block)])
+            count += 1
+
+    @cute.jit
+    def _dglu(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        preact_state, preact_release, count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
+        spec, ring = self.spec, self.preacts.pipeline
+        blocks = const_expr(self.tile.n // self.columns)
+        scale_grads = [Float32(0.0), Float32(0.0)]
+        for index in cutlass.range_constexpr(blocks):
+            ring.consumer_wait(preact_state)
+            if const_expr(self.tile.pingpong and m == self.tile.slabs - 1 and index == blocks - 1):
+                give_turn(PREACT_TURN, self.team)
+            # Two blocks of gate and linear columns; their gradients take their place.
+            sides = [
+                self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
+            ]
+            block = writer.block(count + index)
+            # The gradients can be put down at once, the activations when their block is vacant.
+            activations = [
+                self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
+                for piece in range(self.columns // PIECE)
+            ]
+            column = place.column + index * self.columns
+            first = gate_column(spec, column, self.problem.glu_block)
+            stores = [(*out, slab, column, block)]
+            for side in cutlass.range_constexpr(2):
+                view = side if spec.paired else 0
+                stores.append(
+                    (*both[view], slab, first + (side - view) * self.columns, sides[side])
+                )
+            if const_expr(count + index > 0):
+                writer.vacate((ring, preact_release))
+                preact_release.advance()
+            for piece in cutlass.range_constexpr(self.columns // PIECE):
+                writer.put(activations[piece], block, piece)
+            writer.write(stores, vacated=True)
+            preact_state.advance()
+        self._sum_up(scale_grads, m, place)
+        return preact_state, preact_release
+
+    def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
+        """16 activation columns: their gradients of gate and linear, put where those were.
+
+        Adds to the gradients of a thread's two scales; gives its 8 scaled activations.
+        """
+        backward, pieces = BACKWARD[self.spec.activation], self.columns // PIECE
+        gates = [self._gate(2 * piece + i) for i in range(2)]
+        linears = [gate + self.spec.stripe // 8 for gate in gates]
+        # 16 activation columns and their gates and linears: always two pieces of 16.
+        touched = sorted({eight // 2 for eight in gates + linears})
+        values = {p: writer.read(sides[p // pieces], p % pieces) for p in touched}
+        activations = []
+        for i in range(8):
+            gate, linear = gates[i // 4], linears[i // 4]
+            at_gate, at_linear = gate % 2 * 4 + i % 4, linear % 2 * 4 + i % 4
+            d_gate, d_linear, value = backward(
+                values[gate // 2][at_gate], values[linear // 2][at_linear], self.outputs.constants
+            )
+            eight = 2 * piece + i // 4 + index * self.columns // 8
+            gradient = self._value(accumulator, m, eight, i % 4)
+            scale = row_scales[2 * m + i % 4 // 2]
+            scale_grads[i % 4 // 2] += gradient * value
+            gradient *= scale
+            values[gate // 2][at_gate] = gradient * d_gate
+            values[linear // 2][at_linear] = gradient * d_linear
+            activations.append(value * scale)
+        for at, part in values.items():
+            writer.put(part, sides[at // pieces], at % pieces)
+        return activations
+
+    @cute.jit
+    def _sum_up(self, scale_grads, m, place: Place):
+        """Sum a row's gradients of its scale over the four threads that hold it."""
+        partials = self.outputs.partials
+        for half in cutlass.range_constexpr(2):
+            total = scale_grads[half]
+            total += cute.arch.shuffle_sync_bfly(total, 1)
+            total += cute.arch.shuffle_sync_bfly(total, 2)
+            at = place.row + self._row(m, half)
+            if (self.thread % 4 == 0) & (at < place.rows):
+                partials[place.column // self.tile.n, place.start + at] = total

@@ -1,0 +1,95 @@
+"""What a block's warps share: names for what the kernel hands to each of its parts."""
+
+from typing import Any, NamedTuple
+
+from cutlass import Int32, Int64, cute, select_
+
+from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
+from fusible.kernels.sm90.spec import TILE_K, Spec
+
+WARPGROUP = 128  # threads
+
+
+class Problem(NamedTuple):
+    """Sizes, and where the matrices of the groups lie."""
+
+    total_rows: Int32
+    depth: Int32
+    groups: Int32
+    glu_block: Int32  # columns from a gate to its linear column
+    table: Any  # addresses of the weights (wgrad: of the outputs), where they are separate
+    base: Int64  # address from which their descriptor counts
+
+
+class Walk(NamedTuple):
+    """A block's way over the tiles, in units of cluster tiles."""
+
+    schedule: RowSchedule | ReductionSchedule
+    queue: TileQueue | None  # where tiles are drawn; else each cluster steps over the others'
+    first: Int32
+    step: Int32
+    in_cluster: tuple[Int32, Int32]  # the block's place in its cluster
+
+    def next(self, state, tile_index):
+        """Number of the tile after ``tile_index``, and the state of the queue behind it."""
+        if self.queue is not None:
+            return self.queue.next(state)
+        return tile_index + self.step, state
+
+
+class Operands(NamedTuple):
+    """The ring of operand stages."""
+
+    load_a: Any  # TMA descriptors
+    load_b: Any
+    a: cute.Tensor  # shared memory
+    b: cute.Tensor
+    pipeline: Any
+
+
+class Preacts(NamedTuple):
+    """The ring of pre-activation blocks, of gate and linear columns each (dglu)."""
+
+    loads: tuple[Any, ...]
+    blocks: cute.Tensor
+    pipeline: Any
+
+
+class Outputs(NamedTuple):
+    """Where an epilogue writes, and what it reads of each column or row."""
+
+    store: Any  # TMA descriptors
+    store_preact: tuple[Any, ...] | None
+    blocks: cute.Tensor  # shared memory on the way out
+    bias: Any
+    scales: Any
+    partials: Any  # sums over a tile's columns, of which the gradients of scales are made
+    constants: tuple[Any, Any, Any]  # of the activation
+
+
+def steps_of(spec: Spec, problem: Problem, group, rows):
+    """Pipeline stages of a tile; rows past the last group have none."""
+    if not spec.by_rows:
+        return cute.ceil_div(rows, TILE_K)
+    depth = cute.ceil_div(problem.depth, TILE_K)
+    return Int32(select_(group < problem.groups, depth, Int32(0)))
+
+
+def gate_column(spec: Spec, column, glu_block):
+    """Where the gate of an activation column lies among gate and linear columns."""
+    if spec.paired:
+        return (column // glu_block) * 2 * glu_block + column % glu_block
+    return column * 2
+
+
+# Turns of the two warpgroups, in ping-pong: a pair of named barriers each.
+
+
+def take_turn(turns, team):
+    """Wait until the other warpgroup has given ``team`` its turn."""
+    cute.arch.barrier(barrier_id=turns + team, number_of_threads=2 * WARPGROUP)
+
+
+def give_turn(turns, team):
+    """Let the other warpgroup go on."""
+    cute.arch.barrier_arrive(barrier_id=turns + 1 - team, number_of_threads=2 * WARPGROUP)

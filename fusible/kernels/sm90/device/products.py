@@ -1,0 +1,173 @@
+"""The multiplying warpgroups: matrix products tile by tile, each followed by its epilogue."""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from fusible.kernels.sm90.device.epilogue import PREACT_TURN, Epilogue, Place
+from fusible.kernels.sm90.device.parts import (
+    WARPGROUP,
+    Operands,
+    Outputs,
+    Preacts,
+    Problem,
+    Walk,
+    give_turn,
+    steps_of,
+    take_turn,
+)
+from fusible.kernels.sm90.device.schedule import TileQueue
+from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+
+_MULTIPLY_TURN = 3  # and 4: named barriers of whose turn it is, in ping-pong, to multiply
+_MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
+_READ_AS = {"k": LayoutEnum.ROW_MAJOR, "n": LayoutEnum.COL_MAJOR}  # as an A operand
+
+
+def operand_layout(major, rows, dtype, stages):
+    """Shared memory of ``stages`` stages of an operand of ``rows`` rows (of A, or columns of B)."""
+    return hopper.make_smem_layout_a(_READ_AS[major], (rows, 1, TILE_K), dtype, stages)
+
+
+def _as_tiles(fragment, rank):
+    """One instruction's fragment as ``cute.gemm`` wants it: tiled, by a single tile."""
+    one = cute.make_layout(1)
+    return cute.make_tensor(fragment.iterator, cute.append(fragment.layout, one, up_to_rank=rank))
+
+
+@cute.jit
+def multiply(
+    spec: cutlass.Constexpr[Spec],
+    problem: Problem,
+    walk: Walk,
+    operands: Operands,
+    preacts: Preacts | None,
+    outputs: Outputs,
+    thread: Int32,
+    team: Int32,
+):
+    """A consumer warpgroup (``team``, of two): products, then the epilogue, tile by tile."""
+    tile, teams = spec.tile, spec.tile.teams
+    dtype = operands.a.element_type
+    mma = hopper.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        _MAJOR[spec.a_major],
+        _MAJOR[spec.b_major],
+        Float32,
+        (teams, 1, 1),
+        (WARPGROUP_ROWS, tile.n),
+    )
+    slice_mma = mma.get_slice(team * WARPGROUP if const_expr(teams == 2) else 0)
+    shared_b = operands.b
+    if const_expr(spec.b_parts == 2):
+        # The two halves of a stage lie next to each other: one operand.
+        layout = operand_layout(spec.b_major, tile.n, dtype, spec.stages)
+        shared_b = cute.make_tensor(shared_b.iterator, layout.outer)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
+    fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
+    accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
+    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread % WARPGROUP, team)
+    # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
+    scales_of, write = epilogue.row_scales, epilogue.write
+
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
+    release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
+    preact_state, preact_release = epilogue.states()
+    if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
+        if team == 0:
+            give_turn(_MULTIPLY_TURN, Int32(1))
+            if const_expr(spec.kind == "dglu"):
+                give_turn(PREACT_TURN, Int32(1))
+
+    turn = Int32(0)
+    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
+    tile_index = walk.first
+    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
+    while valid:
+        steps = steps_of(spec, problem, group, rows)
+        mine = Boolean(True)
+        if const_expr(tile.pingpong):
+            mine = turn == team
+        if mine:
+            row = (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
+            column = (n * tile.cluster_n + walk.in_cluster[1]) * spec.width
+            place = Place(group, start, rows, row, column)
+            row_scales = scales_of(place)
+            # Here, not by the first product: under the other warpgroup's products in
+            # ping-pong, and the last tile's values need no registers any more.
+            accumulator.fill(0.0)
+            if const_expr(tile.pingpong):
+                take_turn(_MULTIPLY_TURN, team)
+            loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
+            if const_expr(spec.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
+                # Where a group ends within the first 64 rows, the others need no products.
+                if rows - row > WARPGROUP_ROWS:
+                    state, release = _mainloop(*loop, state, release, 2)
+                else:
+                    state, release = _mainloop(*loop, state, release, 1)
+            else:
+                state, release = _mainloop(*loop, state, release, tile.slabs)
+            if const_expr(tile.pingpong):
+                # All products are issued: the other's may queue up behind them.
+                give_turn(_MULTIPLY_TURN, team)
+            release = _drain(operands.pipeline, release, steps)
+            preact_state, preact_release = write(
+                accumulator, row_scales, place, preact_state, preact_release
+            )
+        else:
+            if steps > 0:
+                state.advance(steps)
+                release.advance(steps)
+            if const_expr(spec.kind == "dglu"):
+                skipped = Int32(spec.preact_blocks)
+                preact_state.advance(skipped)
+                preact_release.advance(skipped)
+        if const_expr(tile.pingpong):
+            turn = 1 - turn
+        tile_index, drawn = walk.next(drawn, tile_index)
+        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+@cute.jit
+def _mainloop(
+    mma, accumulator, fragment_a, fragment_b, ring, steps, state, release,
+    slabs: cutlass.Constexpr,
+):  # fmt: skip
+    """Issue a tile's products; a stage is released once those of the next one are issued.
+
+    ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed.
+    """
+    for step in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(state)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+            for m in cutlass.range_constexpr(slabs):
+                cute.gemm(
+                    mma,
+                    _as_tiles(accumulator[None, m, 0], 3),
+                    _as_tiles(fragment_a[None, m, k, state.index], 2),
+                    _as_tiles(fragment_b[None, 0, k, state.index], 2),
+                    _as_tiles(accumulator[None, m, 0], 3),
+                )
+        warpgroup.commit_group()
+        state.advance()
+        if step > 0:
+            warpgroup.wait_group(1)
+            ring.consumer_release(release)
+            release.advance()
+    return state, release
+
+
+@cute.jit
+def _drain(ring, release, steps):
+    """Wait for the last products of a tile."""
+    warpgroup.wait_group(0)
+    if steps > 0:
+        ring.consumer_release(release)
+        release.advance()
+    return release
