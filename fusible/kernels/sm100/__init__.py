@@ -4,8 +4,8 @@ Rows are in groups of whole 256 rows (``padding`` brings ragged ones there), ``e
 device) says where each group ends, and rows past the last are not computed. Operands are BF16, or
 MXFP8 (E4M3 elements, E8M0 scales per 32), or NVFP4 (E2M1 in bytes, E4M3 scales per 16, and one FP32
 factor per group in ``alpha``), scales packed for the MMA. Weights are one tensor or one per group.
-Importing this package imports no cutlass and no cudnn; a kernel is compiled at its first call, which
-also reads ``ends`` once for the weight gradient: warm up before capturing a CUDA graph.
+Importing this package imports no cutlass and no cudnn; a kernel is compiled at its first call,
+which also reads ``ends`` once for the weight gradient: warm up before capturing a CUDA graph.
 """
 
 from fusible.kernels.sm100 import limits, ops  # ops registers them

@@ -199,9 +199,7 @@ def check_columns(name: str, x: Tensor, scales: Tensor | None) -> Rows:
     if x.dtype == FP4:
         features, rows = x.shape[0], 2 * x.shape[1]
     else:
-        require(
-            x.dtype in (FP8, torch.bfloat16), f"{name} must be BF16, FP8 E4M3 or FP4", x.dtype
-        )
+        require(x.dtype in (FP8, torch.bfloat16), f"{name} must be BF16, FP8 E4M3 or FP4", x.dtype)
         rows, features = x.shape
     check_features(f"features of {name}", features)
     require(

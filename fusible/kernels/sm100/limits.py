@@ -9,3 +9,4 @@ MAX_GROUPS = 1024
 DTYPE = "bfloat16"  # of what is not quantized
 # With BF16 operands the clamped GeGLU has these constants baked in: limit and alpha.
 BF16_GEGLU = (7.0, 1.702)
+FORMATS = ("none", "mxfp8_e4m3", "nvfp4")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.kernels.sm100.checks import FP8
 from fusible.kernels.sm100.padding import Places, moved, packed_columns, packed_rows, returned
 from fusible.recipes.layout import swizzle_scales
 from fusible.recipes.product import Operand
@@ -41,7 +42,7 @@ def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
     """Rows ``x`` in groups up to ``ends``, encoded by group, as the kernels read them."""
     if x.format is None:
         assert x.plain is not None
-        use = Use(moved(x.plain, places))
+        use = Use(moved(x.plain, places).contiguous())
         return Packed(use, use)
     ends = ends if x.ends is None else x.ends
     row = column = None
@@ -108,15 +109,16 @@ def glu(
     alpha: float = 0.0,
     offset: float = 0.0,
 ) -> tuple[Tensor, Packed | Tensor]:
-    """``c = x @ w[e].T + bias[e]`` in BF16 and ``d = glu(c) * prob``, gate and linear in 32s.
+    """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
-    ``d`` is taken from the unrounded product; of MXFP8 operands it is quantized for both uses, of
-    others it is BF16. ``prob`` is FP32, one value a row.
+    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
+    blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands it is quantized for
+    both uses, of others it is BF16. ``prob`` is FP32, one value a row.
     """
     c, d, scales, column, column_scales = _ops.sm100_glu.default(
         *_product(x, w, places), bias, prob, activation, limit, alpha, offset
     )
-    if not scales.numel():
+    if d.dtype != FP8:
         return c, d
     return c, Packed(Use(d, scales), Use(column, column_scales))
 
@@ -143,7 +145,7 @@ def dglu(
         *_product(dy, w, places), c, prob, bias, activation, limit, alpha, offset
     )
     dprob = dprob[:-1] if places.rows is None else returned(dprob, places)
-    if not scales.numel():
+    if d.dtype != FP8:
         return d, dprob, dbias
     return Packed(Use(d, scales), Use(column, column_scales)), dprob, dbias
 

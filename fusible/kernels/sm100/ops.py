@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.kernels import grouped
 from fusible.kernels.provider import provider
+from fusible.kernels.sm90.launch import pointer_table
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import (
     FP4,
@@ -30,7 +32,6 @@ from fusible.kernels.sm100.checks import (
     check_weights,
     require,
 )
-from fusible.kernels.sm90.launch import pointer_table
 
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
@@ -52,7 +53,7 @@ def _define(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., A
     return register
 
 
-# --- arguments that all kernels share ------------------------------------------------------------
+# --- arguments that all kernels share -------------------------------------------------------------
 
 
 def _element(dtype: torch.dtype) -> torch.dtype:
@@ -89,8 +90,10 @@ def _weight_arguments(
     w: list[Tensor], scales: list[Tensor], weights: Weights, n_major: bool
 ) -> dict[str, Any]:
     major = {"b_major": "n" if n_major else "k"}
-    if weights.dense:
-        dense: dict[str, Any] = {"b_tensor": _as_element(w[0]), **major}
+    # Matrices that were allocated side by side are a dense tensor to the kernel.
+    together = w[0] if weights.dense else None if scales else grouped.side_by_side(w)
+    if together is not None:
+        dense: dict[str, Any] = {"b_tensor": _as_element(together), **major}
         return {**dense, "sfb_tensor": scales[0]} if scales else dense
     tables: dict[str, Any] = {"b_ptrs": _table(w), "n": weights.n, **major}
     tables["b_dtype"] = _element(w[0].dtype)
@@ -167,7 +170,7 @@ def _scale_bytes(rows: int, columns: int, x: Tensor) -> Tensor:
     return x.new_empty(size, dtype=torch.float8_e8m0fnu)
 
 
-# --- forward with a gated activation ---------------------------------------------------------------
+# --- forward with a gated activation --------------------------------------------------------------
 
 
 def _glu_outputs(x: Tensor, n: int) -> tuple[Tensor, ...]:
@@ -245,7 +248,7 @@ def _scales_of(out: Any, row: str, column: str, rows: int, columns: int) -> tupl
     )
 
 
-# --- backward of the activation, in the data gradient of the second linear -------------------------
+# --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
 def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, ...]:
@@ -325,7 +328,7 @@ def dglu(
     return *packed, dprob, dbias
 
 
-# --- plain grouped product -------------------------------------------------------------------------
+# --- plain grouped product ------------------------------------------------------------------------
 
 
 def _gemm_fake(x, x_scales, w, w_scales, ends, alpha, bias, row_scale, transpose_w):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -379,7 +382,7 @@ def gemm(
     return out
 
 
-# --- weight gradient -------------------------------------------------------------------------------
+# --- weight gradient ------------------------------------------------------------------------------
 
 _WGRAD = (
     "Tensor dy, Tensor? dy_scales, Tensor x, Tensor? x_scales, Tensor ends, Tensor? dy_global, "
@@ -413,9 +416,7 @@ def _wgrad_fake_(*_: object) -> None:
     return None
 
 
-@_define(
-    "sm100_wgrad_", f"(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_
-)
+@_define("sm100_wgrad_", f"(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_)
 def wgrad_(
     out: list[Tensor],
     dy: Tensor,
@@ -493,4 +494,4 @@ def _workspace(out: list[Tensor], x: Tensor) -> Tensor:
     """Memory for TMA descriptors, one set per call: the default one would be shared by streams."""
     sets = 4 if len(out) == 1 and out[0].ndim == 3 else 5
     groups = out[0].shape[0] if sets == 4 else len(out)
-    return x.new_empty(128 * sets * groups, dtype=torch.uint8)
+    return torch.empty(128 * sets * groups, dtype=torch.uint8, device=x.device)

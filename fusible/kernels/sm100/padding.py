@@ -38,7 +38,8 @@ def places_of(ends: Tensor, rows: int, aligned: bool) -> Places:
     if aligned and rows % limits.GROUP_ROWS == 0:
         return Places(ends, None, rows)
     size = padded_size(rows, ends.shape[0])
-    return Places(*torch.ops.fusible.sm100_places.default(ends, rows), size)
+    padded, place = torch.ops.fusible.sm100_places.default(ends, rows)
+    return Places(padded, place, size)
 
 
 def padded_size(rows: int, groups: int) -> int:
@@ -113,8 +114,8 @@ def packed_columns(
     """Data and packed scales of column-wise ``encoded`` groups up to ``ends``.
 
     MXFP8: data ``[size, K]`` as the rows lie. NVFP4: ``[K, size / 2]``, which only contains the
-    bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales: ``[round_up(K, 128), size / block]``, which
-    only contains the bytes of one compact region per group.
+    bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales:
+    ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
     """
     assert fmt.block is not None
     along = fmt.block[1]
