@@ -1,9 +1,9 @@
-"""A Blackwell GPU, pretended: the front end's own code, compiler and argument checks run without one.
+"""A Blackwell GPU, pretended: the front end's own code, compiler and argument checks, without one.
 
 ``simulated()`` lets ``cudnn`` believe in an SM100 GPU and in CPU tensors being on it. A kernel is
-really compiled for ``sm_100a``, and really called: the entry that the compiler generated checks rank,
-shape, strides, divisibility, dtype, device and alignment of every argument, and only then looks for
-a CUDA driver, which there is none. A call that gets so far counts as launched.
+really compiled for ``sm_100a``, and really called: the entry that the compiler generated checks
+rank, shape, strides, divisibility, dtype, device and alignment of every argument, and only then
+looks for a CUDA driver, which there is none. A call that gets so far counts as launched.
 """
 
 import contextlib
