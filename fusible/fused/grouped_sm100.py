@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
@@ -22,6 +23,7 @@ from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, Scal
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.weights import matrix
+from fusible.ops.wgrad import add_or_copy
 from fusible.recipes.product import (
     SAVED,
     Operand,
@@ -246,12 +248,11 @@ class GroupedLinearBackwardSm100(FusedOperation):
                 operands = [from_columnwise(part, weight_format) for part in parts]
                 packed = sm100.pack_weights(operands, transposed=True)
             dx = _like(grad_output, sm100.gemm(dyq.row, packed, places, transpose_w=True))
-        dweights: Grads = (None,) * len(linear.weights())
+        column = None
         if wgrad:
             x = Operand(None, plain=saved[0]) if fmt is None else from_columnwise(saved, fmt)
             column = sm100.pack_columns(x, ends, places)
-            assert dyq.column is not None
-            dweights = linear.divided(sm100.wgrad(dyq.column, column, places))
+        dweights = _weight_grads(linear, ctx, dyq.column, column, places)
         dy = values(dy)
         return (
             dx,
@@ -369,8 +370,9 @@ class GroupedMLPSm100(FusedOperation):
             assert dq.row is not None
             weights = _saved_weights(ctx1.saved_tensors[6:], ctx1)
             dx = _like(grad_output, sm100.gemm(dq.row, weights, places, transpose_w=True))
-        dweights1 = _weight_grads(fc1, wgrad1, dq.column, ctx1.saved_tensors[3:6], places)
-        dweights2 = _weight_grads(fc2, wgrad2, dyq.column, ctx2.saved_tensors[1:4], places)
+        x, hidden = sm100.Use(*ctx1.saved_tensors[3:6]), sm100.Use(*ctx2.saved_tensors[1:4])
+        dweights1 = _weight_grads(fc1, ctx1, dq.column, x, places)
+        dweights2 = _weight_grads(fc2, ctx2, dyq.column, hidden, places)
         dy = values(dy)
         return (
             dx,
@@ -394,15 +396,27 @@ def _options(act: ScaledGLU) -> dict[str, Any]:
 
 def _weight_grads(
     linear: GroupedLinear,
-    needed: bool,
+    ctx: OperationContext,
     dy: sm100.Use | None,
-    x: Sequence[Any],
+    x: sm100.Use | None,
     places: sm100.Places,
 ) -> Grads:
-    if not needed:
-        return (None,) * len(linear.weights())
-    assert dy is not None
-    return linear.divided(sm100.wgrad(dy, sm100.Use(*x), places))
+    """Gradients of the weight parameters: all that this module computes are made here."""
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        assert dy is not None
+        assert x is not None
+        if out is None:
+            return sm100.wgrad(dy, x, places)
+        if sm100.takes_wgrad(out):
+            sm100.wgrad_(list(out), dy, x, places, accumulate)
+            return None
+        buffers = out[0].unbind(0) if out[0].dim() == 3 else out
+        dw = sm100.wgrad(dy, x, places, torch.float32)
+        add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+        return None
+
+    return linear.weight_grads(ctx, gradient)
 
 
 def _bias_grads(linear: GroupedLinear, ctx: OperationContext, dbias: Tensor) -> Grads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
@@ -15,6 +16,7 @@ from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
+from fusible.ops.wgrad import add_or_copy
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
@@ -148,10 +150,21 @@ def weight_grads(
     linear: GroupedLinear, ctx: OperationContext, dy: Tensor, x: Tensor, ends: Tensor
 ) -> Grads:
     """Gradients of the weight parameters: all that this module computes are made here."""
-    if not ctx.needs.params[0]:
-        return (None,) * len(linear.weights())
     kernels = provider("sm90")
-    return linear.divided(kernels.grouped_wgrad(dy, _rows(kernels, x), ends))
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        rows = _rows(kernels, x)
+        if out is None:
+            return kernels.grouped_wgrad(dy, rows, ends)
+        if kernels.takes_wgrad(out, dy.dtype):
+            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate)
+            return None
+        buffers = out[0].unbind(0) if out[0].dim() == 3 else out
+        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32)
+        add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+        return None
+
+    return linear.weight_grads(ctx, gradient)
 
 
 class GroupedLinearGLUSm90(FusedOperation):

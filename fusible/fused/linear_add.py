@@ -14,6 +14,7 @@ from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend
 from fusible.ops.op import Grads
+from fusible.ops.wgrad import dense_gradient
 
 
 def _add_product(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ class BackwardLinearAdd(FusedOperation):
 
     def __init__(self, fork: MakeExtraOutput, linear: BasicLinear) -> None:
         super().__init__([fork, linear])
+        self._parts = fork, linear
 
     def fuser_backward(
         self,
@@ -72,7 +74,8 @@ class BackwardLinearAdd(FusedOperation):
         dx = None
         if ctx.needs.input:
             dx = dy @ weight if dextra is None else _sum(dextra, dy, weight)
-        return dx, [(), (BasicLinear.weight_grad(ctx, dy),)], [(), ()]
+        dweight = self._parts[1].weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
+        return dx, [(), dweight], [(), ()]
 
 
 @rule(

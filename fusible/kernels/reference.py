@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,18 @@ def grouped_wgrad(
     """``dy[rows of e].T @ x[rows of e]`` for each group e."""
     dw = grouped.grouped_wgrad(dy, x, ends)
     return dw if out_dtype is None else dw.to(out_dtype)
+
+
+def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Any buffers will do."""
+    return True
+
+
+def grouped_wgrad_(
+    out: list[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
+) -> None:
+    """``grouped_wgrad`` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    grouped.grouped_wgrad_(out, dy, x, ends, accumulate)
 
 
 def _glu(activation: str) -> tuple[Callable[..., Tensor], Callable[..., Any]]:

@@ -14,9 +14,10 @@ from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_features, product_dtype, refuse
+from fusible.ops.checks import check_features, product_dtype
 from fusible.ops.op import Grads
 from fusible.ops.weights import WeightedOperation, matrix
+from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.product import (
     SAVED,
     Product,
@@ -64,10 +65,13 @@ class GroupedLinear(WeightedOperation):
         dtype: FP32, FP16 or BF16; PyTorch's default if None.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             sets the random state for initialisation (Megatron's tracker).
-        accumulate_into_main_grad: not offered yet.
+        accumulate_into_main_grad: add each weight's gradient to its ``main_grad`` (FP32 or BF16),
+            or write it there if it has ``overwrite_main_grad``, rather than give it to autograd.
+            Biases keep theirs with autograd.
         single_grouped_weight: one ``weight`` rather than one per group.
         single_grouped_bias: one ``bias`` rather than one per group.
-        delay_wgrad_compute: not offered yet.
+        delay_wgrad_compute: compute weight gradients in :meth:`backward_dw` rather than in
+            ``backward()``, one call for every backward; those of biases come with the backward.
         scale_bias: multiply the bias by the extra input ``scales``.
         split_alignment: a promise that every split size is a multiple of it, which spares kernels
             that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
@@ -87,6 +91,8 @@ class GroupedLinear(WeightedOperation):
         "single_grouped_weight",
         "single_grouped_bias",
         "split_alignment",
+        "accumulate_into_main_grad",
+        "delay_wgrad_compute",
     )
 
     def __init__(  # noqa: PLR0913 - Transformer Engine's signature
@@ -107,10 +113,6 @@ class GroupedLinear(WeightedOperation):
         split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        if accumulate_into_main_grad:
-            raise refuse("accumulate_into_main_grad", "GroupedLinear", "read .grad instead")
-        if delay_wgrad_compute:
-            raise refuse("delay_wgrad_compute", "GroupedLinear", "gradients come with backward()")
         if num_groups < 1:
             raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
         if split_alignment < 1:
@@ -120,7 +122,10 @@ class GroupedLinear(WeightedOperation):
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
-        super().__init__()
+        super().__init__(
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -176,11 +181,18 @@ class GroupedLinear(WeightedOperation):
         return [self._parameters[f"{name}{group}"] for group in range(self.num_groups)]  # type: ignore[misc]
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """Says where PyTorch's own grouped product synchronises."""
-        if target.device == "cuda" and dtype != "bfloat16":
+        """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""
+        if target.device != "cuda":
+            return ()
+        if dtype != "bfloat16":
             return (
                 f"{dtype} on CUDA runs a loop over groups that reads the split sizes on the host "
                 "(a synchronisation); bfloat16 does not",
+            )
+        if self.accumulate_into_main_grad:
+            return (
+                "weight gradients are rounded to bfloat16 before they are added to main_grad: "
+                "PyTorch's grouped product has no FP32 output",
             )
         return ()
 
@@ -261,6 +273,7 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
+        self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
@@ -332,10 +345,7 @@ class GroupedLinear(WeightedOperation):
         if ctx.needs.input:
             dx = grouped.grouped_mm(dy, weights, ends, None, None, True)
             dx = _with_rows_of(grad_output, dx)
-        count = len(weights)
-        dweights: Grads = (None,) * count
-        if ctx.needs.params[0]:
-            dweights = self.divided(grouped.grouped_wgrad(dy, x, ends))
+        dweights = self.weight_grads(ctx, grouped_gradient(dy, x, ends))
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
         dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
         return dx, [(*dweights, *dbiases)], [(None, *dscales)]
@@ -362,7 +372,7 @@ class GroupedLinear(WeightedOperation):
             x = from_columnwise(ctx.saved_tensors[:SAVED], recipe.format("input"))
             rows = operand(dyq, "wgrad", "grad", compute)
             columns = operand(x, "wgrad", "input", compute)
-            dweights = self.divided(grouped.grouped_wgrad(rows, columns, ends))
+            dweights = self.weight_grads(ctx, grouped_gradient(rows, columns, ends))
         dy = values(dy)
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
         dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
@@ -373,10 +383,6 @@ class GroupedLinear(WeightedOperation):
         saved, fmt = ctx.saved_tensors[SAVED + 2 :], ctx.recipe.format("weight")
         parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
         return [operand(from_columnwise(p, fmt), "dgrad", "weight", compute) for p in parts]
-
-    def divided(self, dweight: Tensor) -> Grads:
-        """A gradient ``[num_groups, out_features, in_features]``, as the parameters are."""
-        return (dweight,) if self.single_grouped_weight else dweight.unbind(0)
 
     def bias_grads(
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None

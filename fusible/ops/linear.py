@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_device, check_features, product_dtype, refuse
+from fusible.ops.checks import check_device, check_features, product_dtype
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
 from fusible.ops.weights import WeightedOperation, matrix
+from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.product import (
     SAVED,
@@ -46,10 +47,11 @@ class BasicLinear(WeightedOperation):
         dtype: FP32, FP16 or BF16; PyTorch's default if None.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             sets the random state for initialisation (Megatron's tracker).
-        accumulate_into_main_grad: not offered yet.
+        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (FP32 or BF16),
+            or write it there if ``weight.overwrite_main_grad``, rather than give it to autograd.
     """
 
-    fact_names = ("in_features", "out_features")
+    fact_names = ("in_features", "out_features", "accumulate_into_main_grad")
     saves = "x, weight"
 
     def __init__(
@@ -62,9 +64,7 @@ class BasicLinear(WeightedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        super().__init__()
-        if accumulate_into_main_grad:
-            raise refuse("accumulate_into_main_grad", "BasicLinear", "read weight.grad instead")
+        super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
         self.in_features = in_features
         self.out_features = out_features
         self.rng_state_tracker_function = rng_state_tracker_function
@@ -155,7 +155,7 @@ class BasicLinear(WeightedOperation):
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)
         dx = (dy @ weight) if ctx.needs.input else None
-        return dx, (self.weight_grad(ctx, dy),)
+        return dx, self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -166,25 +166,17 @@ class BasicLinear(WeightedOperation):
             products.append("wgrad")
         dy = encode_operand(matrix(grad_output, ctx.dtype), recipe, "grad", *products)
         saved = ctx.saved_tensors
-        dx = dweight = None
+        dx = None
         if needs.input:
             weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
             dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
-        if needs.params[0]:
-            x = from_columnwise(saved[:SAVED], recipe.format("input"))
-            left = operand(dy, "wgrad", "grad", compute).reshape(-1, self.out_features)
-            right = operand(x, "wgrad", "input", compute).reshape(-1, self.in_features)
-            dweight = left.t() @ right
-        return dx, (dweight,)
-
-    @staticmethod
-    def weight_grad(ctx: OperationContext, dy: Tensor) -> Tensor | None:
-        """``dy.T @ x`` over all rows, or None if the weight needs no gradient."""
-        if not ctx.needs.params[0]:
-            return None
-        x = ctx.saved_tensors[0]
-        return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        if not needs.params[0]:
+            return dx, (None,)
+        x = from_columnwise(saved[:SAVED], recipe.format("input"))
+        left = operand(dy, "wgrad", "grad", compute)
+        right = operand(x, "wgrad", "input", compute)
+        return dx, self.weight_grads(ctx, dense_gradient(left, right))
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -1,7 +1,8 @@
-"""Ops that own a weight: how it is stored, and how it is encoded for products under a recipe."""
+"""Ops that own a weight: how it is stored, how it is encoded, and where its gradient goes."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
-from fusible.ops.op import BasicOperation, FusibleOperation
+from fusible.ops.op import BasicOperation, FusibleOperation, Grads
+from fusible.ops.wgrad import (
+    MainGrads,
+    WeightGradient,
+    add_to_grad,
+    main_grads,
+    placeholders,
+)
 from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import Operand, Product, encode_operand, is_quantized
 from fusible.recipes.recipe import Recipe
@@ -25,15 +33,23 @@ _Encoded = tuple[tuple[Tensor, ...], Any]
 class WeightedOperation(BasicOperation):
     """A linear transformation: its weights are operands of quantized products.
 
-    A subclass names its weight parameters with :meth:`weights`, and calls
-    :meth:`store_weights` when they have their first values.
+    A subclass names its weight parameters with :meth:`weights`, which come first among its own
+    parameters, and calls :meth:`store_weights` when they have their first values. Its backward, and
+    that of every fused op that covers it, gives the weights' gradient to :meth:`weight_grads`.
     """
 
     # What reuse_quantized_weights keeps of this op: encoded weights with the weights they are of.
     _reused: dict[Any, _Encoded] | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
+    ) -> None:
         super().__init__()
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
+        # Weight gradients of backwards so far, oldest first, and where each is to go.
+        self._delayed: deque[tuple[WeightGradient, MainGrads | None]] = deque()
+        self._wgrad_hooks: list[Callable[[], Any]] = []
         register_state_hooks(self)
 
     def weights(self) -> list[Tensor]:
@@ -48,6 +64,88 @@ class WeightedOperation(BasicOperation):
             if any(parameter is weight for weight in self.weights()):
                 assert parameter is not None
                 self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def weight_grads(self, ctx: OperationContext, gradient: WeightGradient) -> Grads:
+        """What the backward returns for the weights; decides where their gradient goes, and when.
+
+        One for each of :meth:`weights`: the gradients, or what stands for those that are in
+        ``main_grad`` (:func:`fusible.ops.wgrad.placeholders`), or None for delayed ones.
+
+        Raises:
+            ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``.
+        """
+        weights = self.weights()
+        if not ctx.needs.params[0]:
+            return (None,) * len(weights)
+        into = None
+        if self.accumulate_into_main_grad:
+            into = main_grads(weights, type(self).__name__)
+        if self.delay_wgrad_compute:
+            self._delayed.append((gradient, into))
+        elif into is None:
+            return self.divided(gradient())
+        else:
+            into.take(gradient)
+        return (None,) * len(weights) if into is None else placeholders(weights)
+
+    def divided(self, gradient: Tensor | None) -> Grads:
+        """A gradient of all weights as one tensor, as the parameters are."""
+        assert gradient is not None
+        if gradient.dim() == self.weights()[0].dim():
+            return (gradient,)
+        return gradient.unbind(0)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients come with :meth:`backward_dw`, not with ``backward()``."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward without one, then call the hooks.
+
+        It is added to ``main_grad`` or to ``.grad``. Does nothing if no backward is waiting.
+        """
+        if not self._delayed:
+            return
+        gradient, into = self._delayed.popleft()
+        with torch.no_grad():
+            if into is not None:
+                into.take(gradient)
+            else:
+                for weight, grad in zip(self.weights(), self.divided(gradient()), strict=True):
+                    assert grad is not None
+                    add_to_grad(weight, grad)
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook()`` after every :meth:`backward_dw` that computed a gradient.
+
+        Where a framework does what it otherwise does when autograd has accumulated a gradient;
+        the weights say ``skip_backward_post_hook`` to it.
+        """
+        self._wgrad_hooks.append(hook)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Tell frameworks of a weight whose gradient is delayed."""
+        super().register_parameter(name, param)
+        if param is not None and self.delay_wgrad_compute and name.startswith("weight"):
+            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def refuse_tracing(self) -> None:
+        """Refuse ``torch.compile`` of what happens outside of a graph.
+
+        Raises:
+            RuntimeError: while compiling, ``delay_wgrad_compute`` is on.
+        """
+        if self.delay_wgrad_compute and torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"delay_wgrad_compute of {type(self).__name__} must be False under torch.compile, "
+                "whose backward is one graph, got True; call the module uncompiled"
+            )
+
+    # --- encoding --------------------------------------------------------------------------------
 
     def encoded_weights(
         self, ctx: OperationContext, laid_out: Callable[[list[Operand]], Any] = list
@@ -82,8 +180,8 @@ class WeightedOperation(BasicOperation):
         return (f"products of quantized operands: {', '.join(names)}",)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is in no scope.
-        return {**super().__getstate__(), "_reused": None}
+        # A copy is in no scope, and no backward of it is waiting.
+        return {**super().__getstate__(), "_reused": None, "_delayed": deque()}
 
 
 def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:

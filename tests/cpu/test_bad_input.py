@@ -285,10 +285,10 @@ CASES = {
         ValueError,
         ("must be False", "got True", "torch.utils.checkpoint"),
     ),
-    "main gradients": (
-        lambda: fz.Linear(8, 8, accumulate_into_main_grad=True),
+    "main gradients without buffers": (
+        lambda: fz.Linear(8, 8, accumulate_into_main_grad=True)(torch.randn(2, 8)).sum().backward(),
         ValueError,
-        ("must be False", "got True", "read weight.grad instead"),
+        ("main_grad of every weight", "got none", "set weight.main_grad"),
     ),
     "a fused op without its parts' parameters": (
         lambda: fz.Sequential(fz.FusedOperation([fz.BasicLinear(2, 2)]))(torch.randn(2, 2)),

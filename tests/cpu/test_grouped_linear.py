@@ -203,9 +203,3 @@ def test_two_ops_share_split_sizes_only_if_they_agree_on_them():
     )
     with pytest.raises(ValueError, match="at most the 2 rows"):
         shorter(x, splits, splits)
-
-
-@pytest.mark.parametrize("name", ["accumulate_into_main_grad", "delay_wgrad_compute"])
-def test_options_not_offered_yet(name):
-    with pytest.raises(ValueError, match=rf"{name} must be False .* got True; "):
-        fz.GroupedLinear(2, 4, 4, **{name: True})

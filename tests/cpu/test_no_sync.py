@@ -103,6 +103,23 @@ def mlp_on_device(dtype=torch.bfloat16, scale_bias=False, **options):
 
 
 @pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("delay", [True, False])
+def test_main_grads(single, delay, no_sync):
+    with assume_target("sm100"):
+        options = {"accumulate_into_main_grad": True, "delay_wgrad_compute": delay}
+        mlp = mlp_on_device(bias=True, single_grouped_weight=single, **options)
+        for i, p in enumerate(mlp.parameters()):
+            p.main_grad = torch.empty(p.shape, dtype=torch.float32)
+            p.overwrite_main_grad = i % 2 == 0
+        x, scales = on_device(10, 16), on_device(10, dtype=torch.float32)
+        splits = torch.ones(4, dtype=torch.int64)
+        mlp(x, splits, scales, splits).sum().backward()
+        mlp[0].backward_dw()
+        mlp[2].backward_dw()
+    assert_gradients(x, scales, *mlp[0].biases(), *mlp[2].biases())
+
+
+@pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_grouped_mlp(single, bias, no_sync):
     with assume_target("sm100"):

@@ -19,6 +19,7 @@ from fusible.kernels.sm100.operands import (
     pack,
     pack_columns,
     pack_weights,
+    takes_wgrad,
     wgrad,
     wgrad_,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "pack_weights",
     "places_of",
     "returned",
+    "takes_wgrad",
     "wgrad",
     "wgrad_",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +180,18 @@ def wgrad(dy: Use, x: Use, places: Places, out_dtype: torch.dtype = torch.bfloat
 def wgrad_(out: list[Tensor], dy: Use, x: Use, places: Places, accumulate: bool) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     _ops.sm100_wgrad_.default(out, *_columns(dy, x, places), accumulate)
+
+
+def takes_wgrad(out: Sequence[Tensor]) -> bool:
+    """Whether the kernel can write weight gradients to ``out``, or add to it, as it lies."""
+    # The address of a traced tensor is not known.
+    traced = torch.compiler.is_compiling()
+    return all(
+        t.dtype in (torch.bfloat16, torch.float32)
+        and t.is_contiguous()
+        and (traced or t.data_ptr() % 16 == 0)
+        for t in out
+    )
 
 
 def _product(x: Use, w: PackedWeights, places: Places) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.ops import has_matrix_layout  # and registers the ops
+from fusible.kernels.sm90.ops import has_matrix_layout, takes_wgrad  # and registers the ops
 
 _ops = torch.ops.fusible
 
@@ -23,6 +23,7 @@ __all__ = [
     "grouped_wgrad_",
     "has_matrix_layout",
     "limits",
+    "takes_wgrad",
 ]
 
 

@@ -3,6 +3,7 @@
 Every check is a sentence that names the argument, what it must be, and what it is.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,16 @@ def has_matrix_layout(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return x.is_contiguous()
     return _is_readable(*x.shape[-2:], *x.stride()[-2:], x.data_ptr())
+
+
+def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether `grouped_wgrad_` of operands in ``dtype`` can write to ``out``."""
+    first = out[0]
+    return (
+        first.dtype in (dtype, torch.float32)
+        and (first.dim() == 2 or first.stride(0) % limits.MULTIPLE_OF == 0)
+        and all([t.stride() == first.stride() and has_matrix_layout(t) for t in out])
+    )
 
 
 def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> None:

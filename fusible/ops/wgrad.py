@@ -1,0 +1,179 @@
+"""Where a weight gradient goes: to autograd or into ``main_grad``, now or at ``backward_dw()``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fusible.kernels import grouped
+
+
+class WeightGradient(Protocol):
+    """The weight gradient of one backward, not computed yet."""
+
+    def __call__(
+        self, out: Sequence[Tensor] | None = None, accumulate: bool = False
+    ) -> Tensor | None:
+        """Return it in the weights' shape, stacked; or write it to ``out``, or add it there.
+
+        ``out`` is one tensor of that shape or one per group, of one floating dtype, in any layout.
+        """
+
+
+class MainGrads(NamedTuple):
+    """The buffers of a framework that some weights' gradients go to, and which are overwritten."""
+
+    buffers: tuple[Tensor, ...]
+    overwrite: tuple[bool, ...]
+
+    def take(self, gradient: WeightGradient) -> None:
+        """Write or add the gradient, each buffer by its own flag."""
+        dtype = self.buffers[0].dtype
+        if any([buffer.dtype != dtype for buffer in self.buffers]):
+            # One product in the widest dtype, which is then rounded once for each buffer.
+            add_or_copy(self.buffers, self._widest(gradient), self.overwrite)
+            return
+        accumulate = not all(self.overwrite)
+        if accumulate:
+            for buffer, fresh in zip(self.buffers, self.overwrite, strict=True):
+                if fresh:
+                    buffer.zero_()
+        gradient(self.buffers, accumulate)
+
+    def _widest(self, gradient: WeightGradient) -> Tensor:
+        dtype = self.buffers[0].dtype
+        for buffer in self.buffers:
+            dtype = torch.promote_types(dtype, buffer.dtype)
+        first = self.buffers[0]
+        wide = first.new_empty((len(self.buffers), *first.shape), dtype=dtype)
+        gradient([wide], False)
+        return wide
+
+
+def add_or_copy(buffers: Sequence[Tensor], grads: Tensor, overwrite: Sequence[bool]) -> None:
+    """Add ``grads[i]`` to buffer i, or copy it there."""
+    for buffer, grad, fresh in zip(buffers, grads.unbind(0), overwrite, strict=True):
+        buffer.copy_(grad) if fresh else buffer.add_(grad)
+
+
+def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> WeightGradient:
+    """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product."""
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        if out is None:
+            return grouped.grouped_wgrad(dy, x, ends)
+        grouped.grouped_wgrad_(list(out), dy, x, ends, accumulate)
+        return None
+
+    return gradient
+
+
+def dense_gradient(dy: Tensor, x: Tensor) -> WeightGradient:
+    """``dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``."""
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        if out is None:
+            return dy.t() @ x
+        (buffer,) = out
+        dw = _product(dy.t(), x, torch.promote_types(buffer.dtype, dy.dtype))
+        buffer.add_(dw) if accumulate else buffer.copy_(dw)
+        return None
+
+    return gradient
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` in ``dtype``, at least theirs, with nothing rounded on the way."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
+    """The ``main_grad`` of every weight, in its shape, and its ``overwrite_main_grad``.
+
+    A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
+
+    Raises:
+        ValueError: a weight has no ``main_grad``, or one of another size, device, or of a dtype
+            other than FP32, BF16 and the weight's own, or one that no view gives the weight's
+            shape.
+    """
+    buffers = []
+    for weight in weights:
+        if hasattr(weight, "__fsdp_param__"):
+            weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+        buffers.append(_checked(getattr(weight, "main_grad", None), weight, who))
+    overwrite = [bool(getattr(weight, "overwrite_main_grad", False)) for weight in weights]
+    return MainGrads(tuple(buffers), tuple(overwrite))
+
+
+def _checked(main_grad: Tensor | None, weight: Tensor, who: str) -> Tensor:
+    shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
+    wanted = (
+        f"main_grad of every weight of {who} must be a tensor of shape {tuple(shape)} in FP32, "
+        f"BF16 or {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
+    )
+    if main_grad is None:
+        raise ValueError(f"{wanted}, got none; set weight.main_grad (fully_shard removes it)")
+    if (
+        main_grad.numel() != shape.numel()
+        or main_grad.dtype not in allowed
+        or main_grad.device != weight.device
+    ):
+        raise ValueError(
+            f"{wanted}, got {main_grad.dtype} of shape {tuple(main_grad.shape)} on "
+            f"{main_grad.device}"
+        )
+    if main_grad.shape == shape:
+        return main_grad.detach()
+    try:
+        return main_grad.detach().view(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{wanted}, got shape {tuple(main_grad.shape)} with strides {main_grad.stride()}, "
+            "which no view gives that shape"
+        ) from error
+
+
+def placeholders(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """What autograd gets for weights whose gradient is in ``main_grad``.
+
+    Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
+    with the attribute ``grad_added_to_main_grad`` has it set, and gets a tensor of no meaning, of
+    zeros if it also has ``zero_out_wgrad``; the others get None. A compiled backward sets no
+    attribute, so there it is zeros, which do no harm if they are added.
+    """
+    return tuple([_placeholder(weight) for weight in weights])
+
+
+def _placeholder(weight: Tensor) -> Tensor | None:
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    zeros = torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False)
+    if not torch.compiler.is_compiling():
+        weight.grad_added_to_main_grad = True
+    make = torch.zeros if zeros else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def add_to_grad(weight: Tensor, grad: Tensor) -> None:
+    """Accumulate into ``weight.grad``, as autograd does.
+
+    Raises:
+        RuntimeError: the weight is sharded by now, and its gradient would never be reduced.
+    """
+    if weight.shape != grad.shape:
+        raise RuntimeError(
+            f"a weight must have the shape {tuple(grad.shape)} of its delayed gradient when "
+            f"backward_dw() is called, got {tuple(weight.shape)}; under fully_shard use "
+            "delay_wgrad_compute=False"
+        )
+    grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)
+    weight.grad = grad if weight.grad is None else weight.grad + grad

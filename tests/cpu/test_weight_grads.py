@@ -1,0 +1,403 @@
+"""Where weight gradients go: autograd, main_grad, backward_dw(); on every path, fused or not."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+from fusible.fused.grouped_sm90 import GroupedLinearBackwardSm90
+from fusible.kernels import reference
+from fusible.testing import assume_target
+
+SIZES, ROWS = (3, 0, 4, 1), 10
+FP32, BF16 = torch.float32, torch.bfloat16
+MX = fz.recipes.MXFP8BlockScaling()
+
+# Name: dtype of the model, recipe, machine, what its plan must have fired.
+PATHS = {
+    "unfused": (FP32, None, None, ()),
+    "sm90": (BF16, None, "sm90", ("grouped_mlp_sm90",)),
+    "mxfp8": (FP32, MX, None, ()),
+    "mxfp8 in bf16": (BF16, MX, None, ()),
+}
+paths = pytest.mark.parametrize("path", PATHS)
+layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+
+
+def build(path, single, **options):
+    options = {
+        "bias": True,
+        "single_grouped_weight": single,
+        "single_grouped_bias": single,
+    } | options
+    torch.manual_seed(1)
+    mlp = ref.grouped_mlp(4, 32, 64, dtype=PATHS[path][0], **options)
+    for fc in (mlp[0], mlp[2]):
+        for bias in fc.biases():
+            torch.nn.init.normal_(bias)
+    return mlp
+
+
+def run(path, mlp, seed=2):
+    """Forward and backward; the gradients of the inputs."""
+    dtype, recipe, machine, fired = PATHS[path]
+    torch.manual_seed(seed)
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, 32, dtype)
+    with assume_target(machine, reference) if machine else nullcontext():
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = mlp(x, splits, scales, splits)
+        assert mlp.plan.fired == fired
+        y.backward(torch.randn_like(y))
+    return x.grad, scales.grad
+
+
+def weights(mlp):
+    return [*mlp[0].weights(), *mlp[2].weights()]
+
+
+def expected(path, single, seeds=(2,)):
+    """Weight gradients and bias gradients by autograd."""
+    mlp = build(path, single)
+    inputs = [run(path, mlp, seed) for seed in seeds]
+    return [w.grad for w in weights(mlp)], [b.grad for b in biases(mlp)], inputs
+
+
+def biases(mlp):
+    return [*mlp[0].biases(), *mlp[2].biases()]
+
+
+def give_main_grads(mlp, dtype=FP32):
+    for w in weights(mlp):
+        w.main_grad = torch.randn(w.shape).to(dtype)
+    return [w.main_grad.clone() for w in weights(mlp)]
+
+
+def assert_close(got, want, dtype):
+    """Within some roundings of ``dtype`` of the largest value."""
+    bound = 4 * torch.finfo(dtype).eps * want.abs().max()
+    assert (got.double() - want.double()).abs().max() <= bound
+
+
+def coarser(*dtypes):
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+@paths
+@layouts
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_main_grad_is_added_to(path, single, dtype):
+    mlp = build(path, single, accumulate_into_main_grad=True)
+    before = give_main_grads(mlp, dtype)
+    inputs = run(path, mlp)
+    want, want_biases, want_inputs = expected(path, single)
+    for w, old, grad in zip(weights(mlp), before, want, strict=True):
+        assert w.grad is None
+        assert_close(w.main_grad, old.double() + grad.double(), coarser(dtype, grad.dtype))
+    for bias, grad in zip(biases(mlp), want_biases, strict=True):
+        assert torch.equal(bias.grad, grad)
+    for mine, theirs in zip(inputs, want_inputs[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@paths
+@pytest.mark.parametrize("dtypes", [(FP32,) * 4, (FP32, BF16, BF16, FP32)], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("flags", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_each_weight_has_its_own_flag(path, dtypes, flags):
+    """Others apply the flag of the last group to all of them."""
+    flags = (*flags, True, False)
+    mlp = build(path, False, accumulate_into_main_grad=True)
+    before = give_main_grads(mlp)
+    for w, dtype, flag in zip(weights(mlp), dtypes * 2, flags * 2, strict=True):
+        w.overwrite_main_grad = flag
+        w.main_grad = w.main_grad.to(dtype)
+        if flag:
+            w.main_grad.fill_(float("nan"))
+    run(path, mlp)
+    want, *_ = expected(path, False)
+    for w, old, grad, flag in zip(weights(mlp), before, want, flags * 2, strict=True):
+        total = grad.double() + (0 if flag else old.to(w.main_grad.dtype).double())
+        assert_close(w.main_grad, total, coarser(w.main_grad.dtype, grad.dtype))
+    for fc in (mlp[0], mlp[2]):  # group 1 has no rows
+        old = before[1 if fc is mlp[0] else 5].to(fc.weight1.main_grad.dtype)
+        assert torch.equal(fc.weight1.main_grad, torch.zeros_like(old) if flags[1] else old)
+
+
+@layouts
+def test_products_of_bf16_reach_fp32_unrounded(single):
+    """The fused backward of one linear, against FP64 products of the same BF16 values."""
+    options = {"single_grouped_weight": single, "dtype": BF16, "bias": False}
+    op = fz.GroupedLinear(4, 32, 64, accumulate_into_main_grad=True, **options)
+    for w in op.weights():
+        w.main_grad = torch.zeros(w.shape)
+    x, dy = torch.randn(ROWS, 32).to(BF16), torch.randn(ROWS, 64).to(BF16)
+    with assume_target("sm90", reference):
+        op(x, SIZES).backward(dy)
+    assert type(op.plan.backward_ops[0].op) is GroupedLinearBackwardSm90
+    got = torch.stack([w.main_grad for w in op.weights()]).view(4, 64, 32)
+    for group, (dy_e, x_e) in enumerate(zip(dy[:8].split(SIZES), x[:8].split(SIZES), strict=True)):
+        ref.assert_accurate(got[group], dy_e.double().t() @ x_e.double())
+
+
+@pytest.mark.parametrize("path", ["unfused", "sm90"])
+def test_what_autograd_gets_instead(path):
+    mlp = build(path, False, accumulate_into_main_grad=True)
+    give_main_grads(mlp)
+    told, zeroed, silent, *_ = weights(mlp)
+    for w in (told, zeroed):
+        w.grad_added_to_main_grad = False
+    zeroed.zero_out_wgrad = True
+    ran = []
+    told.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad_added_to_main_grad))
+    run(path, mlp)
+    assert ran == [True]
+    assert zeroed.grad_added_to_main_grad
+    assert not hasattr(silent, "grad_added_to_main_grad")
+    assert (told.grad.shape, told.grad.dtype) == (told.shape, told.dtype)
+    assert torch.equal(zeroed.grad, torch.zeros_like(zeroed))
+    assert silent.grad is None
+
+
+def test_a_flat_main_grad_and_one_that_is_handed_out():
+    """Megatron's buffers are slices of a flat one; Megatron-FSDP's change from step to step."""
+    mlp = build("unfused", True, accumulate_into_main_grad=True)
+    flat = torch.zeros(mlp[0].weight.numel())
+    mlp[0].weight.main_grad = flat
+    handed = torch.zeros(mlp[2].weight.shape)
+    mlp[2].weight.__fsdp_param__ = True
+    mlp[2].weight.get_main_grad = lambda: handed
+    run("unfused", mlp)
+    want, *_ = expected("unfused", True)
+    assert torch.equal(flat.view_as(want[0]), want[0])
+    assert torch.equal(handed, want[1])
+    assert mlp[2].weight.main_grad is handed
+
+
+BAD = {
+    "none": lambda w: None,
+    "another size": lambda w: torch.zeros(3),
+    "another shape, not a view": lambda w: torch.zeros(w.shape[::-1]).permute(2, 1, 0)[:, ::2],
+    "FP16": lambda w: torch.zeros(w.shape, dtype=torch.float16),
+    "another device": lambda w: torch.zeros(w.shape, device="meta"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["grouped", "dense"])
+def test_a_main_grad_that_does_not_fit(bad, kind):
+    if kind == "grouped":
+        op = fz.GroupedLinear(2, 4, 6, single_grouped_weight=True, accumulate_into_main_grad=True)
+        y = op(torch.randn(3, 4), [1, 2])
+    else:
+        op = fz.Linear(4, 6, accumulate_into_main_grad=True)
+        y = op(torch.randn(3, 4))
+    shape = tuple(op.weight.shape)
+    op.weight.main_grad = BAD[bad](op.weight.expand(2, 6, 4))
+    with pytest.raises(ValueError, match="main_grad of every weight") as error:
+        y.sum().backward()
+    assert str(shape) in str(error.value)
+    assert op.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("main_dtype", [FP32, BF16])
+@pytest.mark.parametrize("recipe", [None, MX])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_dense(dtype, main_dtype, recipe, overwrite):
+    """Fused with a residual, the product's backward is another op's."""
+    make = lambda **options: fz.Sequential(  # noqa: E731
+        fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        fz.BasicLinear(32, 32, dtype=dtype, **options),
+        fz.AddExtraInput().set_extra_input_channel(0, "r"),
+        fz.Linear(32, 64, dtype=dtype, **options),
+    )
+    plain, mine = make(), make(accumulate_into_main_grad=True)
+    mine.load_state_dict(plain.state_dict())
+    old = []
+    for op in (mine[1], mine[3]):
+        op.weight.overwrite_main_grad = overwrite
+        old.append(torch.randn(op.weight.shape).to(main_dtype))
+        op.weight.main_grad = old[-1].clone()
+    x, dy = torch.randn(32, 32).to(dtype), torch.randn(32, 64).to(dtype)
+    for seq in (plain, mine):
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            seq(x.requires_grad_()).backward(dy)
+    assert ("backward_linear_add" in mine.plan.fired) == (recipe is None)
+    for mine_op, op, before in zip((mine[1], mine[3]), (plain[1], plain[3]), old, strict=True):
+        assert mine_op.weight.grad is None
+        want = op.weight.grad.double() + (0 if overwrite else before.double())
+        assert_close(mine_op.weight.main_grad, want, coarser(dtype, main_dtype))
+    assert torch.equal(mine[3].bias.grad, plain[3].bias.grad)
+
+
+def test_where_pytorch_rounds_is_explained():
+    mlp = build("unfused", True, accumulate_into_main_grad=True).bfloat16()
+    inputs = [
+        t.bfloat16() if t.is_floating_point() else t for t in ref.grouped_mlp_inputs(hidden=32)
+    ]
+    inputs.append(inputs[1])
+    said = "weight gradients are rounded to bfloat16 before they are added to main_grad"
+    assert said in str(fz.explain(mlp, *inputs, target="sm80"))
+    assert said not in str(fz.explain(mlp, *inputs, target="sm90"))
+
+
+# --- delayed ------------------------------------------------------------------------------------
+
+
+@paths
+@layouts
+def test_delayed(path, single):
+    mlp = build(path, single, delay_wgrad_compute=True)
+    fc1, fc2 = mlp[0], mlp[2]
+    assert fc1.need_backward_dw()
+    assert not build(path, single)[0].need_backward_dw()
+    assert all(w.skip_backward_post_hook for w in weights(mlp))
+    assert not any(hasattr(b, "skip_backward_post_hook") for b in biases(mlp))
+    called = []
+    fc1.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(fc1.weights()[0].grad))
+    fc1.backward_dw()  # nothing is waiting
+    inputs = run(path, mlp)
+    want, want_biases, (want_inputs,) = expected(path, single)
+    assert all(w.grad is None for w in weights(mlp))
+    for mine, theirs in zip(
+        (*inputs, *(b.grad for b in biases(mlp))), (*want_inputs, *want_biases), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    for _ in range(2):  # the second time for nothing
+        fc2.backward_dw()
+        fc1.backward_dw()
+    for w, grad in zip(weights(mlp), want, strict=True):
+        assert w.grad.dtype == w.dtype
+        assert torch.equal(w.grad, grad)
+    assert len(called) == 1
+    assert called[0] is fc1.weights()[0].grad
+
+
+@paths
+def test_delayed_micro_batches(path):
+    """Backwards wait in order; each call takes one."""
+    mlp = build(path, True, delay_wgrad_compute=True)
+    run(path, mlp, 2)
+    run(path, mlp, 3)
+    first, *_ = expected(path, True)
+    both, *_ = expected(path, True, (2, 3))
+    for fc, one, two in zip((mlp[0], mlp[2]), first, both, strict=True):
+        fc.backward_dw()
+        assert torch.equal(fc.weight.grad, one)
+        fc.backward_dw()
+        assert torch.equal(fc.weight.grad, two)
+        fc.backward_dw()
+        assert torch.equal(fc.weight.grad, two)
+
+
+@paths
+@layouts
+def test_delayed_into_main_grad(path, single):
+    mlp = build(path, single, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    before = give_main_grads(mlp)
+    weights(mlp)[0].overwrite_main_grad = True
+    weights(mlp)[0].grad_added_to_main_grad = False
+    run(path, mlp)
+    assert weights(mlp)[0].grad_added_to_main_grad
+    assert all(torch.equal(w.main_grad, old) for w, old in zip(weights(mlp), before, strict=True))
+    # The flag and the buffer are those of the backward.
+    del weights(mlp)[0].overwrite_main_grad
+    buffers = [w.main_grad for w in weights(mlp)]
+    for fc in (mlp[0], mlp[2], mlp[0]):
+        fc.backward_dw()
+    want, *_ = expected(path, single)
+    for buffer, old, grad in zip(buffers, before, want, strict=True):
+        total = grad.double() + (0 if buffer is buffers[0] else old.double())
+        assert_close(buffer, total, grad.dtype)
+    assert [w.grad is None for w in weights(mlp)] == [False] + [True] * (len(buffers) - 1)
+
+
+def test_delayed_with_a_scaled_single_bias():
+    """Others crash here."""
+    options = {"scale_bias": True, "single_grouped_bias": True, "single_grouped_weight": True}
+    op = fz.GroupedLinear(4, 8, 6, delay_wgrad_compute=True, **options)
+    plain = fz.GroupedLinear(4, 8, 6, **options)
+    torch.nn.init.normal_(op.bias)
+    plain.load_state_dict(op.state_dict())
+    x, dy = torch.randn(ROWS, 8), torch.randn(ROWS, 6)
+    grads = []
+    for each in (op, plain):
+        scales = torch.ones(ROWS).requires_grad_()
+        each(x, SIZES, scales).backward(dy)
+        each.backward_dw()
+        grads.append((each.weight.grad, each.bias.grad, scales.grad))
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_copy_waits_for_nothing():
+    mlp = build("unfused", True, delay_wgrad_compute=True)
+    run("unfused", mlp)
+    twin = copy.deepcopy(mlp)
+    for fc in (twin[0], twin[2]):
+        fc.weight.grad = None
+        fc.backward_dw()
+        assert fc.weight.grad is None
+    mlp[0].backward_dw()
+    assert mlp[0].weight.grad is not None
+
+
+def test_frozen_weights_are_left_alone():
+    mlp = build("unfused", True, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    for w in weights(mlp):
+        w.requires_grad_(False)
+    run("unfused", mlp)  # needs no main_grad
+    mlp[0].backward_dw()
+    assert all(w.grad is None for w in weights(mlp))
+
+
+def test_a_weight_sharded_since_the_backward():
+    op = fz.GroupedLinear(4, 8, 6, delay_wgrad_compute=True, single_grouped_weight=True)
+    op(torch.randn(ROWS, 8), SIZES).sum().backward()
+    op.weight = torch.nn.Parameter(op.weight[:2].detach())
+    with pytest.raises(
+        RuntimeError, match=r"\(4, 6, 8\) of its delayed gradient .* got \(2, 6, 8\)"
+    ):
+        op.backward_dw()
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+class TestCompiled:
+    @pytest.mark.parametrize("path", ["unfused", "sm90"])
+    @layouts
+    def test_main_grad(self, path, single):
+        dtype, _, machine, fired = PATHS[path]
+        mlp = build(path, single, accumulate_into_main_grad=True, bias=False)
+        compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+        x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, 32, dtype)
+        dy = torch.randn(ROWS, 32).to(dtype)
+        for overwrite in (False, True):
+            results = []
+            for call in (mlp, compiled, compiled):
+                torch.manual_seed(5)
+                give_main_grads(mlp)  # new tensors each time
+                for w in weights(mlp):
+                    w.overwrite_main_grad = overwrite
+                    w.grad, w.grad_added_to_main_grad = None, False
+                with assume_target(machine, reference) if machine else nullcontext():
+                    call(x, splits, scales, splits).backward(dy)
+                    assert mlp.plan.fired == fired
+                for w in weights(mlp):  # a tensor of no meaning is said to be one
+                    assert w.grad_added_to_main_grad or not w.grad.any()
+                results.append([w.main_grad for w in weights(mlp)])
+            for eager, *others in zip(*results, strict=True):
+                for other in others:
+                    torch.testing.assert_close(eager, other)
+
+    def test_delayed_is_refused(self):
+        op = fz.GroupedLinear(4, 8, 6, delay_wgrad_compute=True)
+        compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match="delay_wgrad_compute of GroupedLinear must be False"):
+            compiled(torch.randn(ROWS, 8), torch.tensor(SIZES))
