@@ -44,9 +44,13 @@ class OnDevice:
 
 
 class Launches:
-    """Compiled kernels, and how often each was launched."""
+    """Kernels compiled, and the number of launches, in one ``simulated()``."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
         self.compiled: list[Any] = []
         self.count = 0
 
@@ -72,6 +76,10 @@ class Launches:
         return launch
 
 
+# One for the process, as the front end's cache of compiled kernels is.
+LAUNCHES = Launches()
+
+
 @contextlib.contextmanager
 def simulated():
     """Pretend; gives the :class:`Launches`."""
@@ -79,7 +87,8 @@ def simulated():
     from cutlass import cute
     from cutlass.cute import runtime
 
-    launches = Launches()
+    launches = LAUNCHES
+    launches.clear()
     empty, tensor_init, compile_ = torch.empty, runtime._Tensor.__init__, cute.compile
 
     def aligned_empty(*size, **kwargs):

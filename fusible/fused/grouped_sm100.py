@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
+from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.fuser.target import Version
@@ -436,6 +436,7 @@ def _bias_grads(linear: GroupedLinear, ctx: OperationContext, dbias: Tensor) -> 
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
     equal(this.act.glu_interleave_size, limits.INTERLEAVE, _CONVERT),
+    where(this.format.input, "none", one_of(this.act.geglu, None, limits.BF16_GEGLU)),
     # Its backward reads what the first two ops save, which ops without a backward do not.
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),

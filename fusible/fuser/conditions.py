@@ -99,3 +99,11 @@ def multiple_of(subject: Path, unit: int | Path) -> Condition:
         says = f"a multiple of {unit}"
         return Condition(subject, says, lambda a, b: b is None or a % b == 0, unit)
     return Condition(subject, f"a multiple of {unit}", lambda a, _: a % unit == 0)
+
+
+def where(fact: Path, value: Any, need: Condition) -> Condition:
+    """``need`` of one fact, where another equals ``value``."""
+    says = f"{need.says} where {fact} is {value}"
+    return Condition(
+        need.subject, says, lambda a, b: b != value or need.holds(a, None), fact, need.hint
+    )

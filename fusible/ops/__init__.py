@@ -1,7 +1,16 @@
 """What is computed: the op contract, the basic ops and ``Sequential``."""
 
 from fusible.fuser.context import OperationContext
-from fusible.ops.activation import GELU, ReLU, ScaledClampedQGeGLU, ScaledSwiGLU, SiLU, SwiGLU
+from fusible.ops.activation import (
+    GELU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSwiGLU,
+    SiLU,
+    SwiGLU,
+    deinterleave_glu,
+    interleave_glu,
+)
 from fusible.ops.elementary import AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Reshape
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
@@ -32,5 +41,7 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SwiGLU",
+    "deinterleave_glu",
+    "interleave_glu",
     "reuse_quantized_weights",
 ]

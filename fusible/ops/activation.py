@@ -144,7 +144,7 @@ class _ScaledGLU(BasicOperation):
     """
 
     num_extra_inputs = 1
-    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
+    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size", "geglu")
     extra_input_names = ("scales",)
     saves = "x, scales"
 
@@ -158,6 +158,11 @@ class _ScaledGLU(BasicOperation):
                 "activation_recompute_in_mlp", who, "use torch.utils.checkpoint to save memory"
             )
         self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
+
+    @property
+    def geglu(self) -> tuple[float, float] | None:
+        """Limit and slope of a GeGLU, None of a SwiGLU."""
+        return None
 
     def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
         """The formula, its backward, and the keyword arguments of both."""
@@ -251,7 +256,7 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         activation_recompute_in_mlp: not offered yet.
     """
 
-    fact_names = ("glu_interleave_size", "limit", "alpha", "glu_linear_offset")
+    fact_names = ("glu_interleave_size", "geglu", "limit", "alpha", "glu_linear_offset")
 
     def __init__(
         self,
@@ -269,7 +274,39 @@ class ScaledClampedQGeGLU(_ScaledGLU):
             raise ValueError(f"limit of ScaledClampedQGeGLU must be positive, got {limit}")
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
+    @property
+    def geglu(self) -> tuple[float, float] | None:
+        """Limit and slope."""
+        return self.limit, self.alpha
+
     def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
         """The formula, its backward, the clamps and the rest."""
         options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
         return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options
+
+
+def interleave_glu(t: Tensor, size: int = 32, *, dim: int) -> Tensor:
+    """Reorder features from two halves, gate then linear, to alternating blocks of ``size``.
+
+    For the weight ``[..., out_features, in_features]`` (``dim=-2``) and the bias ``[...,
+    out_features]`` (``dim=-1``) of a linear before a gated activation, which from then on has
+    ``glu_interleave_size=size``. A copy of the same values; :func:`deinterleave_glu` undoes it.
+
+    Raises:
+        ValueError: ``size`` is not positive, or the dimension is no multiple of ``2 * size``.
+    """
+    return formulas.join_glu(*_halves(t, size, dim, None), size).movedim(-1, dim)
+
+
+def deinterleave_glu(t: Tensor, size: int = 32, *, dim: int) -> Tensor:
+    """Undo :func:`interleave_glu`: from alternating blocks of ``size`` to two halves."""
+    return formulas.join_glu(*_halves(t, size, dim, size), None).movedim(-1, dim)
+
+
+def _halves(t: Tensor, size: int, dim: int, interleave: int | None) -> tuple[Tensor, Tensor]:
+    if size < 1 or t.shape[dim] % (2 * size):
+        raise ValueError(
+            f"features to reorder must be a multiple of twice the block, a positive size, got "
+            f"{t.shape[dim]} features in dimension {dim} of {tuple(t.shape)} and size={size}"
+        )
+    return formulas.split_glu(t.movedim(dim, -1), interleave)
