@@ -456,14 +456,25 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     expected = run(module, given, recipe)
     made = []
-    whole = sm100.operands.swizzle_scales
+    whole = sm100.operands.packed_scales
     monkeypatch.setattr(
-        sm100.operands, "swizzle_scales", lambda scale: made.append(scale) or whole(scale)
+        sm100.operands, "packed_scales", lambda scale: made.append(scale) or whole(scale)
     )
     with fz.reuse_quantized_weights(module):
         for _ in range(2):
             same(run(module, given, recipe), expected)
     assert len(made) == 4
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_compiled_in_one_graph(recipe, fresh_compiler):
+    if recipe is not None and torch.__version__ < "2.13":
+        pytest.skip("recipes are compiled from torch 2.13 on")
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    expected = run(module, given, recipe)
+    wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    compiled = torch.compile(module, fullgraph=True)
+    same(run(compiled, given, recipe, wanted=wanted), expected)
 
 
 # --- one grouped linear ---------------------------------------------------------------------------

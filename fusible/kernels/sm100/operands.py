@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.sm100.checks import FP8
-from fusible.kernels.sm100.padding import Places, moved, packed_columns, packed_rows, returned
-from fusible.recipes.layout import swizzle_scales
+from fusible.kernels.sm100.padding import (
+    Places,
+    moved,
+    packed_columns,
+    packed_rows,
+    packed_scales,
+    returned,
+)
 from fusible.recipes.product import Operand
 
 _ops = torch.ops.fusible
@@ -82,7 +88,7 @@ def _weight_use(weight: Operand, transposed: bool) -> Use:
     data = encoded.data
     if transposed and weight.format.element.per_byte == 2:
         data = _fp4_transposed(data)
-    return Use(data, swizzle_scales(scale), encoded.tensor_scale)
+    return Use(data, packed_scales(scale), encoded.tensor_scale)
 
 
 def _fp4_transposed(data: Tensor) -> Tensor:

@@ -105,7 +105,6 @@ def _common(
 ) -> dict[str, Any]:
     """The operand A and what every kernel over rows is told."""
     alpha = _ones_of(groups, x.device) if alpha is None else alpha
-    check_vector("alpha", alpha, groups, x.device)
     common = {
         "a_tensor": _as_element(x),
         "padded_offsets": ends,
@@ -156,11 +155,14 @@ def _operands(
     w: list[Tensor],
     w_scales: list[Tensor],
     ends: Tensor,
+    alpha: Tensor | None,
     n_major: bool,
 ) -> tuple[Rows, Weights]:
     rows = check_rows("x", x, x_scales)
     weights = check_weights(w, w_scales, rows, x.device, n_major)
     check_ends(ends, weights.groups, rows.rows, x.device)
+    if alpha is not None:
+        check_vector("alpha", alpha, weights.groups, x.device)
     return rows, weights
 
 
@@ -213,7 +215,7 @@ def glu(
     offset: float,
 ) -> tuple[Tensor, ...]:
     """See `fusible.kernels.sm100.glu`."""
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, n_major=False)
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major=False)
     check_bias(bias, weights, x.device)
     check_vector("prob", prob, rows.rows, x.device)
     arguments = _glu_arguments(activation, limit, slope, offset, x.dtype)
@@ -291,7 +293,7 @@ def dglu(
 ) -> tuple[Tensor, ...]:
     """See `fusible.kernels.sm100.dglu`."""
     n_major = x.dtype != FP4
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, n_major)
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
     check_vector("prob", prob, rows.rows, x.device)
     shape = (rows.rows, 2 * weights.n)
     require(
@@ -354,7 +356,7 @@ def gemm(
 ) -> Tensor:
     """See `fusible.kernels.sm100.gemm`."""
     n_major = transpose_w and x.dtype != FP4
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, n_major)
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
     check_bias(bias, weights, x.device)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")

@@ -8,7 +8,8 @@ plain PyTorch; a kernel that does it in one pass must give the same bytes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,12 +68,6 @@ def _places_fake(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)
 
 
-library = torch.library.Library("fusible", "FRAGMENT")
-library.define("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)")
-library.impl("sm100_places", _places, "CompositeExplicitAutograd")
-torch.library.register_fake("fusible::sm100_places", _places_fake, lib=library)
-
-
 def moved(t: Tensor, places: Places) -> Tensor:
     """The rows of ``t`` in their places, zeros elsewhere; of any dtype."""
     if places.rows is None:
@@ -105,7 +100,9 @@ def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Ten
 
 def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
     """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
-    return moved(encoded.data, places), swizzle_scales(moved(encoded.scale, places))
+    if places.rows is None:
+        return encoded.data, packed_scales(encoded.scale)
+    return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
 
 
 def packed_columns(
@@ -118,16 +115,68 @@ def packed_columns(
     ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
     """
     assert fmt.block is not None
-    along = fmt.block[1]
-    scale = moved_blocks(encoded.scale, ends, places, along)
-    rows = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS
-    blocks = places.size // along
-    scales = swizzle_group_scales(scale, places.size, places.ends, along)
-    scales = scales[: rows * blocks].view(rows, blocks)
-    data = moved(encoded.data, places)
-    if fmt.element.per_byte == 2:
-        data = _pairs_of_rows(data, places.ends)
-    return data, scales
+    pairs = fmt.element.per_byte == 2
+    data, scales = _ops.sm100_pack_columns.default(
+        encoded.data, encoded.scale, ends, *places, fmt.block[1], pairs
+    )
+    return encoded.data if places.rows is None and not pairs else data, scales
+
+
+def packed_scales(scale: Tensor) -> Tensor:
+    """Scales ``[..., rows, blocks]``, blocks along the reduction, as the MMA reads them."""
+    return _ops.sm100_pack_scales.default(scale)
+
+
+def _pack_rows(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    places = Places(rows, rows, size)
+    return moved(data, places), swizzle_scales(moved(scale, places))
+
+
+def _pack_rows_fake(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return data.new_empty(size, data.shape[1]), _swizzled_like(scale, size)
+
+
+def _swizzled_like(scale: Tensor, rows: int) -> Tensor:
+    atoms = (rows + 127) // 128, (scale.shape[-1] + 3) // 4
+    return scale.new_empty(*scale.shape[:-2], *atoms, 32, 4, 4)
+
+
+def _pack_columns(
+    data: Tensor,
+    scale: Tensor,
+    ends: Tensor,
+    placed_ends: Tensor,
+    rows: Tensor | None,
+    size: int,
+    along: int,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:
+    places = Places(placed_ends, rows, size)
+    scale = moved_blocks(scale, ends, places, along)
+    lines, blocks = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
+    scales = swizzle_group_scales(scale, size, placed_ends, along)
+    scales = scales[: lines * blocks].view(lines, blocks)
+    if pairs:
+        return _pairs_of_rows(moved(data, places), placed_ends), scales
+    # An op returns no tensor that it was given.
+    return moved(data, places) if rows is not None else data.new_empty(0), scales
+
+
+def _pack_columns_fake(
+    data: Tensor,
+    scale: Tensor,
+    ends: Tensor,
+    placed_ends: Tensor,
+    rows: Tensor | None,
+    size: int,
+    along: int,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:
+    lines = (scale.shape[1] + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS
+    scales = scale.new_empty(lines, size // along)
+    if pairs:
+        return data.new_empty(2 * data.shape[1], size // 2), scales
+    return data.new_empty((size, data.shape[1]) if rows is not None else 0), scales
 
 
 def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
@@ -147,3 +196,32 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
     out = pairs.new_zeros(spare + 1)
     out[place] = pairs
     return out[:spare].view(columns, -1)
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusible::{name}", fake, lib=library)
+
+
+# torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
+_ops = torch.ops.fusible
+library = torch.library.Library("fusible", "FRAGMENT")
+_define("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)", _places, _places_fake)
+_define(
+    "sm100_pack_scales(Tensor scale) -> Tensor",
+    swizzle_scales,
+    lambda scale: _swizzled_like(scale, scale.shape[-2]),
+)
+_define(
+    "sm100_pack_rows(Tensor data, Tensor scale, Tensor rows, SymInt size) -> (Tensor, Tensor)",
+    _pack_rows,
+    _pack_rows_fake,
+)
+_define(
+    "sm100_pack_columns(Tensor data, Tensor scale, Tensor ends, Tensor placed_ends, Tensor? rows, "
+    "SymInt size, int along, bool pairs) -> (Tensor, Tensor)",
+    _pack_columns,
+    _pack_columns_fake,
+)
