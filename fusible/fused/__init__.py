@@ -13,6 +13,7 @@ from fusible.fused.grouped_sm100 import (
 )
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
+from fusible.fused.linear_scale import backward_linear_scale
 
 RULES = (
     grouped_mlp_sm90,
@@ -25,4 +26,5 @@ RULES = (
     linear_bias_activation,
     linear_add,
     backward_linear_add,
+    backward_linear_scale,
 )

@@ -247,13 +247,16 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
+        *,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
-        Without a recipe: quantized ones are decoded.
+        Without a recipe: quantized ones are decoded. ``ends_of(split_sizes, rows)`` may
+        compute ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
-        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales)
+        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
         weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
@@ -271,13 +274,15 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
+        *,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, self.split_alignment)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, self.split_alignment, ends_of)
         return x, ends, scales
 
     def checked_scales(
@@ -429,10 +434,12 @@ def group_ends(
     num_groups: int,
     memo: dict[Any, Any],
     alignment: int = 1,
+    ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` spares the ops of one call from computing them anew.
+    ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
+    does so in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
@@ -461,7 +468,7 @@ def group_ends(
         )
     if alignment > 1:
         grouped.check_alignment(split_sizes, alignment)
-    ends = grouped.group_ends(split_sizes, x.shape[0])
+    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
     if ends.device != x.device:
         ends = ends.to(x.device, non_blocking=True)
     memo[split_sizes] = x.shape[0], ends, alignment

@@ -153,7 +153,7 @@ def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> No
         f"{ends.dtype} of shape {tuple(ends.shape)}",
     )
     require(ends.device == device, f"ends must be on {device}", ends.device)
-    if device.type != "cpu" and not grouped.is_checking():
+    if device.type != "cpu" and not grouped.checks_enabled():
         return
     values = ends.tolist()
     sizes = [end - start for start, end in zip([0, *values], values, strict=False)]
