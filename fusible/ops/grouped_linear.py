@@ -282,7 +282,9 @@ class GroupedLinear(WeightedOperation):
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, self.split_alignment, ends_of)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
+        if self.split_alignment > 1:
+            grouped.check_alignment(split_sizes, self.split_alignment)
         return x, ends, scales
 
     def checked_scales(
@@ -433,7 +435,6 @@ def group_ends(
     x: Tensor,
     num_groups: int,
     memo: dict[Any, Any],
-    alignment: int = 1,
     ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
@@ -443,10 +444,10 @@ def group_ends(
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
-            negative, no multiples of ``alignment``, or of more rows than ``x`` has.
+            negative or of more rows than ``x`` has.
     """
-    rows, known, checked = memo.get(split_sizes, (None, None, 1))
-    if rows == x.shape[0] and known.shape[0] == num_groups and checked % alignment == 0:
+    rows, known = memo.get(split_sizes, (None, None))
+    if rows == x.shape[0] and known.shape[0] == num_groups:
         return known
     integers = (torch.int64, torch.int32)
     if (
@@ -466,10 +467,8 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    if alignment > 1:
-        grouped.check_alignment(split_sizes, alignment)
     ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
     if ends.device != x.device:
         ends = ends.to(x.device, non_blocking=True)
-    memo[split_sizes] = x.shape[0], ends, alignment
+    memo[split_sizes] = x.shape[0], ends
     return ends
