@@ -58,6 +58,11 @@ def _vector(t: Tensor) -> Tensor:
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
 
 
+def _as_rows(t: Tensor | None) -> Tensor | None:
+    """A contiguous ``t`` as ``[rows, features]``."""
+    return None if t is None else t.view(-1, t.shape[-1])
+
+
 def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
     """``t``, whose first dimension counts rows, with ``shape`` in its place."""
     return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
@@ -76,11 +81,6 @@ def _operands(
         ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
     )
     return _rows(kernels, x), ends, row_scale, _readable(kernels, weights)
-
-
-def _as_rows(t: Tensor | None) -> Tensor | None:
-    """A contiguous ``t`` as ``[rows, features]``."""
-    return None if t is None else t.view(-1, t.shape[-1])
 
 
 def _options(act: ScaledGLU) -> dict[str, Any]:
@@ -115,9 +115,9 @@ class GroupedLinearForwardSm90(FusedOperation):
         x, ends, row_scale, weights = _operands(
             kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
-        output = _as_rows(linear.output_buffer(ctx, input_, basic_op_kwargs[0]))
         bias = linear.stacked_bias(ctx.dtype)
-        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=output)
+        output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
         return _shaped(y, input_.shape[:-1]), [()]
 
 
@@ -280,12 +280,12 @@ class GroupedMLPSm90(FusedOperation):
         hidden = linear_glu(
             fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
         )
-        rows, ends, row_scale, weights = _operands(
+        x, ends, row_scale, weights = _operands(
             kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
         )
-        output = _as_rows(fc2.output_buffer(ctx, hidden, basic_op_kwargs[2]))
         bias = fc2.stacked_bias(ctx.dtype)
-        y = kernels.grouped_gemm(rows, weights, ends, bias, row_scale, out=output)
+        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
         return _shaped(y, input_.shape[:-1]), [(), (), ()]

@@ -103,7 +103,9 @@ class WeightedOperation(BasicOperation):
         Raises:
             ValueError: it is that of the output's gradient.
         """
-        buffer = getattr(ctx, "grad_input", None)
+        if torch.compiler.is_compiling():
+            return None
+        buffer = vars(ctx.forward).get("grad_input")
         if buffer is None:
             return None
         buffers.check_apart(buffer, grad_output, "grad_input", "the output's gradient")

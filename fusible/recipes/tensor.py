@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.recipes import sharding
 from fusible.recipes.dispatch import overwrite, run
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.library import decode, encode
@@ -154,6 +155,9 @@ class QuantizedTensor(torch.Tensor):
                 f"got {tuple(values.shape)}; nothing was written"
             )
         values = values.detach().to(self.device)
+        if self.dim() == 1:  # a flat view: the blocks are those of the matrices
+            data = next(iter(self.pieces().values()))
+            values = values.view(*data.shape[:-1], -1)
         rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
         row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
         new = pieces_of(row, column, self.format)
@@ -176,6 +180,34 @@ class QuantizedTensor(torch.Tensor):
         return self.from_pieces(
             pieces, self.format, self.shape if shape is None else shape, dtype or self.dtype
         )
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+        module: Any,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """Hand FSDP2 what is stored of this shard; ValueError if shards are uneven."""
+        return sharding.gatherable(self, mesh.size(), outer_size), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: QuantizedTensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """Put together what FSDP2 gathered; ``out`` is what an earlier call returned."""
+        whole = sharding.gathered(self, all_gather_outputs, param_dtype)
+        if out is None:
+            return whole, ()
+        for piece, new in zip(out.pieces().values(), whole.pieces().values(), strict=True):
+            if piece.data_ptr() != new.data_ptr():
+                overwrite(piece, new)
+        return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say shape, format, element dtype and nominal dtype, without reading the device."""

@@ -67,8 +67,8 @@ def grouped_gemm(
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
     if out is not None:
-        into = ops.grouped_gemm_ if _direct(x) else _ops.sm90_grouped_gemm_.default
-        into(out, x, w, ends, bias, row_scale, transpose_w)
+        write = ops.grouped_gemm_ if _direct(x) else _ops.sm90_grouped_gemm_.default
+        write(out, x, w, ends, bias, row_scale, transpose_w)
         return out
     call = ops.grouped_gemm if _direct(x) else _ops.sm90_grouped_gemm.default
     return call(x, w, ends, bias, row_scale, transpose_w)
