@@ -44,6 +44,11 @@ def checking(enabled: bool = True) -> Iterator[None]:
         _checking = outer
 
 
+def checks_enabled() -> bool:
+    """Whether split sizes on a device are to be verified (`checking`)."""
+    return _checking
+
+
 def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
     """Add the op ``fusible::<schema>`` with its implementations."""
     name = schema.partition("(")[0]
