@@ -42,6 +42,11 @@ ROWS, SIZES = SPLITS["ragged"]
 OTHER_SIZES = [0, 41, 0]
 INNER = 192  # more than 128 features: where compact column scales differ from one region's
 
+# The checks.
+ACCEPTED, UNFUSED = "the kernels accept it", "it is the unfused ops"
+ZERO = "rows of no group and groups of no rows are zero"
+AMAX, WARM = "no maximum is computed that nobody reads", "one step warms up all others"
+
 
 class Mutated(Recorded):
     """The emulator, with each call changed before it arrives; remembers what arrived."""
@@ -95,25 +100,25 @@ def failures(own_fusions: Any, recipe: Any, change: Change | None = None) -> set
     try:
         fused = run(module, given, recipe, provider=kernels)
     except ValueError:
-        return {"the kernels accept it"}
+        return {ACCEPTED}
     found = set()
     pairs = zip(fused, plain, strict=True)
     if not all(distance(mine, theirs) <= DIFFERENCE[recipe] for mine, theirs in pairs):
-        found.add("it is the unfused ops")
+        found.add(UNFUSED)
     try:
         no_tokens(fused, ROWS, SIZES)
     except AssertionError:
-        found.add("rows of no group and groups of no rows are zero")
+        found.add(ZERO)
     gemms = [out for (kernel, _), out in zip(kernels.calls, kernels.results, strict=True)
              if kernel == "quant"]  # fmt: skip
     if any(out["amax_tensor"] is not None for out in gemms):
-        found.add("no maximum is computed that nobody reads")
+        found.add(AMAX)
     # Warmed up by one step, a captured step may ask for no kernel anew, whatever its splits.
     later = Mutated(change)
     splits = torch.tensor(OTHER_SIZES)
     run(module, (given[0], splits, given[2], splits), recipe, provider=later)
     if later.configurations() - kernels.configurations():
-        found.add("one step warms up all others")
+        found.add(WARM)
     return found
 
 
@@ -198,9 +203,6 @@ def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "_weight_use", weight_use)
 
 
-ACCEPTED, UNFUSED = "the kernels accept it", "it is the unfused ops"
-ZERO = "rows of no group and groups of no rows are zero"
-AMAX, WARM = "no maximum is computed that nobody reads", "one step warms up all others"
 # pitfall: (recipe, mutation, the check that notices)
 MUTATIONS: dict[str, tuple[Any, Mutation, str]] = {
     "1 dGLU squares alpha": (
