@@ -20,7 +20,7 @@ class FusibleOperation(nn.Module):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
     num_extra_inputs: int = 0
-    saves: ClassVar[str] = ""
+    saves: str = ""
 
     _run: Run | None = None  # this op alone, once it was called so
 
@@ -137,7 +137,7 @@ class BasicOperation(FusibleOperation):
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
     extra_output_names: tuple[str, ...] = ()
-    saves: ClassVar[str] = "x, parameters"
+    saves: str = "x, parameters"
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +146,7 @@ class BasicOperation(FusibleOperation):
             (None, True)
         ] * self.num_extra_outputs
         self._frozen = False
+        self.register_load_state_dict_pre_hook(_drop_extra_state)
 
     @property
     def is_fused_op(self) -> bool:
@@ -309,6 +310,12 @@ class BasicOperation(FusibleOperation):
                 f"channels of {name} must be bound before it first runs: a run of ops has captured "
                 "them; bind the channels of a new op and build a new Sequential"
             )
+
+
+def _drop_extra_state(op: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Forget the states of quantizers that Transformer Engine saves with every op: none has one."""
+    if type(op).set_extra_state is nn.Module.set_extra_state:
+        state.pop(f"{prefix}_extra_state", None)
 
 
 class FusedOperation(FusibleOperation):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.product import values
 
@@ -45,12 +46,11 @@ class Quantize(BasicOperation):
         recipe = ctx.recipe
         forward = self.quantize_forward and recipe is not None and recipe.format("input")
         backward = self.quantize_backward and recipe is not None and recipe.format("grad")
-        ctx.grad_quantizer = None
         if backward:
             ctx.grad_quantizer = _required(prev_op_grad_output_quantizer, "previous", "gradients")
         if not forward:
             return input_
-        return _required(next_op_input_quantizer, "next", "inputs")(input_)
+        return hand_over(input_, _required(next_op_input_quantizer, "next", "inputs"))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -59,7 +59,7 @@ class Quantize(BasicOperation):
         quantizer = ctx.grad_quantizer
         if quantizer is None or not ctx.needs.input:
             return grad_output, ()
-        return quantizer(values(grad_output)), ()
+        return hand_over(values(grad_output), quantizer), ()
 
     def extra_repr(self) -> str:
         """Passes."""
