@@ -44,18 +44,13 @@ def checking(enabled: bool = True) -> Iterator[None]:
         _checking = outer
 
 
-<<<<<<< HEAD
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
-=======
 def checks_enabled() -> bool:
     """Whether split sizes on a device are to be verified (`checking`)."""
     return _checking
 
 
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations."""
->>>>>>> main
+def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, cpu, "CPU")
