@@ -1,44 +1,74 @@
 # mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
-"""Single PTX instructions: memory under a condition, packed numbers, arithmetic as it is written.
+"""Single PTX instructions: memory under a condition, bits, packed numbers of high precision."""
 
-``dtype`` is PTX's name: ``"bf16"``, ``"f16"`` or ``"f32"``.
-"""
-
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
+
+INF = 0x7F800000
+NAN = 0x7FC00000
+ONE = 0x3F800000
 
 
 def load(address, inside, count):
-    """``count`` words (1, 2 or 4), zeros where not ``inside``; not kept in L1."""
-    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-    names = ", ".join(f"{{$w{i}}}" for i in range(count))
-    kind, names = (f"v{count}.b32", f"{{{names}}}") if count > 1 else ("b32", names)
-    got = inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
-        f"@p ld.global.L1::no_allocate.{kind} {names}, [{{$r0}}]; }}",
-        write_only_types=[Uint32] * count,
+    """``count`` words, in pieces of up to four, zeros where not ``inside``."""
+    words = []
+    for start in range(0, count, 4):
+        size = min(4, count - start)
+        zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(size))
+        names = ", ".join(f"{{$w{i}}}" for i in range(size))
+        kind, names = (f"v{size}.b32", f"{{{names}}}") if size > 1 else ("b32", names)
+        got = inline_ptx(
+            f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
+            f"@p ld.global.L1::no_allocate.{kind} {names}, [{{$r0}}]; }}",
+            write_only_types=[Uint32] * size,
+            read_only_args=[address + 4 * start, inside],
+        )
+        words += got if size > 1 else [got]
+    return words
+
+
+def load_byte(address, inside):
+    """One byte, zero where not ``inside``."""
+    return inline_ptx(
+        "{ .reg .pred p; .reg .b16 a; setp.ne.s32 p, {$r1}, 0; mov.b16 a, 0; "
+        "@p ld.global.u8 a, [{$r0}]; cvt.u32.u16 {$w0}, a; }",
+        write_only_types=[Uint32],
         read_only_args=[address, inside],
     )
-    return list(got) if count > 1 else [got]
+
+
+def load_index(address, wide):
+    """An integer of 64 or 32 bits, as 32."""
+    if wide:
+        return Int32(
+            inline_ptx(
+                "ld.global.s64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address]
+            )
+        )
+    return inline_ptx(
+        "ld.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
 
 
 def store(address, words, inside):
-    """Words (1, 2 or 4) where ``inside``."""
-    names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(words)))
-    kind, names = (f"v{len(words)}.b32", f"{{{names}}}") if len(words) > 1 else ("b32", names)
-    inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p st.global.{kind} [{{$r0}}], {names}; }}",
-        read_only_args=[address, inside, *words],
-    )
+    """Words, in pieces of up to four, where ``inside``."""
+    for start in range(0, len(words), 4):
+        piece = words[start : start + 4]
+        names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(piece)))
+        kind, names = (f"v{len(piece)}.b32", f"{{{names}}}") if len(piece) > 1 else ("b32", names)
+        inline_ptx(
+            f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; "
+            f"@p st.global.{kind} [{{$r0}}], {names}; }}",
+            read_only_args=[address + 4 * start, inside, *piece],
+        )
 
 
-def store_half(address, word, inside):
-    """The lower two bytes of a word where ``inside``."""
+def store_byte(address, byte, inside):
+    """The lowest byte of a word where ``inside``."""
     inline_ptx(
-        "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, {$r1}, 0; "
-        "mov.b32 {low, high}, {$r2}; @p st.global.b16 [{$r0}], low; }",
-        read_only_args=[address, inside, word],
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p st.global.b8 [{$r0}], {$r2}; }",
+        read_only_args=[address, inside, byte],
     )
 
 
@@ -52,6 +82,23 @@ def load_half(address, inside):
     )
 
 
+def store_half(address, word, inside):
+    """The lower two bytes of a word where ``inside``."""
+    inline_ptx(
+        "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, {$r1}, 0; "
+        "mov.b32 {low, high}, {$r2}; @p st.global.b16 [{$r0}], low; }",
+        read_only_args=[address, inside, word],
+    )
+
+
+def raise_to(address, word, inside):
+    """Make a number in memory the larger one of it and ``word``, where ``inside``."""
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p red.global.max.u32 [{$r0}], {$r2}; }",
+        read_only_args=[address, inside, word],
+    )
+
+
 def to_float(word):
     """The FP32 number of these bits."""
     return inline_ptx(
@@ -62,6 +109,15 @@ def to_float(word):
 def to_bits(value):
     """The bits of an FP32 number."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def select(condition, a, b):
+    """``a`` if ``condition`` else ``b``, words."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[Int32(condition), Uint32(a), Uint32(b)],
+    )
 
 
 def add(a, b):
@@ -78,16 +134,48 @@ def mul(a, b):
     )
 
 
+def divide(a, b):
+    """``a / b`` in FP32, correctly rounded."""
+    return inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )
+
+
+def smaller(a, b):
+    """The smaller of two FP32 numbers; the other one of a NaN."""
+    return inline_ptx(
+        "min.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )
+
+
+def larger_magnitude(a, b, dtype):
+    """The larger magnitudes of two words of one or two numbers, NaN if one is NaN.
+
+    Their signs mean nothing.
+    """
+    packed = dtype if dtype == "f32" else f"{dtype}x2"
+    return inline_ptx(
+        f"max.NaN.xorsign.abs.{packed} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
+    )
+
+
 def unpack(words, dtype):
     """The FP32 numbers of words of ``dtype``, the lower half first."""
     if dtype == "f32":
         return [to_float(word) for word in words]
     if dtype == "bf16":
         return [to_float(half) for word in words for half in (word << 16, word & 0xFFFF0000)]
-    return [value for word in words for value in _unpack_f16(word)]
+    return [value for word in words for value in unpack_f16(word)]
 
 
-def _unpack_f16(word):
+def unpack_f16(word):
+    """The two FP32 numbers of a word of FP16."""
     return inline_ptx(
         "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
         write_only_types=[Float32, Float32],
@@ -107,3 +195,8 @@ def pack(values, dtype):
         )
         for low, high in zip(values[::2], values[1::2], strict=True)
     ]
+
+
+def magnitudes(words, dtype):
+    """FP32 bits of the magnitudes in words of ``dtype``; as integers NaN is the largest."""
+    return [to_bits(value) & 0x7FFFFFFF for value in unpack(words, dtype)]
