@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from fusible.kernels.moe import launch
-from fusible.kernels.moe.spec import RowsSpec
+from fusible.kernels.moe.spec import RouteSpec, RowsSpec
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 KERNELS = [
@@ -19,6 +19,12 @@ KERNELS = [
     ("gather", RowsSpec("f32", 5, 2, "choice", values="bf16")),
     ("dots", RowsSpec("bf16", 256, 8)),
     ("dots", RowsSpec("f32", 5, 10, "row")),
+    ("route", RouteSpec(128, 8, sigmoid=False, normalize=True, scaling_factor=1.0)),
+    ("route", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
+    ("route", RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2))),
+    ("route_backward", RouteSpec(128, 8, sigmoid=False, normalize=True, scaling_factor=1.0)),
+    ("route_backward", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
+    ("route_backward", RouteSpec(320, 10, sigmoid=True, normalize=True, scaling_factor=2.5)),
 ]
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fusible as fz
-from fusible.kernels.moe import launch, permute
+from fusible import formulas
+from fusible.kernels.moe import launch, permute, routing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,6 +109,44 @@ def test_what_the_kernels_do_not_take_is_served(case):
     y = torch.randn(tokens * k, hidden, dtype=dtype)
     args = (y, row_map, None, torch.randn(tokens * k))
     same(permute.gather_sum(*cuda(*args)), permute.gather_sum_definition(*args))
+
+
+# --- router ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_route(function, normalize):
+    for tokens, experts, k in ((1, 1, 1), (300, 60, 4), (1000, 128, 8), (77, 1000, 32), (9, 33, 2)):
+        logits = 3 * torch.randn(tokens, experts)
+        logits[::3] = logits[::3].round()  # ties
+        logits[0, 0] = torch.nan if tokens > 1 else 0
+        args = (k, function, normalize, 2.5, [1, 1, 2])
+        probs, ids = routing.route(logits.cuda(), None, *args)
+        want, where = routing.route_definition(logits, None, *args)
+        assert torch.equal(ids.cpu(), where)
+        torch.testing.assert_close(probs.cpu(), want, rtol=2e-6, atol=1e-7, equal_nan=True)
+        logits, ids = logits[1:], where[1:]
+        dprobs = torch.randn(ids.shape)
+        args = (function, normalize, 2.5)
+        got = routing.route_backward(dprobs.cuda(), logits.cuda(), ids.cuda(), *args)
+        exact = formulas.router_probs_backward(dprobs.double(), logits.double(), ids, *args)
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(1, 1, 2), (8, 4, 2), (4, 1, 1), (32, 9, 3)])
+def test_route_by_biased_scores_in_groups(groups, function, biased):
+    logits, k = torch.randn(2000, 256), 6
+    bias = torch.randn(256) / 10 if biased else None
+    args = (k, function, True, 1.0, list(groups))
+    probs, ids = routing.route(logits.cuda(), None if bias is None else bias.cuda(), *args)
+    want, where = routing.route_definition(logits.double(), bias, *args)
+    # Scores that differ by a rounding may change places.
+    differs = (ids.cpu() != where).any(-1)
+    assert differs.sum() <= 4
+    torch.testing.assert_close(probs.cpu()[~differs].double(), want[~differs], rtol=1e-5, atol=1e-6)
 
 
 def test_opcheck():

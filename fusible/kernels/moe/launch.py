@@ -1,7 +1,7 @@
-"""CUDA implementations of the ops that move rows.
+"""CUDA implementations of the ops that route tokens and move rows.
 
 Importing this module registers them; cutlass is imported at the first launch. What the kernels do
-not take runs by the definitions, which give the same bits (but for the dot products' order).
+not take runs by the definitions, which give the same bits but for dot products and scores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.kernels.moe import permute
-from fusible.kernels.moe.spec import BYTES, DTYPES, RowsSpec
+from fusible import formulas
+from fusible.kernels.moe import permute, routing
+from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
 
 MAX_GROUPS = 1024  # counters of eight warps in 48 KiB
 _MAX_BLOCKS, _SORT_THREADS = 128, 256
@@ -63,23 +64,26 @@ def _has_cutlass() -> bool:
 
 
 @cache
-def compiled(kernel: str, spec: RowsSpec, options: str = "") -> Any:
-    """Compile ``"scatter"``, ``"gather"`` or ``"dots"``, whose functions say what it is given.
+def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
+    """Compile the kernel of that name in ``device.rows`` or ``device.router``.
 
-    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
+    The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
+    for a GPU that need not be there.
     """
     from cutlass import Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from fusible.kernels.moe.device import rows
+    from fusible.kernels.moe.device import router, rows
 
     kinds = {
+        "route": [Int64] * 4 + [Int32],
+        "route_backward": [Int64] * 4 + [Int32],
         "scatter": [Int64] * 5 + [Int32] * 2,
         "gather": [Int64] * 6 + [Int32],
         "dots": [Int64] * 4 + [Int32] * 2,
     }
     return cute.compile(
-        getattr(rows, kernel),
+        getattr(router if isinstance(spec, RouteSpec) else rows, kernel),
         *[kind(0) for kind in kinds[kernel]],
         make_fake_stream(),
         spec,
@@ -149,7 +153,9 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.data_ptr() % BYTES == 0 else t.clone()
 
 
-def _launch(kernel: str, spec: RowsSpec, device: torch.device, *args: Tensor | int | None) -> None:
+def _launch(
+    kernel: str, spec: RowsSpec | RouteSpec, device: torch.device, *args: Tensor | int | None
+) -> None:
     """Run a kernel on tensors, by address, and sizes."""
     given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
     with torch.cuda.device(device):
@@ -201,8 +207,66 @@ def _row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
     return out
 
 
+def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
+    """Whether the router's kernels take the logits."""
+    tokens, experts = logits.shape
+    fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
+    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < _INDEX
+    return fits and all(_machine(logits.device).values())
+
+
+def _route(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor]:
+    if not _routes(logits, top_k, groups[0]):
+        return routing.route_definition(
+            logits, expert_bias, top_k, score_function, normalize, scaling_factor, groups
+        )
+    tokens, experts = logits.shape
+    logits = logits.contiguous()
+    bias = None if expert_bias is None else expert_bias.float().contiguous()
+    probs = logits.new_empty(tokens, top_k)
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int64)
+    sigmoid, biased = score_function == "sigmoid", bias is not None
+    number, kept, summed = groups
+    spec = RouteSpec(
+        experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
+    )
+    _launch("route", spec, logits.device, logits, bias, probs, ids, tokens)
+    return probs, ids
+
+
+def _route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    top_k = ids.shape[1]
+    if not _routes(logits, top_k):
+        options = score_function, normalize, scaling_factor
+        return formulas.router_probs_backward(dprobs, logits, ids, *options)
+    dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
+    dlogits = torch.empty_like(logits)
+    sigmoid = score_function == "sigmoid"
+    spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
+    given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
+    _launch("route_backward", spec, logits.device, *given)
+    return dlogits
+
+
 _library = torch.library.Library("fusible", "IMPL")
 _library.impl("permutation", _permutation, "CUDA")
 _library.impl("scatter_rows", _scatter_rows, "CUDA")
 _library.impl("gather_sum", _gather_sum, "CUDA")
 _library.impl("row_dots", _row_dots, "CUDA")
+_library.impl("route", _route, "CUDA")
+_library.impl("route_backward", _route_backward, "CUDA")

@@ -31,3 +31,16 @@ class RowsSpec(NamedTuple):
     def per_vector(self) -> int:
         """Numbers in 16 bytes."""
         return BYTES // (4 if self.dtype == "f32" else 2)
+
+
+class RouteSpec(NamedTuple):
+    """A router's choice, as ``routing.route`` names its arguments."""
+
+    experts: int
+    top_k: int
+    sigmoid: bool
+    normalize: bool
+    scaling_factor: float
+    biased: bool = False
+    groups: tuple[int, int, int] = (1, 1, 2)
+    """Number of groups, how many are kept, how many scores make a group's worth."""
