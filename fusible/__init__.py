@@ -10,6 +10,7 @@ from fusible.fuser.registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
+    register_rule,
     registry,
 )
 from fusible.fuser.target import Target
@@ -42,5 +43,6 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_rule",
     *ops.__all__,
 ]
