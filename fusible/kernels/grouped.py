@@ -49,12 +49,13 @@ def checks_enabled() -> bool:
     return _checking
 
 
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations."""
+def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, cpu, "CPU")
-    library.impl(name, cuda, "CUDA")
+    if cuda is not None:
+        library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"fusible::{name}", fake, lib=library)
 
 
