@@ -167,6 +167,7 @@ class PreparedMLP:
         return out
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may hold anything
 _mlp = functools.lru_cache(maxsize=1024)(PreparedMLP)
 
 
@@ -199,7 +200,8 @@ def prepared_mlp(
         or not scales.is_contiguous()
         or not all(
             [
-                t.is_contiguous()
+                type(t) in _PLAIN
+                and t.is_contiguous()
                 and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
                 and t.dtype == dtype
                 and t.device == device
