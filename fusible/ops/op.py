@@ -12,6 +12,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
+from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 
 Grads = Sequence[Tensor | None]
 
@@ -103,6 +104,22 @@ class FusibleOperation(nn.Module):
     def plan(self) -> Plan | None:
         """What the last call of this op alone ran as; None before the first."""
         return None if self._run is None else self._run.plan
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with attributes_kept(self):
+            return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            # Transformer Engine's ops save their quantizers' state, of which there is none here.
+            state_dict.pop(f"{prefix}_extra_state", None)
+        with attributes_kept(self):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy_with_attributes(self, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is captured by no run yet.
