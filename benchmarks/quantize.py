@@ -1,8 +1,11 @@
-"""MXFP8 quantization against a copy of the same input, on the present GPU.
+"""Quantization in every format against a copy of the same input, on the present GPU.
 
     python benchmarks/quantize.py [--rows 32768] [--columns 4096] [--json FILE]
 
-Bandwidth counts useful bytes: the input once, elements and scales once for each use.
+Bandwidth counts useful bytes: what is quantized is read once, elements and scales are written once
+for each use. A format with one scale for the whole tensor reads the tensor twice, of which one is
+counted. Decoding reads elements and scales and writes values. Also what a recipe costs: a linear
+layer and a grouped MLP, forward and backward, against BF16.
 """
 
 from __future__ import annotations
@@ -10,81 +13,165 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import fusible.kernels.quantize  # noqa: F401  adds the CUDA implementation of the op
+import fusible as fz
+from fusible import recipes
+from fusible.recipes.formats import NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
 
 REPEATS, CALLS = 20, 10
+FORMATS = {
+    "mxfp8": mxfp8(),
+    "fp8 1x128": fp8_block(),
+    "fp8 128x128": fp8_block(block=(128, 128)),
+    "fp8 tensor": fp8_tensor(),
+    "nvfp4": nvfp4(),
+}
+USES = {"row-wise": (True, False), "column-wise": (False, True), "both": (True, True)}
+RECIPES = {
+    "bf16": None,
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "fp8 block": recipes.Float8BlockScaling(),
+    "fp8 current": recipes.Float8CurrentScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+}
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the median over repeats of the time of one call, from CUDA events around ten.
+def seconds(call: Callable[[], object], calls: int = CALLS) -> float:
+    """Return the median over repeats of the time of one call, from CUDA events around ``calls``.
 
     Ten, so that the host runs ahead of the GPU and its time per call does not count.
     """
     times = []
+    for _ in range(3):
+        call()
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+        times.append(start.elapsed_time(end) / 1e3 / calls)
     return sorted(times)[REPEATS // 2]
 
 
-def measure(rows: int, columns: int) -> list[dict[str, float | str]]:
-    """Return one row per case: useful bytes, time, bandwidth, share of the copy's bandwidth."""
-    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(x)
-    groups = torch.arange(1, 129, device="cuda", dtype=torch.int32) * (rows // 128)
+def size_of(pieces: Any) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.itemsize for t in pieces)
+
+
+def quantizers(rows: int, columns: int) -> list[dict[str, float | str]]:
+    """One row per format, use, grouping and input dtype, and per decoded operand."""
+    table: list[dict[str, float | str]] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(rows, columns, device="cuda", dtype=dtype)
+        target = torch.empty_like(x)
+        copy = 2 * size_of([x]) / seconds(partial(target.copy_, x))
+        print(f"copy of {dtype}: {copy / 1e12:.2f} TB/s")
+        for name, fmt in FORMATS.items():
+            for case in _cases(x, name, fmt, dtype):
+                case["of_copy"] = case["tb_s"] * 1e12 / copy
+                _print(case)
+                table.append(case)
+    return table
+
+
+def _cases(
+    x: torch.Tensor, name: str, fmt: NumberFormat, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    rows, ops, spelled = x.shape[0], torch.ops.fusible, fmt.spelled()
+    equal = torch.arange(1, 129, device="cuda", dtype=torch.int32) * (rows // 128)
     ragged = torch.randint(0, rows, (127,), device="cuda", dtype=torch.int32).sort().values
     ragged = torch.cat((ragged, ragged.new_tensor([rows])))
-    n = x.numel()
-
-    def op(ends: torch.Tensor | None, row: bool, column: bool) -> Callable[[], object]:
-        return lambda: torch.ops.fusible.quantize_mxfp8(x, ends, False, True, row, column)
-
-    cases: list[tuple[str, float, Callable[[], object]]] = [
-        ("copy", 4 * n, lambda: target.copy_(x)),
-        ("row-wise", n * (3 + 1 / 32), op(None, True, False)),
-        ("column-wise", n * (3 + 1 / 32), op(None, False, True)),
-        ("row-wise + column-wise", n * (4 + 2 / 32), op(None, True, True)),
-        ("both, 128 equal groups", n * (4 + 2 / 32), op(groups, True, True)),
-        ("both, 128 ragged groups", n * (4 + 2 / 32), op(ragged, True, True)),
-    ]
-    out: list[dict[str, float | str]] = []
-    copy = 0.0
-    for name, size, call in cases:
-        time = seconds(call)
-        copy = copy or size / time
-        out.append(
-            {
-                "case": name,
-                "us": time * 1e6,
-                "tb_s": size / time / 1e12,
-                "of_copy": size / time / copy,
-            }
-        )
+    uses = USES if fmt.directional else {"one for both": (True, False)}
+    groups = {"": None, ", 128 equal groups": equal, ", 128 ragged groups": ragged}
+    if fmt.block == (128, 128):
+        groups = {"": None}
+    out = []
+    for grouping, ends in groups.items():
+        for use, flags in uses.items():
+            if grouping and use not in ("both", "one for both"):
+                continue
+            pieces = ops.quantize(x, ends, *spelled, *flags)
+            time = seconds(partial(ops.quantize, x, ends, *spelled, *flags))
+            out.append(_row(f"{name}, {dtype}, {use}{grouping}", size_of([x, *pieces]), time))
+    if dtype != torch.bfloat16:
+        return out
+    for grouping, ends in groups.items():
+        for columnwise in (False, True) if fmt.directional else (False,):
+            uses_ = (not columnwise, columnwise)
+            pieces = ops.quantize(x, ends, *spelled, *uses_)[3 * columnwise :][:3]
+            given = [t if t.numel() else None for t in pieces]
+            call = partial(ops.dequantize, *given, ends, *spelled, columnwise, dtype)
+            time = seconds(call)
+            use = "column-wise" if columnwise else "row-wise"
+            out.append(_row(f"{name}, decode {use}{grouping}", size_of([x, *pieces]), time))
     return out
 
 
+def _row(case: str, size: int, time: float) -> dict[str, Any]:
+    return {"case": case, "us": time * 1e6, "tb_s": size / time / 1e12}
+
+
+def _print(case: dict[str, Any]) -> None:
+    print(
+        f"{case['case']:<56}{case['us']:>9.1f} us{case['tb_s']:>7.2f} TB/s{case['of_copy']:>7.0%}",
+        flush=True,
+    )
+
+
+def _step(module: Any, recipe: Any, inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> None:
+    with recipes.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(*inputs)
+    torch.autograd.backward(y, dy)
+
+
+def modules() -> list[dict[str, float | str]]:
+    """Forward and backward of two modules under every recipe, over BF16's time."""
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    grouped = {**options, "single_grouped_weight": True, "bias": False}
+    experts, tokens, hidden, inner = 32, 16384, 2048, 1024
+    sizes = torch.full((experts,), tokens // experts, device="cuda")
+    probs = torch.rand(tokens, device="cuda")
+    mlp = fz.Sequential(
+        fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(experts, inner, hidden, **grouped),
+    )
+    cases: dict[str, tuple[Any, int, tuple[torch.Tensor, ...]]] = {
+        "linear 4096 x 4096, 8192 rows": (fz.Linear(4096, 4096, bias=False, **options), 4096, ()),
+        f"MLP of {experts} experts, {hidden} x {inner}, {tokens} rows": (
+            mlp, hidden, (sizes, probs, sizes),
+        ),
+    }  # fmt: skip
+    table: list[dict[str, float | str]] = []
+    for name, (module, width, extra) in cases.items():
+        rows = tokens if extra else 8192
+        x = torch.randn(rows, width, requires_grad=True, **options)
+        dy = torch.randn_like(x)
+        base = 0.0
+        for label, recipe in RECIPES.items():
+            time = seconds(partial(_step, module, recipe, (x, *extra), dy), 3)
+            base = base or time
+            table.append({"case": f"{name}, {label}", "us": time * 1e6, "over_bf16": time / base})
+            print(f"{name}, {label:<14}{time * 1e6:>9.0f} us{time / base:>7.2f} x", flush=True)
+    return table
+
+
 def main() -> None:
-    """Print the table and write it as JSON if asked."""
+    """Print the tables and write them as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    table = measure(args.rows, args.columns)
-    print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns} bfloat16")
-    for row in table:
-        print(
-            f"{row['case']:<26}{row['us']:>9.1f} us{row['tb_s']:>8.2f} TB/s{row['of_copy']:>7.0%}"
-        )
+    print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns}")
+    table = {"quantizers": quantizers(args.rows, args.columns), "modules": modules()}
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

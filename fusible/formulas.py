@@ -370,3 +370,108 @@ def l2_normalize_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
 def gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     """What a norm multiplies by: the weight, or ``1 + weight``, in ``dtype``."""
     return 1 + cast(weight, dtype) if zero_centered else cast(weight, dtype)
+
+
+# --- routing ----------------------------------------------------------------------------------
+
+
+def router_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Softmax or sigmoid of logits ``[..., E]``."""
+    return logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()
+
+
+def choose_experts(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    num_groups: int,
+    top_groups: int,
+    group_top: int,
+) -> Tensor:
+    """Ids of the ``top_k`` largest of logits ``[..., E]``, best first; of equals the first.
+
+    With groups, only in the ``top_groups`` of the ``num_groups`` groups of neighbours whose
+    ``group_top`` best scores have the largest sum. With a bias ``[E]``, the largest of score +
+    bias. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    ranked = logits  # as the scores are, and where these would round to the same
+    if expert_bias is not None or num_groups > 1:
+        ranked = router_scores(logits, score_function)
+        if expert_bias is not None:
+            ranked = ranked + expert_bias.to(ranked.dtype)
+    if num_groups > 1:
+        groups = ranked.unflatten(-1, (num_groups, -1))
+        worth = torch.sort(groups, dim=-1, descending=True).values[..., :group_top].sum(-1)
+        best = _largest(worth, top_groups)
+        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
+        ranked = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+    return _largest(ranked, top_k)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest in the last dimension; a stable order, unlike topk's."""
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()
+
+
+def router_probs(
+    logits: Tensor, ids: Tensor, score_function: str, normalize: bool, scaling_factor: float
+) -> Tensor:
+    """Scores of the experts chosen, ``[..., k]``; with ``normalize`` they sum to one.
+
+    A softmax of all that is then normalised is the softmax of those chosen.
+    """
+    if score_function == "softmax" and not normalize:
+        probs = logits.softmax(-1).gather(-1, ids)
+    else:
+        probs = router_scores(logits.gather(-1, ids), score_function)
+        if score_function == "sigmoid" and normalize:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return probs * scaling_factor
+
+
+def router_probs_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """Gradient of :func:`router_probs` with respect to the logits; the ids are constants."""
+    d = cast(dprobs, logits.dtype) * scaling_factor
+    if score_function == "softmax" and not normalize:
+        return torch._softmax_backward_data(
+            torch.zeros_like(logits).scatter(-1, ids, d), logits.softmax(-1), -1, logits.dtype
+        )
+    p = router_scores(logits.gather(-1, ids), score_function)
+    if score_function == "softmax":
+        d = p * (d - (d * p).sum(-1, keepdim=True))
+    else:
+        if normalize:
+            total = p.sum(-1, keepdim=True) + 1e-20
+            d = (d - (d * p).sum(-1, keepdim=True) / total) / total
+        d = d * p * (1 - p)
+    return torch.zeros_like(logits).scatter(-1, ids, d)
+
+
+def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Tensor:
+    """``E sum_e f_e P_e``: f_e the share of choices of expert e, P_e its mean share of the scores.
+
+    One where the load is even. Source: Switch Transformers, arXiv 2101.03961, equation 4; sigmoid
+    scores are normalised first, as in DeepSeek-V3, arXiv 2412.19437, equation 19.
+    """
+    experts = logits.shape[-1]
+    scores = router_scores(logits, score_function)
+    if score_function == "sigmoid":
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    chosen = ids.reshape(-1)
+    counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    share = counts.to(scores.dtype) / max(chosen.numel(), 1)
+    return experts * (share * scores.reshape(-1, experts).mean(0)).sum()
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Mean of ``logsumexp(logits)^2``. Source: ST-MoE, arXiv 2202.08906, equation 5."""
+    return logits.logsumexp(-1).square().mean()

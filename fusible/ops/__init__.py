@@ -20,14 +20,23 @@ from fusible.ops.activation import (
     SReLU,
     SwiGLU,
 )
+from fusible.ops.dispatch import Combine, Dispatch
 from fusible.ops.distributed import AllGather, AllReduce, AllReduceGrad, ReduceScatter
 from fusible.ops.dropout import Dropout
-from fusible.ops.elementary import AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Reshape
+from fusible.ops.elementary import (
+    AddExtraInput,
+    ConstantScale,
+    Identity,
+    MakeExtraOutput,
+    Reshape,
+    Swap,
+)
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize import Quantize
+from fusible.ops.router import TopKRouter
 from fusible.ops.sequential import Sequential
 from fusible.ops.weights import reuse_quantized_weights
 
@@ -45,7 +54,9 @@ __all__ = [
     "BasicOperation",
     "Bias",
     "ClampedSwiGLU",
+    "Combine",
     "ConstantScale",
+    "Dispatch",
     "Dropout",
     "FusedOperation",
     "FusibleOperation",
@@ -71,6 +82,8 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SiTUGLU",
+    "Swap",
     "SwiGLU",
+    "TopKRouter",
     "reuse_quantized_weights",
 ]

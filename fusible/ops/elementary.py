@@ -215,6 +215,48 @@ class MakeExtraOutput(BasicOperation):
         return f"in_place={self.in_place}"
 
 
+class Swap(BasicOperation):
+    """The extra input in place of the input, which goes out as the extra output. Saves nothing.
+
+    How one run holds two branches: with channels, the second branch starts from a tensor made
+    earlier, and the first one's result waits to be added. Both outputs share their inputs' memory.
+    """
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+    extra_input_names = ("incoming",)
+    saves = "nothing"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """``extra``, and ``x``."""
+        incoming = basic_op_extra_inputs[0][0]
+        assert incoming is not None
+        basic_op_ctxs[0].shape = input_.shape
+        return incoming, [(input_,)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """``dextra``, and ``dy``."""
+        dextra = basic_op_grad_extra_outputs[0][0]
+        if dextra is None:
+            dextra = grad_output.new_zeros(basic_op_ctxs[0].shape)
+        return dextra, [()], [(grad_output,)]
+
+
 def is_writable(grad: Tensor, *read: Tensor) -> bool:
     """Whether a gradient can be written to while others are read.
 

@@ -124,7 +124,11 @@ class BasicOperation(FusibleOperation):
         num_extra_outputs: number of extra tensor outputs.
         fact_names: attributes (integers, booleans, names) that conditions of fusion rules may
             read; frozen, like channels, once a run captures the op.
-        extra_input_names: what conditions call the extra inputs.
+        extra_input_names: what conditions call the extra inputs. Without a channel, an extra input
+            comes from the nearest earlier extra output of its name in the run, else from the
+            caller.
+        extra_output_names: names under which later ops find the extra outputs; in the order of
+            the slots, or empty.
         saves: what the op saves for its backward, as ``explain`` prints it.
     """
 
@@ -132,6 +136,7 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
+    extra_output_names: tuple[str, ...] = ()
     saves: str = "x, parameters"
 
     def __init__(self) -> None:
@@ -263,7 +268,7 @@ class BasicOperation(FusibleOperation):
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Feed an extra input from the channel that an earlier op of the same run produces.
 
-        None gives the input back to the caller. Returns the op.
+        None undoes it. Returns the op.
 
         Raises:
             IndexError: there is no such extra input.

@@ -28,17 +28,10 @@ def blocks_of(
     x: Tensor, block: tuple[int, int] | None, columnwise: bool, ends: Tensor | None
 ) -> Blocks:
     """Return the blocks of ``x`` for a format's ``block`` and use; only its shape is read."""
-    if ends is not None and x.ndim != 2:
-        raise ValueError(f"grouped rows need a 2-D tensor, got shape {tuple(x.shape)}")
     if block is None:
         return _whole(x, ends)
     across, along = block
     if across == along:
-        if ends is not None:
-            raise ValueError(
-                f"blocks of {across}x{along} hold weights and cannot be grouped by rows; "
-                f"use blocks of 1x{along} or quantize every matrix by itself"
-            )
         return _square(along)
     if not columnwise:
         return _rows(along, x.shape[-2], ends)

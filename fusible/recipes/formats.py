@@ -78,7 +78,7 @@ def quantize(
     not whole blocks.
     """
     check_input(x, fmt, columnwise)
-    check_ends(x, ends)
+    check_ends(x, fmt, ends)
     if ends is not None:
         ends = ends.clamp(max=x.shape[0])
         x = zero_tail(x, ends)
@@ -148,10 +148,18 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
             )
 
 
-def check_ends(x: Tensor, ends: Tensor | None) -> None:
+def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
     """Raise ValueError unless ``ends`` can be cumulative end rows of groups of ``x``."""
     if ends is None:
         return
+    if x.ndim != 2:
+        raise ValueError(f"grouped rows need a 2-D tensor, got shape {tuple(x.shape)}")
+    if fmt.block is not None and not fmt.directional:
+        along = fmt.block[1]
+        raise ValueError(
+            f"blocks of {along}x{along} hold weights and cannot be grouped by rows; "
+            f"use blocks of 1x{along} or quantize every matrix by itself"
+        )
     if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "ends must be int32 or int64 of shape (groups,) with at least one group, "

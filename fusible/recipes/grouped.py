@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.recipes.blocks import column_block_ends
-from fusible.recipes.formats import Encoded, NumberFormat, dequantize
-from fusible.recipes.library import encode
+from fusible.recipes.formats import Encoded, NumberFormat
+from fusible.recipes.library import decode, encode
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.tensor import PIECES, QuantizedTensor, pieces_of
 
@@ -118,8 +118,7 @@ class GroupedTensor(torch.Tensor):
         if columnwise is None:
             columnwise = self.rowwise_data is None
         encoded = self.encoded(columnwise=columnwise)
-        columnwise = columnwise and self.format.directional
-        return dequantize(encoded, self.format, dtype, columnwise=columnwise, ends=self.ends)
+        return decode(encoded, self.format, dtype, columnwise=columnwise, ends=self.ends)
 
     def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Return a view of every group; waits for the device unless the groups are uniform."""

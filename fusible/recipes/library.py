@@ -1,84 +1,105 @@
-"""The torch op of MXFP8 quantization, for row-wise and column-wise use at once.
+"""The torch ops of quantization: one call for row-wise and column-wise use, one for values.
 
-Its implementation here is ``formats.quantize`` on any device; ``fusible.kernels`` adds a faster one
-for CUDA, with the same bits.
+Their implementations here are the formulas of ``formats``, on any device; ``fusible.kernels`` adds
+faster ones for CUDA, with the same bits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fusible.recipes import formats
 from fusible.recipes.blocks import column_block_bound
-from fusible.recipes.formats import (
-    E4M3,
-    E5M2,
-    Encoded,
-    NumberFormat,
-    check_ends,
-    check_input,
-    mxfp8,
-    quantize,
-)
+from fusible.recipes.formats import Encoded, NumberFormat, check_encoded, check_ends, check_input
 
+_FORMAT = "str name, str element, int[] block, str scale_kind, float amax_epsilon"
 _library = torch.library.Library("fusible", "FRAGMENT")
 _library.define(
-    "quantize_mxfp8(Tensor x, Tensor? ends, bool e5m2, bool round_up, bool rowwise, "
-    "bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"quantize(Tensor x, Tensor? ends, {_FORMAT}, bool rowwise, bool columnwise) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "dequantize(Tensor data, Tensor scale, Tensor? tensor_scale, Tensor? ends, "
+    f"{_FORMAT}, bool columnwise, ScalarType dtype) -> Tensor"
 )
 
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Row-wise data and scales, column-wise data and scales; empty where not asked for."""
-
-
-def mxfp8_format(e5m2: bool, round_up: bool) -> NumberFormat:
-    """Return the format that the op's two flags mean."""
-    return mxfp8(E5M2 if e5m2 else E4M3, "up" if round_up else "floor")
+Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Data, scales and tensor scales, row-wise and column-wise; empty where there are none."""
 
 
 def empty_pieces(
-    x: Tensor, groups: int | None, e5m2: bool, rowwise: bool, columnwise: bool
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> Pieces:
-    """Allocate what the op returns for 2-D ``x``."""
-    rows, columns = x.shape
-    dtype = (E5M2 if e5m2 else E4M3).dtype
-    blocks = column_block_bound(rows, groups or 1, 32)
-    scales = torch.float8_e8m0fnu
-    row = (rows, columns) if rowwise else (0, 0)
-    row_scale = (rows, columns // 32) if rowwise else (0, 0)
-    col = (rows, columns) if columnwise else (0, 0)
-    col_scale = (blocks, columns) if columnwise else (0, 0)
-    return (
-        x.new_empty(row, dtype=dtype),
-        x.new_empty(row_scale, dtype=scales),
-        x.new_empty(col, dtype=dtype),
-        x.new_empty(col_scale, dtype=scales),
-    )
+    """Allocate what ``fusible::quantize`` returns."""
+    *lead, rows, columns = x.shape
+    matrices = lead if ends is None else []
+    data = *lead, rows, columns // fmt.element.per_byte
+    whole = (*matrices, 1) if ends is None else tuple(ends.shape)
+    across, along = fmt.block or (1, 1)
+    row_scale = (*lead, rows // across, columns // along) if fmt.block else whole
+    blocks = column_block_bound(rows, 1 if ends is None else ends.shape[0], along)
+    col_scale = *lead, blocks, columns
+
+    def pieces(wanted: bool, scale: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        top = whole if wanted and fmt.has_tensor_scale else (0,)
+        return (
+            x.new_empty(data if wanted else (0,), dtype=fmt.element.dtype),
+            x.new_empty(scale if wanted else (0,), dtype=fmt.scale_dtype),
+            x.new_empty(top, dtype=torch.float32),
+        )
+
+    return *pieces(rowwise, row_scale), *pieces(columnwise, col_scale)
 
 
-def quantize_mxfp8(
-    x: Tensor, ends: Tensor | None, e5m2: bool, round_up: bool, rowwise: bool, columnwise: bool
+def quantize_by_formulas(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> Pieces:
-    """Quantize 2-D ``x`` by the formulas, whatever its device."""
-    fmt = mxfp8_format(e5m2, round_up)
-    pieces: list[Tensor] = []
-    for wanted, use in ((rowwise, False), (columnwise, True)):
+    """Quantize by ``formats.quantize``, whatever the device."""
+    pieces = list(empty_pieces(x, ends, fmt, False, False))
+    for wanted, use, start in ((rowwise, False, 0), (columnwise, True, 3)):
         if wanted:
-            pieces += quantize(x, fmt, columnwise=use, ends=ends)[:2]
-        else:
-            empty = x.new_empty((0, 0))
-            pieces += empty.to(fmt.element.dtype), empty.to(torch.uint8).view(fmt.scale_dtype)
-    return pieces[0], pieces[1], pieces[2], pieces[3]
+            encoded = formats.quantize(x, fmt, columnwise=use, ends=ends)
+            got = [t for t in encoded if t is not None]
+            pieces[start : start + len(got)] = got
+    return tuple(pieces)  # type: ignore[return-value]
 
 
-def _fake(
-    x: Tensor, ends: Tensor | None, e5m2: bool, round_up: bool, rowwise: bool, columnwise: bool
-) -> Pieces:
-    return empty_pieces(x, None if ends is None else ends.shape[0], e5m2, rowwise, columnwise)
+# The last arguments of the ops are a format, spelled, and how it is used.
 
 
-_library.impl("quantize_mxfp8", quantize_mxfp8, "CompositeExplicitAutograd")
-torch.library.register_fake("fusible::quantize_mxfp8", _fake, lib=_library)
+def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
+    *spelled, rowwise, columnwise = rest
+    return quantize_by_formulas(x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise)
+
+
+def _quantize_fake(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
+    *spelled, rowwise, columnwise = rest
+    return empty_pieces(x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise)
+
+
+def _dequantize(
+    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+) -> Tensor:
+    *spelled, columnwise, dtype = rest
+    fmt, encoded = NumberFormat.from_spelled(*spelled), Encoded(data, scale, tensor_scale)
+    return formats.dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+
+
+def _dequantize_fake(
+    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+) -> Tensor:
+    *spelled, _, dtype = rest
+    per_byte = NumberFormat.from_spelled(*spelled).element.per_byte
+    return data.new_empty(*data.shape[:-1], data.shape[-1] * per_byte, dtype=dtype)
+
+
+_library.impl("quantize", _quantize, "CompositeExplicitAutograd")
+_library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
+torch.library.register_fake("fusible::quantize", _quantize_fake, lib=_library)
+torch.library.register_fake("fusible::dequantize", _dequantize_fake, lib=_library)
 
 
 def encode(
@@ -86,38 +107,37 @@ def encode(
 ) -> tuple[Encoded | None, Encoded | None]:
     """Quantize ``x`` for row-wise and column-wise use, in one launch where a kernel can.
 
-    A format whose blocks have no direction is encoded once, returned for both uses. No gradient
-    passes: what the gradient of a quantized product is, its op decides.
+    A format with a scale for whole matrices takes two launches, the first for their largest
+    magnitudes. One whose blocks have no direction is encoded once, returned for both uses. No
+    gradient passes: what the gradient of a quantized product is, its op decides.
     """
     x = x.detach()
-    check_ends(x, ends)
+    check_ends(x, fmt, ends)
     if rowwise:
         check_input(x, fmt, False)
     if columnwise:
         check_input(x, fmt, True)
+    uses = (rowwise, columnwise) if fmt.directional else (rowwise or columnwise, False)
+    pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
+
+    def encoded(data: Tensor, scale: Tensor, tensor_scale: Tensor) -> Encoded:
+        return Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None)
+
+    row = encoded(*pieces[:3]) if uses[0] else None
     if not fmt.directional:
-        both = quantize(x, fmt, ends=ends)
-        return both if rowwise else None, both if columnwise else None
-    if fmt.block == (1, 32) and (x.ndim == 2 or x.shape[-2] % 32 == 0):
-        return _encode_mxfp8(x, fmt, rowwise, columnwise, ends)
-    return (
-        quantize(x, fmt, ends=ends) if rowwise else None,
-        quantize(x, fmt, columnwise=True, ends=ends) if columnwise else None,
-    )
+        return row if rowwise else None, row if columnwise else None
+    return row, encoded(*pieces[3:]) if columnwise else None
 
 
-def _encode_mxfp8(
-    x: Tensor, fmt: NumberFormat, rowwise: bool, columnwise: bool, ends: Tensor | None
-) -> tuple[Encoded | None, Encoded | None]:
-    """Quantize matrices of whole blocks as one; leading dimensions come back."""
-    flags = (fmt.element is E5M2, fmt.scale == "e8m0_up")
-    lead, columns = x.shape[:-2], x.shape[-1]
-    matrix = x.flatten(0, -2) if lead else x
-    pieces = torch.ops.fusible.quantize_mxfp8(matrix, ends, *flags, rowwise, columnwise)
-    data, scale, col_data, col_scale = pieces
-    if lead and rowwise:
-        data, scale = data.view(x.shape), scale.view(*x.shape[:-1], columns // 32)
-    if lead and columnwise:
-        col_data, col_scale = col_data.view(x.shape), col_scale.view(*lead, -1, columns)
-    row = Encoded(data, scale, None) if rowwise else None
-    return row, Encoded(col_data, col_scale, None) if columnwise else None
+def decode(
+    encoded: Encoded,
+    fmt: NumberFormat,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Return the values of ``encoded``, as ``formats.dequantize``; in one launch where it can."""
+    check_encoded(encoded, fmt)
+    columnwise = columnwise and fmt.directional
+    return torch.ops.fusible.dequantize(*encoded, ends, *fmt.spelled(), columnwise, dtype)

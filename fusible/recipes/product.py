@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from fusible.recipes.formats import Encoded, NumberFormat, dequantize
+from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.grouped import GroupedTensor
-from fusible.recipes.library import encode
+from fusible.recipes.library import decode, encode
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -110,8 +110,7 @@ def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch
             f"the {role} of the {product} product must be encoded for it, got an operand without "
             f"{'column' if columnwise else 'row'}-wise data; name the product in encode_operand"
         )
-    columnwise = columnwise and x.format.directional
-    return dequantize(encoded, x.format, dtype, columnwise=columnwise, ends=x.ends)
+    return decode(encoded, x.format, dtype, columnwise=columnwise, ends=x.ends)
 
 
 def columnwise_only(x: Operand, *, needed: bool = True) -> Saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,7 @@ E4M3 = Element("e4m3", 448.0, 8, torch.float8_e4m3fn)
 E5M2 = Element("e5m2", 57344.0, 15, torch.float8_e5m2)
 # torch.float4_e2m1fn_x2 supports too few operations; it is a view of these bytes at a kernel.
 E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
 ScaleName = Literal["e8m0_up", "e8m0_floor", "fp32", "fp32_power_of_two", "e4m3"]
 
@@ -71,6 +73,20 @@ class NumberFormat:
     def directional(self) -> bool:
         """Tell whether row-wise and column-wise use need two different sets of numbers."""
         return self.block is not None and self.block[0] != self.block[1]
+
+    def spelled(self) -> tuple[str, str, list[int], ScaleName, float]:
+        """Return the row as arguments of a torch op."""
+        block = [] if self.block is None else list(self.block)
+        return self.name, self.element.name, block, self.scale, self.amax_epsilon
+
+    @staticmethod
+    def from_spelled(
+        name: str, element: str, block: Sequence[int], scale: str, amax_epsilon: float
+    ) -> NumberFormat:
+        """Undo ``spelled``; KeyError for an element or a scale that is not known."""
+        across_along = (int(block[0]), int(block[1])) if block else None
+        known = check_scale_name(scale)
+        return NumberFormat(name, ELEMENTS[element], across_along, known, amax_epsilon)
 
 
 def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> NumberFormat:

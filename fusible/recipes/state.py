@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.rows import E2M1, E4M3, E5M2, NumberFormat, check_scale_name
+from fusible.recipes.rows import NumberFormat
 from fusible.recipes.tensor import QuantizedTensor
 
 _KEYS = {
@@ -25,7 +25,6 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
-_ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -53,11 +52,11 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> QuantizedTensor:
     """Undo ``tensor_state``; ValueError for a format this version does not know."""
     facts = json.loads(bytes(state["format"].tolist()).decode())
     try:
-        fmt = NumberFormat(
+        fmt = NumberFormat.from_spelled(
             str(facts["name"]),
-            _ELEMENTS[facts["element"]],
-            None if facts["block"] is None else (int(facts["block"][0]), int(facts["block"][1])),
-            check_scale_name(facts["scale"]),
+            facts["element"],
+            facts["block"] or (),
+            facts["scale"],
             float(facts["amax_epsilon"]),
         )
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]

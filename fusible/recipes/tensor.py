@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fusible.recipes.dispatch import overwrite, run
-from fusible.recipes.formats import Encoded, NumberFormat, dequantize
-from fusible.recipes.library import encode
+from fusible.recipes.formats import Encoded, NumberFormat
+from fusible.recipes.library import decode, encode
 
 PIECES = (
     "rowwise_data",
@@ -136,7 +136,7 @@ class QuantizedTensor(torch.Tensor):
 
     def _decoded(self, dtype: torch.dtype, columnwise: bool) -> Tensor:
         encoded = self.encoded(columnwise=columnwise)
-        decoded = dequantize(encoded, self.format, dtype, columnwise=columnwise)
+        decoded = decode(encoded, self.format, dtype, columnwise=columnwise)
         return decoded.view(self.shape)
 
     def get_high_precision_init_val(self) -> Tensor | None:

@@ -19,7 +19,7 @@ from fusible.recipes.formats import (
     nvfp4,
     quantize,
 )
-from fusible.recipes.library import encode
+from fusible.recipes.library import decode, encode
 
 FORMATS = {
     "mxfp8_e4m3": mxfp8(),
@@ -163,25 +163,33 @@ def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
 # --- The library op ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", [None, torch.tensor([3, 3, 40], dtype=torch.int32)])
-def test_opcheck(ends):
-    x = torch.randn(48, 64, dtype=torch.bfloat16)
-    torch.library.opcheck(
-        torch.ops.fusible.quantize_mxfp8.default, (x, ends, False, True, True, True)
-    )
-    torch.library.opcheck(
-        torch.ops.fusible.quantize_mxfp8.default, (x, ends, True, False, False, True)
-    )
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_opcheck(fmt, grouped):
+    square = fmt.block == (128, 128)
+    x = torch.randn(128 if square else 48, 128, dtype=torch.bfloat16)
+    ends = torch.tensor([3, 3, 40], dtype=torch.int32) if grouped and not square else None
+    ops, spelled = torch.ops.fusible, fmt.spelled()
+    uses = [(True, True), (False, True), (False, False)] if fmt.directional else [(True, False)]
+    for use in uses:
+        torch.library.opcheck(ops.quantize.default, (x, ends, *spelled, *use))
+    pieces = ops.quantize(x, ends, *spelled, *uses[0])
+    for columnwise in (False, True) if fmt.directional else (False,):
+        data, scale, top = pieces[3:] if columnwise else pieces[:3]
+        top = top if fmt.has_tensor_scale else None
+        arguments = data, scale, top, ends, *spelled, columnwise, torch.bfloat16
+        # test_schema compares inputs by arithmetic, which FP8 has not got.
+        checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(ops.dequantize.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
     def round_trip(x, ends):
         row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-        columnwise = fmt.directional
         return (
-            dequantize(row, fmt, ends=ends),
-            dequantize(column, fmt, columnwise=columnwise, ends=ends),
+            decode(row, fmt, torch.float32, columnwise=False, ends=ends),
+            decode(column, fmt, torch.float32, columnwise=True, ends=ends),
         )
 
     x = torch.randn(128, 128)

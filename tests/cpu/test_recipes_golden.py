@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from fusible.recipes.encoding import DECODERS
 from fusible.recipes.formats import (
@@ -23,6 +24,7 @@ from fusible.recipes.formats import (
     nvfp4,
     quantize,
 )
+from fusible.recipes.library import encode
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))
@@ -69,17 +71,18 @@ def test_golden_blocks(case, device):
     x = floats(bytes.fromhex(case["input"]), device).view(-1, case["columns"])
     for columnwise in (False, True) if fmt.directional else (False,):
         along = x.mT.contiguous() if columnwise else x
-        if columnwise and fmt.element is E2M1 and along.shape[1] % 2:
-            continue  # packing needs an even number of columns
-        encoded = quantize(along, fmt, columnwise=columnwise)
-        scale = encoded.scale.mT if columnwise else encoded.scale
+        if columnwise:
+            # Packing needs an even number of columns, the kernels on CUDA one of eight.
+            along = functional.pad(along, (0, -along.shape[1] % 8))
+        encoded = encode(along, fmt, rowwise=not columnwise, columnwise=columnwise)[columnwise]
+        scale = encoded.scale.mT[: x.shape[0]] if columnwise else encoded.scale
         assert raw(scale) == bytes.fromhex(case["scale"])
         if encoded.tensor_scale is not None:
             assert raw(encoded.tensor_scale) == bytes.fromhex(case["tensor_scale"])
         elements = DECODERS[fmt.element](encoded.data)
         if columnwise:
             rowwise = quantize(x, fmt)
-            assert same_values(elements.mT, DECODERS[fmt.element](rowwise.data))
+            assert same_values(elements.mT[: x.shape[0]], DECODERS[fmt.element](rowwise.data))
         else:
             assert raw(encoded.data) == bytes.fromhex(case["data"])
 

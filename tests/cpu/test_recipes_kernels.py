@@ -1,30 +1,67 @@
-"""The quantizer's kernels compile for Hopper and Blackwell on a machine with no GPU."""
+"""The quantizers' kernels compile for Hopper and Blackwell on a machine with no GPU."""
 
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels import quantize
+from fusible.kernels.quantize import launch
+from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
+from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 
-CONFIGS = [
-    ("e4m3", 448.0, 8, True, False, True, True),
-    ("e4m3", 448.0, 8, True, True, True, True),
-    ("e5m2", 57344.0, 15, False, True, False, True),
-    ("e5m2", 57344.0, 15, True, False, True, False),
+# Every format with every input type, and every use and grouping of each at least once.
+ENCODERS = [
+    EncodeSpec(mxfp8(), "bf16", False, False, True, True),
+    EncodeSpec(mxfp8(E5M2), "f16", True, True, True, True),
+    EncodeSpec(mxfp8(E4M3, "floor"), "f32", True, False, False, True),
+    EncodeSpec(fp8_block(), "bf16", True, False, True, True),
+    EncodeSpec(fp8_block(power_of_two=False), "f16", False, False, True, False),
+    EncodeSpec(fp8_block(), "f32", False, False, False, True),
+    EncodeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False),
+    EncodeSpec(fp8_block(block=(128, 128)), "f32", False, False, True, False),
+    EncodeSpec(fp8_tensor(), "bf16", True, False, True, False),
+    EncodeSpec(fp8_tensor(E5M2), "f32", False, False, True, False),
+    EncodeSpec(nvfp4(), "bf16", True, False, True, True),
+    EncodeSpec(nvfp4(), "f16", False, False, True, False),
+    EncodeSpec(nvfp4(), "f32", False, False, False, True),
+]
+MAXIMA = [
+    EncodeSpec(fp8_tensor(), "bf16", True, False, True, True),
+    EncodeSpec(nvfp4(), "f32", False, False, True, True),
+]
+DECODERS = [
+    DecodeSpec(mxfp8(), "bf16", True, False, True),
+    DecodeSpec(mxfp8(E5M2), "f16", False, False, False),
+    DecodeSpec(fp8_block(), "bf16", True, True, True),
+    DecodeSpec(fp8_block(block=(128, 128)), "f32", False, False, False),
+    DecodeSpec(fp8_tensor(), "bf16", True, False, False),
+    DecodeSpec(nvfp4(), "bf16", True, False, True),
+    DecodeSpec(nvfp4(), "f32", False, False, False),
+]
+KERNELS = [
+    *[("encode", spec) for spec in ENCODERS],
+    *[("amax", spec) for spec in MAXIMA],
+    *[("decode", spec) for spec in DECODERS],
 ]
 
 
+def name(case):
+    kernel, spec = case
+    uses = "".join(letter for letter, on in zip("gwrc", spec[2:], strict=False) if on)
+    return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
+
+
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_quantizer_compiles_without_spills(config, architecture, capfd):
-    quantize.compiled(config, torch.int32, architecture + " remarks{ptx}")
+@pytest.mark.parametrize("case", KERNELS, ids=name)
+def test_kernels_compile_without_spills(case, architecture, capfd):
+    kernel, spec = case
+    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
     report = "".join(capfd.readouterr())
     assert f"for '{architecture}'" in report
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_offsets_kernel_compiles(dtype):
-    quantize.compiled_offsets(dtype, "sm_90a")
-    quantize.compiled_offsets(dtype, "sm_100a")
+    for architecture in ("sm_90a", "sm_100a"):
+        launch.compiled_offsets(dtype, f"--gpu-arch {architecture}")

@@ -1,19 +1,41 @@
-"""The CUDA quantizer gives the bits of the formulas, which run on the CPU here."""
+"""The CUDA quantizers give the bits of the formulas, which run on the CPU here."""
 
 import pytest
 import torch
 
-import fusible.kernels.quantize as kernel
-from fusible.recipes.library import quantize_mxfp8
+from fusible.kernels.quantize import why_not
+from fusible.recipes.formats import (
+    E4M3,
+    E5M2,
+    Encoded,
+    dequantize,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+from fusible.recipes.library import quantize_by_formulas
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-USES = [(True, True), (True, False), (False, True)]
+FORMATS = {
+    "mxfp8": mxfp8(),
+    "mxfp8_e5m2": mxfp8(E5M2),
+    "mxfp8_floor": mxfp8(E4M3, "floor"),
+    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
+    "fp8_1x128": fp8_block(),
+    "fp8_1x128_fp32": fp8_block(E5M2, power_of_two=False),
+    "fp8_128x128": fp8_block(block=(128, 128)),
+    "fp8_128x128_epsilon": fp8_block(block=(128, 128), power_of_two=False, amax_epsilon=1e-3),
+    "fp8_tensor": fp8_tensor(),
+    "fp8_tensor_e5m2": fp8_tensor(E5M2, power_of_two=True),
+    "nvfp4": nvfp4(),
+}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ENDS = {
-    "dense": None,
     "one": [96],
     "ragged": [0, 1, 33, 33, 64, 95],
     "tail": [5, 5, 40],
@@ -24,85 +46,220 @@ ENDS = {
 }
 
 
-def hostile(rows, columns, seed=0):
-    """BF16 of every magnitude, with NaN, Inf, zero blocks and denormals."""
+def formats(*names):
+    """Tests of each format on one worker of ``pytest -n 8 --dist loadgroup``, which compiles it."""
+    params = [pytest.param(FORMATS[n], marks=pytest.mark.xdist_group(n), id=n) for n in names]
+    return pytest.mark.parametrize("fmt", params)
+
+
+each_format = formats(*FORMATS)
+each_format_with_groups = formats(*[n for n, f in FORMATS.items() if f.block != (128, 128)])
+four_formats = formats("mxfp8", "fp8_1x128", "fp8_tensor", "nvfp4")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+
+
+def hostile(*shape, dtype=torch.bfloat16, special=True, seed=0):
+    """Numbers of every magnitude, zero and tiny blocks, zeros of both signs; NaN and Inf too."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=g) * 2.0 ** torch.randint(
-        -140, 127, (rows, columns), generator=g
-    )
-    mode = torch.randint(0, 8, (rows, columns), generator=g)
-    x = torch.where(mode < 6, torch.randn(rows, columns, generator=g), x).to(torch.bfloat16)
-    if rows and columns >= 160:
-        x[rows // 2, 40] = float("nan")
-        x[rows // 3, 70] = float("inf")
-        x[rows // 4, 71] = -float("inf")
-        x[:, 96:128] = 0
-        x[:, 128:160] = x[:, 128:160] * 1e-38
+    exponents = torch.randint(-140, 127, shape, generator=g)
+    x = torch.randn(shape, generator=g) * 2.0**exponents
+    mode = torch.randint(0, 8, shape, generator=g)
+    x = torch.where(mode < 6, torch.randn(shape, generator=g), x)
+    largest = torch.finfo(dtype).max
+    x = torch.where(mode == 6, x, x.clamp(-largest, largest))
+    x = torch.where(x.isfinite(), x, 1.0)
+    if shape[-1] >= 384:
+        x[..., 96:256] = 0
+        x[..., 256:384] *= 1e-38
+        x[..., 100] = -0.0
+    x = x.to(dtype)
+    x = x if special else torch.where(x.isfinite(), x, 1)
+    if special and shape[-1] >= 384:
+        rows = shape[-2]
+        x[..., rows // 2, 40] = float("nan")
+        x[..., rows // 3, 70] = float("inf")
+        x[..., rows // 4, 71] = -float("inf")
     return x
 
 
-def compare(x, ends, *, e5m2=False, round_up=True, uses=(True, True)):
-    args = (e5m2, round_up, *uses)
-    cuda_ends = None if ends is None else ends.cuda()
-    assert kernel.why_not(x.cuda(), cuda_ends) is None
-    got = torch.ops.fusible.quantize_mxfp8(x.cuda(), cuda_ends, *args)
-    want = quantize_mxfp8(x, ends, *args)
-    for name, on_gpu, b in zip(("row", "row scale", "col", "col scale"), got, want, strict=True):
-        a, b = on_gpu.cpu().view(torch.uint8), b.view(torch.uint8)  # noqa: PLW2901
-        assert a.shape == b.shape, name
-        wrong = (a != b).nonzero()
-        assert not len(wrong), (name, len(wrong), wrong[0].tolist())
+def same(on_gpu, on_cpu, names):
+    for name, gpu, want in zip(names, on_gpu, on_cpu, strict=True):
+        got = gpu.cpu()
+        assert got.shape == want.shape, name
+        assert got.dtype == want.dtype, name
+        got, want = (t.flatten().view(torch.uint8) for t in (got, want))  # noqa: PLW2901
+        wrong = (got != want).nonzero()
+        assert not len(wrong), (name, len(wrong), wrong[:3].flatten().tolist())
 
 
-@pytest.mark.parametrize("uses", USES)
+def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
+    """Bits of every piece, and values decoded from them."""
+    uses = uses if fmt.directional else (True, False)
+    on_device = x.cuda(), None if ends is None else ends.cuda()
+    assert why_not(on_device[0], x.dtype, on_device[1]) is None
+    got = torch.ops.fusible.quantize(*on_device, *fmt.spelled(), *uses)
+    want = quantize_by_formulas(x, ends, fmt, *uses)
+    names = [f"{use} {what}" for use in ("row", "col") for what in ("data", "scale", "top")]
+    same(got, want, names)
+    for dtype in decoded:
+        for columnwise in (False, True):
+            if not uses[columnwise]:
+                continue
+            pieces = [t if t.numel() else None for t in got[3 * columnwise :][:3]]
+            values = torch.ops.fusible.dequantize(
+                *pieces, on_device[1], *fmt.spelled(), columnwise, dtype
+            )
+            encoded = Encoded(*[t if t.numel() else None for t in want[3 * columnwise :][:3]])
+            expected = dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+            assert values.dtype == dtype
+            torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+            signs = expected.signbit() | expected.isnan()
+            assert torch.equal(values.cpu().signbit() | expected.isnan(), signs)
+
+
+@each_dtype
+@each_format
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+def test_bits(fmt, dtype, special, uses):
+    x = hostile(256, 1152, dtype=dtype, special=special)
+    compare(x, fmt, uses=uses, decoded=DTYPES if dtype == torch.bfloat16 else [dtype])
+
+
+@each_dtype
+@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("ends", ENDS)
-def test_bits_of_groups(ends, uses):
-    offsets = None if ENDS[ends] is None else torch.tensor(ENDS[ends], dtype=torch.int32)
-    compare(hostile(96, 1056), offsets, uses=uses)
+@each_format_with_groups
+def test_bits_of_groups(fmt, ends, special, dtype):
+    x = hostile(96, 1152, dtype=dtype, special=special)
+    compare(x, fmt, torch.tensor(ENDS[ends], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 127, 300])
-@pytest.mark.parametrize("columns", [32, 992, 1024, 2080])
-def test_bits_at_tile_edges(rows, columns):
-    compare(hostile(rows, columns, rows), None)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 33, 127, 129, 300])
+@pytest.mark.parametrize("columns", [128, 896, 1024, 2176])
+@four_formats
+def test_bits_at_tile_edges(fmt, rows, columns):
+    compare(hostile(rows, columns, special=False, seed=rows), fmt)
 
 
-@pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("round_up", [False, True])
-def test_bits_of_every_bf16(e5m2, round_up):
+@pytest.mark.parametrize("columns", [8, 24, 104])
+@four_formats
+def test_bits_of_columns_that_are_no_blocks_column_wise(fmt, columns):
+    compare(hostile(200, columns, special=False), fmt, uses=(False, True))
+
+
+@pytest.mark.parametrize("rows", [128, 40])
+@each_format
+def test_bits_of_a_batch_of_matrices(fmt, rows):
+    rows = 128 if fmt.block == (128, 128) else rows
+    x = hostile(2, 3, rows, 384, special=False)
+    x[1, 1, 3, 5] = float("nan")
+    compare(x, fmt)
+    compare(x[:, 1:], fmt)
+
+
+@each_format
+def test_bits_of_every_bf16(fmt):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = torch.zeros(65536, 32, dtype=torch.bfloat16)
-    x[:, 0] = every
-    x[:, 1] = every.flip(0)
-    compare(x, None, e5m2=e5m2, round_up=round_up)
-    compare(every.view(256, 256), None, e5m2=e5m2, round_up=round_up)
+    compare(every.view(256, 256), fmt)
+    finite = torch.where(every.isfinite(), every, 0).sort().values
+    compare(finite.view(512, 128).repeat_interleave(2, 1), fmt)
+    blocks = torch.zeros(65536, 32, dtype=torch.bfloat16)
+    blocks[:, 0] = every
+    blocks[:, 1] = every.flip(0)
+    compare(blocks.view(-1, 128), fmt)
 
 
-def test_bits_of_int64_ends_and_row_pitch():
-    compare(hostile(96, 512)[:, :256], torch.tensor([7, 60, 60, 90]))
+@pytest.mark.parametrize("amax", [6.0, 1.0, 448.0, 3.0e38, 1.1e-38, 1e-44])
+@each_format
+def test_bits_beside_every_rounding_boundary(fmt, amax):
+    """FP32 numbers at and beside the halfway points of the elements, under a given maximum."""
+    steps = torch.arange(0, 64.5, 0.25).tolist() + [2.0**-e for e in range(1, 40)]
+    around = torch.tensor(steps)
+    points = torch.stack(
+        (around, around.nextafter(torch.tensor(1e3)), around.nextafter(around - 1))
+    )
+    points = torch.cat((points.flatten(), -points.flatten()))
+    x = (points / points.abs().max() * amax).to(torch.float32)
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.nn.functional.pad(x, (1, 0), value=amax).repeat(1, 2)
+    compare(torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 128)), fmt)
 
 
-def test_a_captured_graph_follows_new_ends():
-    x = hostile(256, 512).cuda()
+@each_format
+def test_bits_of_int64_ends_and_row_pitch(fmt):
+    x = hostile(128, 768, special=False)
+    ends = None if fmt.block == (128, 128) else torch.tensor([7, 60, 60, 90])
+    compare(x[:, :512], fmt, ends)
+    compare(x[:, 3:515], fmt, ends)  # misaligned
+    compare(x.t()[:256], fmt, ends)
+    compare(x[:1].expand(128, -1), fmt, ends)
+
+
+def test_many_rows():
+    x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
+    got = torch.ops.fusible.quantize(x, None, *mxfp8().spelled(), True, True)
+    for rows in (slice(0, 64), slice(69920, 69984)):
+        want = quantize_by_formulas(x[rows].cpu(), None, mxfp8(), True, True)
+        blocks = slice(rows.start // 32, rows.stop // 32)
+        same(
+            [got[0][rows], got[1][rows], got[3][rows], got[4][blocks]],
+            [want[0], want[1], want[3], want[4]],
+            ["data", "scale", "column data", "column scale"],
+        )
+
+
+@each_format_with_groups
+def test_a_captured_graph_follows_new_ends(fmt):
+    x = hostile(256, 512, special=False)
     ends = torch.tensor([64, 128, 256], dtype=torch.int32, device="cuda")
-    torch.ops.fusible.quantize_mxfp8(x, ends, False, True, True, True)  # compile
+    uses = (True, True) if fmt.directional else (True, False)
+    on_gpu = x.cuda()
+
+    def step():
+        pieces = torch.ops.fusible.quantize(on_gpu, ends, *fmt.spelled(), *uses)
+        row = [t if t.numel() else None for t in pieces[:3]]
+        return pieces, torch.ops.fusible.dequantize(
+            *row, ends, *fmt.spelled(), False, torch.bfloat16
+        )
+
+    step()  # compile
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = torch.ops.fusible.quantize_mxfp8(x, ends, False, True, True, True)
+        got, values = step()
     for sizes in ([64, 128, 256], [1, 2, 3], [33, 33, 250]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
-        want = quantize_mxfp8(x.cpu(), torch.tensor(sizes), False, True, True, True)
-        for a, b in zip(got, want, strict=True):
-            assert (a.cpu().view(torch.uint8) == b.view(torch.uint8)).all()
+        want = quantize_by_formulas(x, torch.tensor(sizes), fmt, *uses)
+        same(got, want, "abcdef")
+        row = Encoded(*[t if t.numel() else None for t in want[:3]])
+        assert torch.equal(
+            values.cpu(), dequantize(row, fmt, torch.bfloat16, ends=torch.tensor(sizes))
+        )
 
 
-def test_no_host_synchronisation():
-    x, ends = hostile(256, 512).cuda(), torch.tensor([64, 256], dtype=torch.int32).cuda()
-    torch.ops.fusible.quantize_mxfp8(x, ends, False, True, True, True)
+@each_format
+def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
+    ends = None if fmt.block == (128, 128) else torch.tensor([64, 256], device="cuda")
+    x, uses = hostile(256, 512).cuda(), (True, fmt.directional)
+
+    def step():
+        pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
+        row = [t if t.numel() else None for t in pieces[:3]]
+        return torch.ops.fusible.dequantize(*row, ends, *fmt.spelled(), False, torch.bfloat16)
+
+    step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.ops.fusible.quantize_mxfp8(x, ends, False, True, True, True)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    whole = fmt.block is None or fmt.has_tensor_scale
+    # The largest magnitudes of whole matrices: a fill and a pass. Then one pass, and one back.
+    assert len(kernels) == (4 if whole else 2), [e.name for e in kernels]

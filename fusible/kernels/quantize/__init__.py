@@ -1,0 +1,5 @@
+"""Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
+
+from fusible.kernels.quantize.launch import why_not
+
+__all__ = ["why_not"]

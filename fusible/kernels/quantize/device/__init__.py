@@ -1,0 +1,1 @@
+"""Device code of the quantizers, in the CuTe DSL; importing it imports cutlass."""

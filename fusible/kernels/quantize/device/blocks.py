@@ -1,0 +1,91 @@
+# mypy: ignore-errors
+"""Which rows a block of threads works on: blocks start anew at every group."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from fusible.kernels.quantize.device.bits import load_index
+
+
+class Place(NamedTuple):
+    """Rows of one block."""
+
+    first: Int32
+    end: Int32
+    live: Int32
+    """Whether they are rows of a group, not past the last."""
+    group: Int32
+    """Group of the rows; rows past the last group count to it."""
+
+
+def block_bound(rows, groups, matrix_rows, size, grouped):
+    """Blocks of ``size`` rows to launch: every group may end in a part of one."""
+    if cutlass.const_expr(grouped):
+        # So may the rows past the last group.
+        return (rows + (groups + 1) * (size - 1)) // size
+    return groups * ((matrix_rows + size - 1) // size)
+
+
+def place_of(block, rows, groups, matrix_rows, ends, spec):
+    """The rows of ``block``, by the group ends at address ``ends`` or in equal matrices."""
+    if cutlass.const_expr(spec.grouped):
+        return Place(*_find(ends, groups, rows, block, spec.rows, spec.wide_ends))
+    blocks = (matrix_rows + spec.rows - 1) // spec.rows
+    group = block // blocks
+    first = group * matrix_rows + (block - group * blocks) * spec.rows
+    end = cutlass.min(first + spec.rows, (group + 1) * matrix_rows)
+    return Place(first, end, Int32(1), group)
+
+
+@cute.jit
+def _find(
+    ends: Int64,
+    groups: Int32,
+    rows: Int32,
+    block: Int32,
+    size: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """``Place`` of a block; the rows past the last group are a group of their own.
+
+    The lanes of a warp look at 32 groups at a time.
+    """
+    lane = cute.arch.lane_idx()
+    first = rows
+    last = rows
+    live = Int32(0)
+    found = groups - 1
+    done = Int32(0)
+    blocks_before = Int32(0)
+    rows_before = Int32(0)
+    for step in cutlass.range((groups + 32) // 32, unroll=1):
+        if done == 0:
+            group = step * 32 + lane
+            end = rows
+            if group < groups:
+                end = load_index(ends + Int64(group) * (8 if wide else 4), wide)
+            end = cutlass.min(end, rows)
+            start = cute.arch.shuffle_sync_up(end, 1)
+            if lane == 0:
+                start = rows_before
+            blocks = (end - start + (size - 1)) // size
+            through = blocks
+            for i in cutlass.range_constexpr(5):
+                earlier = cute.arch.shuffle_sync_up(through, 1 << i)
+                if lane >= (1 << i):
+                    through += earlier
+            through += blocks_before
+            hits = Int32(cute.arch.vote_ballot_sync(through > block))
+            if hits != 0:
+                source = cute.arch.popc((hits & -hits) - 1)
+                first = start + (block - (through - blocks)) * size
+                first = cute.arch.shuffle_sync(first, source)
+                last = cute.arch.shuffle_sync(end, source)
+                live = Int32(step * 32 + source < groups)
+                found = cutlass.min(step * 32 + source, groups - 1)
+                done = Int32(1)
+            blocks_before = cute.arch.shuffle_sync(through, 31)
+            rows_before = cute.arch.shuffle_sync(end, 31)
+    return first, cutlass.min(first + size, last), live, found

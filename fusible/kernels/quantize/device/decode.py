@@ -1,0 +1,128 @@
+# mypy: ignore-errors
+"""From elements and scales back to values in one pass: FP32, rounded once."""
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from fusible.kernels.quantize.device import bits, numbers
+from fusible.kernels.quantize.device.blocks import block_bound, place_of
+from fusible.kernels.quantize.spec import THREADS
+
+_SIZES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def _column_scales(scale, block, columns, column, inside, spec):
+    """Stored scales of neighbouring columns."""
+    fmt = spec.format
+    size = numbers.scale_bytes(fmt)
+    offset = (Int64(block) * Int64(columns) + Int64(column)) * size
+    words = bits.load(scale + offset, inside, spec.vector * size // 4)
+    if size == 4:
+        return words
+    return [(word >> shift) & 255 for word in words for shift in (0, 8, 16, 24)]
+
+
+def _row_scale(scale, row, columns, column, inside, spec):
+    """Stored scale of a thread's columns in one row of blocks."""
+    fmt = spec.format
+    offset = Int64(row) * Int64(columns // fmt.block[1]) + Int64(column // fmt.block[1])
+    if numbers.scale_bytes(fmt) == 1:
+        return bits.load_byte(scale + offset, inside)
+    return bits.load(scale + offset * 4, inside, 1)[0]
+
+
+def _stored_scales(scale, place, block, first, columns, column, insides, live, spec):
+    """Stored scales of every row of a thread: one for all its columns or one for each."""
+    fmt = spec.format
+    if fmt.directional and not spec.columnwise:
+        return [
+            [_row_scale(scale, first + r, columns, column, inside, spec)]
+            for r, inside in enumerate(insides)
+        ]
+    if fmt.block is None:
+        same = bits.load(scale + Int64(place.group) * 4, live, 1)
+    elif fmt.directional:
+        same = _column_scales(scale, block, columns, column, live, spec)
+    else:
+        same = [_row_scale(scale, block, columns, column, live, spec)]
+    return [same] * spec.thread_rows
+
+
+def _decode_rows(source, out, place, block, first, columns, column, scales, spec):
+    fmt, (scale, tensor_scale) = spec.format, scales
+    count = place.end - first
+    exists = [Boolean(r < count) & (column < columns) for r in range(spec.thread_rows)]
+    live = Boolean(column < columns) & (place.live != 0)
+    insides = [Int32(Boolean(r < count) & live) for r in range(spec.thread_rows)]
+
+    per_byte = fmt.element.per_byte
+    offset = Int64(first) * Int64(columns) + Int64(column)
+    words = [
+        bits.load(
+            source + (offset + r * Int64(columns)) // per_byte, inside, spec.vector // per_byte // 4
+        )
+        for r, inside in enumerate(insides)
+    ]
+    stored = _stored_scales(scale, place, block, first, columns, column, insides, Int32(live), spec)
+    outer = None
+    if fmt.has_tensor_scale:
+        outer = bits.to_float(bits.load(tensor_scale + Int64(place.group) * 4, Int32(live), 1)[0])
+
+    factors, of = None, None
+    for r in range(spec.thread_rows):
+        if stored[r] is not of:
+            factors, of = [numbers.decode_scale(one, fmt) for one in stored[r]], stored[r]
+            factors = factors if outer is None else [factor * outer for factor in factors]
+            factors *= spec.vector // len(factors)
+        elements = numbers.unpack_elements(words[r], fmt)
+        values = [value * factor for value, factor in zip(elements, factors, strict=True)]
+        target = out + (offset + r * Int64(columns)) * _SIZES[spec.dtype]
+        bits.store(target, bits.pack(values, spec.dtype), Int32(exists[r]))
+
+
+@cute.kernel
+def _decode(
+    data: Int64,
+    scale: Int64,
+    tensor_scale: Int64,
+    ends: Int64,
+    out: Int64,
+    rows: Int32,
+    columns: Int32,
+    groups: Int32,
+    matrix_rows: Int32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    width = THREADS // spec.parts
+    block = cta // chunks
+    column = ((cta % chunks) * width + thread % width) * spec.vector
+    place = place_of(block, rows, groups, matrix_rows, ends, spec)
+    first = place.first + (thread // width) * spec.thread_rows
+    scales = (scale, tensor_scale)
+    _decode_rows(data, out, place, block, first, columns, column, scales, spec)
+
+
+@cute.jit
+def decode(
+    data: Int64,
+    scale: Int64,
+    tensor_scale: Int64,
+    ends: Int64,
+    out: Int64,
+    rows: Int32,
+    columns: Int32,
+    groups: Int32,
+    matrix_rows: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch over ``[rows, columns]`` in ``groups``: addresses and sizes, all contiguous."""
+    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
+    width = THREADS // spec.parts * spec.vector
+    chunks = (columns + width - 1) // width
+    _decode(
+        data, scale, tensor_scale, ends, out, rows, columns, groups, matrix_rows, chunks, spec
+    ).launch(grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream)

@@ -1,0 +1,345 @@
+# mypy: ignore-errors
+"""Quantization for row-wise and column-wise use in one pass over the input.
+
+See ``spec`` for what a thread owns. The largest magnitude of a column is then its own, that of a
+row's block needs a few shuffles; only blocks of more rows than a thread takes go through shared
+memory. All loads of a thread are in flight at once. Formats with a scale for the whole matrix read
+its largest magnitude, which ``amax`` finds in a pass before.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint32, cute
+
+from fusible.kernels.quantize.device import bits, numbers
+from fusible.kernels.quantize.device.blocks import block_bound, place_of
+from fusible.kernels.quantize.spec import THREADS
+
+_SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
+
+
+class Out(NamedTuple):
+    """Addresses of what is written."""
+
+    row_data: Int64
+    row_scale: Int64
+    row_tensor_scale: Int64
+    col_data: Int64
+    col_scale: Int64
+    col_tensor_scale: Int64
+
+
+class Rows(NamedTuple):
+    """Where a thread's part of the input lies."""
+
+    block: Int32
+    group: Int32
+    part: Int32
+    """Which of the parts of the block's rows it is."""
+    first: Int32
+    count: Int32
+    """Rows that exist, which may be none or negative."""
+    live: Int32
+    column: Int32
+    in_columns: Boolean
+
+
+def _rows_of_thread(block, chunk, rows, columns, groups, matrix_rows, ends, spec):
+    thread, _, _ = cute.arch.thread_idx()
+    width = THREADS // spec.parts
+    part = thread // width
+    column = (chunk * width + thread % width) * spec.vector
+    place = place_of(block, rows, groups, matrix_rows, ends, spec)
+    first = place.first + part * spec.thread_rows
+    count = place.end - first
+    return Rows(block, place.group, part, first, count, place.live, column, column < columns)
+
+
+def _load(x, pitch, mine, spec):
+    """Words of the rows of a thread, zeros where there is nothing."""
+    size = spec.words * 4 // spec.vector
+    source = x + (Int64(mine.first) * pitch + Int64(mine.column)) * size
+    rows = []
+    for r in range(spec.thread_rows):
+        inside = Int32(Boolean(r < mine.count) & mine.in_columns & (mine.live != 0))
+        rows.append(bits.load(source + r * (pitch * size), inside, spec.words))
+    return rows
+
+
+def _largest(words, dtype):
+    """One word of the largest magnitudes of several."""
+    largest = words[0]
+    for word in words[1:]:
+        largest = bits.larger_magnitude(largest, word, dtype)
+    return largest
+
+
+def _largest_of_columns(rows, dtype):
+    """Words of the largest magnitude of every column."""
+    return [_largest(column, dtype) for column in zip(*rows, strict=True)]
+
+
+def _largest_of_lanes(word, lanes, dtype):
+    """The largest magnitudes of the words of neighbouring threads."""
+    step = 1
+    while step < lanes:
+        word = bits.larger_magnitude(word, cute.arch.shuffle_sync_bfly(word, step), dtype)
+        step *= 2
+    return word
+
+
+def _largest_of_parts(words, spec):
+    """The largest magnitudes of the words of the threads below one another."""
+    if spec.parts == 1:
+        return words
+    thread, _, _ = cute.arch.thread_idx()
+    width = THREADS // spec.parts
+    shared = cute.make_tensor(
+        cute.arch.alloc_smem(Uint32, THREADS * len(words)),
+        cute.make_layout((THREADS, len(words))),
+    )
+    for i, word in enumerate(words):
+        shared[thread, i] = word
+    cute.arch.sync_threads()
+    parts = [
+        [shared[part * width + thread % width, i] for i in range(len(words))]
+        for part in range(spec.parts)
+    ]
+    return _largest_of_columns(parts, spec.dtype)
+
+
+def _magnitude(word, dtype):
+    """FP32 bits of the largest magnitude in a word."""
+    values = bits.magnitudes([word], dtype)
+    return values[0] if len(values) == 1 else cutlass.max(*values)
+
+
+def _store_scales(address, scales, fmt, inside):
+    """Neighbouring scales, bytes packed into words."""
+    if numbers.scale_bytes(fmt) == 1:
+        quads = [scales[i : i + 4] for i in range(0, len(scales), 4)]
+        scales = [a | (b << 8) | (c << 16) | (d << 24) for a, b, c, d in quads]
+    bits.store(address, scales, inside)
+
+
+def _store_scale(address, scale, fmt, inside):
+    if numbers.scale_bytes(fmt) == 1:
+        bits.store_byte(address, scale, inside)
+    else:
+        bits.store(address, [scale], inside)
+
+
+def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
+    """The factor of every column of a thread; its scales are stored."""
+    fmt = spec.format
+    largest = _largest_of_parts(_largest_of_columns(rows, spec.dtype), spec)
+    encoded = [
+        numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
+    ]
+    offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
+    inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
+    scales = [scale for scale, _ in encoded]
+    _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
+    return [factor for _, factor in encoded]
+
+
+def _row_factor(words, r, mine, outer, columns, row_scale, spec):
+    """The factor of row ``r`` of a thread; its scale is stored by the first thread of a block."""
+    fmt, along = spec.format, spec.format.block[1]
+    largest = _largest_of_lanes(_largest(words, spec.dtype), spec.lanes, spec.dtype)
+    scale, factor = numbers.encode_scale(_magnitude(largest, spec.dtype), outer, fmt)
+    offset = Int64(mine.first + r) * Int64(columns // along) + Int64(mine.column // along)
+    inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
+    _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
+    return factor
+
+
+def _square_factor(rows, mine, columns, row_scale, spec):
+    """The factor of a square block; its scale is stored by one thread."""
+    fmt, along = spec.format, spec.format.block[1]
+    largest = _largest(_largest_of_columns(rows, spec.dtype), spec.dtype)
+    largest = _largest_of_lanes(largest, spec.lanes, spec.dtype)
+    (largest,) = _largest_of_parts([largest], spec)
+    scale, factor = numbers.encode_scale(_magnitude(largest, spec.dtype), None, fmt)
+    offset = Int64(mine.block) * Int64(columns // along) + Int64(mine.column // along)
+    inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
+    _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
+    return factor
+
+
+def _store_elements(data, values, factors, r, mine, columns, spec):
+    fmt = spec.format
+    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
+    if spec.grouped and spec.has_matrix_scales:
+        # Rows of no group are zero whatever the scale of the last group, NaN even.
+        live = mine.live != 0
+        scaled = [bits.to_float(bits.select(live, bits.to_bits(v), 0)) for v in scaled]
+    offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
+    inside = Int32(Boolean(r < mine.count) & mine.in_columns)
+    words = numbers.pack_elements(scaled, fmt)
+    bits.store(data + offset // fmt.element.per_byte, words, inside)
+
+
+def _matrix_scales(amax, mine, fmt):
+    """The scale on top of a block's, and the factor of all elements; None where there is none."""
+    if fmt.block is not None and not fmt.has_tensor_scale:
+        return None, None
+    (largest,) = bits.load(amax + Int64(mine.group) * 4, Int32(1), 1)
+    if fmt.has_tensor_scale:
+        return numbers.tensor_scale(largest, fmt), None
+    return None, numbers.encode_scale(largest, None, fmt)[1]
+
+
+def _stored_matrix_scale(amax, fmt):
+    if fmt.has_tensor_scale:
+        return bits.to_bits(numbers.tensor_scale(amax, fmt))
+    return numbers.encode_scale(amax, None, fmt)[0]
+
+
+def _encode_rows(words, mine, outer, common, out, columns, col_blocks, spec):
+    """Scales and elements of a thread's rows; ``common`` is the factor of all of them, if any."""
+    col_factors = None
+    if spec.columnwise:
+        col_factors = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
+    for r in range(spec.thread_rows):
+        values = bits.unpack(words[r], spec.dtype)
+        if spec.rowwise:
+            factor = common
+            if common is None:
+                factor = _row_factor(words[r], r, mine, outer, columns, out.row_scale, spec)
+            _store_elements(out.row_data, values, [factor] * spec.vector, r, mine, columns, spec)
+        if spec.columnwise:
+            _store_elements(out.col_data, values, col_factors, r, mine, columns, spec)
+
+
+@cute.jit
+def _store_matrix_scales(amax: Int64, out: Out, groups: Int32, spec: cutlass.Constexpr):
+    """The scales of whole matrices, for both uses, by one group of threads."""
+    thread, _, _ = cute.arch.thread_idx()
+    whole = out.row_tensor_scale if spec.format.has_tensor_scale else out.row_scale
+    for group in cutlass.range(thread, groups, THREADS, unroll=1):
+        (largest,) = bits.load(amax + Int64(group) * 4, Int32(1), 1)
+        scale = _stored_matrix_scale(largest, spec.format)
+        if cutlass.const_expr(spec.rowwise):
+            bits.store(whole + Int64(group) * 4, [scale], Int32(1))
+        if cutlass.const_expr(spec.columnwise):
+            bits.store(out.col_tensor_scale + Int64(group) * 4, [scale], Int32(1))
+
+
+@cute.kernel
+def _encode(
+    x: Int64,
+    ends: Int64,
+    amax: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    row_tensor_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    col_tensor_scale: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    col_blocks: Int32,
+    blocks: Int32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    # Backwards: what the pass for the largest magnitude read last is still in the cache.
+    block = blocks - 1 - cta // chunks
+    mine = _rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
+    words = _load(x, pitch, mine, spec)
+    out = Out(row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale)
+    outer, common = _matrix_scales(amax, mine, spec.format)
+    if cutlass.const_expr(spec.has_matrix_scales):
+        if cta == 0:
+            _store_matrix_scales(amax, out, groups, spec)
+    elif cutlass.const_expr(not spec.format.directional):
+        common = _square_factor(words, mine, columns, row_scale, spec)
+    _encode_rows(words, mine, outer, common, out, columns, col_blocks, spec)
+
+
+@cute.jit
+def encode(
+    x: Int64,
+    ends: Int64,
+    amax: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    row_tensor_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    col_tensor_scale: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    col_blocks: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements."""
+    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
+    width = THREADS // spec.parts * spec.vector
+    chunks = (columns + width - 1) // width
+    _encode(
+        x, ends, amax, row_data, row_scale, row_tensor_scale, col_data, col_scale,
+        col_tensor_scale, rows, columns, pitch, groups, matrix_rows, col_blocks, blocks, chunks,
+        spec,
+    ).launch(
+        grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
+        min_blocks_per_mp=spec.resident, preferred_smem_carveout=_SHARED_PERCENT,
+    )  # fmt: skip
+
+
+@cute.kernel
+def _amax(
+    x: Int64,
+    ends: Int64,
+    amax: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    mine = _rows_of_thread(
+        cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
+    )
+    words = _load(x, pitch, mine, spec)
+    largest = _largest(_largest_of_columns(words, spec.dtype), spec.dtype)
+    largest = _magnitude(_largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
+    target = amax + Int64(mine.group) * 4
+    # Most groups of threads find a larger one already there.
+    (known,) = bits.load(target, Int32(1), 1)
+    bits.raise_to(target, largest, Int32((cute.arch.lane_idx() == 0) & (largest > known)))
+
+
+@cute.jit
+def amax(
+    x: Int64,
+    ends: Int64,
+    amax: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group."""
+    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
+    width = THREADS // spec.parts * spec.vector
+    chunks = (columns + width - 1) // width
+    _amax(x, ends, amax, rows, columns, pitch, groups, matrix_rows, chunks, spec).launch(
+        grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )

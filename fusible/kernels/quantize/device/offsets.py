@@ -1,0 +1,42 @@
+# mypy: ignore-errors
+"""Where groups begin and end, from their sizes, in one launch."""
+
+import cutlass
+from cutlass import Int64, cute
+
+
+@cute.kernel
+def _group_offsets(
+    first_dims: cute.Tensor, offsets: cute.Tensor, ends: cute.Tensor, columns: Int64
+):
+    """One warp; a lane sums ``per_lane`` neighbouring groups, then the lanes' sums are scanned."""
+    lane = cute.arch.lane_idx()
+    groups = cute.size(first_dims)
+    per_lane = (groups + 31) // 32
+    begin = lane * per_lane
+    end = cutlass.min(begin + per_lane, groups)
+    total = Int64(0)
+    for i in cutlass.range(begin, end, unroll=8):
+        total += Int64(first_dims[i])
+    through = total
+    for i in cutlass.range_constexpr(5):
+        earlier = cute.arch.shuffle_sync_up(through, 1 << i)
+        if lane >= (1 << i):
+            through += earlier
+    rows = through - total
+    if lane == 0:
+        offsets[0] = Int64(0)
+    for i in cutlass.range(begin, end, unroll=8):
+        rows += Int64(first_dims[i])
+        ends[i] = rows
+        offsets[i + 1] = rows * columns
+
+
+@cute.jit
+def group_offsets(
+    first_dims: cute.Tensor, offsets: cute.Tensor, ends: cute.Tensor, columns: Int64, stream
+):
+    """Launch: where groups of ``first_dims`` rows begin, in elements, and their end rows."""
+    _group_offsets(first_dims, offsets, ends, columns).launch(
+        grid=[1, 1, 1], block=[32, 1, 1], stream=stream
+    )

@@ -1,0 +1,192 @@
+"""CUDA implementations of ``fusible::quantize``, ``dequantize`` and ``group_offsets``.
+
+Importing this module registers them; cutlass is imported at the first launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
+from fusible.recipes.formats import Encoded, dequantize
+from fusible.recipes.grouped import group_offsets
+from fusible.recipes.library import Pieces, empty_pieces, quantize_by_formulas
+from fusible.recipes.rows import NumberFormat
+
+_library = torch.library.Library("fusible", "IMPL")
+
+
+def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | None:
+    """Say why the kernels cannot take ``[..., rows, columns]``, or None if they can.
+
+    The formulas, which then serve, give the same bits. ``dtype`` is that in high precision.
+    """
+    checks = {
+        f"dtype must be bfloat16, float16 or float32, got {dtype}": dtype in DTYPES,
+        f"columns must be a multiple of 8, got {matrix.shape[-1]}": matrix.shape[-1] % 8 == 0,
+        "there must be rows and columns": matrix.numel() > 0,
+        "ends must be contiguous int32 or int64": ends is None
+        or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
+        "the GPU must be SM89 or later": _capability(matrix.device) >= (8, 9),
+        "nvidia-cutlass-dsl must be installed": _has_cutlass(),
+    }
+    return next((sentence for sentence, holds in checks.items() if not holds), None)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _has_cutlass() -> bool:
+    return importlib.util.find_spec("cutlass") is not None
+
+
+@cache
+def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> Any:
+    """Compile ``"encode"``, ``"amax"`` or ``"decode"``, whose functions say what it is given.
+
+    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
+    """
+    from cutlass import Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fusible.kernels.quantize.device import decode, encode
+
+    functions = {
+        "encode": (encode.encode, [Int64] * 9 + [Int32] * 2 + [Int64] + [Int32] * 3),
+        "amax": (encode.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
+        "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
+    }
+    function, kinds = functions[kernel]
+    return cute.compile(
+        function,
+        *[kind(0) for kind in kinds],
+        make_fake_stream(),
+        spec,
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+@cache
+def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
+    """Compile the offsets kernel; called with first_dims, offsets, ends, columns."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from fusible.kernels.quantize.device import offsets
+
+    kind = cutlass.Int64 if dtype == torch.int64 else cutlass.Int32
+    return cute.compile(
+        offsets.group_offsets,
+        make_fake_tensor(kind, (cute.sym_int(),), stride=(1,)),
+        *(make_fake_tensor(cutlass.Int64, (cute.sym_int(),), stride=(1,)) for _ in range(2)),
+        cutlass.Int64(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
+    *spelled, rowwise, columnwise = rest
+    fmt = NumberFormat.from_spelled(*spelled)
+    if why_not(x, x.dtype, ends) is not None or not (rowwise or columnwise):
+        return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
+    x = _loadable(x)
+    pieces = empty_pieces(x, ends, fmt, rowwise, columnwise)
+    rows, columns = x.shape[-2:]
+    groups = x.numel() // (rows * columns) if ends is None else len(ends)
+    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
+    all_rows, pitch = x.numel() // columns, x.stride(-2)
+    where = x.data_ptr(), 0 if ends is None else ends.data_ptr()
+    with torch.cuda.device(x.device):
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        largest = 0
+        if spec.has_matrix_scales:
+            amax = x.new_zeros(groups, dtype=torch.int32)
+            largest = amax.data_ptr()
+            sizes = all_rows, columns, pitch, groups, rows
+            compiled("amax", spec._replace(rowwise=True, columnwise=True))(
+                *where, largest, *sizes, stream
+            )
+        col_blocks = pieces[4].numel() // columns
+        compiled("encode", spec)(
+            *where, largest, *[p.data_ptr() for p in pieces],
+            all_rows, columns, pitch, groups, rows, col_blocks, stream,
+        )  # fmt: skip
+    return pieces
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """``x``, or a copy, whose rows are equally far apart and begin at 16 bytes."""
+    lead = zip(x.shape[1:-1], x.stride()[:-2], x.stride()[1:-1], strict=True)
+    if (
+        x.stride(-1) == 1
+        and x.stride(-2) * x.itemsize % 16 == 0
+        and x.data_ptr() % 16 == 0
+        and all(outer == size * inner for size, outer, inner in lead)
+    ):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy, contiguous from 16 bytes on."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _wide(ends: Tensor | None) -> bool:
+    return ends is not None and ends.dtype == torch.int64
+
+
+def _dequantize(
+    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+) -> Tensor:
+    *spelled, columnwise, dtype = rest
+    fmt = NumberFormat.from_spelled(*spelled)
+    rows, columns = data.shape[-2], data.shape[-1] * fmt.element.per_byte
+    if columns % 8 or why_not(data, dtype, ends) is not None:
+        encoded = Encoded(data, scale, tensor_scale)
+        return dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+    data, scale = _aligned(data), _aligned(scale)
+    out = data.new_empty(*data.shape[:-1], columns, dtype=dtype)
+    groups = data.shape[:-2].numel() if ends is None else len(ends)
+    spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
+    with torch.cuda.device(data.device):
+        compiled("decode", spec)(
+            data.data_ptr(),
+            scale.data_ptr(),
+            0 if tensor_scale is None else tensor_scale.data_ptr(),
+            0 if ends is None else ends.data_ptr(),
+            out.data_ptr(),
+            out.numel() // columns,
+            columns,
+            groups,
+            rows,
+            torch._C._cuda_getCurrentRawStream(data.device.index),
+        )
+    return out
+
+
+def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    integers = first_dims.dtype in (torch.int32, torch.int64)
+    if not (integers and first_dims.is_contiguous() and _has_cutlass()):
+        return group_offsets(first_dims, columns)
+    offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
+    ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
+    with torch.cuda.device(first_dims.device):
+        compiled_offsets(first_dims.dtype)(first_dims, offsets, ends, columns)
+    return offsets, ends
+
+
+_library.impl("quantize", _quantize, "CUDA")
+_library.impl("dequantize", _dequantize, "CUDA")
+_library.impl("group_offsets", _group_offsets, "CUDA")

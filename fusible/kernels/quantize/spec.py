@@ -1,0 +1,110 @@
+"""What is fixed when a quantizer's kernel is compiled, and how its threads are laid over a matrix.
+
+A thread owns ``vector`` neighbouring columns of ``thread_rows`` rows, all of it in registers. The
+threads of a block of rows stand side by side, and where the block has more rows than a thread
+takes, in ``parts`` below one another, one part to a warp or more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fusible.recipes.rows import NumberFormat
+
+THREADS = 128
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+"""High precision on either side, by PTX name."""
+
+_WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix
+_ENCODED_WORDS = 128  # registers that hold a thread's part of the input
+_DECODED_ROWS = 16
+
+
+class EncodeSpec(NamedTuple):
+    """A kernel from high precision to ``format``; blocks without direction are row-wise only."""
+
+    format: NumberFormat
+    dtype: str
+    """PTX name of the input's type."""
+    grouped: bool
+    """Groups end where a tensor on the device says, else all have ``matrix_rows`` rows."""
+    wide_ends: bool
+    """Those ends are int64, else int32."""
+    rowwise: bool
+    columnwise: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block, which a group of threads takes at once."""
+        return _WHOLE_MATRIX_ROWS if self.format.block is None else self.format.block[1]
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring columns of a thread; their elements fill whole words."""
+        narrow = self.dtype == "f32" and self.format.element.per_byte == 1
+        return 4 if narrow else 8
+
+    @property
+    def words(self) -> int:
+        """Registers for one row of a thread."""
+        return self.vector if self.dtype == "f32" else self.vector // 2
+
+    @property
+    def thread_rows(self) -> int:
+        """Rows of a thread."""
+        return min(self.rows, _ENCODED_WORDS // self.words)
+
+    @property
+    def parts(self) -> int:
+        """Threads below one another."""
+        return self.rows // self.thread_rows
+
+    @property
+    def resident(self) -> int:
+        """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
+        return 2 if self.dtype == "f32" and self.format.element.per_byte == 2 else 3
+
+    @property
+    def has_matrix_scales(self) -> bool:
+        """Whether a scale covers a whole matrix, whose largest magnitude is found first."""
+        return self.format.block is None or self.format.has_tensor_scale
+
+    @property
+    def lanes(self) -> int:
+        """Threads side by side that share a row of a block."""
+        assert self.format.block is not None
+        return self.format.block[1] // self.vector
+
+
+class DecodeSpec(NamedTuple):
+    """A kernel from ``format`` to high precision, of data for one of its uses."""
+
+    format: NumberFormat
+    dtype: str
+    """PTX name of the output's type."""
+    grouped: bool
+    wide_ends: bool
+    columnwise: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block, which a group of threads takes at once."""
+        along = self.format.block[1] if self.format.block is not None else _WHOLE_MATRIX_ROWS
+        return max(along, _DECODED_ROWS)
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring columns of a thread."""
+        return 8
+
+    @property
+    def thread_rows(self) -> int:
+        """Rows of a thread."""
+        return _DECODED_ROWS
+
+    @property
+    def parts(self) -> int:
+        """Threads below one another."""
+        return self.rows // self.thread_rows
