@@ -1,6 +1,7 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
-import fusible.kernels.quantize  # noqa: F401 - the quantizer kernel registers itself for CUDA
+import fusible.kernels.dense.launch
+import fusible.kernels.quantize  # noqa: F401 - these kernels register themselves for CUDA
 from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain

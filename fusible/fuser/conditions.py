@@ -83,6 +83,11 @@ def at_least(subject: Path, least: int) -> Condition:
     return Condition(subject, f"at least {least}", lambda a, _: a is not None and a >= least)
 
 
+def at_most(subject: Path, most: int) -> Condition:
+    """``subject`` is a number of at most ``most``; None counts as too large."""
+    return Condition(subject, f"at most {most}", lambda a, _: a is not None and a <= most)
+
+
 def multiple_of(subject: Path, unit: int | Path) -> Condition:
     """``subject`` is a multiple of a constant, or of another fact unless that is None."""
     if isinstance(unit, Path):
