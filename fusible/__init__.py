@@ -1,7 +1,8 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
 import fusible.kernels.dense.launch
-import fusible.kernels.quantize  # noqa: F401 - these kernels register themselves for CUDA
+import fusible.kernels.moe.launch
+import fusible.kernels.quantize  # noqa: F401 - these register their kernels for CUDA
 from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
@@ -10,6 +11,7 @@ from fusible.fuser.registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
+    register_rule,
     registry,
 )
 from fusible.fuser.target import Target
@@ -42,5 +44,6 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_rule",
     *ops.__all__,
 ]

@@ -9,8 +9,8 @@ their sums in FP32 registers. A warp's sums are a row of the partial sums, which
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from fusible.kernels import bits
 from fusible.kernels.dense.spec import VECTOR
-from fusible.kernels.quantize.device import bits
 
 WARPS, ROWS, UNROLL = 4, 32, 4
 _LOG2_E = 1.4426950408889634
