@@ -58,6 +58,11 @@ def _vector(t: Tensor) -> Tensor:
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
 
 
+def _as_rows(t: Tensor | None) -> Tensor | None:
+    """A contiguous ``t`` as ``[rows, features]``."""
+    return None if t is None else t.view(-1, t.shape[-1])
+
+
 def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
     """``t``, whose first dimension counts rows, with ``shape`` in its place."""
     return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
@@ -110,7 +115,9 @@ class GroupedLinearForwardSm90(FusedOperation):
         x, ends, row_scale, weights = _operands(
             kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
-        y = kernels.grouped_gemm(x, weights, ends, linear.stacked_bias(ctx.dtype), row_scale)
+        bias = linear.stacked_bias(ctx.dtype)
+        output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
         return _shaped(y, input_.shape[:-1]), [()]
 
 
@@ -135,22 +142,24 @@ class GroupedLinearBackwardSm90(FusedOperation):
         dy = _rows(kernels, cast(grad_output, ctx.dtype))
         rows = grad_output.shape[:-1]
         params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
-        return data_grad(ctx, dy, ends, weights, rows), [params], [extra]
+        return data_grad(linear, ctx, dy, ends, weights, grad_output), [params], [extra]
 
 
 def data_grad(
+    linear: GroupedLinear,
     ctx: OperationContext,
     dy: Tensor,
     ends: Tensor,
     weights: Sequence[Tensor],
-    shape: Sequence[int],
+    grad_output: Tensor,
 ) -> Tensor | None:
-    """The input's gradient ``[*shape, in_features]`` from the output's rows."""
+    """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
     kernels = provider("sm90")
-    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True)
-    return _shaped(dx, shape)
+    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
+    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True, out=buffer)
+    return _shaped(dx, grad_output.shape[:-1])
 
 
 def param_grads(
@@ -207,7 +216,8 @@ class GroupedLinearGLUSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One launch; the pre-activation is stored only if a backward will read it."""
-        return linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs), [(), ()]
+        y = linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        return y, [(), ()]
 
 
 def linear_glu(
@@ -216,10 +226,12 @@ def linear_glu(
     ctxs: Sequence[OperationContext],
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
+    kwargs: Sequence[dict[str, Any]],
 ) -> Tensor:
     """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
     x, ends, _, weights = _operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
+    linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
     scales = extra_inputs[1][0]
     check_row_scales(scales, input_, type(act).__name__)
     assert scales is not None
@@ -265,11 +277,15 @@ class GroupedMLPSm90(FusedOperation):
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
-        hidden = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
-        hidden, ends, row_scale, weights = _operands(
+        hidden = linear_glu(
+            fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
+        )
+        x, ends, row_scale, weights = _operands(
             kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
         )
-        y = kernels.grouped_gemm(hidden, weights, ends, fc2.stacked_bias(ctx.dtype), row_scale)
+        bias = fc2.stacked_bias(ctx.dtype)
+        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
         return _shaped(y, input_.shape[:-1]), [(), (), ()]
@@ -302,7 +318,7 @@ class GroupedMLPSm90(FusedOperation):
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
         del hidden  # its memory serves what follows
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)
-        dx = data_grad(ctx1, dpreact, ends, weights1, shape)
+        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output)
         return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 

@@ -49,12 +49,13 @@ def checks_enabled() -> bool:
     return _checking
 
 
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations."""
+def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, cpu, "CPU")
-    library.impl(name, cuda, "CUDA")
+    if cuda is not None:
+        library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"fusible::{name}", fake, lib=library)
 
 
@@ -171,13 +172,27 @@ def _grouped_mm_loop(
     row_scale: Tensor | None,
     transpose_w: bool,
 ) -> Tensor:
+    y = _grouped_mm_fake(x, w, ends, bias, row_scale, transpose_w)
+    _grouped_mm_out_loop(y, x, w, ends, bias, row_scale, transpose_w)
+    return y
+
+
+def _grouped_mm_out_loop(
+    y: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> None:
     if w[0].dim() == 3:
         matrices: Sequence[Tensor] = (w[0] if transpose_w else w[0].mT).unbind(0)
     else:
         matrices = w if transpose_w else [matrix.t() for matrix in w]
-    y = x.new_zeros(x.shape[0], matrices[0].shape[1])
     sizes = _sizes(ends)
     xs, ys = _by_group(x, sizes), _by_group(y, sizes)
+    ys[-1].zero_()
     scales = None if row_scale is None else _by_group(row_scale, sizes)
     with torch.no_grad():
         for group, size in enumerate(sizes):
@@ -191,7 +206,6 @@ def _grouped_mm_loop(
                 wide = math_dtype(x.dtype)
                 shift = scales[group][:, None].to(wide) * bias[group].to(wide)
                 ys[group].copy_(ys[group].to(wide) + shift)
-    return y
 
 
 def _pitched(t: Tensor) -> Tensor:
@@ -255,6 +269,40 @@ define(
     _grouped_mm_fake,
     _grouped_mm_loop,
     _grouped_mm_cuda,
+)
+
+
+def _grouped_mm_out_cuda(
+    out: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> None:
+    # PyTorch's grouped product allocates its result.
+    out.copy_(_grouped_mm_cuda(x, w, ends, bias, row_scale, transpose_w))
+
+
+def _grouped_mm_out_fake(
+    out: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> None:
+    return
+
+
+define(
+    "grouped_mm_(Tensor(a!) out, Tensor x, Tensor[] w, Tensor ends, Tensor? bias, "
+    "Tensor? row_scale, bool transpose_w) -> ()",
+    _grouped_mm_out_fake,
+    _grouped_mm_out_loop,
+    _grouped_mm_out_cuda,
 )
 
 # --- grouped_wgrad --------------------------------------------------------------------------------
@@ -354,6 +402,7 @@ define(
 )
 
 grouped_mm = torch.ops.fusible.grouped_mm.default
+grouped_mm_ = torch.ops.fusible.grouped_mm_.default
 grouped_wgrad = torch.ops.fusible.grouped_wgrad.default
 grouped_wgrad_ = torch.ops.fusible.grouped_wgrad_.default
 grouped_sum = torch.ops.fusible.grouped_sum.default

@@ -16,6 +16,7 @@ from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, product_dtype
 from fusible.ops.op import Grads
+from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.product import (
@@ -29,6 +30,7 @@ from fusible.recipes.product import (
     operand,
     values,
 )
+from fusible.recipes.state import load_pieces
 
 
 class GroupedLinear(WeightedOperation):
@@ -196,6 +198,16 @@ class GroupedLinear(WeightedOperation):
             )
         return ()
 
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        # Quantized weights are put together from their pieces first.
+        load_pieces(self, state_dict, prefix)
+        layouts = {"weight": self.single_grouped_weight}
+        if self.has_bias:
+            layouts["bias"] = self.single_grouped_bias
+        for name, single in layouts.items():
+            convert_layout(state_dict, prefix, name, self.num_groups, single=single)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # --- math ------------------------------------------------------------------------------------
 
     def fuser_forward(
@@ -210,22 +222,25 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
-        self._refuse_kwargs(basic_op_kwargs[0])
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            y = self._quantized_forward(ctx, input_, *basic_op_extra_inputs[0])
+            y = self._quantized_forward(ctx, basic_op_kwargs[0], input_, *basic_op_extra_inputs[0])
             return _with_rows_of(input_, y), [()]
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        y = grouped.grouped_mm(x, weights, ends, self.stacked_bias(ctx.dtype), row_scale, False)
+        bias = self.stacked_bias(ctx.dtype)
+        output = self.output_buffer(ctx, input_, basic_op_kwargs[0])
+        y = _product(output, x, weights, ends, bias, row_scale, False)
         return _with_rows_of(input_, y), [()]
 
     def _quantized_forward(
         self,
         ctx: OperationContext,
+        kwargs: dict[str, Any],
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
     ) -> Tensor:
         x, ends, scales = self.rows(ctx, input_, split_sizes, scales)
+        output = self.output_buffer(ctx, input_, kwargs)
         dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
         xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends)
@@ -239,7 +254,8 @@ class GroupedLinear(WeightedOperation):
         rows = operand(xq, "forward", "input", compute)
         weights = [operand(wq, "forward", "weight", compute) for wq in wqs]
         bias = self.stacked_bias(compute)
-        return grouped.grouped_mm(rows, weights, ends, bias, scales, False).to(ctx.dtype)
+        y = grouped.grouped_mm(rows, weights, ends, bias, scales, False)
+        return y.to(ctx.dtype) if output is None else output.view(y.shape).copy_(y)
 
     def operands(
         self,
@@ -323,14 +339,6 @@ class GroupedLinear(WeightedOperation):
                     f"for groups {frozen} only; freeze all groups, or zero their gradients"
                 )
 
-    @staticmethod
-    def _refuse_kwargs(kwargs: dict[str, Any]) -> None:
-        if kwargs:
-            raise ValueError(
-                f"op_kwargs of GroupedLinear must be empty, got {sorted(kwargs)}; caller's buffers "
-                "are not offered yet"
-            )
-
     def fuser_backward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -350,7 +358,8 @@ class GroupedLinear(WeightedOperation):
         dy = cast(dy, ctx.dtype)
         dx = None
         if ctx.needs.input:
-            dx = grouped.grouped_mm(dy, weights, ends, None, None, True)
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = _product(buffer, dy, weights, ends, None, None, True)
             dx = _with_rows_of(grad_output, dx)
         dweights = self.weight_grads(ctx, grouped_gradient(dy, x, ends))
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
@@ -372,7 +381,9 @@ class GroupedLinear(WeightedOperation):
         if needs.input:
             weights = self._saved_weights(ctx, compute)
             rows = operand(dyq, "dgrad", "grad", compute)
-            dx = grouped.grouped_mm(rows, weights, ends, None, None, True).to(ctx.dtype)
+            dx = grouped.grouped_mm(rows, weights, ends, None, None, True)
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = dx.to(ctx.dtype) if buffer is None else buffer.view(dx.shape).copy_(dx)
             dx = _with_rows_of(grad_output, dx)
         dweights: Grads = (None,) * len(self.weights())
         if needs.params[0]:
@@ -428,6 +439,23 @@ class GroupedLinear(WeightedOperation):
 def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
     """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
     return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
+
+
+def _product(
+    out: Tensor | None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> Tensor:
+    """The grouped product ``[rows, features]``, in ``out`` ``[..., features]`` if that is given."""
+    if out is None:
+        return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w)
+    rows = out.view(x.shape[0], out.shape[-1])
+    grouped.grouped_mm_(rows, x, weights, ends, bias, row_scale, transpose_w)
+    return rows
 
 
 def group_ends(

@@ -214,6 +214,12 @@ def test_subclasses_are_refused(name, monkeypatch):
         (reason,) = found.why_not({**bound, slot.name: op}, site)
         assert reason.startswith(f"{slot.name} must be ")
         assert "subclass Mine" in reason
+        # One that says it computes the same is taken; its own subclasses have to say it again.
+        same = type("Same", (type(bound[slot.name]),), {"computes_as": type(bound[slot.name])})
+        op.__class__ = same
+        assert not found.why_not({**bound, slot.name: op}, site)
+        op.__class__ = type("Mine", (same,), {})
+        assert found.why_not({**bound, slot.name: op}, site) == (reason,)
 
 
 # --- equal to the ops one by one --------------------------------------------------------------
