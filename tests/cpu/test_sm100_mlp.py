@@ -382,6 +382,20 @@ def test_quantized_input_is_used_as_is():
     same(mine, plain)
 
 
+def test_input_quantized_as_a_whole_is_used_as_is_along_its_rows(own_fusions):
+    """Its blocks along the columns cross groups: those are made anew."""
+    rows, sizes = SPLITS["ragged"]
+    module, (x, splits, scales, _) = mlp(3), inputs(rows, sizes)
+    randomize(module, (x, splits, scales))
+    given = (recipes.MXFP8Quantizer()(x.detach()), splits, scales, splits)
+    wanted = [scales, *module.parameters()]
+    mine = run(module, given, MXFP8, wanted=wanted)
+    plain = run(module, (x.detach(), *given[1:]), MXFP8, wanted=wanted)
+    assert torch.equal(mine[0], plain[0])
+    for a, b in zip(mine, plain, strict=True):
+        assert distance(a, b) < 2**-4
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("frozen", ["input", "fc1", "fc2", "biases", "all but the input"])
 def test_frozen_parts(recipe, frozen):
@@ -438,6 +452,32 @@ def test_main_grads(recipe, dtype, single, delay):
             ref_grad = grads[name].float() + 1
             torch.testing.assert_close(p.main_grad.float(), ref_grad, rtol=2**-7, atol=2**-7)
             assert p.grad is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_callers_buffers(recipe, alone, aligned):
+    rows, sizes = SPLITS["whole tiles"]
+    rows += 256
+    options = {"split_alignment": 256 if aligned else 1}
+    module, given = mlp(3, **options), inputs(rows, sizes)
+    if alone:
+        linear = fz.GroupedLinear(3, HIDDEN, OUT, dtype=BF16, **SINGLE, **options)
+        module, given = filled(fz.Sequential(linear)), given[:2]
+    y, dx, *_ = run(module, given, recipe)
+    output, grad_input = (torch.full_like(t, float("nan")) for t in (y, dx))
+    last = len(module) - 1
+    kwargs = {0: {"grad_input": grad_input}, last: {"output": output}}
+    if alone:
+        kwargs = {0: {"grad_input": grad_input, "output": output}}
+    with assume_target("sm100"), under(recipe):
+        mine = module(*given, op_kwargs=kwargs)
+        torch.manual_seed(1)
+        (grad,) = torch.autograd.grad(mine, [given[0]], few_bits(*y.shape).to(BF16))
+    assert mine.data_ptr() == output.data_ptr()
+    assert grad.data_ptr() == grad_input.data_ptr()
+    same([output, grad_input], [y, dx])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
