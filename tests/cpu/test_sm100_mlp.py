@@ -519,6 +519,20 @@ def test_compiled_in_one_graph(recipe, fresh_compiler):
     same(run(compiled, given, recipe, wanted=wanted), expected)
 
 
+@pytest.mark.parametrize(("recipe", "bias"), [(MXFP8, False), (MXFP8, True), (None, False)])
+def test_deterministic_gradients_of_scales_where_the_kernel_can(recipe, bias):
+    module, given = mlp(3, bias=bias), inputs(*SPLITS["ragged"])
+    for wanted in (True, False):
+        kernels = Recorded()
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            run(module, given, recipe, provider=kernels)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        asked = [a.get("deterministic", False) for name, a in kernels.calls if "dglu" in name]
+        assert asked == [wanted and recipe is not None and not bias]
+
+
 # --- one grouped linear ---------------------------------------------------------------------------
 
 

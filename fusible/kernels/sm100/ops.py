@@ -314,6 +314,8 @@ def dglu(
     dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
     # The kernel multiplies by alpha twice.
     root = None if alpha is None else alpha.sqrt()
+    if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
+        arguments["deterministic"] = True
     prepare(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
     out = provider("sm100").grouped_gemm_dglu_wrapper_sm100(
         **_common(x, x_scales, ends, root, weights.groups),
