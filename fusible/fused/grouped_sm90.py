@@ -399,7 +399,7 @@ class GroupedMLPSm90(FusedOperation):
         return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 
-@rule(
+MLP_NEEDS = (
     *_MACHINE,
     *_features(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
@@ -412,6 +412,9 @@ class GroupedMLPSm90(FusedOperation):
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
+
+
+@rule(*MLP_NEEDS)
 def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
     """Two launches forward, four backward: activations and their gradients never travel alone."""
     return GroupedMLPSm90(fc1, act, fc2)
