@@ -52,9 +52,9 @@ class GroupedLinear(WeightedOperation):
     them, ``SAVED`` tensors, all None where no gradient reads them; the weights are one, unless they
     are stored quantized one by one.
 
-    Under a recipe each group of rows is quantized apart, which only this op can do: it has no
-    ``get_input_quantizer``. It takes a ``GroupedTensor`` of the recipe's format whose groups are
-    those of ``split_sizes``.
+    Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
+    gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
+    ``split_sizes``; its quantizers make one when they are given the rows of each group.
 
     Args:
         num_groups: number of groups.
@@ -77,6 +77,7 @@ class GroupedLinear(WeightedOperation):
             Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
     """
 
+    num_groups: int
     extra_input_names = ("split_sizes", "scales")
     saves = "x, end rows of the groups, row scales, weights"
     fact_names = (

@@ -541,6 +541,56 @@ def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
     assert torch.equal(explicit(x), plain(x))  # without a recipe it is the identity
 
 
+@each_recipe
+def test_quantize_hands_over_groups(recipe):
+    first, second = (fz.GroupedLinear(4, 128, 128, bias=False) for _ in range(2))
+    plain = fz.Sequential(first, second)
+    explicit = fz.Sequential(
+        fz.Quantize(num_groups=4), first, fz.Quantize(True, True, num_groups=4), second
+    )
+    splits, results = torch.tensor(SIZES), []
+    for module, extra in ((plain, 2), (explicit, 4)):
+        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module.zero_grad()
+        y = run(module, recipe, x, *[splits] * extra)
+        y.square().sum().backward()
+        results.append([y, *all_grads(module, x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(explicit(x, *[splits] * 4), plain(x, splits, splits))  # without a recipe
+
+
+def test_quantize_between_groups_asks_for_their_rows():
+    x, splits = torch.randn(70, 128), torch.tensor(SIZES)
+    linear = fz.GroupedLinear(4, 128, 128)
+    with pytest.raises(ValueError, match=r"rows of each of the 4, got None; .*num_groups=4"):
+        run(fz.Sequential(fz.Quantize(), linear), MX, x, splits)
+    with pytest.raises(ValueError, match=r"first_dims must be of shape \(4,\), got \(3,\)"):
+        run(fz.Sequential(fz.Quantize(num_groups=3), linear), MX, x, splits[:3], splits)
+
+
+def test_a_grouped_linear_says_how_it_wants_tensors():
+    linear, x, splits = fz.GroupedLinear(4, 128, 128), torch.randn(70, 128), torch.tensor(SIZES)
+    assert linear.get_input_quantizer() is None
+    with fz.autocast(recipe=HYBRID):
+        of_input, of_grad = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
+        linear.requires_grad_(False)
+        frozen = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
+    assert (of_input.rowwise, of_input.columnwise) == (of_grad.rowwise, of_grad.columnwise)
+    assert of_input.columnwise
+    assert not any(q.columnwise for q in frozen)
+    assert of_input.format == HYBRID.format("input")
+    assert of_grad.format == HYBRID.format("grad")
+    g = of_input(x, splits)
+    assert of_input(g) is g
+    assert torch.equal(of_input(recipes.group(x, 4, splits), splits).dequantize(), g.dequantize())
+    with pytest.raises(TypeError, match="must be in mxfp8_e5m2"):
+        of_grad(g)
+    with pytest.raises(ValueError, match="must have 4 groups"):
+        of_input(recipes.group_quantize(x, recipes.MXFP8Quantizer(), 2))
+    with pytest.raises(ValueError, match="column-wise use needs"):
+        of_input(frozen[0](x, splits))
+
+
 def test_quantize_asks_for_the_uses_that_will_be_read():
     second = fz.BasicLinear(32, 32)
     block = fz.Sequential(fz.Identity(), fz.Quantize(), second)
