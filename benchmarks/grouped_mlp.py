@@ -256,10 +256,10 @@ def run(shapes: dict[str, Config]) -> dict[str, Any]:
             problem = Problem(config, split)
             passes = problem.passes(name)
             if name == "small":
-                both = passes["forward + backward"]
-                passes["forward + backward, graph"] = {
-                    who: graphed(call) for who, call in both.items() if who != "unfused"
-                }
+                for what in ("forward", "forward + backward"):
+                    passes[f"{what}, graph"] = {
+                        who: graphed(call) for who, call in passes[what].items() if who != "unfused"
+                    }
             for what, calls in passes.items():
                 ms = measure(calls)
                 best = min(t for who, t in ms.items() if who in ("torch", "quack"))

@@ -45,21 +45,38 @@ def cases(
     options: dict[str, Any] = {"device": device, "dtype": dtype}
     x = torch.randn(rows, k, **options)
     addend = torch.randn(rows, n, **options)
+    dy = torch.randn(rows, n, **options)
+    linear = fz.BasicLinear(k, n, **options)
     act = fz.Sequential(fz.Linear(k, n, **options), fz.GELU())
-    add = fz.Sequential(fz.BasicLinear(k, n, **options), fz.AddExtraInput())
-    fork = fz.Sequential(fz.MakeExtraOutput(), fz.BasicLinear(k, n, **options))
-    fork.requires_grad_(False)
-    leaf = x.clone().requires_grad_()
-
-    def backward() -> None:
-        y, extra = fork(leaf)
-        torch.autograd.grad((y, extra), leaf, (addend, x))
-
+    add = fz.Sequential(linear, fz.AddExtraInput())
+    add_in_place = fz.Sequential(linear, fz.AddExtraInput(in_place=True))
+    scale_add = fz.Sequential(linear, fz.ConstantScale(0.5), fz.AddExtraInput())
+    fork = fz.Sequential(fz.MakeExtraOutput(in_place=True), fz.BasicLinear(k, n, **options))
+    fork[1].requires_grad_(False)
+    scale = fz.Sequential(fz.BasicLinear(k, n, **options), fz.ConstantScale(0.5))
+    no_grad = torch.no_grad()
     return {
-        "linear_bias_activation": torch.no_grad()(lambda: act(x)),
-        "linear_add": torch.no_grad()(lambda: add(x, addend)),
-        "backward_linear_add": backward,
+        "linear_bias_activation": no_grad(lambda: act(x)),
+        "linear_add": no_grad(lambda: add(x, addend)),
+        "linear_add, in place": no_grad(lambda: add_in_place(x, addend)),
+        "linear_add, scaled": no_grad(lambda: scale_add(x, addend)),
+        "backward_linear_add": backward_of(fork, x, (dy, x.clone())),
+        "backward_linear_scale": backward_of(scale, x, (dy,)),
     }
+
+
+def backward_of(
+    module: fz.Sequential, x: torch.Tensor, dys: tuple[torch.Tensor, ...]
+) -> Callable[[], Any]:
+    """Forward and backward of a module; a fusion of the backward makes its difference there."""
+    x = x.detach().requires_grad_()
+    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def call() -> Any:
+        y = module(x)
+        return torch.autograd.grad(y, wanted, dys if len(dys) > 1 else dys[0])
+
+    return call
 
 
 def microseconds(call: Callable[[], Any], device: str, flush: torch.Tensor | None) -> float:
@@ -104,7 +121,7 @@ def main() -> None:
     found = []
     for rows, k, n in SHAPES[args.device]:
         for name, call in cases(rows, k, n, args.device, dtype).items():
-            apart, fused = compare(call, name, args.device, args.repeats)
+            apart, fused = compare(call, name.partition(",")[0], args.device, args.repeats)
             row = {"rule": name, "rows": rows, "in": k, "out": n, "apart_us": apart}
             row |= {"fused_us": fused, "speedup": apart / fused}
             found.append(row)

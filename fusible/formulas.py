@@ -9,6 +9,9 @@ Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +32,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+# --- functions of one element ---------------------------------------------------------------------
+
+
+class Unary(NamedTuple):
+    """A function of each element, ``value(x)``; ``backward(dy, x)`` is ``dy`` times its slope."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``.
 
@@ -37,14 +50,88 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Derivative of :func:`gelu` times ``dy``."""
+    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+
+
+def qgelu(x: Tensor, alpha: float = 1.702) -> Tensor:
+    """Quick GELU, ``x sigmoid(alpha x)``. Source: arXiv 1606.08415, section 2."""
+    wide = cast(x, math_dtype(x.dtype))
+    return cast(wide * torch.sigmoid(alpha * wide), x.dtype)
+
+
+def qgelu_backward(dy: Tensor, x: Tensor, alpha: float = 1.702) -> Tensor:
+    """Derivative of :func:`qgelu` times ``dy``."""
+    wide = cast(x, math_dtype(x.dtype))
+    sigmoid = torch.sigmoid(alpha * wide)
+    return cast(dy * sigmoid * (1 + alpha * wide * (1 - sigmoid)), x.dtype)
+
+
 def relu(x: Tensor) -> Tensor:
     """``max(x, 0)``."""
     return F.relu(x)
 
 
+def relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Derivative of :func:`relu` times ``dy``."""
+    return torch.ops.aten.threshold_backward(dy, x, 0)
+
+
+def srelu(x: Tensor) -> Tensor:
+    """``max(x, 0)^2``. Source: So et al., "Primer", arXiv 2109.08668."""
+    return F.relu(x).square()
+
+
+def srelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Derivative of :func:`srelu` times ``dy``."""
+    return dy * F.relu(x) * 2
+
+
 def silu(x: Tensor) -> Tensor:
     """``x sigmoid(x)``. Source: Elfwing et al., arXiv 1702.03118."""
     return F.silu(x)
+
+
+def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Derivative of :func:`silu` times ``dy``."""
+    return torch.ops.aten.silu_backward(dy, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))``."""
+    return torch.sigmoid(x)
+
+
+def sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Derivative of :func:`sigmoid` times ``dy``."""
+    return torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
+
+
+GELU = Unary(gelu, gelu_backward)
+QGELU = Unary(qgelu, qgelu_backward)
+RELU = Unary(relu, relu_backward)
+SRELU = Unary(srelu, srelu_backward)
+SILU = Unary(silu, silu_backward)
+SIGMOID = Unary(sigmoid, sigmoid_backward)
+
+
+def scaled_srelu(x: Tensor, scales: Tensor) -> Tensor:
+    """``srelu(x) * scales`` for x ``[..., F]`` and one scale per row, ``[...]``."""
+    wide = math_dtype(x.dtype)
+    return cast(srelu(cast(x, wide)) * cast(scales, wide).unsqueeze(-1), x.dtype)
+
+
+def scaled_srelu_backward(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`scaled_srelu` with respect to ``x`` and ``scales``."""
+    wide = math_dtype(x.dtype)
+    x_wide, dy = cast(x, wide), cast(dy, wide)
+    dx = srelu_backward(dy * cast(scales, wide).unsqueeze(-1), x_wide)
+    dscales = (dy * srelu(x_wide)).sum(-1)
+    return cast(dx, x.dtype), cast(dscales, scales.dtype)
+
+
+# --- gated linear units ---------------------------------------------------------------------------
 
 
 def split_glu(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
@@ -68,34 +155,59 @@ def join_glu(gate: Tensor, linear: Tensor, interleave: int | None) -> Tensor:
     return torch.stack(blocks, dim=-2).flatten(-3)
 
 
-def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = None) -> Tensor:
-    """``silu(gate) * linear * scales`` for x ``[..., 2F]`` and one scale per row, ``[...]``.
+def gated(
+    x: Tensor,
+    scales: Tensor | None,
+    interleave: int | None,
+    gate: Unary,
+    linear: Unary | None = None,
+) -> Tensor:
+    """``gate(first) * linear(second) * scales`` for the halves of x ``[..., 2F]``, the gate first.
 
+    ``scales`` has one value per row, ``[...]``; without ``linear`` that half is taken as it is.
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
-    gate, linear = split_glu(cast(x, math_dtype(x.dtype)), interleave)
-    y = F.silu(gate) * linear
+    g, up = split_glu(cast(x, math_dtype(x.dtype)), interleave)
+    y = gate.value(g) * (up if linear is None else linear.value(up))
     if scales is not None:
         y = y * cast(scales, y.dtype).unsqueeze(-1)
     return cast(y, x.dtype)
+
+
+def gated_backward(
+    dy: Tensor,
+    x: Tensor,
+    scales: Tensor | None,
+    interleave: int | None,
+    gate: Unary,
+    linear: Unary | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`gated` with respect to ``x`` and ``scales``."""
+    wide = math_dtype(x.dtype)
+    g, up = split_glu(cast(x, wide), interleave)
+    factor = up if linear is None else linear.value(up)
+    dy = cast(dy, wide)
+    dfactor, dact = dy * gate.value(g), dy * factor
+    dscales = None
+    if scales is not None:
+        dscales = cast((dfactor * factor).sum(-1), scales.dtype)
+        scale = cast(scales, wide).unsqueeze(-1)
+        dfactor, dact = dfactor * scale, dact * scale
+    dg = gate.backward(dact, g)
+    dup = dfactor if linear is None else linear.backward(dfactor, up)
+    return join_glu(cast(dg, x.dtype), cast(dup, x.dtype), interleave), dscales
+
+
+def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = None) -> Tensor:
+    """``silu(gate) * linear * scales``, see :func:`gated`."""
+    return gated(x, scales, interleave, SILU)
 
 
 def swiglu_backward(
     dy: Tensor, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`swiglu` with respect to ``x`` and ``scales``."""
-    wide = math_dtype(x.dtype)
-    gate, linear = split_glu(cast(x, wide), interleave)
-    dy = cast(dy, wide)
-    dlinear = dy * F.silu(gate)
-    dact = dy * linear
-    dscales = None
-    if scales is not None:
-        dscales = cast((dlinear * linear).sum(-1), scales.dtype)
-        scale = cast(scales, wide).unsqueeze(-1)
-        dlinear, dact = dlinear * scale, dact * scale
-    dgate = torch.ops.aten.silu_backward(dact, gate)
-    return join_glu(cast(dgate, x.dtype), cast(dlinear, x.dtype), interleave), dscales
+    return gated_backward(dy, x, scales, interleave, SILU)
 
 
 def clamped_qgeglu(
@@ -111,13 +223,7 @@ def clamped_qgeglu(
     ``x`` is ``[..., 2F]``, ``scales`` has one value per row, ``[...]``. Source: the GPT-OSS
     model's feed-forward block (openai/gpt-oss, ``swiglu``).
     """
-    gate, linear = split_glu(cast(x, math_dtype(x.dtype)), interleave)
-    gate = gate.clamp(max=limit)
-    linear = linear.clamp(-limit, limit) + offset
-    y = gate * torch.sigmoid(alpha * gate) * linear
-    if scales is not None:
-        y = y * cast(scales, y.dtype).unsqueeze(-1)
-    return cast(y, x.dtype)
+    return gated(x, scales, interleave, *_clamped(limit, alpha, offset))
 
 
 def clamped_qgeglu_backward(
@@ -130,20 +236,242 @@ def clamped_qgeglu_backward(
     offset: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`clamped_qgeglu` with respect to ``x`` and ``scales``."""
-    wide = math_dtype(x.dtype)
-    gate_in, linear_in = split_glu(cast(x, wide), interleave)
-    dy = cast(dy, wide)
-    gate = gate_in.clamp(max=limit)
-    linear = linear_in.clamp(-limit, limit) + offset
-    sigmoid = torch.sigmoid(alpha * gate)
-    act = gate * sigmoid
-    dlinear = dy * act
-    dact = dy * linear
-    dscales = None
-    if scales is not None:
-        dscales = cast((dlinear * linear).sum(-1), scales.dtype)
-        scale = cast(scales, wide).unsqueeze(-1)
-        dlinear, dact = dlinear * scale, dact * scale
-    dgate = dact * (sigmoid + alpha * act * (1 - sigmoid)) * (gate_in <= limit)
-    dlinear = dlinear * (linear_in.abs() <= limit)
-    return join_glu(cast(dgate, x.dtype), cast(dlinear, x.dtype), interleave), dscales
+    return gated_backward(dy, x, scales, interleave, *_clamped(limit, alpha, offset))
+
+
+def _clamped(limit: float, alpha: float, offset: float) -> tuple[Unary, Unary]:
+    """Of the gate and of the linear half; a clamped element passes no gradient."""
+    gate = Unary(
+        lambda g: qgelu(g.clamp(max=limit), alpha),
+        lambda dy, g: qgelu_backward(dy, g.clamp(max=limit), alpha) * (g <= limit),
+    )
+    linear = Unary(
+        lambda up: up.clamp(-limit, limit) + offset, lambda dy, up: dy * (up.abs() <= limit)
+    )
+    return gate, linear
+
+
+def situglu(
+    x: Tensor,
+    scales: Tensor | None = None,
+    interleave: int | None = None,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
+) -> Tensor:
+    """``b1 tanh(gate / b1) sigmoid(gate) * b2 tanh(linear / b2) * scales``, see :func:`gated`.
+
+    Source: the Kimi K3 technical report (MoonshotAI/Kimi-K3).
+    """
+    return gated(x, scales, interleave, *_soft_capped(beta1, beta2))
+
+
+def situglu_backward(
+    dy: Tensor,
+    x: Tensor,
+    scales: Tensor | None = None,
+    interleave: int | None = None,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`situglu` with respect to ``x`` and ``scales``."""
+    return gated_backward(dy, x, scales, interleave, *_soft_capped(beta1, beta2))
+
+
+def _soft_capped(beta1: float, beta2: float) -> tuple[Unary, Unary]:
+    """Of the gate and of the linear half."""
+
+    def gate_backward(dy: Tensor, g: Tensor) -> Tensor:
+        tanh, s = torch.tanh(g / beta1), torch.sigmoid(g)
+        return dy * s * (1 - tanh.square() + beta1 * tanh * (1 - s))
+
+    gate = Unary(lambda g: beta1 * torch.tanh(g / beta1) * torch.sigmoid(g), gate_backward)
+    linear = Unary(
+        lambda up: beta2 * torch.tanh(up / beta2),
+        lambda dy, up: dy * (1 - torch.tanh(up / beta2).square()),
+    )
+    return gate, linear
+
+
+# --- normalization --------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension of x ``[rows, F]``.
+
+    With ``zero_centered`` it is times ``1 + weight``. Also gives the mean and the reciprocal of the
+    deviation, ``[rows, 1]``, in the dtype of the arithmetic. Source: Ba et al., arXiv 1607.06450.
+    """
+    wide = cast(x, math_dtype(x.dtype))
+    mean = wide.mean(-1, keepdim=True)
+    centered = wide - mean
+    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    y = centered * rstd * gain(weight, wide.dtype, zero_centered) + cast(bias, wide.dtype)
+    return cast(y, x.dtype), mean, rstd
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`layer_norm` with respect to ``x``, ``weight`` and ``bias``.
+
+    In the dtype of the arithmetic.
+    """
+    dy = cast(dy, rstd.dtype)
+    normal = (cast(x, rstd.dtype) - mean) * rstd
+    dnormal = dy * gain(weight, rstd.dtype, zero_centered)
+    inner = (dnormal * normal).mean(-1, keepdim=True)
+    dx = (dnormal - dnormal.mean(-1, keepdim=True) - normal * inner) * rstd
+    return dx, (dy * normal).sum(0), dy.sum(0)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of x ``[rows, F]``.
+
+    With ``zero_centered`` it is times ``1 + weight``. Also gives the reciprocal of the root,
+    ``[rows, 1]``, in the dtype of the arithmetic. Source: Zhang and Sennrich, arXiv 1910.07467.
+    """
+    wide = cast(x, math_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return cast(wide * rstd * gain(weight, wide.dtype, zero_centered), x.dtype), rstd
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rms_norm` with respect to ``x`` and ``weight``.
+
+    In the dtype of the arithmetic.
+    """
+    dy = cast(dy, rstd.dtype)
+    normal = cast(x, rstd.dtype) * rstd
+    dnormal = dy * gain(weight, rstd.dtype, zero_centered)
+    dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)) * rstd
+    return dx, (dy * normal).sum(0)
+
+
+def l2_normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, and the reciprocal of the root."""
+    wide = cast(x, math_dtype(x.dtype))
+    rnorm = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return cast(wide * rnorm, x.dtype), rnorm
+
+
+def l2_normalize_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
+    """Gradient of :func:`l2_normalize` with respect to ``x``."""
+    dy = cast(dy, rnorm.dtype)
+    normal = cast(x, rnorm.dtype) * rnorm
+    return cast((dy - normal * (dy * normal).sum(-1, keepdim=True)) * rnorm, x.dtype)
+
+
+def gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """What a norm multiplies by: the weight, or ``1 + weight``, in ``dtype``."""
+    return 1 + cast(weight, dtype) if zero_centered else cast(weight, dtype)
+
+
+# --- routing ----------------------------------------------------------------------------------
+
+
+def router_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Softmax or sigmoid of logits ``[..., E]``."""
+    return logits.softmax(-1) if score_function == "softmax" else logits.sigmoid()
+
+
+def choose_experts(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    num_groups: int,
+    top_groups: int,
+    group_top: int,
+) -> Tensor:
+    """Ids of the ``top_k`` largest of logits ``[..., E]``, best first; of equals the first.
+
+    With groups, only in the ``top_groups`` of the ``num_groups`` groups of neighbours whose
+    ``group_top`` best scores have the largest sum. With a bias ``[E]``, the largest of score +
+    bias. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    ranked = logits  # as the scores are, and where these would round to the same
+    if expert_bias is not None or num_groups > 1:
+        ranked = router_scores(logits, score_function)
+        if expert_bias is not None:
+            ranked = ranked + expert_bias.to(ranked.dtype)
+    if num_groups > 1:
+        groups = ranked.unflatten(-1, (num_groups, -1))
+        worth = torch.sort(groups, dim=-1, descending=True).values[..., :group_top].sum(-1)
+        best = _largest(worth, top_groups)
+        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
+        ranked = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+    return _largest(ranked, top_k)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest in the last dimension; a stable order, unlike topk's."""
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()
+
+
+def router_probs(
+    logits: Tensor, ids: Tensor, score_function: str, normalize: bool, scaling_factor: float
+) -> Tensor:
+    """Scores of the experts chosen, ``[..., k]``; with ``normalize`` they sum to one.
+
+    A softmax of all that is then normalised is the softmax of those chosen.
+    """
+    if score_function == "softmax" and not normalize:
+        probs = logits.softmax(-1).gather(-1, ids)
+    else:
+        probs = router_scores(logits.gather(-1, ids), score_function)
+        if score_function == "sigmoid" and normalize:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return probs * scaling_factor
+
+
+def router_probs_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """Gradient of :func:`router_probs` with respect to the logits; the ids are constants."""
+    d = cast(dprobs, logits.dtype) * scaling_factor
+    if score_function == "softmax" and not normalize:
+        return torch._softmax_backward_data(
+            torch.zeros_like(logits).scatter(-1, ids, d), logits.softmax(-1), -1, logits.dtype
+        )
+    p = router_scores(logits.gather(-1, ids), score_function)
+    if score_function == "softmax":
+        d = p * (d - (d * p).sum(-1, keepdim=True))
+    else:
+        if normalize:
+            total = p.sum(-1, keepdim=True) + 1e-20
+            d = (d - (d * p).sum(-1, keepdim=True) / total) / total
+        d = d * p * (1 - p)
+    return torch.zeros_like(logits).scatter(-1, ids, d)
+
+
+def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Tensor:
+    """``E sum_e f_e P_e``: f_e the share of choices of expert e, P_e its mean share of the scores.
+
+    One where the load is even. Source: Switch Transformers, arXiv 2101.03961, equation 4; sigmoid
+    scores are normalised first, as in DeepSeek-V3, arXiv 2412.19437, equation 19.
+    """
+    experts = logits.shape[-1]
+    scores = router_scores(logits, score_function)
+    if score_function == "sigmoid":
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    chosen = ids.reshape(-1)
+    counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    share = counts.to(scores.dtype) / max(chosen.numel(), 1)
+    return experts * (share * scores.reshape(-1, experts).mean(0)).sum()
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Mean of ``logsumexp(logits)^2``. Source: ST-MoE, arXiv 2202.08906, equation 5."""
+    return logits.logsumexp(-1).square().mean()

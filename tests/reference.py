@@ -21,6 +21,67 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def gelu(x: Tensor) -> Tensor:
+    return x * sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+
+def qgelu(x: Tensor) -> Tensor:
+    return x * sigmoid(1.702 * x)
+
+
+def relu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0)
+
+
+def srelu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x * x, 0)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+def glu(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The gated unit of ``gate``."""
+
+    def gated(x: Tensor, interleave: int | None = None) -> Tensor:
+        g, up = glu_halves(x, interleave)
+        return gate(g) * up
+
+    return gated
+
+
+def situglu(
+    x: Tensor,
+    scales: Tensor | None = None,
+    interleave: int | None = None,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
+) -> Tensor:
+    g, up = glu_halves(x, interleave)
+    y = beta1 * torch.tanh(g / beta1) * sigmoid(g) * beta2 * torch.tanh(up / beta2)
+    return y if scales is None else y * scales[..., None]
+
+
+def scaled_srelu(x: Tensor, scales: Tensor) -> Tensor:
+    return srelu(x) * scales[..., None]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    dims = tuple(range(x.dim() - weight.dim(), x.dim()))
+    centered = x - x.mean(dims, keepdim=True)
+    return centered / torch.sqrt((centered**2).mean(dims, keepdim=True) + eps) * weight + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    dims = tuple(range(x.dim() - weight.dim(), x.dim()))
+    return x / torch.sqrt((x**2).mean(dims, keepdim=True) + eps) * weight
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / torch.sqrt((x**2).sum(-1, keepdim=True) + eps)
+
+
 def glu_halves(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
     """Gate and linear features, found one by one from their position."""
     features = x.shape[-1]

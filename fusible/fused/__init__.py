@@ -8,6 +8,7 @@ from fusible.fused.grouped_sm90 import (
 )
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
+from fusible.fused.linear_scale import backward_linear_scale
 
 RULES = (
     grouped_mlp_sm90,
@@ -17,4 +18,5 @@ RULES = (
     linear_bias_activation,
     linear_add,
     backward_linear_add,
+    backward_linear_scale,
 )

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
+from fusible.fuser.tracing import keeps_graph
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
@@ -37,18 +39,43 @@ def _features(*linears: Any) -> tuple[Any, ...]:
     )
 
 
-def _readable(kernels: Any, *tensors: Tensor) -> list[Tensor]:
+def _readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors in a layout that TMA reads: as they are, or copied where they have another."""
-    return [
-        t if kernels.has_matrix_layout(t) or kernels.has_matrix_layout(t.mT) else t.contiguous()
-        for t in tensors
-    ]
+    fits = kernels.has_matrix_layout
+    if all([fits(t) for t in tensors]):
+        return tensors
+    return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
 
 
 def _rows(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
     rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
     return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
+
+
+def _vector(t: Tensor) -> Tensor:
+    """``t`` as one contiguous dimension."""
+    return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
+
+
+def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """``t``, whose first dimension counts rows, with ``shape`` in its place."""
+    return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
+
+
+def _operands(
+    kernels: Any,
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    input_: Tensor,
+    split_sizes: Tensor | None,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
+    """What ``linear.operands`` gives, as the kernels read it."""
+    x, ends, row_scale, weights = linear.operands(
+        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
+    )
+    return _rows(kernels, x), ends, row_scale, _readable(kernels, weights)
 
 
 def _options(act: ScaledGLU) -> dict[str, Any]:
@@ -80,15 +107,11 @@ class GroupedLinearForwardSm90(FusedOperation):
         """One grouped product."""
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        x, ends, row_scale, weights = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
-        y = kernels.grouped_gemm(
-            _rows(kernels, x),
-            _readable(kernels, *weights),
-            ends,
-            linear.stacked_bias(ctx.dtype),
-            row_scale,
+        x, ends, row_scale, weights = _operands(
+            kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
-        return y.view(*input_.shape[:-1], linear.out_features), [()]
+        y = kernels.grouped_gemm(x, weights, ends, linear.stacked_bias(ctx.dtype), row_scale)
+        return _shaped(y, input_.shape[:-1]), [()]
 
 
 class GroupedLinearBackwardSm90(FusedOperation):
@@ -109,14 +132,13 @@ class GroupedLinearBackwardSm90(FusedOperation):
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale, *weights = ctx.saved_tensors
-        dy = _rows(kernels, grad_output.to(ctx.dtype))
+        dy = _rows(kernels, cast(grad_output, ctx.dtype))
         rows = grad_output.shape[:-1]
         params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
-        return data_grad(linear, ctx, dy, ends, weights, rows), [params], [extra]
+        return data_grad(ctx, dy, ends, weights, rows), [params], [extra]
 
 
 def data_grad(
-    linear: GroupedLinear,
     ctx: OperationContext,
     dy: Tensor,
     ends: Tensor,
@@ -127,8 +149,8 @@ def data_grad(
     if not ctx.needs.input:
         return None
     kernels = provider("sm90")
-    dx = kernels.grouped_gemm(dy, _readable(kernels, *weights), ends, transpose_w=True)
-    return dx.view(*shape, linear.in_features)
+    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True)
+    return _shaped(dx, shape)
 
 
 def param_grads(
@@ -197,25 +219,24 @@ def linear_glu(
 ) -> Tensor:
     """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
-    x, ends, _, weights = linear.operands(ctxs[0], input_, *extra_inputs[0])
+    x, ends, _, weights = _operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
     scales = extra_inputs[1][0]
     check_row_scales(scales, input_, type(act).__name__)
     assert scales is not None
-    keep = ctxs[1].requires_grad
+    keep, shape = ctxs[1].requires_grad, input_.shape[:-1]
     preact, out = kernels.grouped_gemm_glu(
-        _rows(kernels, x),
-        _readable(kernels, *weights),
+        x,
+        weights,
         ends,
-        scales.reshape(-1).contiguous(),
+        _vector(scales),
         bias=linear.stacked_bias(ctxs[0].dtype),
         store_preact=keep,
         **_options(act),
     )
     ctxs[1].dtype = preact.dtype
     if keep:
-        preact = preact.view(*input_.shape[:-1], linear.out_features)
-        ctxs[1].save_for_backward(preact, scales)
-    return out.view(*input_.shape[:-1], linear.out_features // 2)
+        ctxs[1].save_for_backward(_shaped(preact, shape), scales)
+    return _shaped(out, shape)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -245,13 +266,13 @@ class GroupedMLPSm90(FusedOperation):
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
         hidden = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
-        hidden, ends, row_scale, weights = fc2.operands(ctx, hidden, *basic_op_extra_inputs[2])
-        y = kernels.grouped_gemm(
-            hidden, _readable(kernels, *weights), ends, fc2.stacked_bias(ctx.dtype), row_scale
+        hidden, ends, row_scale, weights = _operands(
+            kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
         )
+        y = kernels.grouped_gemm(hidden, weights, ends, fc2.stacked_bias(ctx.dtype), row_scale)
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
-        return y.view(*input_.shape[:-1], fc2.out_features), [(), (), ()]
+        return _shaped(y, input_.shape[:-1]), [(), (), ()]
 
     def fuser_backward(
         self,
@@ -267,21 +288,22 @@ class GroupedMLPSm90(FusedOperation):
         x, ends, row_scale1, *weights1 = ctx1.saved_tensors
         preact, scales = ctx_act.saved_tensors
         row_scale2, *weights2 = ctx2.saved_tensors
-        rows = grad_output.shape[:-1]
-        dy = _rows(kernels, grad_output.to(ctx2.dtype))
+        shape = grad_output.shape[:-1]
+        dy = _rows(kernels, cast(grad_output, ctx2.dtype))
         dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
             dy,
-            _readable(kernels, *weights2),
+            _readable(kernels, weights2),
             ends,
-            preact.view(-1, fc1.out_features),
-            scales.reshape(-1).contiguous(),
+            _rows(kernels, preact),
+            _vector(scales),
+            overwrite=not keeps_graph(),
             **_options(act),
         )
-        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, rows)
+        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
         del hidden  # its memory serves what follows
-        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, rows)
-        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, rows)
-        return dx, [params1, (), params2], [extra1, (dscales.view(rows),), extra2]
+        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)
+        dx = data_grad(ctx1, dpreact, ends, weights1, shape)
+        return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 
 @rule(

@@ -8,32 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.ops import AddExtraInput, BasicLinear, FusedOperation, MakeExtraOutput
-from fusible.ops.elementary import check_addend
+from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
+from fusible.ops.elementary import check_addend, is_writable
 from fusible.ops.op import Grads
 from fusible.ops.wgrad import dense_gradient
 
 
-def _add_product(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``addend + a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product."""
+def _add_product(
+    addend: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, in_place: bool = False
+) -> Tensor:
+    """``addend + alpha * a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product."""
     rows = a.reshape(-1, a.shape[-1])
-    return torch.addmm(addend.reshape(-1, b.shape[1]), rows, b).view(addend.shape)
-
-
-def _sum(dextra: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """``dextra + dy @ weight``, where under autocast ``dextra`` may be wider than the product."""
-    return _add_product(dextra, dy, weight) if dextra.dtype == dy.dtype else dextra + dy @ weight
+    if in_place and (addend.dim() == 2 or addend.is_contiguous()):
+        addend.view(-1, b.shape[1]).addmm_(rows, b, alpha=alpha)
+        return addend
+    total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha).view(addend.shape)
+    return addend.copy_(total) if in_place else total
 
 
 class LinearAdd(FusedOperation):
-    """Forward of ``x @ weight.T + addend``."""
+    """Forward of ``scale * x @ weight.T + addend``, with or without the scale."""
 
-    def __init__(self, linear: BasicLinear, add: AddExtraInput) -> None:
-        super().__init__([linear, add])
+    def __init__(
+        self, linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput
+    ) -> None:
+        super().__init__([op for op in (linear, scale, add) if op is not None])
         self._parts = linear, add
+        self._alpha = 1.0 if scale is None else scale.scale
 
     def fuser_forward(
         self,
@@ -46,14 +51,17 @@ class LinearAdd(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One product that starts from the addend."""
-        x, weight = self._parts[0].operands(basic_op_ctxs[0], input_)
+        linear, add = self._parts
+        x, weight = linear.operands(basic_op_ctxs[0], input_)
         shape = (*x.shape[:-1], weight.shape[0])
-        addend = check_addend(basic_op_extra_inputs[1][0], shape, x)
-        return _add_product(addend, x, weight.t()), [(), ()]
+        addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
+        in_place = add.in_place and not torch.compiler.is_compiling()
+        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
+        return y, [()] * len(basic_op_ctxs)
 
 
 class BackwardLinearAdd(FusedOperation):
-    """Backward of ``MakeExtraOutput`` + ``BasicLinear``: ``dy @ weight + dextra``."""
+    """Backward of ``MakeExtraOutput`` + ``BasicLinear``: ``dy @ weight`` added to ``dextra``."""
 
     def __init__(self, fork: MakeExtraOutput, linear: BasicLinear) -> None:
         super().__init__([fork, linear])
@@ -66,16 +74,23 @@ class BackwardLinearAdd(FusedOperation):
         *,
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        """One product that starts from the extra output's gradient."""
+        """One product that is added to the extra output's gradient where that lies."""
         ctx = basic_op_ctxs[1]
-        weight = ctx.saved_tensors[1]
-        dy = grad_output.to(ctx.dtype)
+        x, weight = ctx.saved_tensors
+        dy = cast(grad_output, ctx.dtype)
         dextra = basic_op_grad_extra_outputs[0][0]
         dx = None
         if ctx.needs.input:
             dx = dy @ weight if dextra is None else _sum(dextra, dy, weight)
-        dweight = self._parts[1].weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
-        return dx, [(), dweight], [(), ()]
+        return dx, [(), self._parts[1].weight_grads(ctx, dense_gradient(dy, x))], [(), ()]
+
+
+def _sum(dextra: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    """``dextra + dy @ weight``, in place where that is possible."""
+    if dextra.dtype != dy.dtype:  # under autocast it may be wider than the product
+        return dextra + dy @ weight
+    # One gradient may have come to both outputs.
+    return _add_product(dextra, dy, weight, in_place=is_writable(dextra, dy))
 
 
 @rule(
@@ -84,16 +99,17 @@ class BackwardLinearAdd(FusedOperation):
     equal(this.linear.param_dtype, this.dtype),
     phase="forward",
 )
-def linear_add(linear: BasicLinear, add: AddExtraInput) -> LinearAdd:
-    """One pass over the output less, and one rounding: the product starts from the addend."""
-    return LinearAdd(linear, add)
+def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput) -> LinearAdd:
+    """One or two passes over the output less, and one rounding: the product adds to the addend."""
+    return LinearAdd(linear, scale, add)
 
 
 @rule(
     equal(this.recipe, "none"),
     equal(this.linear.param_dtype, this.dtype),
+    equal(this.fork.in_place, True),
     phase="backward",
 )
 def backward_linear_add(fork: MakeExtraOutput, linear: BasicLinear) -> BackwardLinearAdd:
-    """One pass over the gradient less: the data gradient starts from the branch's gradient."""
+    """Two passes over the gradient less: the product adds to the branch's gradient in place."""
     return BackwardLinearAdd(fork, linear)

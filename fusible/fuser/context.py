@@ -27,6 +27,8 @@ class OperationContext:
         autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
+        grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
+            forward has noted it; None for as it is.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
     """
 
@@ -36,6 +38,7 @@ class OperationContext:
     autocast_dtype: torch.dtype | None
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
+    grad_quantizer: Any
     memo: dict[Any, Any]
 
     if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class OperationContext:
         self.recipe = recipe
         self.autocast_dtype = autocast_dtype
         self.to_save = ()
+        self.grad_quantizer = None
         self.memo = {} if memo is None else memo
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

@@ -127,6 +127,7 @@ class Run:
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
+        self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
@@ -390,6 +391,8 @@ def _forward(
             )
         if any(num_extra_outputs):
             _check_complete(run, op, outputs, start, stop)
+        if run.writes and not torch.compiler.is_compiling():
+            _check_not_saved(run, contexts, inputs, start, stop)
         produced.extend(outputs)
     if not run.wiring.public:
         return [x], contexts
@@ -407,6 +410,37 @@ def _check_complete(
                     f"{type(op).__name__} must return extra output {slot} of op {i} "
                     f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
                 )
+
+
+def _check_not_saved(
+    run: Run,
+    contexts: Sequence[OperationContext],
+    inputs: Sequence[Sequence[Tensor | None]],
+    start: int,
+    stop: int,
+) -> None:
+    """Refuse extra inputs that were written to after an op of this very run had saved them.
+
+    Autograd notices only what changes after the run, which saves for all its ops at its end.
+    """
+    for i, of_op in enumerate(inputs, start):
+        if not getattr(run.ops[i], "in_place", False):
+            continue
+        written = {memory(t) for t in of_op if t is not None}
+        for j, context in enumerate(contexts[:stop]):
+            if context.requires_grad and any(
+                memory(t) in written for t in context.to_save if t is not None
+            ):
+                raise ValueError(
+                    f"op {i} ({type(run.ops[i]).__name__}) must not write to a tensor that op {j} "
+                    f"({type(run.ops[j]).__name__}) saved for its backward, got in_place=True; "
+                    "make it False"
+                )
+
+
+def memory(t: Tensor) -> int:
+    """Where the storage of ``t`` begins: equal for tensors that share it."""
+    return t.untyped_storage().data_ptr()
 
 
 class _RunFunction(torch.autograd.Function):

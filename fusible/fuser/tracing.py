@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -18,3 +20,13 @@ def constant_when_traced(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def keeps_graph() -> bool:
+    """Whether what the running backward reads may be read again (``retain_graph``).
+
+    Always so where it is traced: the compiler decides about memory itself.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,4 +1,4 @@
-"""Where the extra inputs of every op in a run come from: the caller, or a named channel."""
+"""Where the extra inputs of every op in a run come from: the caller, or an earlier op by name."""
 
 from __future__ import annotations
 
@@ -29,18 +29,47 @@ class Wiring:
 
 
 def wire(ops: Sequence[Any]) -> Wiring:
-    """Resolve the channels of a run.
+    """Resolve the channels of a run, and the names of what no channel is set for.
+
+    An extra input without a channel is fed by the nearest earlier extra output of its name, else
+    by the caller. An extra output without a channel goes to the caller unless it feeds one so.
 
     Raises:
         ValueError: for a channel without a producer, with two, or produced after its consumer.
     """
-    producers: dict[str, tuple[int, int]] = {}
-    public = []
+    producers = _producers(ops)
+    named: dict[str, tuple[int, int]] = {}
+    sources = []
+    consumers: dict[tuple[int, int], tuple[int, ...]] = {}
+    taken = 0
     for i, op in enumerate(ops):
-        for slot in range(op.num_extra_outputs):
-            name, to_caller = op.extra_output_channels[slot]
-            if to_caller:
-                public.append((i, slot))
+        mine = []
+        for slot, channel in enumerate(op.extra_input_channels):
+            if channel is not None:
+                source = _producer(channel, producers, ops, i)
+            else:
+                source = named.get(op.extra_input_name(slot), (CALLER, taken))
+            if source[0] == CALLER:
+                taken += 1
+            else:
+                consumers[source] = (*consumers.get(source, ()), i)
+            mine.append(source)
+        sources.append(tuple(mine))
+        named.update({name: (i, slot) for slot, name in enumerate(op.extra_output_names)})
+    public = [
+        (i, slot)
+        for i, op in enumerate(ops)
+        for slot, (channel, to_caller) in enumerate(op.extra_output_channels)
+        if to_caller and (channel is not None or (i, slot) not in consumers)
+    ]
+    return Wiring(tuple(sources), taken, tuple(public), consumers)
+
+
+def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """The extra output behind every channel."""
+    producers: dict[str, tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        for slot, (name, _) in enumerate(op.extra_output_channels):
             if name is None:
                 continue
             if name in producers:
@@ -50,22 +79,7 @@ def wire(ops: Sequence[Any]) -> Wiring:
                     f"({type(ops[first]).__name__}) and op {i} ({type(op).__name__}); rename one"
                 )
             producers[name] = (i, slot)
-
-    sources = []
-    consumers: dict[tuple[int, int], tuple[int, ...]] = {}
-    taken = 0
-    for i, op in enumerate(ops):
-        mine = []
-        for name in op.extra_input_channels:
-            if name is None:
-                mine.append((CALLER, taken))
-                taken += 1
-                continue
-            producer = _producer(name, producers, ops, i)
-            consumers[producer] = (*consumers.get(producer, ()), i)
-            mine.append(producer)
-        sources.append(tuple(mine))
-    return Wiring(tuple(sources), taken, tuple(public), consumers)
+    return producers
 
 
 def _producer(

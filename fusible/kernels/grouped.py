@@ -44,7 +44,13 @@ def checking(enabled: bool = True) -> Iterator[None]:
         _checking = outer
 
 
-def _define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
+def checks_enabled() -> bool:
+    """Whether split sizes on a device are to be verified (`checking`)."""
+    return _checking
+
+
+def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations."""
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, cpu, "CPU")
@@ -77,7 +83,7 @@ def _group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
-_define(
+define(
     "group_ends(Tensor split_sizes, SymInt rows) -> Tensor",
     _group_ends_fake,
     _group_ends,
@@ -220,7 +226,7 @@ def _grouped_mm_fake(
     return x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
 
 
-_define(
+define(
     "grouped_mm(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor? row_scale, "
     "bool transpose_w) -> Tensor",
     _grouped_mm_fake,
@@ -256,7 +262,7 @@ def _grouped_wgrad_fake(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
 
 
-_define(
+define(
     "grouped_wgrad(Tensor dy, Tensor x, Tensor ends) -> Tensor",
     _grouped_wgrad_fake,
     _grouped_wgrad_loop,
@@ -292,7 +298,7 @@ def _grouped_wgrad_out_fake(
     return
 
 
-_define(
+define(
     "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) -> ()",
     _grouped_wgrad_out_fake,
     _grouped_wgrad_out,
@@ -317,7 +323,7 @@ def _grouped_sum_fake(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Ten
 
 
 # The bias gradient: the sum of each group's rows of dy (times row_scale), [E, N].
-_define(
+define(
     "grouped_sum(Tensor dy, Tensor ends, Tensor? row_scale) -> Tensor",
     _grouped_sum_fake,
     _grouped_sum,

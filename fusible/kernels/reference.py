@@ -11,6 +11,8 @@ from torch import Tensor
 from fusible import formulas
 from fusible.kernels import grouped
 
+group_ends = grouped.group_ends
+
 
 def has_matrix_layout(x: Tensor) -> bool:
     """Any layout will do."""
@@ -57,6 +59,7 @@ def grouped_gemm_dglu(
     *,
     activation: str = "swiglu",
     interleave: int = 0,
+    overwrite: bool = False,
     **options: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pre-activation's gradient, the scaled activation once more, the scales' gradient."""

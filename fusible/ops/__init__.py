@@ -1,36 +1,89 @@
 """What is computed: the op contract, the basic ops and ``Sequential``."""
 
 from fusible.fuser.context import OperationContext
-from fusible.ops.activation import GELU, ReLU, ScaledClampedQGeGLU, ScaledSwiGLU, SiLU, SwiGLU
-from fusible.ops.elementary import AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Reshape
+from fusible.ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from fusible.ops.dispatch import Combine, Dispatch
+from fusible.ops.distributed import AllGather, AllReduce, AllReduceGrad, ReduceScatter
+from fusible.ops.dropout import Dropout
+from fusible.ops.elementary import (
+    AddExtraInput,
+    ConstantScale,
+    Identity,
+    MakeExtraOutput,
+    Reshape,
+    Swap,
+)
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
+from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize import Quantize
+from fusible.ops.router import TopKRouter
 from fusible.ops.sequential import Sequential
 from fusible.ops.weights import reuse_quantized_weights
 
 __all__ = [
+    "GEGLU",
     "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "AllReduceGrad",
     "BasicLinear",
     "BasicOperation",
     "Bias",
+    "ClampedSwiGLU",
+    "Combine",
     "ConstantScale",
+    "Dispatch",
+    "Dropout",
     "FusedOperation",
     "FusibleOperation",
     "GroupedLinear",
     "Identity",
+    "L2Normalization",
+    "LayerNorm",
     "Linear",
     "MakeExtraOutput",
     "OperationContext",
     "Quantize",
+    "RMSNorm",
+    "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
+    "SReGLU",
+    "SReLU",
     "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
     "ScaledSwiGLU",
     "Sequential",
     "SiLU",
+    "SiTUGLU",
+    "Swap",
     "SwiGLU",
+    "TopKRouter",
     "reuse_quantized_weights",
 ]

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fusible import formulas
-from fusible.formulas import cast
+from fusible.formulas import Unary
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_dtype, refuse
+from fusible.ops.checks import check_interleaved
+from fusible.ops.handover import accept, accept_grad, hand_over
 from fusible.ops.op import BasicOperation, Grads
+from fusible.recipes.formats import E4M3, Encoded, dequantize, fp8_tensor
+from fusible.recipes.library import encode
+
+GLUMath = tuple[Callable[..., Tensor], Callable[..., Any], dict[str, Any]]
+
+_CACHED = fp8_tensor(E4M3)
 
 
 class _Activation(BasicOperation):
-    """An elementwise op without parameters. Saves ``(x,)``, and its dtype as ``ctx.dtype``."""
+    """An op of one input without parameters.
 
+    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`. Under
+    ``torch.autocast`` input and output have its dtype.
+
+    Args:
+        cache_quantized_input: save the input in FP8 (E4M3, one scale for the tensor): half the
+            memory of BF16, and a less exact gradient. The output is not affected.
+    """
+
+    fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input",)
     saves = "x"
 
     def __init__(self, cache_quantized_input: bool = False) -> None:
         super().__init__()
+        self.cache_quantized_input = cache_quantized_input
         if cache_quantized_input:
-            raise refuse(
-                "cache_quantized_input", type(self).__name__, "the input is saved as it is"
-            )
+            self.saves = "x in FP8 and its scale"
 
     def op_forward(
         self,
@@ -35,68 +50,251 @@ class _Activation(BasicOperation):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """The formula."""
-        check_dtype(input_, "input", type(self).__name__)
-        ctx.dtype = input_.dtype
-        ctx.save_for_backward(input_)
-        return self.formula(input_)
+        x = accept(ctx, input_, type(self).__name__)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(*(_in_fp8(x) if self.cache_quantized_input else (x,)))
+        return hand_over(self.formula(x), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """The formula's derivative, by hand in ``grad``."""
-        (x,) = ctx.saved_tensors
-        return self.grad(cast(grad_output, ctx.dtype), x), ()
+        dx = self.grad(accept_grad(ctx, grad_output), self.saved_input(ctx))
+        return hand_over(dx, ctx.grad_quantizer), ()
+
+    def saved_input(self, ctx: OperationContext) -> Tensor:
+        """The input that the forward saved, in ``ctx.dtype``."""
+        x, *scale = ctx.saved_tensors
+        if not scale:
+            return x
+        one_row = Encoded(x.view(1, x.numel()), scale[0], None)
+        return dequantize(one_row, _CACHED, ctx.dtype).view(x.shape)
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The input's gradient from the output's gradient and the input."""
-        _, derivative = torch.func.vjp(self.formula, x)  # type: ignore[misc]
-        return derivative(dy)[0]
+        raise TypeError(f"{type(self).__name__} must define grad")
+
+    def extra_repr(self) -> str:
+        """Options."""
+        return _options(self)
 
 
-class GELU(_Activation):
+def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    encoded, _ = encode(x.reshape(1, x.numel()), _CACHED, rowwise=True, columnwise=False)
+    assert encoded is not None
+    return encoded.data.view(x.shape), encoded.scale
+
+
+def _options(op: BasicOperation) -> str:
+    """The facts of an op but for flags that are off."""
+    values = {name: getattr(op, name) for name in op.fact_names}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not False)
+
+
+class _Unary(_Activation):
+    function: ClassVar[Unary]
+
+    def formula(self, input_: Tensor) -> Tensor:
+        """``function`` of each element."""
+        return self.function.value(input_)
+
+    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """``dy`` times the slope of ``function``."""
+        return self.function.backward(dy, x)
+
+
+class GELU(_Unary):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``. Saves ``(x,)`` and ``ctx.dtype``."""
 
-    def formula(self, input_: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.gelu`."""
-        return formulas.gelu(input_)
-
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """PyTorch's own backward kernel."""
-        return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+    function = formulas.GELU
 
 
-class ReLU(_Activation):
+class QGELU(_Unary):
+    """``x sigmoid(1.702 x)``. Saves ``(x,)`` and ``ctx.dtype``."""
+
+    function = formulas.QGELU
+
+
+class ReLU(_Unary):
     """``max(x, 0)``. Saves ``(x,)`` and ``ctx.dtype``."""
 
-    def formula(self, input_: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.relu`."""
-        return formulas.relu(input_)
-
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """PyTorch's own backward kernel."""
-        return torch.ops.aten.threshold_backward(dy, x, 0)
+    function = formulas.RELU
 
 
-class SiLU(_Activation):
+class SReLU(_Unary):
+    """``max(x, 0)^2``. Saves ``(x,)`` and ``ctx.dtype``."""
+
+    function = formulas.SRELU
+
+
+class SiLU(_Unary):
     """``x sigmoid(x)``. Saves ``(x,)`` and ``ctx.dtype``."""
 
+    function = formulas.SILU
+
+
+# --- gated ----------------------------------------------------------------------------------------
+
+
+class _GLU(_Activation):
+    """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        cache_quantized_input: as in every activation.
+        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
+            the first half is the gate and the second is linear.
+    """
+
+    fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input", "glu_interleave_size")
+    gate: ClassVar[Unary]
+
+    def __init__(
+        self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(cache_quantized_input)
+        self.glu_interleave_size = _check_interleave(glu_interleave_size, type(self).__name__)
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, and the keyword arguments of both."""
+        return formulas.gated, formulas.gated_backward, {"gate": self.gate}
+
     def formula(self, input_: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.silu`."""
-        return formulas.silu(input_)
+        """The gated unit."""
+        check_interleaved(input_, self.glu_interleave_size, type(self).__name__)
+        formula, _, options = self.glu()
+        return formula(input_, None, self.glu_interleave_size, **options)
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """PyTorch's own backward kernel."""
-        return torch.ops.aten.silu_backward(dy, x)
+        """Its gradient."""
+        _, backward, options = self.glu()
+        return backward(dy, x, None, self.glu_interleave_size, **options)[0]
 
 
-def _check_glu(x: Tensor, interleave: int | None, who: str) -> None:
-    unit = 2 if interleave is None else 2 * interleave
-    if x.dim() == 0 or x.shape[-1] % unit:
-        layout = "two halves" if interleave is None else f"blocks of {interleave}, by twos"
-        raise ValueError(
-            f"last dimension of the input of {who} must be a multiple of {unit} ({layout}), got "
-            f"shape {tuple(x.shape)}"
-        )
+class GLU(_GLU):
+    """``sigmoid(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+
+    gate = formulas.SIGMOID
+
+
+class GEGLU(_GLU):
+    """``gelu(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+
+    gate = formulas.GELU
+
+
+class QGEGLU(_GLU):
+    """``gate sigmoid(1.702 gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+
+    gate = formulas.QGELU
+
+
+class ReGLU(_GLU):
+    """``max(gate, 0) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+
+    gate = formulas.RELU
+
+
+class SReGLU(_GLU):
+    """``max(gate, 0)^2 * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+
+    gate = formulas.SRELU
+
+
+class SwiGLU(_GLU):
+    """``silu(gate) * linear`` for x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        cache_quantized_input: save the input in FP8 (E4M3, one scale for the tensor): half the
+            memory of BF16, and a less exact gradient. The output is not affected.
+        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
+            the first half is the gate and the second is linear.
+    """
+
+    gate = formulas.SILU
+
+
+class _Clamped:
+    """The parameters of ``formulas.clamped_qgeglu``."""
+
+    def _set_clamps(self, limit: float, alpha: float, glu_linear_offset: float) -> None:
+        if not limit > 0:
+            raise ValueError(f"limit of {type(self).__name__} must be positive, got {limit}")
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, the clamps and the rest."""
+        options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
+        return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options
+
+
+class _SoftCapped:
+    """The parameters of ``formulas.situglu``."""
+
+    def _set_caps(self, beta1: float, beta2: float) -> None:
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not (math.isfinite(beta) and beta > 0):
+                raise ValueError(
+                    f"{name} of {type(self).__name__} must be finite and positive, got {beta}"
+                )
+        self.beta1, self.beta2 = beta1, beta2
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, the caps."""
+        options = {"beta1": self.beta1, "beta2": self.beta2}
+        return formulas.situglu, formulas.situglu_backward, options
+
+
+class ClampedSwiGLU(_Clamped, _GLU):
+    """``g sigmoid(alpha g) (l + glu_linear_offset)``, clamped, as in GPT-OSS.
+
+    ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
+    first (GPT-OSS itself has ``glu_interleave_size=1``). Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        limit: bound of the clamps, positive.
+        alpha: slope of the sigmoid.
+        glu_linear_offset: added to the linear half after its clamp.
+        cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
+    """
+
+    fact_names = (*_GLU.fact_names, "limit", "alpha", "glu_linear_offset")
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input, glu_interleave_size)
+        self._set_clamps(limit, alpha, glu_linear_offset)
+
+
+class SiTUGLU(_SoftCapped, _GLU):
+    """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2)``, as in Kimi K3.
+
+    Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        beta1: soft cap of the gate, finite and positive.
+        beta2: soft cap of the linear half, finite and positive.
+        cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
+    """
+
+    fact_names = (*_GLU.fact_names, "beta1", "beta2")
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input, glu_interleave_size)
+        self._set_caps(beta1, beta2)
 
 
 def _check_interleave(size: int | None, who: str) -> int | None:
@@ -105,63 +303,27 @@ def _check_interleave(size: int | None, who: str) -> int | None:
     return size
 
 
-class SwiGLU(_Activation):
-    """``silu(gate) * linear`` for x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
-
-    Args:
-        cache_quantized_input: not offered yet.
-        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
-            the first half is the gate and the second is linear.
-    """
-
-    fact_names = ("glu_interleave_size",)
-
-    def __init__(
-        self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
-        super().__init__(cache_quantized_input)
-        self.glu_interleave_size = _check_interleave(glu_interleave_size, "SwiGLU")
-
-    def formula(self, input_: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.swiglu`."""
-        _check_glu(input_, self.glu_interleave_size, "SwiGLU")
-        return formulas.swiglu(input_, None, self.glu_interleave_size)
-
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.swiglu_backward`."""
-        return formulas.swiglu_backward(dy, x, None, self.glu_interleave_size)[0]
-
-    def extra_repr(self) -> str:
-        """Layout."""
-        return f"glu_interleave_size={self.glu_interleave_size}"
+# --- scaled per row -------------------------------------------------------------------------------
 
 
-class _ScaledGLU(BasicOperation):
-    """A gated activation times one scale per row, which is the extra input ``scales``.
+class _Scaled(BasicOperation):
+    """An activation times one scale per row, which is the extra input ``scales``.
 
     Saves ``(x, scales)``, and the dtype of ``x`` as ``ctx.dtype``. ``scales`` may have any
     floating dtype, in which its gradient comes back; arithmetic is in FP32.
     """
 
     num_extra_inputs = 1
-    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     extra_input_names = ("scales",)
     saves = "x, scales"
 
-    def __init__(
-        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
-    ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        if activation_recompute_in_mlp:
-            raise refuse(
-                "activation_recompute_in_mlp", who, "use torch.utils.checkpoint to save memory"
-            )
-        self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The output."""
+        raise TypeError(f"{type(self).__name__} must define scaled")
 
-    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
-        """The formula, its backward, and the keyword arguments of both."""
-        raise TypeError(f"{type(self).__name__} must define glu")
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales."""
+        raise TypeError(f"{type(self).__name__} must define scaled_grads")
 
     def fuser_forward(
         self,
@@ -175,14 +337,11 @@ class _ScaledGLU(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """The formula."""
         (ctx,) = basic_op_ctxs
-        scales = basic_op_extra_inputs[0][0]
-        check_dtype(input_, "input", type(self).__name__)
-        _check_glu(input_, self.glu_interleave_size, type(self).__name__)
-        check_row_scales(scales, input_, type(self).__name__)
-        ctx.dtype = input_.dtype
-        ctx.save_for_backward(input_, scales)
-        formula, _, options = self.glu()
-        return formula(input_, scales, self.glu_interleave_size, **options), [()]
+        x = accept(ctx, input_, type(self).__name__)
+        scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(x, scales)
+        return hand_over(self.scaled(x, scales), next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -192,33 +351,102 @@ class _ScaledGLU(BasicOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Gradients of the input and of the scales."""
-        x, scales = basic_op_ctxs[0].saved_tensors
-        _, backward, options = self.glu()
-        dx, dscales = backward(grad_output, x, scales, self.glu_interleave_size, **options)
-        return dx, [()], [(dscales,)]
+        (ctx,) = basic_op_ctxs
+        dx, dscales = self.scaled_grads(accept_grad(ctx, grad_output), *ctx.saved_tensors)
+        return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
 
     def extra_repr(self) -> str:
-        """Layout and parameters."""
-        options = "".join(f", {k}={v}" for k, v in self.glu()[2].items())
-        return f"glu_interleave_size={self.glu_interleave_size}{options}"
+        """Options."""
+        return _options(self)
 
 
-def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> None:
-    """Raise ValueError unless ``scales`` has one floating value per row of ``x``, beside it."""
-    fits = (
+def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
+    """``scales``, refused unless it has one floating value per row of ``x``, beside it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if (
         scales is not None
         and scales.is_floating_point()
         and scales.shape == x.shape[:-1]
         and scales.device == x.device
+    ):
+        return scales
+    got = "None"
+    if scales is not None:
+        got = f"{scales.dtype} of shape {tuple(scales.shape)} on {scales.device}"
+    raise ValueError(
+        f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
+        f"{x.device}, one value for each row of the input, got {got}"
     )
-    if not fits:
-        got = "None"
-        if scales is not None:
-            got = f"{scales.dtype} of shape {tuple(scales.shape)} on {scales.device}"
-        raise ValueError(
-            f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
-            f"{x.device}, one value for each row of the input, got {got}"
+
+
+class ScaledSReLU(_Scaled):
+    """``max(x, 0)^2 * scales[row]``.
+
+    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        activation_recompute_in_mlp: a fused grouped MLP shall compute the activation again in its
+            backward, from the pre-activation, rather than save it. It changes no value. Where no
+            fusion takes the op, the linear after it saves the activation, as ``explain`` says.
+    """
+
+    fact_names = ("activation_recompute_in_mlp",)
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """See :func:`fusible.formulas.scaled_srelu`."""
+        return formulas.scaled_srelu(x, scales)
+
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :func:`fusible.formulas.scaled_srelu_backward`."""
+        return formulas.scaled_srelu_backward(dy, x, scales)
+
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """That nothing is recomputed, if it was asked for."""
+        if not self.activation_recompute_in_mlp:
+            return ()
+        return (
+            "activation_recompute_in_mlp has no effect unfused: the next linear saves its input",
         )
+
+
+class _ScaledGLU(_Scaled):
+    """A gated activation times one scale per row."""
+
+    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if activation_recompute_in_mlp:
+            raise ValueError(
+                f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "
+                "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
+            )
+        self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, and the keyword arguments of both."""
+        raise TypeError(f"{type(self).__name__} must define glu")
+
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The formula."""
+        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
+        formula, _, options = self.glu()
+        return formula(x, scales, self.glu_interleave_size, **options)
+
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Its gradients."""
+        _, backward, options = self.glu()
+        return backward(dy, x, scales, self.glu_interleave_size, **options)
 
 
 class ScaledSwiGLU(_ScaledGLU):
@@ -229,15 +457,15 @@ class ScaledSwiGLU(_ScaledGLU):
     Args:
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
-        activation_recompute_in_mlp: not offered yet.
+        activation_recompute_in_mlp: must be False.
     """
 
-    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+    def glu(self) -> GLUMath:
         """The formula, its backward, no options."""
         return formulas.swiglu, formulas.swiglu_backward, {}
 
 
-class ScaledClampedQGeGLU(_ScaledGLU):
+class ScaledClampedQGeGLU(_Clamped, _ScaledGLU):
     """``g sigmoid(alpha g) (l + glu_linear_offset) * scales[row]``, clamped, as in GPT-OSS.
 
     ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
@@ -248,7 +476,7 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         limit: bound of the clamps, positive.
         alpha: slope of the sigmoid.
         glu_linear_offset: added to the linear half after its clamp.
-        activation_recompute_in_mlp: not offered yet.
+        activation_recompute_in_mlp: must be False.
     """
 
     fact_names = ("glu_interleave_size", "limit", "alpha", "glu_linear_offset")
@@ -265,11 +493,31 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        if not limit > 0:
-            raise ValueError(f"limit of ScaledClampedQGeGLU must be positive, got {limit}")
-        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self._set_clamps(limit, alpha, glu_linear_offset)
 
-    def glu(self) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
-        """The formula, its backward, the clamps and the rest."""
-        options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
-        return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options
+
+class ScaledSiTUGLU(_SoftCapped, _ScaledGLU):
+    """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2) * scales[row]``.
+
+    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        glu_interleave_size: as in :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: must be False.
+        beta1, beta2: as in :class:`SiTUGLU`.
+    """
+
+    fact_names = ("glu_interleave_size", "beta1", "beta2")
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
+        self._set_caps(beta1, beta2)

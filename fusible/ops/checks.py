@@ -60,3 +60,14 @@ def check_features(x: Tensor, features: int, who: str) -> None:
 def refuse(option: str, who: str, instead: str) -> ValueError:
     """The error for an option that is not offered yet."""
     return ValueError(f"{option} must be False in {who} for now, got True; {instead}")
+
+
+def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
+    """Raise ValueError unless the last dimension of ``x`` is whole pairs of gate and linear."""
+    unit = 2 if interleave is None else 2 * interleave
+    if x.dim() == 0 or x.shape[-1] % unit:
+        layout = "two halves" if interleave is None else f"blocks of {interleave}, by twos"
+        raise ValueError(
+            f"last dimension of the input of {who} must be a multiple of {unit} ({layout}), got "
+            f"shape {tuple(x.shape)}"
+        )

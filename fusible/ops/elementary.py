@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.run import memory
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -97,11 +99,23 @@ class ConstantScale(BasicOperation):
 
 
 class AddExtraInput(BasicOperation):
-    """``x + extra`` for an extra input of the same shape. Saves nothing."""
+    """``x + extra`` for an extra input of the same shape. Saves nothing.
+
+    Args:
+        in_place: write the sum into the extra input, of which the output is an alias, in its
+            dtype: no new memory. Autograd refuses the backward of whatever saved the extra input
+            before, and a run that saves it itself is refused in the forward. Compiled code makes
+            a new tensor.
+    """
 
     num_extra_inputs = 1
     extra_input_names = ("addend",)
+    fact_names = ("in_place",)
     saves = "nothing"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
 
     def fuser_forward(
         self,
@@ -115,6 +129,8 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """``x + extra``."""
         addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
+        if self.in_place and not torch.compiler.is_compiling():
+            return addend.detach().add_(input_), [()]
         return input_ + addend, [()]
 
     def fuser_backward(
@@ -126,6 +142,10 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """``dy``, twice."""
         return grad_output, [()], [(grad_output,)]
+
+    def extra_repr(self) -> str:
+        """Whether in place."""
+        return f"in_place={self.in_place}"
 
 
 def check_addend(addend: Tensor | None, shape: Sequence[int], beside: Tensor) -> Tensor:
@@ -147,10 +167,20 @@ class MakeExtraOutput(BasicOperation):
     """The input, also given out as an extra output. Saves nothing.
 
     Both outputs share the input's memory.
+
+    Args:
+        in_place: write the sum of both gradients into the extra output's, which saves memory where
+            nothing else reads that gradient (a hook, or another use of the tensor it came from,
+            would see the sum). Compiled code makes a new tensor.
     """
 
     num_extra_outputs = 1
+    fact_names = ("in_place",)
     saves = "nothing"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
 
     def fuser_forward(
         self,
@@ -174,4 +204,67 @@ class MakeExtraOutput(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """The sum of both gradients."""
         extra = basic_op_grad_extra_outputs[0][0]
-        return grad_output if extra is None else grad_output + extra, [()], [()]
+        if extra is None:
+            return grad_output, [()], [()]
+        if self.in_place and is_writable(extra):
+            return extra.add_(grad_output), [()], [()]
+        return grad_output + extra, [()], [()]
+
+    def extra_repr(self) -> str:
+        """Whether in place."""
+        return f"in_place={self.in_place}"
+
+
+class Swap(BasicOperation):
+    """The extra input in place of the input, which goes out as the extra output. Saves nothing.
+
+    How one run holds two branches: with channels, the second branch starts from a tensor made
+    earlier, and the first one's result waits to be added. Both outputs share their inputs' memory.
+    """
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+    extra_input_names = ("incoming",)
+    saves = "nothing"
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """``extra``, and ``x``."""
+        incoming = basic_op_extra_inputs[0][0]
+        assert incoming is not None
+        basic_op_ctxs[0].shape = input_.shape
+        return incoming, [(input_,)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """``dextra``, and ``dy``."""
+        dextra = basic_op_grad_extra_outputs[0][0]
+        if dextra is None:
+            dextra = grad_output.new_zeros(basic_op_ctxs[0].shape)
+        return dextra, [()], [(grad_output,)]
+
+
+def is_writable(grad: Tensor, *read: Tensor) -> bool:
+    """Whether a gradient can be written to while others are read.
+
+    Not one with an element in several places, nor one that shares memory with them; compiled code
+    writes to none.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    places = zip(grad.stride(), grad.shape, strict=True)
+    expanded = any([stride == 0 and size > 1 for stride, size in places])
+    return not (expanded or memory(grad) in map(memory, read))

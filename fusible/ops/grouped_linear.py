@@ -238,13 +238,16 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
+        *,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
-        Without a recipe: quantized ones are decoded.
+        Without a recipe: quantized ones are decoded. ``ends_of(split_sizes, rows)`` may
+        compute ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
-        x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales)
+        x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales, ends_of)
         weights = self.weights()
         if is_quantized(weights[0]) or weights[0].dtype != ctx.dtype:
             weights = [cast(values(weight), ctx.dtype) for weight in weights]
@@ -257,6 +260,7 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None,
+        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
@@ -268,7 +272,7 @@ class GroupedLinear(WeightedOperation):
             check_row_scales(scales, input_, "GroupedLinear")
             scales = scales.reshape(-1)  # type: ignore[union-attr]
         x = matrix(input_, ctx.dtype)
-        return x, group_ends(split_sizes, x, self.num_groups, ctx.memo), scales
+        return x, group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of), scales
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The biases as one ``[num_groups, out_features]``, or None."""
@@ -399,11 +403,16 @@ def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
 
 
 def group_ends(
-    split_sizes: Tensor | None, x: Tensor, num_groups: int, memo: dict[Any, Any]
+    split_sizes: Tensor | None,
+    x: Tensor,
+    num_groups: int,
+    memo: dict[Any, Any],
+    ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` spares the ops of one call from computing them anew.
+    ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
+    does so in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
@@ -430,7 +439,7 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = grouped.group_ends(split_sizes, x.shape[0])
+    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
     if ends.device != x.device:
         ends = ends.to(x.device, non_blocking=True)
     memo[split_sizes] = x.shape[0], ends

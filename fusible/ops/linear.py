@@ -8,12 +8,21 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_device, check_features, product_dtype
+from fusible.ops.distributed import (
+    AllGather,
+    AllReduce,
+    AllReduceGrad,
+    ReduceScatter,
+    all_reduce,
+)
+from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import dense_gradient
@@ -166,7 +175,15 @@ class BasicLinear(WeightedOperation):
 
 
 class Bias(BasicOperation):
-    """``x + bias`` for x ``[..., size]``, bias ``[size]``. Saves nothing."""
+    """``x + bias`` for x ``[..., size]``, bias ``[size]``. Saves nothing.
+
+    Args:
+        size: of the input's last dimension.
+        device: of the bias; PyTorch's default if None.
+        dtype: of the bias; PyTorch's default if None.
+        summed_over: the process group over whose processes the gradient is summed, for one bias
+            that each of them adds to other rows; None for no sum.
+    """
 
     fact_names = ("size",)
     saves = "nothing"
@@ -177,9 +194,11 @@ class Bias(BasicOperation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        summed_over: Any = None,
     ) -> None:
         super().__init__()
         self.size = size
+        self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -201,15 +220,22 @@ class Bias(BasicOperation):
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
         check_device(input_, self.bias, "Bias")
-        return input_ + cast(self.bias, input_.dtype)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        return hand_over(input_ + cast(self.bias, input_.dtype), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """``dy``, and its sum over rows."""
-        if not ctx.needs.params[0]:
-            return grad_output, (None,)
-        return grad_output, (grad_output.reshape(-1, self.size).sum(0),)
+        dy = values(grad_output)
+        dbias = None
+        if ctx.needs.params[0]:
+            dbias = self.bias_grad(dy.reshape(-1, self.size).sum(0))
+        return hand_over(dy, ctx.grad_quantizer) if ctx.needs.input else None, (dbias,)
+
+    def bias_grad(self, dbias: Tensor) -> Tensor:
+        """The bias' gradient from this process's sum over rows."""
+        return dbias if self.summed_over is None else all_reduce(dbias, self.summed_over)
 
     def extra_repr(self) -> str:
         """Size."""
@@ -220,7 +246,23 @@ class Linear(FusedOperation):
     """``x @ weight.T + bias``, a drop-in replacement for ``torch.nn.Linear``.
 
     Runs as ``BasicLinear`` and ``Bias``, which fusion rules see; ``weight`` and ``bias`` are this
-    module's own parameters. Arguments as in :class:`BasicLinear`.
+    module's own parameters. Other arguments as in :class:`BasicLinear`.
+
+    Tensor-parallel, it holds the part of the weight that is this process's. ``"column"`` divides
+    the output features (weight ``[out_features / P, in_features]``, bias ``[out_features / P]``):
+    every process gets the same input and gives its part of the output. ``"row"`` divides the input
+    features (weight ``[out_features, in_features / P]``): every process gives the same output, to
+    which the one bias, ``[out_features]`` and the same everywhere, is added after the sum.
+
+    Args:
+        tensor_parallel_mode: None, "column" or "row".
+        tensor_parallel_group: the processes that share the layer; all if None.
+        sequence_parallel: what all processes would hold alike, the input of "column" and the output
+            of "row", is divided among them along its first dimension.
+
+    Raises:
+        ValueError: another mode, or features that P processes cannot share equally.
+        RuntimeError: tensor-parallel without ``torch.distributed`` initialized.
     """
 
     def __init__(
@@ -231,22 +273,36 @@ class Linear(FusedOperation):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        before, after, processes = _collectives(
+            tensor_parallel_mode, tensor_parallel_group, sequence_parallel
+        )
+        column, row = tensor_parallel_mode == "column", tensor_parallel_mode == "row"
         linear = BasicLinear(
-            in_features,
-            out_features,
+            _divided(in_features, processes, "in_features") if row else in_features,
+            _divided(out_features, processes, "out_features") if column else out_features,
             device=device,
             dtype=dtype,
             rng_state_tracker_function=rng_state_tracker_function,
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
-        parts: list[BasicOperation] = [linear]
+        parts: list[BasicOperation] = [*before, linear, *after]
         if bias:
-            parts.append(Bias(out_features, device=device, dtype=dtype))
+            group = tensor_parallel_group or (dist.group.WORLD if row else None)
+            summed_over = group if row and sequence_parallel and processes > 1 else None
+            parts.append(
+                Bias(linear.out_features, device=device, dtype=dtype, summed_over=summed_over)
+            )
         super().__init__(parts)
+        self.in_features, self.out_features = in_features, out_features
+        self.tensor_parallel_mode = tensor_parallel_mode
         register_state_hooks(self)
+        self.register_load_state_dict_pre_hook(_from_basic_ops)
         for part in parts:
             self._parameters.update(part._parameters)
             # The parts read the very dictionary that holds this module's parameters, so that no
@@ -258,8 +314,46 @@ class Linear(FusedOperation):
     def reset_parameters(self) -> None:
         """Kaiming-uniform weight, zero bias."""
         for part in self.basic_ops:
-            part.reset_parameters()  # type: ignore[operator]
+            if isinstance(part, BasicLinear | Bias):
+                part.reset_parameters()
 
     def extra_repr(self) -> str:
         """Sizes."""
-        return f"{self.basic_ops[0].extra_repr()}, bias={len(self.basic_ops) > 1}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        text += f", bias={self.bias is not None}"
+        mode = self.tensor_parallel_mode
+        return text if mode is None else f"{text}, tensor_parallel_mode={mode!r}"
+
+
+def _collectives(
+    mode: str | None, group: Any, sequence_parallel: bool
+) -> tuple[list[BasicOperation], list[BasicOperation], int]:
+    """The ops before and after the product, and the number of processes."""
+    if mode is None:
+        return [], [], 1
+    if mode == "column":
+        before = AllGather(group) if sequence_parallel else AllReduceGrad(group)
+        return [before], [], dist.get_world_size(group)
+    if mode == "row":
+        after = ReduceScatter(group) if sequence_parallel else AllReduce(group)
+        return [], [after], dist.get_world_size(group)
+    raise ValueError(f'tensor_parallel_mode must be None, "column" or "row", got {mode!r}')
+
+
+def _divided(features: int, processes: int, what: str) -> int:
+    if features % processes:
+        raise ValueError(
+            f"{what} of a tensor-parallel Linear must be a multiple of its {processes} processes, "
+            f"got {features}"
+        )
+    return features // processes
+
+
+def _from_basic_ops(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take what Transformer Engine saves: parameters, and states of quantizers, by basic op."""
+    start = f"{prefix}basic_ops."
+    for key in [key for key in state if key.startswith(start)]:
+        name = key.removeprefix(start).partition(".")[2]
+        value = state.pop(key)
+        if name in module._parameters:
+            state[prefix + name] = value

@@ -20,7 +20,7 @@ class FusibleOperation(nn.Module):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
     num_extra_inputs: int = 0
-    saves: ClassVar[str] = ""
+    saves: str = ""
 
     _run: Run | None = None  # this op alone, once it was called so
 
@@ -124,7 +124,11 @@ class BasicOperation(FusibleOperation):
         num_extra_outputs: number of extra tensor outputs.
         fact_names: attributes (integers, booleans, names) that conditions of fusion rules may
             read; frozen, like channels, once a run captures the op.
-        extra_input_names: what conditions call the extra inputs.
+        extra_input_names: what conditions call the extra inputs. Without a channel, an extra input
+            comes from the nearest earlier extra output of its name in the run, else from the
+            caller.
+        extra_output_names: names under which later ops find the extra outputs; in the order of
+            the slots, or empty.
         saves: what the op saves for its backward, as ``explain`` prints it.
     """
 
@@ -132,7 +136,8 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
-    saves: ClassVar[str] = "x, parameters"
+    extra_output_names: tuple[str, ...] = ()
+    saves: str = "x, parameters"
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +146,7 @@ class BasicOperation(FusibleOperation):
             (None, True)
         ] * self.num_extra_outputs
         self._frozen = False
+        self.register_load_state_dict_pre_hook(_drop_extra_state)
 
     @property
     def is_fused_op(self) -> bool:
@@ -262,7 +268,7 @@ class BasicOperation(FusibleOperation):
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Feed an extra input from the channel that an earlier op of the same run produces.
 
-        None gives the input back to the caller. Returns the op.
+        None undoes it. Returns the op.
 
         Raises:
             IndexError: there is no such extra input.
@@ -304,6 +310,12 @@ class BasicOperation(FusibleOperation):
                 f"channels of {name} must be bound before it first runs: a run of ops has captured "
                 "them; bind the channels of a new op and build a new Sequential"
             )
+
+
+def _drop_extra_state(op: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Forget the states of quantizers that Transformer Engine saves with every op: none has one."""
+    if type(op).set_extra_state is nn.Module.set_extra_state:
+        state.pop(f"{prefix}_extra_state", None)
 
 
 class FusedOperation(FusibleOperation):

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, Grads
+from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import values
 
 
@@ -60,13 +62,14 @@ class Quantize(BasicOperation):
         forward = self.quantize_forward and recipe is not None and recipe.format("input")
         backward = self.quantize_backward and recipe is not None and recipe.format("grad")
         groups = [_on_device(s, input_) for s in sizes] if forward or backward else []
-        ctx.grad_quantizer = None
         if backward:
-            ctx.grad_quantizer = _required(prev_op_grad_output_quantizer, "previous", "gradients")
+            quantizer = prev_op_grad_output_quantizer
+            ctx.grad_quantizer = _required(quantizer, "previous", "gradients", groups)
             ctx.save_for_backward(*groups)
         if not forward:
             return input_, [()]
-        return _required(next_op_input_quantizer, "next", "inputs")(input_, *groups), [()]
+        quantizer = _required(next_op_input_quantizer, "next", "inputs", groups)
+        return hand_over(input_, quantizer, *groups), [()]
 
     def fuser_backward(
         self,
@@ -80,7 +83,8 @@ class Quantize(BasicOperation):
         extra = [(None,) * self.num_extra_inputs]
         if ctx.grad_quantizer is None or not ctx.needs.input:
             return grad_output, [()], extra
-        return ctx.grad_quantizer(values(grad_output), *ctx.saved_tensors), [()], extra
+        dx = hand_over(values(grad_output), ctx.grad_quantizer, *ctx.saved_tensors)
+        return dx, [()], extra
 
     def extra_repr(self) -> str:
         """Passes."""
@@ -93,7 +97,12 @@ def _on_device(sizes: Tensor | None, x: Tensor) -> Tensor | None:
     return None if sizes is None else sizes.to(x.device, non_blocking=True).clamp(min=0)
 
 
-def _required(quantizer: Any, which: str, what: str) -> Any:
+def _required(quantizer: Any, which: str, what: str, groups: Sequence[Any]) -> Any:
+    if isinstance(quantizer, GroupedQuantizer) and not groups:
+        raise ValueError(
+            f"Quantize next to a GroupedLinear of {quantizer.num_groups} groups must be given the "
+            f"rows of each, got none; make it Quantize(num_groups={quantizer.num_groups})"
+        )
     if quantizer is None:
         raise ValueError(
             f"the op {'after' if which == 'next' else 'before'} Quantize must take quantized "

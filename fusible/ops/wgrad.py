@@ -71,16 +71,18 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> WeightGradient:
     return gradient
 
 
-def dense_gradient(dy: Tensor, x: Tensor) -> WeightGradient:
-    """``dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``."""
+def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
+    """``scale * dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
 
     def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
-        if out is None:
+        if out is None and scale == 1.0:
             return dy.t() @ x
+        if out is None:
+            return torch.addmm(dy.new_empty(1), dy.t(), x, beta=0, alpha=scale)
         (buffer,) = out
         dw = _product(dy.t(), x, torch.promote_types(buffer.dtype, dy.dtype))
-        buffer.add_(dw) if accumulate else buffer.copy_(dw)
+        buffer.add_(dw, alpha=scale) if accumulate else buffer.copy_(dw).mul_(scale)
         return None
 
     return gradient

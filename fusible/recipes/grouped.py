@@ -300,9 +300,8 @@ class GroupedQuantizer(Quantizer):
             return self._accept(x)
         if first_dims is None:
             raise ValueError(
-                f"groups to quantize apart must be given: first_dims, the rows of each of the "
-                f"{self.num_groups}, got None; before or after GroupedLinear use "
-                f"Quantize(num_groups={self.num_groups})"
+                f"groups must be told apart by first_dims, the rows of each of the "
+                f"{self.num_groups}, got None; pass the split sizes of the grouped op"
             )
         if isinstance(x, GroupedTensor):
             x = x.dequantize()

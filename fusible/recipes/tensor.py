@@ -34,7 +34,8 @@ class QuantizedTensor(torch.Tensor):
     ``dtype`` is the one of gradients and of ``dequantize()``; ``fp8_dtype`` that of the elements.
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
     as in ``formats.Encoded`` and None if the use is missing; in a format whose blocks have no
-    direction both uses share the row-wise ones.
+    direction both uses share the row-wise ones. What one op hands to the next was quantized as one
+    matrix of all rows: the pieces are then of ``[rows, columns]`` whatever the shape.
     """
 
     format: NumberFormat
@@ -135,7 +136,8 @@ class QuantizedTensor(torch.Tensor):
 
     def _decoded(self, dtype: torch.dtype, columnwise: bool) -> Tensor:
         encoded = self.encoded(columnwise=columnwise)
-        return decode(encoded, self.format, dtype, columnwise=columnwise)
+        decoded = decode(encoded, self.format, dtype, columnwise=columnwise)
+        return decoded.view(self.shape)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value before quantization, if ``quantized_model_init`` kept it."""

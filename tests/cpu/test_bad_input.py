@@ -275,15 +275,67 @@ CASES = {
         ValueError,
         ("must be positive", "got 0.0", "limit of ScaledClampedQGeGLU"),
     ),
-    "cached quantized input": (
-        lambda: fz.SwiGLU(cache_quantized_input=True),
-        ValueError,
-        ("must be False", "got True", "the input is saved as it is"),
-    ),
     "recomputed activation": (
         lambda: fz.ScaledSwiGLU(activation_recompute_in_mlp=True),
         ValueError,
-        ("must be False", "got True", "torch.utils.checkpoint"),
+        ("must be False in ScaledSwiGLU", "got True", "only ScaledSReLU takes it"),
+    ),
+    "beta1": (
+        lambda: fz.SiTUGLU(beta1=0.0),
+        ValueError,
+        ("must be finite and positive", "got 0.0", "beta1 of SiTUGLU"),
+    ),
+    "beta2": (
+        lambda: fz.ScaledSiTUGLU(beta2=float("inf")),
+        ValueError,
+        ("must be finite and positive", "got inf", "beta2 of ScaledSiTUGLU"),
+    ),
+    "limit of ClampedSwiGLU": (
+        lambda: fz.ClampedSwiGLU(limit=-1.0),
+        ValueError,
+        ("must be positive", "got -1.0", "limit of ClampedSwiGLU"),
+    ),
+    "features of RMSNorm": (
+        lambda: fz.RMSNorm((4, 8))(torch.randn(3, 2, 8)),
+        ValueError,
+        ("must end in the dimensions (4, 8)", "got shape (3, 2, 8)", "input of RMSNorm"),
+    ),
+    "too few dimensions for LayerNorm": (
+        lambda: fz.LayerNorm((2, 8))(torch.randn(8)),
+        ValueError,
+        ("must end in the dimensions (2, 8)", "got shape (8,)", "input of LayerNorm"),
+    ),
+    "weight of a norm on another device": (
+        lambda: fz.LayerNorm(8, device="meta")(torch.randn(3, 8)),
+        ValueError,
+        ("must be on one device", "got cpu and meta", "move one of them"),
+    ),
+    "integer input of a norm": (
+        lambda: fz.RMSNorm(4)(torch.ones(3, 4, dtype=torch.int64)),
+        ValueError,
+        ("must be one of bfloat16, float16, float32, float64", "got torch.int64", "cast it"),
+    ),
+    "probability of Dropout": (
+        lambda: fz.Dropout(1.5),
+        ValueError,
+        ("must be at least 0 and at most 1", "got 1.5", "p of Dropout"),
+    ),
+    "a collective without processes": (
+        fz.AllReduce,
+        RuntimeError,
+        ("needs torch.distributed", "is not initialized", "init_process_group"),
+    ),
+    "a tensor-parallel mode": (
+        lambda: fz.Linear(8, 8, tensor_parallel_mode="columns"),
+        ValueError,
+        ("must be None", "got 'columns'", '"column" or "row"'),
+    ),
+    "an addend in place that the run saves": (
+        lambda: fz.Sequential(fz.RMSNorm(4), fz.AddExtraInput(in_place=True))(
+            *[torch.randn(3, 4, requires_grad=True) * 1] * 2
+        ),
+        ValueError,
+        ("must not write to a tensor that op 0 (RMSNorm) saved", "got in_place=True", "False"),
     ),
     "main gradients without buffers": (
         lambda: fz.Linear(8, 8, accumulate_into_main_grad=True)(torch.randn(2, 8)).sum().backward(),

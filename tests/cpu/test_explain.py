@@ -11,7 +11,9 @@ import fusible as fz
 
 
 def test_tree_of_a_fused_run():
-    seq = fz.Sequential(fz.Linear(8, 4), fz.GELU(), fz.MakeExtraOutput(), fz.BasicLinear(4, 4))
+    seq = fz.Sequential(
+        fz.Linear(8, 4), fz.GELU(), fz.MakeExtraOutput(in_place=True), fz.BasicLinear(4, 4)
+    )
     text = str(fz.explain(seq, torch.randn(3, 8)))
     head, *lines = text.splitlines()
     assert head.endswith("cpu, recipe none, float32, training")

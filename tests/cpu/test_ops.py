@@ -22,12 +22,35 @@ CASES = {
     "ConstantScale": (lambda: fz.ConstantScale(-1.5), lambda x: x * -1.5),
     "Reshape": (lambda: fz.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
     "GELU": (fz.GELU, lambda x: F.gelu(x, approximate="tanh")),
+    "QGELU": (fz.QGELU, ref.qgelu),
     "ReLU": (fz.ReLU, F.relu),
+    "SReLU": (fz.SReLU, ref.srelu),
     "SiLU": (fz.SiLU, F.silu),
+    "GLU": (fz.GLU, ref.glu(ref.sigmoid)),
+    "GEGLU": (fz.GEGLU, ref.glu(ref.gelu)),
+    "QGEGLU": (fz.QGEGLU, ref.glu(ref.qgelu)),
+    "ReGLU": (fz.ReGLU, ref.glu(ref.relu)),
+    "SReGLU": (fz.SReGLU, ref.glu(ref.srelu)),
+    "SReGLU, interleaved": (
+        lambda: fz.SReGLU(glu_interleave_size=2),
+        lambda x: ref.glu(ref.srelu)(x, 2),
+    ),
     "SwiGLU": (fz.SwiGLU, ref.swiglu),
     "SwiGLU, interleaved": (
         lambda: fz.SwiGLU(glu_interleave_size=2),
         lambda x: ref.swiglu(x, interleave=2),
+    ),
+    "ClampedSwiGLU": (fz.ClampedSwiGLU, ref.clamped_qgeglu),
+    "ClampedSwiGLU, interleaved": (
+        lambda: fz.ClampedSwiGLU(
+            limit=0.5, alpha=1.3, glu_linear_offset=0.25, glu_interleave_size=2
+        ),
+        clamped,
+    ),
+    "SiTUGLU": (fz.SiTUGLU, ref.situglu),
+    "SiTUGLU, interleaved": (
+        lambda: fz.SiTUGLU(beta1=0.7, beta2=1.5, glu_interleave_size=4),
+        lambda x: ref.situglu(x, None, 4, 0.7, 1.5),
     ),
     "ScaledSwiGLU": (fz.ScaledSwiGLU, ref.swiglu),
     "ScaledSwiGLU, interleaved": (
@@ -39,6 +62,23 @@ CASES = {
         lambda: fz.ScaledClampedQGeGLU(2, limit=0.5, alpha=1.3, glu_linear_offset=0.25),
         clamped,
     ),
+    "ScaledSiTUGLU": (
+        lambda: fz.ScaledSiTUGLU(2, beta1=0.7, beta2=1.5),
+        lambda x, s: ref.situglu(x, s, 2, 0.7, 1.5),
+    ),
+    "ScaledSReLU": (fz.ScaledSReLU, ref.scaled_srelu),
+    "LayerNorm": (lambda: fz.LayerNorm(8), ref.layer_norm),
+    "LayerNorm, zero-centered": (
+        lambda: fz.LayerNorm(8, eps=1e-2, zero_centered_gamma=True),
+        lambda x, w, b: ref.layer_norm(x, 1 + w, b, 1e-2),
+    ),
+    "RMSNorm": (lambda: fz.RMSNorm((8,)), ref.rms_norm),
+    "RMSNorm, zero-centered": (
+        lambda: fz.RMSNorm(8, eps=1e-2, zero_centered_gamma=True),
+        lambda x, w: ref.rms_norm(x, 1 + w, 1e-2),
+    ),
+    "L2Normalization": (fz.L2Normalization, ref.l2_normalize),
+    "Dropout, in evaluation": (lambda: fz.Dropout(0.5).eval(), lambda x: x * 1),
     "AddExtraInput": (fz.AddExtraInput, lambda x, e: x + e),
     "BasicLinear": (lambda: fz.BasicLinear(8, 6), F.linear),
     "Bias": (lambda: fz.Bias(8), lambda x, b: x + b),

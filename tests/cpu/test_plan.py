@@ -96,7 +96,7 @@ def test_all_reasons_of_a_refusal():
 
 
 def test_no_backward_is_planned_without_gradients():
-    seq = fz.Sequential(fz.MakeExtraOutput(), fz.BasicLinear(8, 8))
+    seq = fz.Sequential(fz.MakeExtraOutput(in_place=True), fz.BasicLinear(8, 8))
     x = torch.randn(2, 8)
     seq(x)
     assert seq.plan.fired == ("backward_linear_add",)
@@ -328,7 +328,9 @@ def test_required_but_taken_by_a_users_fusion(own_fusions):
 
 def test_a_required_backward_needs_a_backward():
     """Evaluation without gradients has no backward that could be fused."""
-    seq = fz.Sequential(fz.MakeExtraOutput(), fz.BasicLinear(8, 8), require=["backward_linear_add"])
+    seq = fz.Sequential(
+        fz.MakeExtraOutput(in_place=True), fz.BasicLinear(8, 8), require=["backward_linear_add"]
+    )
     x = torch.randn(2, 8)
     seq(x)
     with torch.no_grad():

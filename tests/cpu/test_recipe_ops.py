@@ -562,7 +562,7 @@ def test_quantize_hands_over_groups(recipe):
 def test_quantize_between_groups_asks_for_their_rows():
     x, splits = torch.randn(70, 128), torch.tensor(SIZES)
     linear = fz.GroupedLinear(4, 128, 128)
-    with pytest.raises(ValueError, match=r"rows of each of the 4, got None; .*num_groups=4"):
+    with pytest.raises(ValueError, match=r"GroupedLinear of 4 groups must .*num_groups=4"):
         run(fz.Sequential(fz.Quantize(), linear), MX, x, splits)
     with pytest.raises(ValueError, match=r"first_dims must be of shape \(4,\), got \(3,\)"):
         run(fz.Sequential(fz.Quantize(num_groups=3), linear), MX, x, splits[:3], splits)
@@ -589,6 +589,8 @@ def test_a_grouped_linear_says_how_it_wants_tensors():
         of_input(recipes.group_quantize(x, recipes.MXFP8Quantizer(), 2))
     with pytest.raises(ValueError, match="column-wise use needs"):
         of_input(frozen[0](x, splits))
+    with pytest.raises(ValueError, match=r"first_dims, the rows of each of the 4, got None"):
+        of_input(x)
 
 
 def test_quantize_asks_for_the_uses_that_will_be_read():

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from fusible.kernels.sm90.launch import compile_spec
+from fusible.kernels.sm90.launch import compile_group_ends, compile_spec
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
 from fusible.kernels.sm90.tiles import TILES
 
@@ -80,6 +80,15 @@ def test_kernel_compiles_without_spills(spec, tmp_path):
     registers, stack = resources(compiled.__cubin__)
     print(f"{spec.kind} {spec.tile}: {registers} registers at entry, {stack} bytes of stack")  # noqa: T201
     assert len(registers) == 1
+    assert stack == [0]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_group_ends_compile_without_spills(dtype, tmp_path):
+    compiled = compile_group_ends(dtype, f"--keep-cubin --dump-dir={tmp_path}")
+    registers, stack = resources(compiled.__cubin__)
+    assert len(registers) == 1
+    assert registers[0] <= 40
     assert stack == [0]
 
 

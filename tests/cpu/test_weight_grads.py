@@ -209,7 +209,7 @@ def test_a_main_grad_that_does_not_fit(bad, kind):
 def test_dense(dtype, main_dtype, recipe, overwrite):
     """Fused with a residual, the product's backward is another op's."""
     make = lambda **options: fz.Sequential(  # noqa: E731
-        fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        fz.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "r", output_to_caller=False),
         fz.BasicLinear(32, 32, dtype=dtype, **options),
         fz.AddExtraInput().set_extra_input_channel(0, "r"),
         fz.Linear(32, 64, dtype=dtype, **options),

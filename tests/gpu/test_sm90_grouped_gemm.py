@@ -274,6 +274,38 @@ def test_extreme_splits(sizes):
     assert_close(wgrad, torch.stack([x[p].float().T @ x[p].float() for _, p in groups(sizes)]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", [1, 3, 31, 32, 33, 200])
+def test_group_ends(dtype, groups):
+    sizes = torch.randint(-3, 60, (groups,), dtype=dtype, device=DEVICE)
+    whole = int(sizes.clamp(min=0).sum())
+    for total in (whole, whole // 2, 0, whole + 5):
+        want = sizes.clamp(min=0).cumsum(0).clamp(max=total).int()
+        assert torch.equal(sm90.group_ends(sizes, total), want)
+    sizes[0] = torch.iinfo(dtype).max  # sums that pass the rows must not wrap around
+    sizes[-1] = torch.iinfo(dtype).max
+    assert (sm90.group_ends(sizes, 2**31 - 1) == 2**31 - 1).all()
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("inner", [96, 264, 512])
+def test_gradients_in_the_place_of_pre_activations(inner, interleave):
+    if interleave and inner % interleave:
+        pytest.skip("the layout does not exist")
+    sizes, hidden = SIZES, 200
+    ends, dy, preact = ends_of(sizes), rows(sizes, TAIL, hidden), rows(sizes, TAIL, 2 * inner)
+    scales = torch.rand(dy.shape[0], device=DEVICE)
+    w = random(len(sizes), hidden, inner, scale=hidden**-0.5)
+    with torch.no_grad():
+        want = sm90.grouped_gemm_dglu(dy, [w], ends, preact, scales, interleave=interleave)
+        got = sm90.grouped_gemm_dglu(
+            dy, [w], ends, preact, scales, interleave=interleave, overwrite=True
+        )
+    assert got[0].data_ptr() == preact.data_ptr()
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_no_rows():
     ends = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     x, w = random(0, 64), random(3, 64, 64)
@@ -365,6 +397,7 @@ def test_opcheck():
     preact, act = sm90.grouped_gemm_glu(x, w1, ends, scales)
     glu_options = ("swiglu", 0, 0.0, 0.0, 0.0)
     calls = (
+        (fusible.sm90_group_ends, (torch.tensor([60, 0, 70], device=DEVICE), 130)),
         (fusible.sm90_grouped_gemm, (x, w1, ends, None, None, False)),
         (fusible.sm90_grouped_gemm_glu, (x, w1, ends, None, scales, *glu_options, True)),
         (fusible.sm90_grouped_gemm_dglu, (x, w2, ends, preact, scales, *glu_options)),

@@ -10,12 +10,14 @@ launch.
 import torch
 from torch import Tensor
 
-from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.ops import has_matrix_layout, takes_wgrad  # and registers the ops
+from fusible.kernels import grouped
+from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
+from fusible.kernels.sm90.ops import has_matrix_layout, takes_wgrad
 
 _ops = torch.ops.fusible
 
 __all__ = [
+    "group_ends",
     "grouped_gemm",
     "grouped_gemm_dglu",
     "grouped_gemm_glu",
@@ -25,6 +27,30 @@ __all__ = [
     "limits",
     "takes_wgrad",
 ]
+
+
+def _direct(x: Tensor) -> bool:
+    """Whether nothing but the op's own function would run, which can then be called at once.
+
+    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
+    calls are traced, transformed, intercepted or recorded for a gradient.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or type(x) is not Tensor
+        or not x.is_cuda
+    )
+
+
+def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
+    """First row past each group, int32 ``[E]``; negative sizes count as 0, the last is ``rows``."""
+    if grouped.checks_enabled() or not split_sizes.is_cuda:
+        return grouped.group_ends(split_sizes, rows)  # which checks them
+    call = ops.group_ends if _direct(split_sizes) else _ops.sm90_group_ends.default
+    return call(split_sizes, rows)
 
 
 def grouped_gemm(
@@ -39,7 +65,8 @@ def grouped_gemm(
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
-    return _ops.sm90_grouped_gemm.default(x, w, ends, bias, row_scale, transpose_w)
+    call = ops.grouped_gemm if _direct(x) else _ops.sm90_grouped_gemm.default
+    return call(x, w, ends, bias, row_scale, transpose_w)
 
 
 def grouped_gemm_glu(
@@ -62,7 +89,8 @@ def grouped_gemm_glu(
     ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
     ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
     """
-    return _ops.sm90_grouped_gemm_glu.default(
+    call = ops.grouped_gemm_glu if _direct(x) else _ops.sm90_grouped_gemm_glu.default
+    return call(
         x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
     )
 
@@ -79,23 +107,27 @@ def grouped_gemm_dglu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the activation between two grouped linears, in the second one's data gradient.
 
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout), the activation
     ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
-    gradient of ``scales``, always with the same bits.
+    gradient of ``scales``, always with the same bits. With ``overwrite`` the gradient may take the
+    memory of ``preact``.
     """
-    return _ops.sm90_grouped_gemm_dglu.default(
-        dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset
-    )
+    given = (dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
+    if _direct(dy):
+        return ops.grouped_gemm_dglu(*given, overwrite=overwrite)
+    return _ops.sm90_grouped_gemm_dglu.default(*given)
 
 
 def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return _ops.sm90_grouped_wgrad.default(dy, x, ends, out_dtype)
+    call = ops.grouped_wgrad if _direct(dy) else _ops.sm90_grouped_wgrad.default
+    return call(dy, x, ends, out_dtype)
 
 
 def grouped_wgrad_(

@@ -8,12 +8,13 @@ import hashlib
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from fusible.kernels.sm90.spec import Spec
+from fusible.kernels.sm90.spec import Spec, Tile
 
 _MAX_POINTER_TABLES = 1024
 _pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
@@ -23,26 +24,51 @@ _captured_sources: list[torch.Tensor] = []
 
 def compile_spec(spec: Spec, options: str = ""):
     """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU."""
-    from cutlass import Float32, Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Float32, Int32, Int64
 
     from fusible.kernels.sm90.device.gemm import GroupedGemm
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
     kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
-    arguments = [kind(0) for kind in kinds]
+    return _compile(GroupedGemm(spec), kinds, options)
+
+
+def compile_group_ends(dtype: str, options: str = ""):
+    """Compile the scan of group sizes of ``dtype``, as `compile_spec`."""
+    from cutlass import Int32, Int64
+
+    from fusible.kernels.sm90.device.ends import GroupEnds
+
+    return _compile(GroupEnds(dtype), [Int64, Int64, Int32, Int32], options)
+
+
+def _compile(function: Any, kinds: list[Any], options: str):
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
     options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
-    return cute.compile(GroupedGemm(spec), *arguments, make_fake_stream(), options=options)
+    arguments = [kind(0) for kind in kinds]
+    return cute.compile(function, *arguments, make_fake_stream(), options=options)
 
 
 @functools.cache
 def kernel(spec: Spec):
-    """The compiled kernel: from memory, else from disk, else compiled and written to disk."""
+    """The compiled kernel of a spec: from memory, disk or the compiler."""
+    return _kept(repr(spec), functools.partial(compile_spec, spec))
+
+
+@functools.cache
+def _group_ends(dtype: str):
+    return _kept(f"group_ends {dtype}", functools.partial(compile_group_ends, dtype))
+
+
+def _kept(name: str, compile_it: Callable[[], Any]):
+    """What ``name`` stands for: from disk, else compiled and written to disk."""
     from cutlass import cute
 
-    path = cache_directory() / f"{hashlib.sha256(repr(spec).encode()).hexdigest()[:32]}.o"
+    path = cache_directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
     if not path.exists():
-        compiled = compile_spec(spec)
+        compiled = compile_it()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name first: another process may be looking.
@@ -67,8 +93,26 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "fusible" / "sm90" / digest.hexdigest()[:16]
 
 
+class Ready(NamedTuple):
+    """A kernel that can be started, and what its grid depends on."""
+
+    function: Any
+    tile: Tile
+    rows: int  # output rows, or rows of each group's output, that a cluster computes at once
+    width: int  # output columns
+    by_rows: bool
+
+
+@functools.cache
+def ready(spec: Spec) -> Ready:
+    """The kernel of a spec, compiled if it is not yet."""
+    tile = spec.tile
+    rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
+    return Ready(kernel(spec), tile, rows, width, spec.by_rows)
+
+
 def launch(
-    spec: Spec,
+    it: Ready,
     device: torch.device,
     *,
     a: int,
@@ -91,33 +135,41 @@ def launch(
     partials: int = 0,
     preact_pitch: int = 0,
     d_preact_pitch: int = 0,
-    glu_block: int = 1,
-    glu_columns: int = 0,
+    glu_layout: tuple[int, int] = (1, 0),
     constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> None:
     """Start a kernel on the device's current stream."""
-    tile = spec.tile
-    width = tile.n // 2 if spec.kind == "glu" else tile.n
-    if spec.kind == "wgrad":
-        tiles = groups * -(-columns // (tile.m * tile.cluster_m))
-        tiles *= -(-depth // (tile.n * tile.cluster_n))
-    else:
+    tile = it.tile
+    if it.by_rows:
         # Every group, and the rows past the last, may end in a part of a tile.
-        tiles = (total_rows // (tile.m * tile.cluster_m) + groups + 1) * -(
-            -columns // (width * tile.cluster_n)
-        )
+        tiles = (total_rows // it.rows + groups + 1) * -(-columns // it.width)
+    else:
+        tiles = groups * -(-columns // it.rows) * -(-depth // it.width)
     clusters = min(multiprocessors(device) // (tile.cluster_m * tile.cluster_n), tiles)
     index = device.index
-    function = kernel(spec)
     stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
     counter = tile_counter(device, stream) if tile.dynamic else 0
     with _on(index):
-        function(
+        it.function(
             a, b, preact, out, d_preact, ends, table, bias, scales, partials,
             counter, total_rows, columns, depth, groups,
             a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch,
-            glu_block, glu_columns, *constants, clusters, stream,
+            *glu_layout, *constants, clusters, stream,
         )  # fmt: skip
+
+
+def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
+    """Write the groups' end rows on the device's current stream."""
+    index = sizes.device.index
+    function = _group_ends(str(sizes.dtype).removeprefix("torch."))
+    with _on(index):
+        function(
+            sizes.data_ptr(),
+            ends.data_ptr(),
+            sizes.shape[0],
+            rows,
+            torch._C._cuda_getCurrentRawStream(index),
+        )
 
 
 class _Here:

@@ -3,17 +3,26 @@
 Every check is a sentence that names the argument, what it must be, and what it is.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.launch import launch, pointer_table
+from fusible.kernels.sm90.launch import (
+    Ready,
+    launch,
+    launch_group_ends,
+    pointer_table,
+    ready,
+)
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
 _LIBRARY = torch.library.Library("fusible", "FRAGMENT")
+_LIBRARY.define("sm90_group_ends(Tensor split_sizes, SymInt rows) -> Tensor")
 _LIBRARY.define(
     "sm90_grouped_gemm(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor? row_scale, "
     "bool transpose_w) -> Tensor"
@@ -218,14 +227,6 @@ def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool)
     return _Matrices(address, pitch, group_pitch, major, rows, depth, groups, pointers)
 
 
-def _glu_fit(interleave: int, kind: str, tile: Tile) -> dict[str, Any]:
-    """How gate and linear columns meet in a tile: two boxes apart, or alternating in stripes."""
-    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
-    if interleave == 0 or interleave % width == 0:
-        return {"paired": True, "stripe": width}
-    return {"paired": False, "stripe": interleave}
-
-
 def _check_glu(activation: str, interleave: int, columns: int) -> None:
     if activation not in limits.ACTIVATIONS:
         raise ValueError(
@@ -239,76 +240,100 @@ def _check_glu(activation: str, interleave: int, columns: int) -> None:
         )
 
 
-def _start(
-    kind: str,
-    tile: Tile,
-    x: Tensor,
-    matrices: _Matrices,
-    ends: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    options: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> None:
-    """Start a kernel over the rows of ``x``; ``matrices`` are the weights (wgrad: the outputs).
+@functools.cache
+def _spec(kind: str, tile: Tile, activation: str, interleave: int, flag: bool) -> Spec:
+    """What a call's options say of its kernel; ``flag``: glu keeps, wgrad accumulates."""
+    if kind == "wgrad":
+        return Spec(kind, tile, accumulate=flag)
+    if not activation:
+        return Spec(kind, tile)
+    # Gate and linear columns meet in a tile as two boxes far apart, or in alternating stripes.
+    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
+    paired = interleave == 0 or interleave % width == 0
+    stripe = width if paired else interleave
+    return Spec(kind, tile, activation=activation, paired=paired, stripe=stripe, keep=flag)
 
-    ``options`` are fields of `Spec`, ``arguments`` those of `launch` that the rest does not give.
-    """
-    dtype = _NAMES[x.dtype]
-    table = pointer_table(matrices.pointers, x.device).data_ptr() if matrices.pointers else 0
-    spec = Spec(
-        kind,
-        tile,
-        dtype,
-        matrices.major,
-        table=table != 0,
-        bias=bias is not None,
-        scale="" if scales is None else _NAMES[scales.dtype],
-        out_dtype=_NAMES[out_dtype] if out_dtype else dtype,
-        **options or {},
-    )
-    launch(
-        spec,
-        x.device,
-        ends=ends.data_ptr(),
-        table=table,
-        bias=0 if bias is None else bias.data_ptr(),
-        scales=0 if scales is None else scales.data_ptr(),
-        total_rows=x.shape[0],
-        groups=matrices.groups,
-        b_group_pitch=matrices.group_pitch,
-        **arguments,
+
+@functools.cache
+def _ready(
+    spec: Spec,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    major: str,
+    table: bool,
+    bias: bool,
+    scale: torch.dtype | None,
+) -> Ready:
+    """The kernel of a spec for operands of these kinds."""
+    return ready(
+        spec._replace(
+            dtype=_NAMES[dtype],
+            out_dtype=_NAMES[out_dtype],
+            weight_major=major,
+            table=table,
+            bias=bias,
+            scale=_NAMES[scale] if scale else "",
+        )
     )
 
 
 def _multiply(
-    kind: str,
-    tile: Tile,
+    spec: Spec,
     x: Tensor,
     weights: _Matrices,
     ends: Tensor,
     out: Tensor,
-    **arguments: Any,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    preact: tuple[int, int] = (0, 0),
+    d_preact: tuple[int, int] = (0, 0),
+    partials: int = 0,
+    glu_layout: tuple[int, int] = (1, 0),
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> None:
-    """Start a product of grouped rows and weights."""
-    _start(
-        kind,
-        tile,
-        x,
-        weights,
-        ends,
+    """Start a product of grouped rows and weights; pre-activations as address and pitch."""
+    rows, columns = out.shape
+    dtype, device = x.dtype, x.device
+    table = pointer_table(weights.pointers, device).data_ptr() if weights.pointers else 0
+    scale = None if scales is None else scales.dtype
+    launch(
+        _ready(spec, dtype, dtype, weights.major, table != 0, bias is not None, scale),
+        device,
         a=x.data_ptr(),
-        a_pitch=_pitch(x),
         b=weights.address,
-        b_pitch=weights.pitch,
         out=out.data_ptr(),
-        out_pitch=out.shape[1],
-        columns=out.shape[1],
+        ends=ends.data_ptr(),
+        table=table,
+        bias=0 if bias is None else bias.data_ptr(),
+        scales=0 if scales is None else scales.data_ptr(),
+        total_rows=rows,
+        columns=columns,
         depth=weights.depth,
-        **arguments,
+        groups=weights.groups,
+        a_pitch=_pitch(x),
+        b_pitch=weights.pitch,
+        b_group_pitch=weights.group_pitch,
+        out_pitch=columns,
+        preact=preact[0],
+        preact_pitch=preact[1],
+        d_preact=d_preact[0],
+        d_preact_pitch=d_preact[1],
+        partials=partials,
+        glu_layout=glu_layout,
+        constants=constants,
     )
+
+
+def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
+    """See `fusible.kernels.sm90.group_ends`."""
+    if split_sizes.dtype not in (torch.int64, torch.int32) or split_sizes.ndim != 1:
+        raise ValueError(
+            "split_sizes must be an int64 or int32 tensor of 1 dimension, got "
+            f"{split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
+        )
+    ends = torch.empty(split_sizes.shape, dtype=torch.int32, device=split_sizes.device)
+    launch_group_ends(split_sizes.contiguous(), ends, rows)
+    return ends
 
 
 def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None) -> Tensor:
@@ -326,7 +351,7 @@ def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = N
     out = x.new_empty(rows, weights.rows)
     if rows:
         tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
-        _multiply("store", tile, x, weights, ends, out, bias=bias, scales=row_scale)
+        _multiply(_spec("store", tile, "", 0, False), x, weights, ends, out, bias, row_scale)
     return out
 
 
@@ -353,35 +378,29 @@ def grouped_gemm_glu(
     out = x.new_empty(rows, columns)
     if rows:
         tile = tile or tiles.choose("glu", rows, weights.groups, columns)
-        fit = _glu_fit(interleave, "glu", tile)
         _multiply(
-            "glu",
-            tile,
+            _spec("glu", tile, activation, interleave, store_preact),
             x,
             weights,
             ends,
             out,
-            bias=bias,
-            scales=scales,
-            options={"activation": activation, "keep": store_preact, **fit},
-            d_preact=preact.data_ptr() if store_preact else out.data_ptr(),
-            d_preact_pitch=weights.rows,
-            **_glu_layout(interleave, columns),
+            bias,
+            scales,
+            d_preact=((preact if store_preact else out).data_ptr(), weights.rows),
+            glu_layout=_glu_layout(interleave, columns),
             constants=(limit, alpha, offset),
         )
     return preact, out
 
 
-def _glu_layout(interleave: int, columns: int) -> dict[str, int]:
+def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
     """Distance from a gate column to its linear column, and where gate columns end."""
-    if interleave == 0:
-        return {"glu_block": columns, "glu_columns": columns}
-    return {"glu_block": interleave, "glu_columns": 2 * columns}
+    return (interleave, 2 * columns) if interleave else (columns, columns)
 
 
 def grouped_gemm_dglu(
     dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset,
-    tile: Tile | None = None,
+    tile: Tile | None = None, overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
     rows, depth = _check_matrix("dy", dy)
@@ -398,31 +417,31 @@ def grouped_gemm_dglu(
     _check_glu(activation, interleave, columns)
     _check_ends(ends, weights.groups, device)
     _check_rows("scales", scales, rows, device)
-    d_preact, act = dy.new_empty(rows, 2 * columns), dy.new_empty(rows, columns)
+    # A block of pre-activations is read once, by the warps that then write its gradient.
+    d_preact = preact if overwrite else dy.new_empty(rows, 2 * columns)
+    act = dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
     tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
-    partials = dy.new_empty(-(-columns // tile.n), rows, dtype=torch.float32)
+    across = -(-columns // tile.n)
+    partials = dy.new_empty(across * rows, dtype=torch.float32)
     _multiply(
-        "dglu",
-        tile,
+        _spec("dglu", tile, activation, interleave, False),
         dy,
         weights,
         ends,
         act,
-        scales=scales,
-        options={"activation": activation, **_glu_fit(interleave, "dglu", tile)},
-        preact=preact.data_ptr(),
-        preact_pitch=_pitch(preact),
-        d_preact=d_preact.data_ptr(),
-        d_preact_pitch=2 * columns,
-        partials=partials.data_ptr(),
-        **_glu_layout(interleave, columns),
-        constants=(limit, alpha, offset),
+        None,
+        scales,
+        (preact.data_ptr(), _pitch(preact)),
+        (d_preact.data_ptr(), _pitch(d_preact)),
+        partials.data_ptr(),
+        _glu_layout(interleave, columns),
+        (limit, alpha, offset),
     )
     # One tile of columns sums in registers; tiles are added in order: always the same bits.
-    d_scales = partials[0] if partials.shape[0] == 1 else partials.sum(0)
-    return d_preact, act, d_scales.to(scales.dtype)
+    d_scales = partials if across == 1 else partials.view(across, rows).sum(0)
+    return d_preact, act, cast(d_scales, scales.dtype)
 
 
 def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
@@ -457,27 +476,34 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    _start(
-        "wgrad",
-        tile or tiles.choose("wgrad", rows, grads.groups, depth),
-        x,
-        grads,
-        ends,
-        out_dtype=out[0].dtype,
-        options={"accumulate": accumulate},
+    tile = tile or tiles.choose("wgrad", rows, grads.groups, depth)
+    spec = _spec("wgrad", tile, "", 0, accumulate)
+    table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
+    launch(
+        _ready(spec, x.dtype, out[0].dtype, "k", table != 0, False, None),
+        device,
         a=dy.data_ptr(),
-        a_pitch=_pitch(dy),
         b=x.data_ptr(),
-        b_pitch=_pitch(x),
         out=grads.address,
-        out_pitch=grads.pitch,
+        ends=ends.data_ptr(),
+        table=table,
+        total_rows=rows,
         columns=columns,
         depth=depth,
+        groups=grads.groups,
+        a_pitch=_pitch(dy),
+        b_pitch=_pitch(x),
+        b_group_pitch=grads.group_pitch,
+        out_pitch=grads.pitch,
     )
 
 
 def _features(w: list[Tensor], transpose: bool) -> int:
     return w[0].shape[-1 if transpose else -2]
+
+
+def _fake_ends(split_sizes, rows):
+    return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
 def _fake_gemm(x, w, ends, bias, row_scale, transpose_w):
@@ -508,6 +534,7 @@ def _fake_wgrad_(out, dy, x, ends, accumulate):
 
 
 for _name, _implementation, _fake in (
+    ("sm90_group_ends", group_ends, _fake_ends),
     ("sm90_grouped_gemm", grouped_gemm, _fake_gemm),
     ("sm90_grouped_gemm_glu", grouped_gemm_glu, _fake_glu),
     ("sm90_grouped_gemm_dglu", grouped_gemm_dglu, _fake_dglu),

@@ -171,6 +171,7 @@ class GroupedGemm:
             block=[3 * WARPGROUP, 1, 1],
             cluster=[tile.cluster_m * tile.cluster_n, 1, 1],
             min_blocks_per_mp=1,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -329,6 +330,10 @@ class GroupedGemm:
                 queue.initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
+        # What is above ran under the end of the kernel before, what is below reads its results.
+        # The next kernel may come as soon as a block of this one leaves it room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         if const_expr(spec.by_rows):
             across = cute.ceil_div(columns, spec.width * tile.cluster_n)

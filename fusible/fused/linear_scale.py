@@ -1,0 +1,50 @@
+"""Linear + constant scale, backward: the products scale their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import cast
+from fusible.fuser.conditions import equal, this
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.ops import BasicLinear, ConstantScale, FusedOperation
+from fusible.ops.op import Grads
+from fusible.ops.wgrad import dense_gradient
+
+
+class BackwardLinearScale(FusedOperation):
+    """Backward of ``scale * x @ weight.T``."""
+
+    def __init__(self, linear: BasicLinear, scale: ConstantScale) -> None:
+        super().__init__([linear, scale])
+        self._parts = linear, scale
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """``scale * dy @ weight`` and ``scale * dy.T @ x``."""
+        (linear, scale), ctx = self._parts, basic_op_ctxs[0]
+        x, weight = ctx.saved_tensors
+        dy = cast(grad_output, ctx.dtype)
+        dx = None
+        if ctx.needs.input:
+            rows = dy.reshape(-1, dy.shape[-1])
+            # With beta=0 what it would add to is not read.
+            dx = torch.addmm(dy.new_empty(1), rows, weight, beta=0, alpha=scale.scale)
+            dx = dx.view(*dy.shape[:-1], weight.shape[1])
+        dweight = linear.weight_grads(ctx, dense_gradient(dy, x, scale.scale))
+        return dx, [dweight, ()], [(), ()]
+
+
+@rule(equal(this.recipe, "none"), phase="backward")
+def backward_linear_scale(linear: BasicLinear, scale: ConstantScale) -> BackwardLinearScale:
+    """One pass over the gradient less: the products scale in FP32 before they round."""
+    return BackwardLinearScale(linear, scale)

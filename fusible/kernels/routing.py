@@ -1,0 +1,84 @@
+"""The router's math as ``torch.library`` ops: the contract, and its definition in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusible import formulas
+from fusible.formulas import math_dtype
+from fusible.kernels.grouped import define
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` of operands of one dtype, accumulated and kept in FP32 (FP64)."""
+    wide = math_dtype(x.dtype)
+    if x.device.type == "cuda" and x.dtype != wide:
+        y = torch.mm(x, weight.t(), out_dtype=wide)
+        return y if bias is None else y + bias.to(wide)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def route_definition(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids ``[T, top_k]`` of the experts chosen by logits ``[T, E]``.
+
+    ``groups`` are number, kept and scores summed, as in :func:`fusible.formulas.choose_experts`.
+    """
+    ids = formulas.choose_experts(logits, expert_bias, top_k, score_function, *groups)
+    probs = formulas.router_probs(logits, ids, score_function, normalize, scaling_factor)
+    return probs, ids
+
+
+def _route_fake(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+define(
+    "route(Tensor logits, Tensor? expert_bias, int top_k, str score_function, bool normalize, "
+    "float scaling_factor, int[] groups) -> (Tensor, Tensor)",
+    _route_fake,
+    route_definition,
+    route_definition,
+)
+
+
+def _route_backward_fake(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    return torch.empty_like(logits)
+
+
+# formulas.router_probs_backward.
+define(
+    "route_backward(Tensor dprobs, Tensor logits, Tensor ids, str score_function, bool normalize, "
+    "float scaling_factor) -> Tensor",
+    _route_backward_fake,
+    formulas.router_probs_backward,
+    formulas.router_probs_backward,
+)
+
+route = torch.ops.fusible.route.default
+route_backward = torch.ops.fusible.route_backward.default

@@ -1,0 +1,272 @@
+"""Tokens to the experts they were routed to, and the experts' rows back to the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
+from fusible.kernels import permute
+from fusible.ops.activation import check_row_scales
+from fusible.ops.checks import check_dtype
+from fusible.ops.op import BasicOperation, Grads
+from fusible.recipes.product import values
+
+
+class Dispatch(BasicOperation):
+    """One row for each of a token's choices of experts, sorted by expert: ``[rows, H]``.
+
+    The input is tokens ``[..., H]``. Extra inputs: ``probs`` ``[..., k]``, floating, and
+    ``expert_ids`` ``[..., k]``, int64 or int32, as a :class:`TopKRouter` gives them. An id that is
+    negative or at least ``num_experts`` (an expert of another rank) has no part in the output, and
+    gives no gradient.
+
+    Extra outputs, which later ops of the run find by name:
+
+    - ``split_sizes``, int64 ``[num_experts]``: the rows of each expert. No host reads them.
+    - ``scales`` ``[rows]``: the weight of each row, from ``probs``; not with ``scale_input``.
+    - ``row_map``, int32 ``[..., k]``: the row of each choice. Where a choice is not computed,
+      ``~r`` for a row r in the tail (see :mod:`fusible.kernels.permute`), so test for ``>= 0``.
+
+    There is a row for each choice, computed or not: ``rows`` is the number of choices, or at most
+    ``num_experts`` times the capacity. Within an expert rows are in the order of the tokens; rows
+    past the last expert's (the tail) are zero. The backward sums a token's rows in FP32, in the
+    order of its choices, so it is deterministic. Under autocast rows have autocast's dtype.
+
+    Saves ``(row_map,)``, and with ``scale_input`` ``(row_map, x, probs)``; ``ctx.dtype``, the dtype
+    of the probabilities.
+
+    Args:
+        num_experts: number of experts.
+        scale_input: multiply the rows by their weights (Llama-4), rather than give these out.
+        capacity_factor: an expert takes at most ``capacity_factor * choices / num_experts`` rows,
+            rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). All are
+            kept if None.
+
+    Raises:
+        ValueError: sizes below one, or a capacity factor that is not positive.
+    """
+
+    num_extra_inputs = 2
+    extra_input_names = ("probs", "expert_ids")
+    fact_names = ("num_experts", "scale_input", "capacity_factor")
+    saves = "row map; with scale_input x, probs"
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        scale_input: bool = False,
+        capacity_factor: float | None = None,
+    ) -> None:
+        self.extra_output_names = (
+            ("split_sizes", "row_map") if scale_input else ("split_sizes", "scales", "row_map")
+        )
+        self.num_extra_outputs = len(self.extra_output_names)
+        super().__init__()
+        if num_experts < 1:
+            raise ValueError(f"num_experts of Dispatch must be at least 1, got {num_experts}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(
+                f"capacity_factor of Dispatch must be positive or None, got {capacity_factor}"
+            )
+        self.num_experts = num_experts
+        self.scale_input = scale_input
+        self.capacity_factor = capacity_factor
+
+    def capacity(self, choices: int) -> int | None:
+        """The most rows an expert takes of so many choices; None without a capacity factor."""
+        if self.capacity_factor is None:
+            return None
+        # In integers, which torch.compile keeps symbolic.
+        factor = Fraction(self.capacity_factor).limit_denominator(1 << 16) / self.num_experts
+        return -(-choices * factor.numerator // factor.denominator)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """The row map, then the rows."""
+        (ctx,) = basic_op_ctxs
+        x, probs, ids = self._operands(ctx, values(input_), *basic_op_extra_inputs[0])
+        row_map, split_sizes, ends = permute.permutation(
+            ids, self.num_experts, self.capacity(ids.numel())
+        )
+        rows = ids.numel()
+        if (capacity := self.capacity(rows)) is not None:
+            rows = min(rows, self.num_experts * capacity)
+        ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
+        y, scales = permute.scatter_rows(x, row_map, probs, rows, self.scale_input)
+        ctx.dtype = probs.dtype
+        ctx.shape = input_.shape
+        if self.scale_input:
+            ctx.save_for_backward(row_map, x, probs)
+        else:
+            ctx.save_for_backward(row_map)
+        row_map = row_map.view(*input_.shape[:-1], ids.shape[1])
+        middle = () if self.scale_input else (scales,)
+        return y, [(split_sizes, *middle, row_map)]
+
+    def _operands(
+        self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Checked tokens ``[T, H]``, probabilities and ids ``[T, k]``."""
+        check_dtype(x, "input", "Dispatch")
+        integers = (torch.int64, torch.int32)
+        tokens = x.shape[:-1]
+        if ids is None or ids.dtype not in integers or ids.dim() == 0 or ids.shape[:-1] != tokens:
+            sizes = "".join([f"{size}, " for size in tokens])
+            raise ValueError(
+                f"expert_ids of Dispatch must be int64 or int32 of shape ({sizes}k), for the "
+                f"tokens of the input, got {_described(ids)}"
+            )
+        if probs is None or not probs.is_floating_point() or probs.shape != ids.shape:
+            raise ValueError(
+                f"probs of Dispatch must be floating of the shape {tuple(ids.shape)} of "
+                f"expert_ids, got {_described(probs)}"
+            )
+        if not x.device == probs.device == ids.device:
+            raise ValueError(
+                f"input, probs and expert_ids of Dispatch must be on one device, got {x.device}, "
+                f"{probs.device} and {ids.device}"
+            )
+        if ctx.autocast_dtype is not None and x.dtype != torch.float64:
+            x = cast(x, ctx.autocast_dtype)
+        k = ids.shape[-1]
+        return x.reshape(-1, x.shape[-1]), probs.reshape(-1, k), ids.reshape(-1, k)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Each token's sum of its rows' gradients, and each choice's gradient of its weight."""
+        (ctx,) = basic_op_ctxs
+        row_map, *scaled = ctx.saved_tensors
+        dy = grad_output
+        dscales = None if self.scale_input else basic_op_grad_extra_outputs[0][1]
+        dx, dprobs = permute.gather_sum(dy, row_map, scaled[1] if scaled else None, dscales)
+        if scaled and ctx.needs.extra_inputs[0]:
+            dprobs = cast(permute.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
+        elif dscales is None:
+            dprobs = None
+        if dprobs is not None:
+            dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
+        return dx.view(ctx.shape), [()], [(dprobs, None)]
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        return (
+            f"num_experts={self.num_experts}, scale_input={self.scale_input}, "
+            f"capacity_factor={self.capacity_factor}"
+        )
+
+
+class Combine(BasicOperation):
+    """Each token's sum of its rows, ``[..., H]``, from rows ``[rows, H]`` and their row map.
+
+    Extra inputs, which a :class:`Dispatch` of the run gives by name: ``row_map``, int32
+    ``[..., k]``; with ``weighted`` also ``scales`` ``[rows]``, which multiply the rows. Sums are
+    taken in FP32 in the order of a token's choices; a token without a row gets zeros. In the
+    backward every row gets its token's gradient, rows of the tail zeros.
+
+    Saves ``(row_map,)``, and if weighted ``(row_map, rows, scales)``.
+
+    Args:
+        weighted: multiply the rows by ``scales``. Leave it off where something before did, as
+            :class:`ScaledSwiGLU` does.
+    """
+
+    num_extra_inputs = 1
+    extra_input_names = ("row_map", "scales")
+    fact_names = ("weighted",)
+    saves = "row map; if weighted rows, scales"
+
+    def __init__(self, weighted: bool = False) -> None:
+        self.num_extra_inputs = 2 if weighted else 1
+        super().__init__()
+        self.weighted = weighted
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One sum over each token's choices."""
+        (ctx,) = basic_op_ctxs
+        rows, (row_map, *scales) = values(input_), basic_op_extra_inputs[0]
+        row_map = self._check(rows, row_map)
+        if self.weighted:
+            check_row_scales(scales[0], rows, "Combine")
+        flat = row_map.reshape(-1, row_map.shape[-1])
+        ctx.num_rows = rows.shape[0]
+        ctx.save_for_backward(flat, *([rows, *scales] if self.weighted else []))
+        y, _ = permute.gather_sum(rows, flat, scales[0] if scales else None, None)
+        return y.view(*row_map.shape[:-1], rows.shape[1]), [()]
+
+    @staticmethod
+    def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:
+        check_dtype(rows, "input", "Combine")
+        if (
+            row_map is None
+            or row_map.dtype != torch.int32
+            or row_map.dim() == 0
+            or row_map.device != rows.device
+        ):
+            raise ValueError(
+                f"row_map of Combine must be int32 of shape (..., k) on {rows.device}, as Dispatch "
+                f"gives it, got {_described(row_map)}"
+            )
+        if rows.dim() != 2 or rows.shape[0] > row_map.numel():
+            raise ValueError(
+                f"input of Combine must be rows of shape (rows, H), at most the {row_map.numel()} "
+                f"choices of row_map, got {tuple(rows.shape)}"
+            )
+        return row_map
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Each row's gradient is its token's; that of its weight, a dot product."""
+        (ctx,) = basic_op_ctxs
+        row_map, *weighted = ctx.saved_tensors
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        scales = weighted[1] if weighted else None
+        drows = dscales = None
+        if ctx.needs.input:
+            drows, _ = permute.scatter_rows(dy, row_map, scales, ctx.num_rows, self.weighted)
+        if scales is not None and ctx.needs.extra_inputs[1]:
+            rows = weighted[0]
+            dscales = permute.row_dots(rows, cast(dy, rows.dtype), row_map, True)
+            dscales = cast(dscales, scales.dtype)
+        return drows, [()], [(None, dscales) if self.weighted else (None,)]
+
+    def extra_repr(self) -> str:
+        """Options."""
+        return f"weighted={self.weighted}"
+
+
+def _described(t: Tensor | None) -> str:
+    return "None" if t is None else f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

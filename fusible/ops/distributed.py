@@ -1,0 +1,182 @@
+"""Collectives over the process groups of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.ops.op import BasicOperation, Grads
+from fusible.recipes.product import values
+
+# Named anew in torch 2.13, where the old names warn.
+_names = vars(dist)
+_all_gather: Any = _names.get("all_gather_single") or _names.get("all_gather_into_tensor")
+_reduce_scatter: Any = _names.get("reduce_scatter_single") or _names.get("reduce_scatter_tensor")
+
+
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum of ``x`` over the processes of a group, as a new tensor unless it has one process."""
+    if dist.get_world_size(group) == 1:
+        return x
+    total = values(x).clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """``[n, ...]`` of each process of a group as ``[processes * n, ...]``, in order of rank."""
+    processes = dist.get_world_size(group)
+    if processes == 1:
+        return x
+    x = values(x).contiguous()
+    gathered = x.new_empty(processes * x.shape[0], *x.shape[1:])
+    _all_gather(gathered, x, group=group)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, group: Any, who: str) -> Tensor:
+    """The own part ``[n, ...]`` of the sum over a group of x ``[processes * n, ...]``."""
+    processes = dist.get_world_size(group)
+    if processes == 1:
+        return x
+    if x.dim() == 0 or x.shape[0] % processes:
+        raise ValueError(
+            f"first dimension in {who} must be a multiple of the group's {processes} processes, "
+            f"got shape {tuple(x.shape)}"
+        )
+    x = values(x).contiguous()
+    part = x.new_empty(x.shape[0] // processes, *x.shape[1:])
+    _reduce_scatter(part, x, group=group)
+    return part
+
+
+class _Collective(BasicOperation):
+    """An op over a process group. Saves nothing.
+
+    Args:
+        process_group: of ``torch.distributed``; all processes if None. Sums are in the tensor's
+            dtype.
+    """
+
+    saves = "nothing"
+
+    def __init__(self, process_group: Any = None) -> None:
+        super().__init__()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"{type(self).__name__} needs torch.distributed, which is not initialized; call "
+                "torch.distributed.init_process_group first"
+            )
+        self.process_group = process_group
+
+    def extra_repr(self) -> str:
+        """The number of processes."""
+        return f"processes={dist.get_world_size(self.process_group)}"
+
+
+class AllReduce(_Collective):
+    """The sum of the input over all processes; the gradient passes as it is.
+
+    All processes are assumed to go on alike with the sum, so that they have one and the same
+    gradient of it. Saves nothing. The group is all processes if ``process_group`` is None.
+    """
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """The sum."""
+        return all_reduce(input_, self.process_group)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dy``."""
+        return grad_output, ()
+
+
+class AllReduceGrad(_Collective):
+    """The input as it is; its gradient is summed over all processes: :class:`AllReduce`'s adjoint.
+
+    For an input that all processes share and each uses in part, as a column-parallel ``Linear``
+    does. Saves nothing. The group is all processes if ``process_group`` is None.
+    """
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """``x``."""
+        return input_
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """The sum of ``dy``."""
+        return all_reduce(grad_output, self.process_group) if ctx.needs.input else None, ()
+
+
+class AllGather(_Collective):
+    """The inputs ``[n, ...]`` of all processes as ``[processes * n, ...]``, in order of rank.
+
+    The gradient is summed over the processes, of which each gets its part. Saves nothing. The group
+    is all processes if ``process_group`` is None.
+
+    Raises:
+        ValueError: in the backward, the gradient's first dimension cannot be divided.
+    """
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """All parts."""
+        return all_gather(input_, self.process_group)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """The own part of the sum of ``dy``."""
+        if not ctx.needs.input:
+            return None, ()
+        return reduce_scatter(grad_output, self.process_group, "AllGather"), ()
+
+
+class ReduceScatter(_Collective):
+    """The own part ``[n, ...]`` of the sum of the inputs ``[processes * n, ...]``.
+
+    The gradients of all parts are gathered. Saves nothing. The group is all processes if
+    ``process_group`` is None.
+
+    Raises:
+        ValueError: the input's first dimension cannot be divided among the processes.
+    """
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """One part of the sum."""
+        return reduce_scatter(input_, self.process_group, "ReduceScatter")
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dy`` of all parts."""
+        return all_gather(grad_output, self.process_group), ()

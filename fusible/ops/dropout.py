@@ -1,0 +1,62 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.op import BasicOperation, Grads
+
+
+class Dropout(BasicOperation):
+    """Zeros with probability ``p`` in training, the other elements times ``1 / (1 - p)``.
+
+    In evaluation the input itself. Draws from PyTorch's generator of the device as
+    ``torch.nn.functional.dropout`` does, so ``torch.manual_seed`` decides, and checkpointing
+    repeats it. Saves ``(mask,)``, one byte an element, in training, and nothing in evaluation.
+
+    Args:
+        p: at least 0 and at most 1.
+    """
+
+    fact_names = ("p",)
+    saves = "mask"
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")
+        self.p = p
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """The input, partly dropped."""
+        x = accept(ctx, input_, "Dropout")
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        if self.training and self.p > 0:
+            x, mask = torch.native_dropout(x, self.p, True)
+            ctx.save_for_backward(mask)
+        return hand_over(x, next_op_input_quantizer)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """The gradient, dropped where the forward did."""
+        dx = accept_grad(ctx, grad_output)
+        if ctx.saved_tensors:
+            scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
+            dx = torch.ops.aten.native_dropout_backward(dx, ctx.saved_tensors[0], scale)
+        return hand_over(dx, ctx.grad_quantizer), ()
+
+    def extra_repr(self) -> str:
+        """Probability."""
+        return f"p={self.p}"

@@ -1,0 +1,53 @@
+"""Tensors between ops: taken in the dtype an op computes in, handed on quantized where asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
+from fusible.ops.checks import check_dtype
+from fusible.recipes.grouped import GroupedQuantizer
+from fusible.recipes.product import is_quantized, values
+from fusible.recipes.tensor import QuantizedTensor
+
+
+def accept(ctx: OperationContext, x: Tensor, who: str) -> Tensor:
+    """``x`` decoded if it is quantized, in the dtype of ``torch.autocast`` if that is on.
+
+    Notes its dtype as ``ctx.dtype``, in which the backward takes the gradient. FP64 stays.
+
+    Raises:
+        ValueError: a dtype that ops do not compute in.
+    """
+    check_dtype(x, "input", who)
+    x = values(x)
+    if ctx.autocast_dtype is not None and x.dtype != torch.float64:
+        x = cast(x, ctx.autocast_dtype)
+    ctx.dtype = x.dtype
+    return x
+
+
+def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
+    """The output's gradient, decoded if it is quantized, in the dtype of the forward."""
+    return cast(values(grad_output), ctx.dtype)
+
+
+def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Tensor:
+    """``x`` ``[..., features]`` quantized as its receiver wants it, if it does.
+
+    As one matrix of all rows, which is how a linear quantizes for itself: the same bits; for a
+    grouped linear by ``first_dims``, the rows of each group. Compiled code, and an op that does not
+    know the groups, leave it to the receiver.
+    """
+    if quantizer is None or torch.compiler.is_compiling():
+        return x
+    if isinstance(quantizer, GroupedQuantizer):
+        return x if first_dims is None or x.dim() != 2 else quantizer(x, first_dims)
+    if is_quantized(x) or x.dim() == 2:
+        return quantizer(x)
+    rows = quantizer(x.reshape(-1, x.shape[-1]))
+    return QuantizedTensor.from_pieces(rows.pieces(), rows.format, x.shape, rows.dtype)

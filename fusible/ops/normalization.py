@@ -1,0 +1,197 @@
+"""Normalization over the last dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusible import formulas
+from fusible.fuser.context import OperationContext
+from fusible.kernels import normalization as kernels
+from fusible.ops.checks import check_device
+from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.op import BasicOperation, Grads
+
+
+class _Norm(BasicOperation):
+    """A norm with a weight of ``normalized_shape``, the last dimensions of the input.
+
+    Arithmetic is in FP32 whatever the dtypes of input and weight; the output has the input's
+    dtype, that of ``torch.autocast`` inside it.
+    """
+
+    fact_names = ("features", "eps", "zero_centered_gamma")
+    has_bias: ClassVar[bool] = False
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(normalized_shape, int):
+            normalized_shape = (normalized_shape,)
+        self.normalized_shape = tuple(normalized_shape)
+        self.features = math.prod(self.normalized_shape)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        for name, present in (("weight", True), ("bias", self.has_bias)):
+            empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty) if present else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """No change: a weight of ones (zeros with ``zero_centered_gamma``), a bias of zeros."""
+        nn.init.constant_(self.weight, 0 if self.zero_centered_gamma else 1)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def rows(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """The input as ``[rows, features]``, refused unless it ends in ``normalized_shape``."""
+        who, shape = type(self).__name__, self.normalized_shape
+        if input_.shape[input_.dim() - len(shape) :] != shape or input_.dim() < len(shape):
+            raise ValueError(
+                f"input of {who} must end in the dimensions {shape}, got shape "
+                f"{tuple(input_.shape)}"
+            )
+        check_device(input_, self.weight, who)
+        return accept(ctx, input_, who).reshape(-1, self.features)
+
+    def extra_repr(self) -> str:
+        """Shape and options."""
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"zero_centered_gamma={self.zero_centered_gamma}"
+        )
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
+
+    Saves ``(x, mean, rstd, weight)`` with x as ``[rows, features]`` and both statistics in FP32,
+    ``[rows, 1]``; its dtype as ``ctx.dtype``.
+
+    Args:
+        normalized_shape: the last dimensions of the input, over which it normalizes.
+        eps: added to the variance.
+        device: of the parameters; PyTorch's default if None.
+        dtype: of the parameters; PyTorch's default if None.
+        zero_centered_gamma: multiply by ``1 + weight``; the weight starts at zero.
+    """
+
+    saves = "x, mean, reciprocal deviation, weight"
+    has_bias = True
+    bias: nn.Parameter
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """The normalized input."""
+        x, weight, bias = self.rows(ctx, input_), self.weight.view(-1), self.bias.view(-1)
+        y, mean, rstd = kernels.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(x, mean, rstd, self.weight)
+        return hand_over(y.view(input_.shape), next_op_input_quantizer)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """Gradients of the input, the weight and the bias."""
+        x, mean, rstd, weight = ctx.saved_tensors
+        dy = accept_grad(ctx, grad_output).reshape(x.shape)
+        dx, dweight, dbias = kernels.layer_norm_backward(
+            dy, x, mean, rstd, weight.view(-1), self.zero_centered_gamma
+        )
+        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
+        return dx, (dweight.view(weight.shape), dbias.view(weight.shape))
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimensions.
+
+    Saves ``(x, rstd, weight)`` with x as ``[rows, features]`` and the reciprocal of the root in
+    FP32, ``[rows, 1]``; the dtype of x as ``ctx.dtype``. Arguments as in :class:`LayerNorm`.
+    """
+
+    saves = "x, reciprocal root mean square, weight"
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """The normalized input."""
+        x = self.rows(ctx, input_)
+        y, rstd = kernels.rms_norm(x, self.weight.view(-1), self.eps, self.zero_centered_gamma)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(x, rstd, self.weight)
+        return hand_over(y.view(input_.shape), next_op_input_quantizer)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """Gradients of the input and the weight."""
+        x, rstd, weight = ctx.saved_tensors
+        dy = accept_grad(ctx, grad_output).reshape(x.shape)
+        dx, dweight = kernels.rms_norm_backward(
+            dy, x, rstd, weight.view(-1), self.zero_centered_gamma
+        )
+        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
+        return dx, (dweight.view(weight.shape),)
+
+
+class L2Normalization(BasicOperation):
+    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, as for queries and keys.
+
+    Saves ``(x, rnorm)``, the latter the reciprocal of the root in FP32, ``[..., 1]``; the dtype of
+    x as ``ctx.dtype``.
+    """
+
+    fact_names = ("eps",)
+    saves = "x, reciprocal norm"
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Tensor:
+        """See :func:`fusible.formulas.l2_normalize`."""
+        x = accept(ctx, input_, "L2Normalization")
+        y, rnorm = formulas.l2_normalize(x, self.eps)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(x, rnorm)
+        return hand_over(y, next_op_input_quantizer)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """See :func:`fusible.formulas.l2_normalize_backward`."""
+        x, rnorm = ctx.saved_tensors
+        dx = formulas.l2_normalize_backward(accept_grad(ctx, grad_output), x, rnorm)
+        return hand_over(dx, ctx.grad_quantizer), ()
+
+    def extra_repr(self) -> str:
+        """Epsilon."""
+        return f"eps={self.eps}"

@@ -1,0 +1,277 @@
+"""The router of a mixture-of-experts block: which experts a token goes to, and how much of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusible import formulas
+from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
+from fusible.kernels import routing
+from fusible.ops.checks import check_device, check_dtype, check_features
+from fusible.ops.op import BasicOperation, Grads
+from fusible.recipes.product import values
+
+
+class TopKRouter(BasicOperation):
+    """Chooses ``top_k`` of ``num_experts`` experts for each token of x ``[..., hidden_size]``.
+
+    The output is the input itself. Extra outputs: ``probs`` ``[..., top_k]``, the weights of the
+    experts chosen, best first, in FP32 (FP64 for FP64); ``expert_ids`` ``[..., top_k]``, int64;
+    then ``load_balancing_loss`` and ``z_loss``, scalars, where asked for. A later :class:`Dispatch`
+    of the run finds the first two by name.
+
+    Logits are ``x @ weight.T + bias``, of operands in the input's dtype (autocast's; the weight's
+    if it is wider), accumulated and kept in FP32. Of equal logits the first expert is chosen, on
+    every device. What models do:
+
+    - Mixtral, Qwen3-MoE: softmax, the default. GPT-OSS, a softmax of the logits chosen: the same
+      numbers, with ``bias=True``.
+    - OLMoE and Qwen2-MoE: ``normalize=False``.
+    - DeepSeek-V3: ``score_function="sigmoid"``, ``num_groups=8``, ``top_groups=4``,
+      ``expert_bias=True``, ``scaling_factor=2.5``. DeepSeek-V2: softmax, ``group_top=1``,
+      ``normalize=False``.
+    - Llama-4: sigmoid, ``top_k=1``, ``normalize=False``, and ``Dispatch(scale_input=True)``.
+
+    Saves ``(x, weight, logits, ids)``, and the dtype of the product as ``ctx.dtype``.
+
+    Args:
+        hidden_size: features of a token.
+        num_experts: number of experts.
+        top_k: experts for each token.
+        score_function: ``"softmax"`` or ``"sigmoid"`` of the logits.
+        normalize: divide the weights of a token by their sum.
+        num_groups: divide the experts into that many groups of neighbours, from
+        top_groups: this many of which the experts of a token are chosen: those whose
+        group_top: best scores have the largest sum.
+        expert_bias: keep a buffer ``expert_bias`` ``[num_experts]``, FP32, that is added to the
+            scores where experts are chosen, not in their weights; see :meth:`update_expert_bias`.
+        scaling_factor: multiplies the weights.
+        bias: add a learned bias to the logits.
+        load_balancing_loss: give :func:`fusible.formulas.load_balancing_loss` out.
+        z_loss: give :func:`fusible.formulas.router_z_loss` out.
+        device: of the parameters; PyTorch's default if None.
+        dtype: of the parameters; PyTorch's default if None.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or an unknown score function.
+    """
+
+    saves = "x, weight, logits, expert ids"
+    expert_bias: Tensor | None
+    fact_names = (
+        "hidden_size",
+        "num_experts",
+        "top_k",
+        "score_function",
+        "normalize",
+        "num_groups",
+        "top_groups",
+        "group_top",
+        "scaling_factor",
+    )
+
+    def __init__(  # noqa: PLR0913 - routers of many models
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_function: str = "softmax",
+        normalize: bool = True,
+        num_groups: int | None = None,
+        top_groups: int | None = None,
+        group_top: int = 2,
+        expert_bias: bool = False,
+        scaling_factor: float = 1.0,
+        bias: bool = False,
+        load_balancing_loss: bool = False,
+        z_loss: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        losses = {"load_balancing_loss": load_balancing_loss, "z_loss": z_loss}
+        self.extra_output_names = ("probs", "expert_ids", *[n for n, on in losses.items() if on])
+        self.num_extra_outputs = len(self.extra_output_names)
+        super().__init__()
+        if score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"score_function of TopKRouter must be 'softmax' or 'sigmoid', got "
+                f"{score_function!r}"
+            )
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score_function = score_function
+        self.normalize = normalize
+        self.num_groups = num_groups or 1
+        self.top_groups = top_groups or self.num_groups
+        self.group_top = group_top
+        self.scaling_factor = scaling_factor
+        self._check_sizes()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
+        self.bias = nn.Parameter(torch.empty(num_experts, **factory)) if bias else None
+        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("expert_bias", zeros if expert_bias else None)
+        self.reset_parameters()
+
+    def _check_sizes(self) -> None:
+        groups, kept = self.num_groups, self.top_groups
+        if groups < 1 or self.num_experts % groups:
+            raise ValueError(
+                f"num_groups of TopKRouter must divide num_experts={self.num_experts}, got {groups}"
+            )
+        size = self.num_experts // groups
+        for name, value, most in (
+            ("top_groups", kept, groups),
+            ("group_top", self.group_top, size if groups > 1 else self.group_top),
+            ("top_k", self.top_k, kept * size),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(
+                    f"{name} of TopKRouter must be from 1 to {most} for {self.num_experts} experts "
+                    f"in {groups} groups, got {value}"
+                )
+
+    def reset_parameters(self) -> None:
+        """Kaiming-uniform, as ``torch.nn.Linear``; zeros for the bias."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def update_expert_bias(self, split_sizes: Tensor, rate: float = 1e-3) -> None:
+        """Move ``expert_bias`` by ``rate`` towards an even load; called after a step.
+
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664, algorithm 1.
+
+        Args:
+            split_sizes: rows of each expert ``[num_experts]`` in the step, summed over ranks and
+                micro-batches.
+            rate: the step.
+
+        Raises:
+            ValueError: the router has no ``expert_bias``, or the sizes do not fit it.
+        """
+        if self.expert_bias is None:
+            raise ValueError(
+                "update_expert_bias needs expert_bias=True, got a TopKRouter without one"
+            )
+        if split_sizes.shape != self.expert_bias.shape:
+            raise ValueError(
+                f"split_sizes of update_expert_bias must have shape ({self.num_experts},), got "
+                f"{tuple(split_sizes.shape)}"
+            )
+        load = split_sizes.to(self.expert_bias.dtype)
+        self.expert_bias += rate * torch.sign(load.mean() - load)
+
+    # --- math ------------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One product, then the choice."""
+        (ctx,) = basic_op_ctxs
+        x, weight = self._operands(ctx, values(input_))
+        logits = routing.logits(x, weight, self.bias)
+        probs, ids = routing.route(
+            logits,
+            self.expert_bias,
+            self.top_k,
+            self.score_function,
+            self.normalize,
+            self.scaling_factor,
+            [self.num_groups, self.top_groups, self.group_top],
+        )
+        ctx.save_for_backward(x, weight, logits, ids)
+        losses = [loss(logits, ids) for loss in self._losses()]
+        shape = (*input_.shape[:-1], self.top_k)
+        return input_, [(probs.view(shape), ids.view(shape), *losses)]
+
+    def _operands(self, ctx: OperationContext, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
+        check_features(x, self.hidden_size, "TopKRouter")
+        check_device(x, self.weight, "TopKRouter")
+        check_dtype(x, "input", "TopKRouter")
+        ctx.dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        if ctx.autocast_dtype is not None and ctx.dtype != torch.float64:
+            ctx.dtype = ctx.autocast_dtype
+        return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(self.weight, ctx.dtype)
+
+    def _losses(self) -> list[Any]:
+        """The losses given out, as functions of logits and ids."""
+        functions = {
+            "load_balancing_loss": lambda logits, ids: formulas.load_balancing_loss(
+                logits, ids, self.score_function
+            ),
+            "z_loss": lambda logits, ids: formulas.router_z_loss(logits),
+        }
+        return [functions[name] for name in self.extra_output_names[2:]]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """The logits' gradient, then two products; that of the input starts from ``dy``."""
+        (ctx,) = basic_op_ctxs
+        dprobs, _, *dlosses = basic_op_grad_extra_outputs[0]
+        x, weight, logits, ids = ctx.saved_tensors
+        dlogits = self._logits_grad(logits, ids, dprobs, dlosses)
+        grads: list[Tensor | None] = [None] * len(ctx.needs.params)
+        if dlogits is None:
+            return grad_output, [grads], [()]
+        narrow = cast(dlogits, ctx.dtype)
+        if ctx.needs.params[0]:
+            grads[0] = narrow.t() @ x
+        if self.bias is not None and ctx.needs.params[1]:
+            grads[1] = dlogits.sum(0)
+        dx = None
+        if ctx.needs.input:
+            dy = grad_output.reshape(-1, self.hidden_size)
+            if dy.dtype == narrow.dtype:
+                dx = torch.addmm(dy, narrow, weight)
+            else:
+                dx = dy + narrow @ weight
+            dx = dx.view(grad_output.shape)
+        return dx, [grads], [()]
+
+    def _logits_grad(
+        self, logits: Tensor, ids: Tensor, dprobs: Tensor | None, dlosses: Grads
+    ) -> Tensor | None:
+        """Sum over what the logits lead to; None if nothing flows back."""
+        parts = []
+        if dprobs is not None:
+            dprobs = dprobs.reshape(ids.shape)
+            options = self.score_function, self.normalize, self.scaling_factor
+            parts.append(routing.route_backward(dprobs, logits, ids, *options))
+        for dloss, loss in zip(dlosses, self._losses(), strict=True):
+            if dloss is not None:
+                _, derivative = torch.func.vjp(lambda t, f=loss: f(t, ids), logits)  # type: ignore[misc]
+                parts.append(derivative(dloss)[0])
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def extra_repr(self) -> str:
+        """Sizes, and the options that are not the defaults."""
+        groups = ""
+        if self.num_groups > 1:
+            groups = f", num_groups={self.num_groups}, top_groups={self.top_groups}"
+        return (
+            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"score_function={self.score_function!r}, normalize={self.normalize}{groups}"
+        )
