@@ -23,11 +23,9 @@ from fusible.ops.wgrad import add_or_copy
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
-_MACHINE = (
-    equal(this.sm, limits.ARCHITECTURE),
-    equal(this.recipe, "none"),
-    one_of(this.dtype, *limits.DTYPES),
-)
+_MACHINE = (equal(this.sm, limits.ARCHITECTURE), one_of(this.dtype, *limits.DTYPES))
+# A recipe's operands are decoded to BF16, which the kernels of one product multiply.
+_DECODED = one_of(this.recipe, "none", "mxfp8", "fp8_block", "fp8_current", "nvfp4")
 _INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
 
 
@@ -110,8 +108,8 @@ class GroupedLinearForwardSm90(FusedOperation):
         x, ends, row_scale, weights = _operands(
             kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
-        y = kernels.grouped_gemm(x, weights, ends, linear.stacked_bias(ctx.dtype), row_scale)
-        return _shaped(y, input_.shape[:-1]), [()]
+        y = kernels.grouped_gemm(x, weights, ends, linear.stacked_bias(x.dtype), row_scale)
+        return _shaped(cast(y, ctx.dtype), input_.shape[:-1]), [()]
 
 
 class GroupedLinearBackwardSm90(FusedOperation):
@@ -131,23 +129,20 @@ class GroupedLinearBackwardSm90(FusedOperation):
         """Two grouped products."""
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        x, ends, row_scale, *weights = ctx.saved_tensors
-        dy = _rows(kernels, cast(grad_output, ctx.dtype))
-        rows = grad_output.shape[:-1]
-        params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
-        return data_grad(ctx, dy, ends, weights, rows), [params], [extra]
+        given, shape = linear.grad_operands(ctx, grad_output), grad_output.shape[:-1]
+        dx = None
+        rows = columns = given.rows
+        if ctx.needs.input:
+            rows = _rows(kernels, given.rows)
+            dx = cast(data_grad(rows, given.ends, given.weights, shape), ctx.dtype)
+        if ctx.needs.params[0]:
+            columns = rows if given.columns is given.rows else _rows(kernels, given.columns)
+        dweights = weight_grads(linear, ctx, columns, given.x, given.ends)
+        return dx, *linear.other_grads(ctx, given, dweights, shape)
 
 
-def data_grad(
-    ctx: OperationContext,
-    dy: Tensor,
-    ends: Tensor,
-    weights: Sequence[Tensor],
-    shape: Sequence[int],
-) -> Tensor | None:
+def data_grad(dy: Tensor, ends: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The input's gradient ``[*shape, in_features]`` from the output's rows."""
-    if not ctx.needs.input:
-        return None
     kernels = provider("sm90")
     dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True)
     return _shaped(dx, shape)
@@ -229,14 +224,14 @@ def linear_glu(
         weights,
         ends,
         _vector(scales),
-        bias=linear.stacked_bias(ctxs[0].dtype),
+        bias=linear.stacked_bias(x.dtype),
         store_preact=keep,
         **_options(act),
     )
-    ctxs[1].dtype = preact.dtype
+    ctxs[1].dtype = ctxs[0].dtype
     if keep:
-        ctxs[1].save_for_backward(_shaped(preact, shape), scales)
-    return _shaped(out, shape)
+        ctxs[1].save_for_backward(_shaped(cast(preact, ctxs[0].dtype), shape), scales)
+    return _shaped(cast(out, ctxs[0].dtype), shape)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -302,12 +297,13 @@ class GroupedMLPSm90(FusedOperation):
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
         del hidden  # its memory serves what follows
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)
-        dx = data_grad(ctx1, dpreact, ends, weights1, shape)
+        dx = data_grad(dpreact, ends, weights1, shape) if ctx1.needs.input else None
         return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 
 @rule(
     *_MACHINE,
+    equal(this.recipe, "none"),
     *_features(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
@@ -326,6 +322,7 @@ def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> 
 
 @rule(
     *_MACHINE,
+    _DECODED,
     *_features(this.linear),
     equal(this.linear.scale_bias, False),
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
@@ -337,13 +334,13 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
     return GroupedLinearGLUSm90(linear, act)
 
 
-@rule(*_MACHINE, *_features(this.linear), phase="forward")
+@rule(*_MACHINE, _DECODED, *_features(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*_MACHINE, *_features(this.linear), phase="backward")
+@rule(*_MACHINE, _DECODED, *_features(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
     return GroupedLinearBackwardSm90(linear)
