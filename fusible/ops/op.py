@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
+from fusible.recipes.tensor import QuantizedTensor
 
 Grads = Sequence[Tensor | None]
 
@@ -33,6 +34,15 @@ class FusibleOperation(nn.Module):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The basic ops that this op covers, in order."""
         raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the parameters; no format is nominally FP64, in which values are left."""
+        super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
+                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
+                self._parameters[name] = plain
+        return self
 
     def get_input_quantizer(self) -> Any:
         """How this op wants its input quantized under the recipe in force, or None.

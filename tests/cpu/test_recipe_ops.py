@@ -522,6 +522,19 @@ def test_an_e5m2_input_is_never_read_as_e4m3():
         run(fz.Linear(64, 32), MX, given)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_module_in_fp64_holds_the_values(grouped):
+    with fz.quantized_model_init(recipe=MX):
+        module = fz.GroupedLinear(2, 64, 64) if grouped else fz.Linear(64, 64)
+    want = [p.detach().to(torch.float64) for p in module.parameters()]
+    module.double()
+    for p, values in zip(module.parameters(), want, strict=True):
+        assert type(p) is nn.Parameter
+        assert torch.equal(p, values)
+    extra = (torch.tensor([3, 5]),) if grouped else ()
+    assert module(torch.randn(8, 64, dtype=torch.float64), *extra).dtype == torch.float64
+
+
 # --- Quantize ------------------------------------------------------------------------------------
 
 
