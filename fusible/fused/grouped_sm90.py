@@ -23,9 +23,11 @@ from fusible.ops.wgrad import add_or_copy
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
-_MACHINE = (equal(this.sm, limits.ARCHITECTURE), one_of(this.dtype, *limits.DTYPES))
-# A recipe's operands are decoded to BF16, which the kernels of one product multiply.
-_DECODED = one_of(this.recipe, "none", "mxfp8", "fp8_block", "fp8_current", "nvfp4")
+_MACHINE = (
+    equal(this.sm, limits.ARCHITECTURE),
+    equal(this.recipe, "none"),
+    one_of(this.dtype, *limits.DTYPES),
+)
 _INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
 
 
@@ -54,6 +56,11 @@ def _rows(kernels: Any, t: Tensor) -> Tensor:
 def _vector(t: Tensor) -> Tensor:
     """``t`` as one contiguous dimension."""
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
+
+
+def _as_rows(t: Tensor | None) -> Tensor | None:
+    """A contiguous ``t`` as ``[rows, features]``."""
+    return None if t is None else t.view(-1, t.shape[-1])
 
 
 def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -108,8 +115,10 @@ class GroupedLinearForwardSm90(FusedOperation):
         x, ends, row_scale, weights = _operands(
             kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
-        y = kernels.grouped_gemm(x, weights, ends, linear.stacked_bias(x.dtype), row_scale)
-        return _shaped(cast(y, ctx.dtype), input_.shape[:-1]), [()]
+        bias = linear.stacked_bias(ctx.dtype)
+        output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
+        return _shaped(y, input_.shape[:-1]), [()]
 
 
 class GroupedLinearBackwardSm90(FusedOperation):
@@ -129,23 +138,28 @@ class GroupedLinearBackwardSm90(FusedOperation):
         """Two grouped products."""
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        given, shape = linear.grad_operands(ctx, grad_output), grad_output.shape[:-1]
-        dx = None
-        rows = columns = given.rows
-        if ctx.needs.input:
-            rows = _rows(kernels, given.rows)
-            dx = cast(data_grad(rows, given.ends, given.weights, shape), ctx.dtype)
-        if ctx.needs.params[0]:
-            columns = rows if given.columns is given.rows else _rows(kernels, given.columns)
-        dweights = weight_grads(linear, ctx, columns, given.x, given.ends)
-        return dx, *linear.other_grads(ctx, given, dweights, shape)
+        x, ends, row_scale, *weights = ctx.saved_tensors
+        dy = _rows(kernels, cast(grad_output, ctx.dtype))
+        rows = grad_output.shape[:-1]
+        params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
+        return data_grad(linear, ctx, dy, ends, weights, grad_output), [params], [extra]
 
 
-def data_grad(dy: Tensor, ends: Tensor, weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The input's gradient ``[*shape, in_features]`` from the output's rows."""
+def data_grad(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+    grad_output: Tensor,
+) -> Tensor | None:
+    """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
+    if not ctx.needs.input:
+        return None
     kernels = provider("sm90")
-    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True)
-    return _shaped(dx, shape)
+    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
+    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True, out=buffer)
+    return _shaped(dx, grad_output.shape[:-1])
 
 
 def param_grads(
@@ -202,7 +216,8 @@ class GroupedLinearGLUSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One launch; the pre-activation is stored only if a backward will read it."""
-        return linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs), [(), ()]
+        y = linear_glu(*self._parts, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        return y, [(), ()]
 
 
 def linear_glu(
@@ -211,10 +226,12 @@ def linear_glu(
     ctxs: Sequence[OperationContext],
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
+    kwargs: Sequence[dict[str, Any]],
 ) -> Tensor:
     """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
     x, ends, _, weights = _operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
+    linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
     scales = extra_inputs[1][0]
     check_row_scales(scales, input_, type(act).__name__)
     assert scales is not None
@@ -224,14 +241,14 @@ def linear_glu(
         weights,
         ends,
         _vector(scales),
-        bias=linear.stacked_bias(x.dtype),
+        bias=linear.stacked_bias(ctxs[0].dtype),
         store_preact=keep,
         **_options(act),
     )
-    ctxs[1].dtype = ctxs[0].dtype
+    ctxs[1].dtype = preact.dtype
     if keep:
-        ctxs[1].save_for_backward(_shaped(cast(preact, ctxs[0].dtype), shape), scales)
-    return _shaped(cast(out, ctxs[0].dtype), shape)
+        ctxs[1].save_for_backward(_shaped(preact, shape), scales)
+    return _shaped(out, shape)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -260,11 +277,15 @@ class GroupedMLPSm90(FusedOperation):
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
-        hidden = linear_glu(fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2])
-        hidden, ends, row_scale, weights = _operands(
+        hidden = linear_glu(
+            fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
+        )
+        x, ends, row_scale, weights = _operands(
             kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
         )
-        y = kernels.grouped_gemm(hidden, weights, ends, fc2.stacked_bias(ctx.dtype), row_scale)
+        bias = fc2.stacked_bias(ctx.dtype)
+        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
         return _shaped(y, input_.shape[:-1]), [(), (), ()]
@@ -297,13 +318,12 @@ class GroupedMLPSm90(FusedOperation):
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
         del hidden  # its memory serves what follows
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)
-        dx = data_grad(dpreact, ends, weights1, shape) if ctx1.needs.input else None
+        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output)
         return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 
 @rule(
     *_MACHINE,
-    equal(this.recipe, "none"),
     *_features(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
@@ -322,7 +342,6 @@ def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> 
 
 @rule(
     *_MACHINE,
-    _DECODED,
     *_features(this.linear),
     equal(this.linear.scale_bias, False),
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
@@ -334,13 +353,13 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
     return GroupedLinearGLUSm90(linear, act)
 
 
-@rule(*_MACHINE, _DECODED, *_features(this.linear), phase="forward")
+@rule(*_MACHINE, *_features(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*_MACHINE, _DECODED, *_features(this.linear), phase="backward")
+@rule(*_MACHINE, *_features(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
     return GroupedLinearBackwardSm90(linear)

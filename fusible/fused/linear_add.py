@@ -53,6 +53,7 @@ class LinearAdd(FusedOperation):
         """One product that starts from the addend."""
         linear, add = self._parts
         x, weight = linear.operands(basic_op_ctxs[0], input_)
+        linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
         addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
         in_place = add.in_place and not torch.compiler.is_compiling()

@@ -36,6 +36,7 @@ class LinearBiasActivation(FusedOperation):
         """One product with the bias in its epilogue, then the activation."""
         linear, bias, activation = self._parts
         x, weight = linear.operands(basic_op_ctxs[0], input_)
+        linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # not the last op: none
         y = formulas.linear(x, weight, bias.bias.to(x.dtype))
         if activation is not None:
             y = activation.op_forward(

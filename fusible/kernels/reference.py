@@ -26,8 +26,12 @@ def grouped_gemm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group; transposed, ``x @ w[e]``."""
+    if out is not None:
+        grouped.grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
+        return out
     return grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
 
 

@@ -16,6 +16,7 @@ from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, product_dtype
 from fusible.ops.op import Grads
+from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.product import (
@@ -29,6 +30,7 @@ from fusible.recipes.product import (
     operand,
     values,
 )
+from fusible.recipes.state import load_pieces
 
 
 class GradOperands(NamedTuple):
@@ -88,6 +90,9 @@ class GroupedLinear(WeightedOperation):
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw` rather than in
             ``backward()``, one call for every backward; those of biases come with the backward.
         scale_bias: multiply the bias by the extra input ``scales``.
+        split_alignment: a promise that every split size is a multiple of it, which spares kernels
+            that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
+            the host knows the sizes, and under ``fusible.checking()``.
         init_method: called with each group's weight to initialise it in place; by default
             Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
     """
@@ -103,6 +108,7 @@ class GroupedLinear(WeightedOperation):
         "scale_bias",
         "single_grouped_weight",
         "single_grouped_bias",
+        "split_alignment",
         "accumulate_into_main_grad",
         "delay_wgrad_compute",
     )
@@ -122,10 +128,15 @@ class GroupedLinear(WeightedOperation):
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if num_groups < 1:
             raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
+        if split_alignment < 1:
+            raise ValueError(
+                f"split_alignment of GroupedLinear must be at least 1, got {split_alignment}"
+            )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
@@ -138,6 +149,7 @@ class GroupedLinear(WeightedOperation):
         self.out_features = out_features
         self.has_bias = bias
         self.scale_bias = scale_bias
+        self.split_alignment = split_alignment
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
         self.rng_state_tracker_function = rng_state_tracker_function
@@ -202,6 +214,16 @@ class GroupedLinear(WeightedOperation):
             )
         return ()
 
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        # Quantized weights are put together from their pieces first.
+        load_pieces(self, state_dict, prefix)
+        layouts = {"weight": self.single_grouped_weight}
+        if self.has_bias:
+            layouts["bias"] = self.single_grouped_bias
+        for name, single in layouts.items():
+            convert_layout(state_dict, prefix, name, self.num_groups, single=single)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # --- math ------------------------------------------------------------------------------------
 
     def fuser_forward(
@@ -216,9 +238,12 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
-        self._refuse_kwargs(basic_op_kwargs[0])
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        y = grouped.grouped_mm(x, weights, ends, self.stacked_bias(x.dtype), row_scale, False)
+        bias, output = (
+            self.stacked_bias(x.dtype),
+            self.output_buffer(ctx, input_, basic_op_kwargs[0]),
+        )
+        y = _product(output, x, weights, ends, bias, row_scale, False)
         return _with_rows_of(input_, cast(y, ctx.dtype)), [()]
 
     def operands(
@@ -238,12 +263,10 @@ class GroupedLinear(WeightedOperation):
         ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            x, ends, scales = self._rows(ctx, input_, split_sizes, scales, ends_of)
+            x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
             return self._encoded(ctx, x, ends, scales)
-        x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales, ends_of)
-        weights = self.weights()
-        if is_quantized(weights[0]) or weights[0].dtype != ctx.dtype:
-            weights = [cast(values(weight), ctx.dtype) for weight in weights]
+        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
+        weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
 
@@ -264,25 +287,46 @@ class GroupedLinear(WeightedOperation):
         rows = operand(xq, "forward", "input", compute)
         return rows, ends, scales, [operand(wq, "forward", "weight", compute) for wq in wqs]
 
-    def _rows(
+    def weights_in(self, dtype: torch.dtype) -> list[Tensor]:
+        """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
+        weights = self.weights()
+        if is_quantized(weights[0]) or weights[0].dtype != dtype:
+            return [cast(values(weight), dtype) for weight in weights]
+        return weights
+
+    def rows(
         self,
         ctx: OperationContext,
         input_: Tensor,
         split_sizes: Tensor | None,
-        scales: Tensor | None,
+        scales: Tensor | None = None,
+        *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
+        scales = self.checked_scales(ctx, input_, scales)
+        x = matrix(input_, ctx.dtype)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
+        if self.split_alignment > 1:
+            grouped.check_alignment(split_sizes, self.split_alignment)
+        return x, ends, scales
+
+    def checked_scales(
+        self, ctx: OperationContext, input_: Tensor, scales: Tensor | None
+    ) -> Tensor | None:
+        """The row scales of the bias, ``[rows]``; checks all but the input's features.
+
+        Sets ``ctx.dtype``, that of the product.
+        """
         ctx.dtype = product_dtype(ctx, input_, self.weights()[0], "GroupedLinear")
         if not (self.single_grouped_weight and self.single_grouped_bias):
             self._check_uniform(ctx)
-        if self.scale_bias:
-            check_row_scales(scales, input_, "GroupedLinear")
-            scales = scales.reshape(-1)  # type: ignore[union-attr]
-        x = matrix(input_, ctx.dtype)
-        return x, group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of), scales
+        if not self.scale_bias:
+            return None
+        check_row_scales(scales, input_, "GroupedLinear")
+        return scales.reshape(-1)  # type: ignore[union-attr]
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The biases as one ``[num_groups, out_features]``, or None."""
@@ -305,14 +349,6 @@ class GroupedLinear(WeightedOperation):
                     f"for groups {frozen} only; freeze all groups, or zero their gradients"
                 )
 
-    @staticmethod
-    def _refuse_kwargs(kwargs: dict[str, Any]) -> None:
-        if kwargs:
-            raise ValueError(
-                f"op_kwargs of GroupedLinear must be empty, got {sorted(kwargs)}; caller's buffers "
-                "are not offered yet"
-            )
-
     def fuser_backward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -325,7 +361,8 @@ class GroupedLinear(WeightedOperation):
         given = self.grad_operands(ctx, grad_output)
         dx = None
         if ctx.needs.input:
-            dx = grouped.grouped_mm(given.rows, given.weights, given.ends, None, None, True)
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
         gradient = grouped_gradient(given.columns, given.x, given.ends)
         dweights = self.weight_grads(ctx, gradient)
@@ -411,6 +448,25 @@ class GroupedLinear(WeightedOperation):
 def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
     """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
     return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
+
+
+def _product(
+    out: Tensor | None,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> Tensor:
+    """The grouped product ``[rows, features]``, in ``out`` ``[..., features]`` if that is given."""
+    if out is None:
+        return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w)
+    rows = out.view(x.shape[0], out.shape[-1])
+    if out.dtype != x.dtype:  # decoded operands
+        return rows.copy_(grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w))
+    grouped.grouped_mm_(rows, x, weights, ends, bias, row_scale, transpose_w)
+    return rows
 
 
 def group_ends(

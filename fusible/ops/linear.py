@@ -24,6 +24,7 @@ from fusible.ops.distributed import (
 )
 from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
+from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.product import (
@@ -100,12 +101,16 @@ class BasicLinear(WeightedOperation):
         input_: Tensor,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            return self._quantized_forward(ctx, input_)
+            return self._quantized_forward(ctx, input_, kwargs)
         x, weight = self.operands(ctx, input_)
-        return formulas.linear(x, weight)
+        output = self.output_buffer(ctx, input_, kwargs)
+        return (
+            formulas.linear(x, weight) if output is None else _write_product(output, x, weight.t())
+        )
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects.
@@ -121,8 +126,11 @@ class BasicLinear(WeightedOperation):
         check_features(input_, self.in_features, "BasicLinear")
         ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
 
-    def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+    def _quantized_forward(
+        self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
         self._check(ctx, input_)
+        output = self.output_buffer(ctx, input_, kwargs)
         needs, compute = ctx.needs, compute_dtype(input_.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
         x = encode_operand(matrix(input_, ctx.dtype), ctx.recipe, "input", *products)
@@ -135,7 +143,8 @@ class BasicLinear(WeightedOperation):
             *columnwise_only(x, needed=needs.params[0]),
             *columnwise_only(weight, needed=needs.input),
         )
-        return y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
+        y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
+        return y if output is None else output.copy_(y)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -145,7 +154,10 @@ class BasicLinear(WeightedOperation):
             return self._quantized_backward(ctx, grad_output)
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)
-        dx = (dy @ weight) if ctx.needs.input else None
+        dx = None
+        if ctx.needs.input:
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = dy @ weight if buffer is None else _write_product(buffer, dy, weight)
         return dx, self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(
@@ -162,6 +174,8 @@ class BasicLinear(WeightedOperation):
             weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
             dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
             return dx, (None,)
         x = from_columnwise(saved[:SAVED], recipe.format("input"))
@@ -172,6 +186,13 @@ class BasicLinear(WeightedOperation):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for a ``[..., K]`` and b ``[K, N]``, in ``out``."""
+    with torch.no_grad():
+        torch.mm(a.reshape(-1, a.shape[-1]), b, out=out.view(-1, b.shape[1]))
+    return out
 
 
 class Bias(BasicOperation):
@@ -310,6 +331,15 @@ class Linear(FusedOperation):
             part.__dict__["_parameters"] = self._parameters
         if not bias:
             self.register_parameter("bias", None)
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        # Transformer Engine saves the parameters under the ops that it is made of.
+        for at, name in enumerate(("weight", "bias")):
+            part = f"{prefix}basic_ops.{at}."
+            state_dict.pop(f"{part}_extra_state", None)
+            if f"{part}{name}" in state_dict:
+                state_dict.setdefault(f"{prefix}{name}", state_dict.pop(f"{part}{name}"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """Kaiming-uniform weight, zero bias."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
+from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
 
 Grads = Sequence[Tensor | None]
@@ -34,15 +35,6 @@ class FusibleOperation(nn.Module):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The basic ops that this op covers, in order."""
         raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Convert the parameters; no format is nominally FP64, in which values are left."""
-        super()._apply(fn, recurse)
-        for name, parameter in self._parameters.items():
-            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
-                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
-                self._parameters[name] = plain
-        return self
 
     def get_input_quantizer(self) -> Any:
         """How this op wants its input quantized under the recipe in force, or None.
@@ -114,6 +106,28 @@ class FusibleOperation(nn.Module):
         """What the last call of this op alone ran as; None before the first."""
         return None if self._run is None else self._run.plan
 
+    # --- state -----------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with attributes_kept(self):
+            super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            # No format is nominally FP64: its values are left.
+            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
+                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
+                self._parameters[name] = plain
+        return self
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        if type(self).get_extra_state is nn.Module.get_extra_state:
+            # Transformer Engine's ops save their quantizers' state, of which there is none here.
+            state_dict.pop(f"{prefix}_extra_state", None)
+        with attributes_kept(self):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy_with_attributes(self, memo)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy is captured by no run yet.
         state = {**self.__dict__, "_run": None}
@@ -140,6 +154,8 @@ class BasicOperation(FusibleOperation):
         extra_output_names: names under which later ops find the extra outputs; in the order of
             the slots, or empty.
         saves: what the op saves for its backward, as ``explain`` prints it.
+        computes_as: set by a subclass that has the math of a built-in op and differs only in where
+            its parameters are from: that op, for which fusion rules take it. Not inherited.
     """
 
     num_extra_inputs: int = 0

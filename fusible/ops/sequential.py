@@ -13,6 +13,7 @@ from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
+from fusible.ops import buffers
 from fusible.ops.op import BasicOperation, FusibleOperation
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
@@ -52,13 +53,16 @@ class Sequential(nn.Sequential):
         Args:
             input: input of the first module.
             *extra_inputs: the ops' extra inputs, in order, less those fed by channels.
-            op_kwargs: keyword arguments for single ops, by op or by index.
+            op_kwargs: keyword arguments for single ops, by op or by index. A linear op that is the
+                last of its run takes ``"output"``, one that is the first ``"grad_input"``: the
+                tensor to write its output, or its input's gradient, to.
 
         Returns:
             The output, or a tuple of it and the extra outputs that the caller gets.
 
         Raises:
-            ValueError: a wrong number of extra inputs, or ``op_kwargs`` for no op of this module.
+            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module, or
+                a buffer for an op whose result may stay inside of a fusion.
         """
         x, rest = input, extra_inputs
         extra_outputs: list[Tensor] = []
@@ -203,6 +207,8 @@ def _fitting(ops: Sequence[BasicOperation], rules: Sequence[Rule]) -> list[Rule]
 
 def _check_owns_parameters(op: FusibleOperation) -> None:
     """Refuse a fused op whose parameters no optimizer would find."""
+    if not op.is_fused_op:
+        return
     owned = {id(p) for p in op.parameters()}
     for part in op.basic_ops:
         if any(id(p) not in owned for p in part.own_parameters()):
@@ -232,4 +238,13 @@ def _by_op(
                 f"{key if isinstance(key, int) else type(op).__name__}"
             )
         by_op[op] = kwargs
+    for segment in segments:
+        run = segment.ops if isinstance(segment, Run) else (segment,)
+        for name, at in zip(buffers.NAMES, (run[-1], run[0]), strict=True):
+            if any(name in by_op.get(op, {}) for op in run if op is not at):
+                raise ValueError(
+                    f"op_kwargs must give {name!r} to the {'last' if at is run[-1] else 'first'} "
+                    f"op of a run, here {type(at).__name__}, got it for another: what lies inside "
+                    "of a run may not be computed as such"
+                )
     return by_op

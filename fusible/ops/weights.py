@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
+from fusible.ops import buffers
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
 from fusible.ops.wgrad import (
     MainGrads,
@@ -30,7 +31,7 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.state import register_state_hooks
 from fusible.recipes.tensor import QuantizedTensor
 
-_Encoded = tuple[tuple[Tensor, ...], list[Operand]]
+_Encoded = tuple[tuple[Tensor, ...], Any]
 
 
 class WeightedOperation(BasicOperation):
@@ -43,6 +44,9 @@ class WeightedOperation(BasicOperation):
 
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
+    in_features: int
+    out_features: int
+
     # What reuse_quantized_weights keeps of this op: encoded weights with the weights they are of.
     _reused: dict[Any, _Encoded] | None = None
 
@@ -69,6 +73,48 @@ class WeightedOperation(BasicOperation):
             if any(parameter is weight for weight in self.weights()):
                 assert parameter is not None
                 self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    # --- the caller's buffers --------------------------------------------------------------------
+
+    def output_buffer(
+        self, ctx: OperationContext, x: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """The caller's memory for the output ``[..., out_features]``, or None; after ``ctx.dtype``.
+
+        Also remembers that for the input's gradient. Every forward that covers this op calls this,
+        with the op's ``op_kwargs``, before it computes.
+
+        Raises:
+            ValueError: another keyword argument, or a buffer that does not fit.
+            RuntimeError: a buffer while compiling.
+        """
+        if not kwargs:
+            return None
+        if unknown := sorted(set(kwargs) - set(buffers.NAMES)):
+            raise ValueError(
+                f"op_kwargs of {type(self).__name__} must be among {list(buffers.NAMES)}, got "
+                f"{unknown}"
+            )
+        # On the context though it is a tensor: its values are none of this run's, and it is written
+        # as often as it is given. Not while compiling.
+        ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)
+        shape = (*x.shape[:-1], self.out_features)
+        output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
+        return None if output is None else buffers.written(output)
+
+    def grad_input_buffer(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
+        """The caller's memory for the input's gradient ``[..., in_features]``, or None.
+
+        Raises:
+            ValueError: it is that of the output's gradient.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        buffer = vars(ctx.forward).get("grad_input")
+        if buffer is None:
+            return None
+        buffers.check_apart(buffer, grad_output, "grad_input", "the output's gradient")
+        return buffers.written(buffer)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -171,24 +217,27 @@ class WeightedOperation(BasicOperation):
             made.format, self.num_groups, rowwise=made.rowwise, columnwise=made.columnwise
         )
 
-    def encoded_weights(self, ctx: OperationContext) -> list[Operand]:
+    def encoded_weights(
+        self, ctx: OperationContext, laid_out: Callable[[list[Operand]], Any] = list
+    ) -> Any:
         """The weights for the forward and, if it will be taken, the data gradient.
 
         One operand, of ``[N, K]`` or ``[E, N, K]``, or one per group where weights of groups are
-        stored quantized one by one.
+        stored quantized one by one; or what ``laid_out`` makes of the list of them, made once as
+        they are encoded once.
         """
         weights = self.weights()
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or _capturing():
-            return _encode(weights, ctx.recipe, ctx.dtype, products)
-        key = ctx.recipe, ctx.dtype, products
+            return laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
+        key = ctx.recipe, ctx.dtype, products, laid_out
         known, encoded = self._reused.get(key, ((), []))
         if len(known) != len(weights) or any(
             a is not b for a, b in zip(known, weights, strict=True)
         ):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                encoded = _encode(weights, ctx.recipe, ctx.dtype, products)
+                encoded = laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
             self._reused[key] = tuple(weights), encoded
         return encoded
 

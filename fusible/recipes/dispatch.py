@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
+from fusible.recipes import sharding
+
 if TYPE_CHECKING:
     from fusible.recipes.tensor import QuantizedTensor
 
@@ -128,8 +130,15 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
 
 
 def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
-    """Regroup the rows, in whole blocks; the columns stay."""
+    """Regroup the rows, in whole blocks; the columns stay. Or flatten, which keeps all pieces."""
     shape = torch.empty(q.shape, device="meta").view(size).shape
+    if len(shape) == 1:
+        return q.from_pieces(q.pieces(), q.format, shape, q.dtype)
+    if q.dim() == 1:
+        raise ValueError(
+            f"a flat view of a quantized tensor must stay flat, got {tuple(shape)} from {q!r}; "
+            "view the tensor that it is a view of"
+        )
     rows, new_rows = q.shape[-2], shape[-2] if len(shape) > 1 else 0
     across = 1 if q.format.block is None else q.format.block[0]
     along = q.format.block[1] if q.columnwise_data is not None and q.format.block else across
@@ -141,24 +150,35 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
             f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
 
-    of_matrices = {"tensor_scale", "columnwise_tensor_scale"}
-    if q.format.block is None:
-        of_matrices.add("scale_inv")
+    of_matrices = sharding.per_matrix(q.format)
     if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
         raise ValueError(
             f"a view of a {q.format.name} tensor must keep its matrices, each has its own scale, "
             f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
 
+    per_entry = sharding.rows_per_entry(q.format)
+
     def regroup(name: str, piece: Tensor) -> Tensor:
         if name in of_matrices:
             return piece.view(*shape[:-2], 1)
-        per_scale = {"scale_inv": across, "columnwise_scale_inv": along}.get(name, 1)
-        count = piece.shape[-2] if same_rows else new_rows // per_scale
+        count = piece.shape[-2] if same_rows else new_rows // per_entry.get(name, 1)
         return piece.view(*shape[:-2], count, piece.shape[-1])
 
     pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
     return q.from_pieces(pieces, q.format, shape, q.dtype)
+
+
+def _as_strided(
+    q: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedTensor:
+    """The tensor itself, which is all that its layout allows."""
+    if q.shape != tuple(size) or q.stride() != tuple(stride) or offset:
+        raise ValueError(
+            f"as_strided of a quantized tensor must keep its shape and strides, got {tuple(size)} "
+            f"and {tuple(stride)} from {q!r}; call .dequantize()"
+        )
+    return q.map_pieces(lambda t: t)
 
 
 def _plain_like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -179,6 +199,10 @@ _KEEP: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     _aten.view.default: _view,
+    _aten.as_strided.default: _as_strided,
+    _aten.slice.Tensor: sharding.slice_,
+    _aten.split.Tensor: sharding.split,
+    _aten.new_zeros.default: sharding.new_zeros,
     _aten.empty_like.default: _plain_like(torch.empty),
     _aten.zeros_like.default: _plain_like(torch.zeros),
     _aten.ones_like.default: _plain_like(torch.ones),

@@ -28,13 +28,19 @@ _KEYS = {
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-def tensor_state(q: QuantizedTensor) -> dict[str, Tensor]:
-    """Return ``q`` as plain tensors, by suffix of the parameter's name."""
+def tensor_state(q: Tensor) -> dict[str, Tensor]:
+    """Return ``q`` as plain tensors, by suffix of the parameter's name.
+
+    ``q`` is a ``QuantizedTensor``, or a ``DTensor`` of shards of one, and then so are its pieces.
+    """
+    local = _local(q)
     state = {
         _KEYS[name]: piece.view(torch.uint8) if piece.dtype == torch.float8_e8m0fnu else piece
-        for name, piece in q.pieces().items()
+        for name, piece in local.pieces().items()
     }
-    fmt = q.format
+    if local is not q:
+        state = {name: _sharded_as(q, piece) for name, piece in state.items()}
+    fmt = local.format
     facts = {
         "name": fmt.name,
         "element": fmt.element.name,
@@ -48,7 +54,19 @@ def tensor_state(q: QuantizedTensor) -> dict[str, Tensor]:
     return state
 
 
-def tensor_from_state(state: Mapping[str, Tensor]) -> QuantizedTensor:
+def _local(t: Any) -> Any:
+    """The local part of a ``DTensor``; other tensors as they are."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _sharded_as(t: Any, local: Tensor) -> Tensor:
+    """A ``DTensor`` of this local part, sharded as ``t``."""
+    from torch.distributed.tensor import DTensor  # there is one, so this is imported already
+
+    return DTensor.from_local(local, t.device_mesh, t.placements, run_check=False)
+
+
+def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
     """Undo ``tensor_state``; ValueError for a format this version does not know."""
     facts = json.loads(bytes(state["format"].tolist()).decode())
     try:
@@ -65,11 +83,16 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> QuantizedTensor:
             f"a saved format must be one of this version of fusible, got {facts}; "
             "load the checkpoint with the version that wrote it"
         ) from error
-    pieces = {name: state[key] for name, key in _KEYS.items() if key in state}
+    stored = {name: state[key] for name, key in _KEYS.items() if key in state}
+    pieces = {name: _local(piece) for name, piece in stored.items()}
     for name in ("scale_inv", "columnwise_scale_inv"):
         if name in pieces and fmt.scale_dtype == torch.float8_e8m0fnu:
             pieces[name] = pieces[name].view(fmt.scale_dtype)
-    return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
+    data = next(iter(pieces))
+    if pieces[data] is stored[data]:
+        return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
+    shape = [*pieces[data].shape[:-1], shape[-1]]
+    return _sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -78,25 +101,27 @@ def register_state_hooks(module: nn.Module) -> None:
     What is loaded may be quantized or in high precision, whatever the parameter is.
     """
     module.register_state_dict_post_hook(_save)
-    module.register_load_state_dict_pre_hook(_load)
+    module.register_load_state_dict_pre_hook(load_pieces)
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         saved = state.get(prefix + name)
-        if isinstance(parameter, QuantizedTensor) and isinstance(saved, QuantizedTensor):
+        if saved is not None and isinstance(_local(parameter), QuantizedTensor):
             del state[prefix + name]
             parts = tensor_state(saved)
             state.update({f"{prefix}{name}.{suffix}": part for suffix, part in parts.items()})
 
 
-def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _parameter in module.named_parameters(recurse=False):
-        start = f"{prefix}{name}."
-        if f"{start}format" in state:
-            parts = {
-                suffix: state.pop(start + suffix)
-                for suffix in (*_KEYS.values(), "format")
-                if start + suffix in state
-            }
-            state[prefix + name] = tensor_from_state(parts)
+def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put together the quantized tensors of a state dict that belong to ``module`` itself."""
+    for key in [key for key in state if key.startswith(prefix) and key.endswith(".format")]:
+        name = key.removesuffix(".format")
+        if "." in name.removeprefix(prefix):
+            continue  # a submodule's
+        parts = {
+            suffix: state.pop(f"{name}.{suffix}")
+            for suffix in (*_KEYS.values(), "format")
+            if f"{name}.{suffix}" in state
+        }
+        state[name] = tensor_from_state(parts)

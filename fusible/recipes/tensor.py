@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.recipes import sharding
 from fusible.recipes.dispatch import overwrite, run
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.library import decode, encode
@@ -45,7 +46,7 @@ class QuantizedTensor(torch.Tensor):
     columnwise_scale_inv: Tensor | None
     tensor_scale: Tensor | None
     columnwise_tensor_scale: Tensor | None
-    _high_precision_init_val: Tensor | None
+    _high_precision_init_val: Tensor | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -65,7 +66,6 @@ class QuantizedTensor(torch.Tensor):
         self.format = format
         for name in PIECES:
             setattr(self, name, pieces.get(name))
-        self._high_precision_init_val = None
         return self
 
     @classmethod
@@ -155,6 +155,9 @@ class QuantizedTensor(torch.Tensor):
                 f"got {tuple(values.shape)}; nothing was written"
             )
         values = values.detach().to(self.device)
+        if self.dim() == 1:  # a flat view: the blocks are those of the matrices
+            data = next(iter(self.pieces().values()))
+            values = values.view(*data.shape[:-1], -1)
         rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
         row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
         new = pieces_of(row, column, self.format)
@@ -177,6 +180,34 @@ class QuantizedTensor(torch.Tensor):
         return self.from_pieces(
             pieces, self.format, self.shape if shape is None else shape, dtype or self.dtype
         )
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+        module: Any,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """Hand FSDP2 what is stored of this shard; ValueError if shards are uneven."""
+        return sharding.gatherable(self, mesh.size(), outer_size), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: QuantizedTensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """Put together what FSDP2 gathered; ``out`` is what an earlier call returned."""
+        whole = sharding.gathered(self, all_gather_outputs, param_dtype)
+        if out is None:
+            return whole, ()
+        for piece, new in zip(out.pieces().values(), whole.pieces().values(), strict=True):
+            if piece.data_ptr() != new.data_ptr():
+                overwrite(piece, new)
+        return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say shape, format, element dtype and nominal dtype, without reading the device."""
@@ -212,6 +243,40 @@ class QuantizedTensor(torch.Tensor):
     ) -> Any:
         """Run one ATen operation: keep the format, work on values, or refuse."""
         return run(func, args, kwargs or {})
+
+
+def attributes_of(t: Tensor) -> dict[str, Any]:
+    """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
+    own = {"format", "_is_param", *PIECES} if isinstance(t, QuantizedTensor) else set()
+    return {name: value for name, value in vars(t).items() if name not in own}
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one with a leading dimension; quantized if all of them are.
+
+    Raises ValueError if quantized ones differ in format or uses.
+    """
+    quantized = [t for t in tensors if isinstance(t, QuantizedTensor)]
+    if not quantized:
+        return torch.stack(tuple(tensors))
+    first, kinds = quantized[0], {(t.format, *t.pieces()) for t in quantized}
+    if len(quantized) < len(tensors) or len(kinds) > 1:
+        raise ValueError(
+            f"tensors to stack must be all quantized alike or not at all, got {list(tensors)}; "
+            "call .dequantize()"
+        )
+    pieces = {name: torch.stack([t.pieces()[name] for t in quantized]) for name in first.pieces()}
+    return first.from_pieces(pieces, first.format, (len(tensors), *first.shape), first.dtype)
+
+
+def unstack(t: Tensor) -> tuple[Tensor, ...]:
+    """Undo ``stack``: views of the members along the first dimension."""
+    if not isinstance(t, QuantizedTensor):
+        return t.unbind(0)
+    return tuple(
+        t.map_pieces(lambda piece, member=member: piece[member], shape=t.shape[1:])  # type: ignore[misc]
+        for member in range(t.shape[0])
+    )
 
 
 def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) -> dict[str, Tensor]:

@@ -245,10 +245,10 @@ CASES = {
     ),
     "op_kwargs that an op does not know": (
         lambda: fz.Sequential(fz.GroupedLinear(4, 8, 6))(
-            torch.randn(10, 8), SPLITS, op_kwargs={0: {"output": None}}
+            torch.randn(10, 8), SPLITS, op_kwargs={0: {"out": None}}
         ),
         ValueError,
-        ("must be empty", "got ['output']", "not offered yet"),
+        ("must be among ['output', 'grad_input']", "got ['out']"),
     ),
     "a recipe that is none": (
         lambda: fz.autocast(recipe="mxfp8"),

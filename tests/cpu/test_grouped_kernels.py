@@ -250,6 +250,7 @@ def opcheck_cases():
     yield "mm, everything", grouped.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False)
     yield "mm, transposed", grouped.grouped_mm, (dy, [w], ends, None, None, True)
     yield "mm, no rows", grouped.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
+    yield "mm_", grouped.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False)
     yield "wgrad", grouped.grouped_wgrad, (dy, x, ends)
     yield "sum", grouped.grouped_sum, (dy, ends, None)
     yield "sum, scaled", grouped.grouped_sum, (dy, ends, scales)

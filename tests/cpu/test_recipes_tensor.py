@@ -113,7 +113,7 @@ def test_view_of_whole_blocks(fmt):
         for columnwise in (False, True):
             got = seen.dequantize(columnwise=columnwise)
             assert torch.equal(got.view(256, 256), q.dequantize(columnwise=columnwise))
-    for shape in [(512, 128), (-1,), (128, 512)]:
+    for shape in [(512, 128), (128, 512)]:
         with pytest.raises(ValueError, match="whole blocks"):
             q.view(shape)
     with pytest.raises(ValueError, match="whole blocks"):

@@ -60,11 +60,16 @@ def grouped_gemm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
+    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e, in ``out`` if given.
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
+    if out is not None:
+        write = ops.grouped_gemm_ if _direct(x) else _ops.sm90_grouped_gemm_.default
+        write(out, x, w, ends, bias, row_scale, transpose_w)
+        return out
     call = ops.grouped_gemm if _direct(x) else _ops.sm90_grouped_gemm.default
     return call(x, w, ends, bias, row_scale, transpose_w)
 

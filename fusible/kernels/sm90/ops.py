@@ -28,6 +28,10 @@ _LIBRARY.define(
     "bool transpose_w) -> Tensor"
 )
 _LIBRARY.define(
+    "sm90_grouped_gemm_(Tensor(a!) out, Tensor x, Tensor[] w, Tensor ends, Tensor? bias, "
+    "Tensor? row_scale, bool transpose_w) -> ()"
+)
+_LIBRARY.define(
     "sm90_grouped_gemm_glu(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor scales, "
     "str activation, int interleave, float limit, float alpha, float offset, bool store_preact) "
     "-> (Tensor, Tensor)"
@@ -336,7 +340,9 @@ def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
     return ends
 
 
-def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None) -> Tensor:
+def grouped_gemm(
+    x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None, out: Tensor | None = None
+) -> Tensor:
     """See `fusible.kernels.sm90.grouped_gemm`."""
     rows, depth = _check_matrix("x", x)
     weights = _matrices("w", w, x.device, transpose_w)
@@ -348,11 +354,23 @@ def grouped_gemm(x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = N
         _check_bias(bias, weights.groups, weights.rows, x)
         if row_scale is not None:
             _check_rows("row_scale", row_scale, rows, x.device)
-    out = x.new_empty(rows, weights.rows)
+    if out is None:
+        out = x.new_empty(rows, weights.rows)
+    elif out.shape != (rows, weights.rows) or not out.is_contiguous() or out.dtype != x.dtype:
+        raise ValueError(
+            f"out must be a contiguous {x.dtype} tensor of shape {(rows, weights.rows)}, got "
+            f"{out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}"
+        )
     if rows:
         tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
         _multiply(_spec("store", tile, "", 0, False), x, weights, ends, out, bias, row_scale)
     return out
+
+
+def grouped_gemm_(out, x, w, ends, bias, row_scale, transpose_w) -> None:
+    """`grouped_gemm` into ``out``."""
+    _check_matrix("out", out)
+    grouped_gemm(x, w, ends, bias, row_scale, transpose_w, out=out)
 
 
 def grouped_gemm_glu(
@@ -510,6 +528,10 @@ def _fake_gemm(x, w, ends, bias, row_scale, transpose_w):
     return x.new_empty(x.shape[0], _features(w, transpose_w))
 
 
+def _fake_gemm_(out, x, w, ends, bias, row_scale, transpose_w):
+    return None
+
+
 def _fake_glu(x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact):
     features = _features(w, transpose=False)
     preact = x.new_empty(x.shape[0] if store_preact else 0, features)
@@ -536,6 +558,7 @@ def _fake_wgrad_(out, dy, x, ends, accumulate):
 for _name, _implementation, _fake in (
     ("sm90_group_ends", group_ends, _fake_ends),
     ("sm90_grouped_gemm", grouped_gemm, _fake_gemm),
+    ("sm90_grouped_gemm_", grouped_gemm_, _fake_gemm_),
     ("sm90_grouped_gemm_glu", grouped_gemm_glu, _fake_glu),
     ("sm90_grouped_gemm_dglu", grouped_gemm_dglu, _fake_dglu),
     ("sm90_grouped_wgrad", grouped_wgrad, _fake_wgrad),

@@ -1,0 +1,138 @@
+"""Quantized tensors cut into shards and put together again, as FSDP2 does with parameters.
+
+FSDP2 cuts a parameter along its first dimension: a 3-D weight between groups, a 2-D one between
+rows, where whole blocks must stay together. It gathers what is stored, not the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.formats import NumberFormat
+
+if TYPE_CHECKING:
+    from fusible.recipes.tensor import QuantizedTensor
+
+
+def rows_per_entry(fmt: NumberFormat) -> dict[str, int]:
+    """Return how many rows of a tensor one row of each of its pieces stands for."""
+    across, along = (1, 1) if fmt.block is None else fmt.block
+    return {"scale_inv": across, "columnwise_scale_inv": along}
+
+
+def per_matrix(fmt: NumberFormat) -> set[str]:
+    """Return the pieces that have one entry for each matrix."""
+    scales = {"tensor_scale", "columnwise_tensor_scale"}
+    return scales | {"scale_inv"} if fmt.block is None else scales
+
+
+def _rows_of_pieces(q: QuantizedTensor, rows: int) -> dict[str, int]:
+    """The rows of every piece that ``rows`` rows of ``q`` are stored in; ValueError if cut."""
+    per = {name: rows_per_entry(q.format).get(name, 1) for name in q.pieces()}
+    if per_matrix(q.format) & per.keys():
+        raise ValueError(
+            f"a {q.format.name} matrix must not be cut between rows, which share a scale; got "
+            f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
+        )
+    whole = math.lcm(*per.values())
+    if rows % whole:
+        raise ValueError(
+            f"rows of a {q.format.name} tensor must be cut in whole blocks of {whole}, got {rows} "
+            f"rows of {q!r}; use a multiple of {whole} rows for every shard"
+        )
+    return {name: rows // count for name, count in per.items()}
+
+
+def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
+    """Return a view of entries ``start`` to ``stop`` along a dimension other than the last.
+
+    Raises ValueError for the last dimension, for a part of a block of rows, and for rows that share
+    a scale.
+    """
+    dim %= q.dim()
+    stop = min(stop, q.shape[dim])
+    shape = list(q.shape)
+    shape[dim] = max(stop - start, 0)
+    if (start, stop) == (0, q.shape[dim]):
+        return q.map_pieces(lambda t: t)
+    if dim == q.dim() - 1:
+        raise ValueError(f"a quantized tensor must be cut before its last dimension, got {q!r}")
+    if dim < q.dim() - 2:
+        first = dict.fromkeys(q.pieces(), start)
+        length = dict.fromkeys(q.pieces(), shape[dim])
+    else:
+        first, length = _rows_of_pieces(q, start), _rows_of_pieces(q, shape[dim])
+    pieces = {name: t.narrow(dim, first[name], length[name]) for name, t in q.pieces().items()}
+    return q.from_pieces(pieces, q.format, shape, q.dtype)
+
+
+def split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    """Return views of at most ``size`` entries along ``dim``; errors as :func:`cut`."""
+    return [cut(q, dim, at, at + size) for at in range(0, max(q.shape[dim], 1), size)]
+
+
+def slice_(
+    q: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
+    """``aten.slice`` with step 1; errors as :func:`cut`."""
+    if step != 1:
+        raise ValueError(f"a slice of a quantized tensor must have step 1, got {step}")
+    size = q.shape[dim]
+    start, stop = start or 0, size if stop is None else stop
+    return cut(q, dim, start % size if start < 0 else start, stop % size if stop < 0 else stop)
+
+
+def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
+    """Return zeros in the format of ``q``, of as many columns; plain ones for another dtype."""
+    dtype, device = options.get("dtype") or q.dtype, options.get("device") or q.device
+    if dtype != q.dtype or len(size) != q.dim() or size[-1] != q.shape[-1]:
+        return torch.zeros(size, dtype=dtype, device=device)
+    alone = per_matrix(q.format)
+    rows = {} if alone & q.pieces().keys() else _rows_of_pieces(q, size[-2])
+
+    def zeros(name: str, piece: Tensor) -> Tensor:
+        shape = (*size[:-2], 1)
+        if name not in alone:
+            shape = (*size[:-2], rows.get(name, size[-2]), piece.shape[-1])
+        # Bytes, since E8M0 has no zero.
+        count = math.prod(shape) * piece.element_size()
+        return torch.zeros(count, dtype=torch.uint8, device=device).view(piece.dtype).view(shape)
+
+    pieces = {name: zeros(name, piece) for name, piece in q.pieces().items()}
+    return q.from_pieces(pieces, q.format, size, q.dtype)
+
+
+def gatherable(q: QuantizedTensor, ranks: int, size: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the pieces of a shard of a tensor of ``size`` as bytes, for every rank to gather.
+
+    Raises ValueError unless the first dimension is shared evenly among the ranks.
+    """
+    if size[0] % ranks or q.shape[0] * ranks != size[0] or q.shape[1:] != tuple(size[1:]):
+        raise ValueError(
+            f"a quantized weight of shape {tuple(size)} must be sharded evenly along its first "
+            f"dimension over {ranks} ranks, got a shard of shape {tuple(q.shape)}; use as many "
+            "groups as a multiple of the ranks"
+        )
+    return tuple([piece.view(torch.uint8) for piece in q.pieces().values()])
+
+
+def gathered(q: QuantizedTensor, outputs: Sequence[Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    """Return the tensor whose shards' pieces are gathered, of nominal ``dtype``; ``q`` is one."""
+    if len(outputs) < len(q.pieces()):
+        # For one rank alone, torch (2.13) copies the first piece only: the shard is all there is.
+        return q.map_pieces(lambda t: t, dtype=dtype)
+    pieces = {
+        name: output.view(piece.dtype)
+        for (name, piece), output in zip(q.pieces().items(), outputs, strict=True)
+    }
+    data = next(iter(pieces.values()))
+    return q.from_pieces(pieces, q.format, (data.shape[0], *q.shape[1:]), dtype)

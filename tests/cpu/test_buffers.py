@@ -1,0 +1,170 @@
+"""Caller's buffers for output and input gradient: the same bits, in the caller's memory."""
+
+from contextlib import nullcontext
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+from fusible.kernels import reference
+from fusible.testing import assume_target
+
+SIZES, ROWS, WIDTH = (3, 0, 4, 1), 10, 32
+FP32, BF16 = torch.float32, torch.bfloat16
+MX = fz.recipes.MXFP8BlockScaling()
+# Name: dtype of the model, recipe, machine.
+PATHS = {
+    "unfused": (FP32, None, None),
+    "unfused bf16": (BF16, None, None),
+    "sm90": (BF16, None, "sm90"),
+    "mxfp8": (FP32, MX, None),
+}
+
+
+def dense():
+    return fz.Sequential(fz.BasicLinear(WIDTH, WIDTH), fz.SiLU(), fz.BasicLinear(WIDTH, WIDTH))
+
+
+MODULES = {
+    "one": lambda **options: fz.Sequential(fz.GroupedLinear(4, WIDTH, WIDTH, **options)),
+    "two": lambda **options: fz.Sequential(
+        fz.GroupedLinear(4, WIDTH, 64, **options), fz.GroupedLinear(4, 64, WIDTH, **options)
+    ),
+    "mlp": lambda **options: ref.grouped_mlp(4, WIDTH, 64, bias=True, **options),
+    "dense": lambda dtype=None: dense().to(dtype),
+}
+
+
+def extra_inputs(kind, splits, scales):
+    return {"one": [splits], "two": [splits] * 2, "mlp": [splits, scales, splits], "dense": []}[
+        kind
+    ]
+
+
+def run(path, module, kind, shape=(ROWS, WIDTH), op_kwargs=None):
+    """Output, gradient of x, and gradients of the parameters."""
+    dtype, recipe, machine = PATHS[path]
+    torch.manual_seed(3)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    extra = extra_inputs(kind, torch.tensor(SIZES), torch.rand(shape[:-1]))
+    with assume_target(machine, reference) if machine else nullcontext():
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(x, *extra, op_kwargs=op_kwargs)
+        y.backward(torch.randn(y.shape).to(dtype))
+    return y, x.grad, [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, 5, WIDTH)], ids=["2-D", "3-D"])
+def test_same_bits_in_the_callers_memory(path, kind, shape):
+    if kind == "dense" and path == "mxfp8":
+        shape = (32, WIDTH)  # whole blocks
+    dtype = PATHS[path][0]
+    module = MODULES[kind](dtype=dtype)
+    want = run(path, module, kind, shape)
+    module.zero_grad()
+    output, grad_input = (torch.full(shape, float("nan"), dtype=dtype) for _ in "ab")
+    kwargs = {len(module) - 1: {"output": output}}
+    kwargs.setdefault(0, {})["grad_input"] = grad_input
+    for _ in range(2):  # the same buffers again: nothing of them stays with autograd
+        module.zero_grad()
+        y, dx, dparams = run(path, module, kind, shape, kwargs)
+        assert y.data_ptr() == output.data_ptr()
+        assert not output.requires_grad
+        for mine, theirs in zip(
+            (y, output, dx, grad_input), (want[0],) * 2 + (want[1],) * 2, strict=True
+        ):
+            assert torch.equal(mine, theirs)
+        for mine, theirs in zip(dparams, want[2], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_an_op_called_alone_and_without_gradients():
+    op = fz.GroupedLinear(4, WIDTH, 8)
+    x, output = torch.randn(ROWS, WIDTH), torch.full((ROWS, 8), float("nan"))
+    with torch.no_grad():
+        y = op(x, SIZES, output=output)
+    assert y.data_ptr() == output.data_ptr()
+    assert torch.equal(output, op(x, SIZES))
+    assert torch.equal(output[8:], torch.zeros(2, 8))
+
+
+def test_no_rows():
+    op = fz.GroupedLinear(4, WIDTH, 8)
+    x, output = torch.empty(0, WIDTH, requires_grad=True), torch.empty(0, 8)
+    op(x, [0] * 4, output=output, grad_input=torch.empty(0, WIDTH)).sum().backward()
+    assert x.grad.shape == (0, WIDTH)
+    assert all(not p.grad.any() for p in op.parameters())
+
+
+X = torch.zeros(ROWS, WIDTH)
+BAD = {
+    "shape": ({"output": torch.empty(ROWS, 7)}, r"shape \(10, 8\) .* got .*\(10, 7\)"),
+    "leading shape": ({"output": torch.empty(2, 5, 8)}, r"got .*\(2, 5, 8\)"),
+    "dtype": ({"grad_input": torch.empty(ROWS, WIDTH, dtype=BF16)}, "float32 .* got .*bfloat16"),
+    "device": ({"output": torch.empty(ROWS, 8, device="meta")}, "on cpu .* on meta"),
+    "strides": ({"output": torch.empty(8, ROWS).t()}, r"contiguous .* strides \(1, 10\)"),
+    "no tensor": ({"output": [1.0]}, "got list"),
+    "gradient": ({"output": torch.empty(ROWS, 8, requires_grad=True)}, r"buffer\.detach\(\)"),
+    "the input itself": ({"grad_input": X}, "share no memory with the input"),
+    "part of the input": ({"output": X.view(-1)[80:160].view(ROWS, 8)}, "share no memory"),
+    "another name": ({"out": torch.empty(ROWS, 8)}, r"among \['output', 'grad_input'\], got"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["grouped", "dense", "sm90"])
+def test_a_buffer_that_does_not_fit(bad, kind):
+    op = fz.BasicLinear(WIDTH, 8) if kind == "dense" else fz.GroupedLinear(4, WIDTH, 8)
+    kwargs, said = BAD[bad]
+    before = {name: t.clone() for name, t in kwargs.items() if isinstance(t, torch.Tensor)}
+    with (
+        assume_target("sm90", reference) if kind == "sm90" else nullcontext(),
+        pytest.raises(ValueError, match=said),
+    ):
+        op(X, *([] if kind == "dense" else [SIZES]), **kwargs)
+    for name, t in before.items():
+        assert t.is_meta or torch.equal(kwargs[name].nan_to_num(), t.nan_to_num())
+
+
+def test_a_gradient_in_the_way():
+    op = fz.GroupedLinear(4, WIDTH, WIDTH)
+    dy = torch.randn(ROWS, WIDTH)
+    y = op(torch.randn(ROWS, WIDTH, requires_grad=True), SIZES, grad_input=dy)
+    with pytest.raises(ValueError, match="share no memory with the output's gradient"):
+        y.backward(dy)
+
+
+def test_an_output_that_is_still_needed():
+    """Written a second time before its first use in a backward: seen, not silently wrong."""
+    op, output = fz.GroupedLinear(4, WIDTH, 8), torch.empty(ROWS, 8)
+    first = op(X, SIZES, output=output).square().sum()
+    op(X + 1, SIZES, output=output)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        first.backward()
+
+
+@pytest.mark.parametrize("machine", ["sm80", "sm90"])
+def test_only_at_the_ends_of_a_run(machine):
+    """Whether the ops are fused or not."""
+    mlp = ref.grouped_mlp(4, WIDTH, 64, dtype=BF16)
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, BF16)
+    inner = torch.empty(ROWS, 128, dtype=BF16)
+    with assume_target(machine, reference):
+        for kwargs in ({0: {"output": inner}}, {mlp[2]: {"grad_input": inner}}):
+            with pytest.raises(
+                ValueError, match="op of a run, here GroupedLinear, got it for anot"
+            ):
+                mlp(x, splits, scales, splits, op_kwargs=kwargs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["output", "grad_input"])
+def test_refused_while_compiling(name):
+    op = fz.GroupedLinear(4, WIDTH, WIDTH)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=f"must not give '{name}' under torch.compile"):
+        compiled(X, torch.tensor(SIZES), **{name: torch.empty(ROWS, WIDTH)})

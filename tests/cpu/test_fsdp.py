@@ -1,0 +1,144 @@
+"""FSDP2 over two processes: the same training as in one process, step for step."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from sharded import Case, build, outcomes
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fusible as fz
+from fusible.recipes import QuantizedTensor
+
+WORLD, MX = 2, "MXFP8BlockScaling"
+CASES = [
+    Case(single=True),
+    Case(single=False),
+    Case(single=True, recipe=MX, quantized=True),
+    Case(single=False, recipe=MX, quantized=True),
+    Case(single=True, dtype=torch.bfloat16, machine="sm90"),
+]
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return outcomes(WORLD, "cpu", tmp_path_factory.mktemp("fsdp"), CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_twenty_steps(seen, rank, case):
+    outcome = seen[rank, str(case)]
+    # Two gradients have one sum, whatever their order.
+    assert outcome.difference == 0
+    assert outcome.state_difference == 0
+    assert outcome.sharded
+    assert all(outcome.moved)
+    assert outcome.restored == {"sharded": True, "unsharded": True, "optimizer": True}
+    assert outcome.fired == (("grouped_mlp_sm90",) if case.machine else ())
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_main_grads_are_set_again_after_sharding(mesh):
+    """fully_shard makes new parameters; what the weights carried is to be set again."""
+    op = fz.GroupedLinear(2, 8, 8, accumulate_into_main_grad=True, single_grouped_weight=True)
+    op.weight.main_grad = torch.zeros(op.weight.shape)
+    fully_shard(op, mesh=mesh)
+    assert not hasattr(op.weight, "main_grad")
+    with pytest.raises(ValueError, match=r"got none; set weight\.main_grad \(fully_shard removes"):
+        op(torch.randn(4, 8), torch.tensor([1, 3])).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_gathered_is_what_is_stored(mesh, monkeypatch):
+    """Bytes of FP8 and of scales, not values."""
+    module = build(Case(recipe=MX, quantized=True), "cpu")
+    stored = sum(t.nbytes for op in module[::2] for t in op.weight.pieces().values())
+    whole = copy.deepcopy(module)
+    fully_shard(module, mesh=mesh)
+    sent = []
+    pre = QuantizedTensor.fsdp_pre_all_gather
+
+    def counted(self, *args):
+        inputs, metadata = pre(self, *args)
+        sent.extend(inputs)
+        return inputs, metadata
+
+    counted.__signature__ = inspect.signature(pre)  # torch counts the parameters
+    monkeypatch.setattr(QuantizedTensor, "fsdp_pre_all_gather", counted)
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        splits = torch.tensor([2, 0, 1, 1])
+        x, scales = torch.randn(4, 64), torch.rand(4)
+        y = module(x, splits, scales, splits)
+        assert torch.equal(y, whole(x, splits, scales, splits))
+    assert {t.dtype for t in sent} == {torch.uint8}
+    assert sum(t.nbytes for t in sent) == stored
+
+
+def test_shards_of_quantized_tensors():
+    fmt = fz.recipes.formats.mxfp8()
+    q = QuantizedTensor.quantize(torch.randn(4, 64, 32), fmt, columnwise=True)
+    for got, want in zip(q.chunk(2), q.dequantize().chunk(2), strict=True):
+        assert torch.equal(got.dequantize(), want)
+    matrix = QuantizedTensor.quantize(torch.randn(64, 32), fmt, columnwise=True)
+    for columnwise in (False, True):
+        for got, want in zip(
+            matrix.chunk(2), matrix.dequantize(columnwise=columnwise).chunk(2), strict=True
+        ):
+            assert torch.equal(got.dequantize(columnwise=columnwise), want)
+    zeros = matrix.new_zeros(32, 32)
+    assert not zeros.dequantize().any()
+    zeros.copy_(matrix[32:])
+    assert torch.equal(zeros.dequantize(columnwise=True), matrix[32:].dequantize(columnwise=True))
+    assert torch.equal(q.view(-1).dequantize(), q.dequantize().view(-1))
+    flat = matrix.clone().view(-1)
+    flat.mul_(2)
+    assert torch.equal(flat.dequantize(), 2 * matrix.dequantize().view(-1))
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (lambda q: q.chunk(4), "whole blocks of 32, got 16 rows"),
+        (lambda q: q[:, :8], "before its last dimension"),
+        (lambda q: q[::2], "step 1, got 2"),
+        (lambda q: q.view(-1).view(64, 32), "a flat view .* must stay flat"),
+        (lambda q: q.as_strided((32, 64), (64, 1)), "must keep its shape and strides"),
+        (lambda q: q.fsdp_pre_all_gather(Ranks(3), (64, 32), None, None, None), "sharded evenly"),
+    ],
+)
+def test_shards_that_cannot_be(cut, said):
+    fmt = fz.recipes.formats.mxfp8()
+    with pytest.raises(ValueError, match=said):
+        cut(QuantizedTensor.quantize(torch.randn(64, 32), fmt, columnwise=True))
+
+
+def test_rows_that_share_a_scale_are_not_cut():
+    fmt = fz.recipes.Float8CurrentScaling().format("weight")
+    with pytest.raises(ValueError, match="must not be cut between rows, which share a scale"):
+        QuantizedTensor.quantize(torch.randn(64, 32), fmt).chunk(2)
+    groups = QuantizedTensor.quantize(torch.randn(4, 64, 32), fmt)
+    for got, want in zip(groups.chunk(2), groups.dequantize().chunk(2), strict=True):
+        assert torch.equal(got.dequantize(), want)
+
+
+class Ranks:
+    """A mesh of some ranks."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def size(self):
+        return self.ranks

@@ -1,0 +1,238 @@
+"""State dicts in every layout and file format, and what survives conversions of a module."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+import fusible as fz
+from fusible import recipes
+from fusible.recipes import QuantizedTensor
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+RECIPES = {
+    "none": None,
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "fp8 block": recipes.Float8BlockScaling(),
+    "fp8 current": recipes.Float8CurrentScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+}
+recipe_names = pytest.mark.parametrize("recipe", RECIPES)
+LAYOUTS = [True, False]
+layouts = pytest.mark.parametrize("single", LAYOUTS, ids=["single", "separate"])
+
+
+def build(single, recipe="none", keep=False, groups=3, **options):
+    options = {"single_grouped_weight": single, "single_grouped_bias": single} | options
+    with fz.quantized_model_init(
+        RECIPES[recipe] is not None, RECIPES[recipe], preserve_high_precision_init_val=keep
+    ):
+        module = fz.Sequential(
+            fz.GroupedLinear(groups, 128, 256, **options),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(groups, 128, 128, **options),
+            fz.Linear(128, 128),
+        )
+    for name, p in module.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p)
+    return module
+
+
+def bits(t):
+    return t.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a, b):
+    """Of two state dicts."""
+    assert a.keys() == b.keys()
+    for name, t in a.items():
+        assert (t.dtype, t.shape) == (b[name].dtype, b[name].shape), name
+        assert torch.equal(bits(t), bits(b[name])), name
+
+
+@recipe_names
+@layouts
+def test_layouts_load_into_each_other(recipe, single):
+    """There and back with the same bits; what is saved is what the module holds."""
+    here, there = build(single, recipe), build(not single, recipe)
+    there.load_state_dict(here.state_dict())
+    mine = {name for name in there.state_dict() if name.startswith(("0.", "2."))}
+    suffixes = {name.split(".")[1] for name in mine}
+    assert ("weight" in suffixes) == (not single)
+    x, splits, scales = torch.randn(40, 128), [20, 0, 20], torch.rand(40)
+    with fz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+        assert torch.equal(*(m(x, splits, scales, splits) for m in (here, there)))
+    back = build(single, recipe)
+    back.load_state_dict(there.state_dict(), assign=True)
+    same_bits(back.state_dict(), here.state_dict())
+
+
+@pytest.mark.parametrize("stored", ["mxfp8", "fp8 current"])
+@layouts
+def test_layouts_and_precisions_load_into_each_other(stored, single):
+    quantized, plain = build(single, stored), build(not single)
+    plain.load_state_dict(quantized.state_dict())
+    for theirs, mine in zip(stacked(quantized), stacked(plain), strict=True):
+        assert torch.equal(mine, theirs)
+    requantized = build(single, stored)
+    requantized.load_state_dict(build(not single).state_dict())
+    for p in requantized[0].weights():
+        assert isinstance(p, QuantizedTensor)
+
+
+def stacked(module):
+    """The values of the grouped weights, as 3-D tensors."""
+    for op in (module[0], module[2]):
+        weights = [w.dequantize() if isinstance(w, QuantizedTensor) else w for w in op.weights()]
+        yield weights[0] if weights[0].dim() == 3 else torch.stack(weights)
+
+
+def test_one_group():
+    here, there = build(True, groups=1), build(False, groups=1)
+    there.load_state_dict(here.state_dict())
+    assert torch.equal(there[0].weight0, here[0].weight[0])
+    here.load_state_dict(there.state_dict())
+
+
+def test_incomplete_layouts_are_complained_about():
+    state = build(False).state_dict()
+    del state["0.weight1"]
+    with pytest.raises(RuntimeError, match=r"(?s)Missing .*0\.weight\b.*Unexpected .*0\.weight0"):
+        build(True).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing .*0\.weight1"):
+        build(False).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        build(False, groups=2).load_state_dict(build(True).state_dict())
+
+
+@layouts
+def test_transformer_engines_names(single):
+    """As its ops save them: every op has the state of its quantizers, a Linear is two ops."""
+    source = build(False)
+    theirs = {}
+    for name, t in source.state_dict().items():
+        op, _, rest = name.partition(".")
+        if op == "3":
+            rest = f"basic_ops.{int(rest == 'bias')}.{rest}"
+        theirs[f"{op}.{rest}"] = t
+    for op in ("0", "1", "2", "3.basic_ops.0", "3.basic_ops.1"):
+        theirs[f"{op}._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    mine = build(single)
+    mine.load_state_dict(theirs)
+    again = build(False)
+    again.load_state_dict(mine.state_dict())
+    same_bits(again.state_dict(), source.state_dict())
+
+
+def test_an_ops_own_extra_state_is_loaded():
+    class Counting(fz.Identity):
+        count = 0
+
+        def get_extra_state(self):
+            return torch.tensor(self.count)
+
+        def set_extra_state(self, state):
+            self.count = int(state)
+
+    here, there = fz.Sequential(Counting()), fz.Sequential(Counting())
+    here[0].count = 3
+    there.load_state_dict(here.state_dict())
+    assert there[0].count == 3
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def by_torch(state, path):
+    torch.save(state, path / "state.pt")
+    return torch.load(path / "state.pt", weights_only=True)
+
+
+def by_safetensors(state, path):
+    safetensors.save_file(state, path / "state.safetensors")
+    return safetensors.load_file(path / "state.safetensors")
+
+
+def by_dcp(state, path):
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    loaded = {name: torch.zeros_like(t) for name, t in state.items()}
+    dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    return loaded
+
+
+@pytest.mark.parametrize("through", [by_torch, by_safetensors, by_dcp])
+@recipe_names
+@layouts
+@pytest.mark.filterwarnings("ignore")
+def test_files_keep_the_bits(through, recipe, single, tmp_path):
+    module, other = build(single, recipe), build(single, recipe)
+    state = module.state_dict()
+    assert all(type(t) is torch.Tensor for t in state.values())
+    loaded = through(state, tmp_path)
+    same_bits(loaded, state)
+    other.load_state_dict(loaded)
+    same_bits(other.state_dict(), state)
+
+
+# --- what survives -------------------------------------------------------------------------------
+
+CONVERSIONS = {
+    "to dtype": lambda m: m.bfloat16(),
+    "to device": lambda m: m.to("meta"),
+    "load_state_dict": lambda m: m.load_state_dict(copy.copy(m.state_dict())) and m,
+    "assign": lambda m: (
+        m.load_state_dict({name: t.clone() for name, t in m.state_dict().items()}, assign=True)
+        and m
+    ),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+@layouts
+def test_attributes_survive(convert, recipe, single):
+    module = build(single, recipe, keep=True, accumulate_into_main_grad=True)
+    tags = {}
+    for i, (name, p) in enumerate(module.named_parameters()):
+        p.main_grad = torch.full(p.shape, float(i))
+        p.tag = tags[name] = {"name": name}
+    module[0].requires_grad_(False)
+    init = {
+        name: p.get_high_precision_init_val()
+        for name, p in module.named_parameters()
+        if isinstance(p, QuantizedTensor)
+    }
+    assert bool(init) == (recipe == "mxfp8")
+    assert all(t is not None for t in init.values())
+    converted = convert(module)
+    for i, (name, p) in enumerate(converted.named_parameters()):
+        assert p.requires_grad == (not name.startswith("0."))
+        assert torch.equal(p.main_grad, torch.full(p.shape, float(i)))
+        assert p.tag == tags[name]
+        assert (p.tag is tags[name]) == (convert is not copy.deepcopy)
+        assert isinstance(p, QuantizedTensor) == (name in init)
+        if name in init:
+            assert torch.equal(p.get_high_precision_init_val(), init[name])
+
+
+def test_views_of_one_buffer_stay_views_in_a_copy():
+    module = build(False)
+    flat = torch.zeros(3, 256, 128)
+    for weight, view in zip(module[0].weights(), flat, strict=True):
+        weight.main_grad = view
+    first, second, _ = copy.deepcopy(module)[0].weights()
+    assert first.main_grad.data_ptr() != flat.data_ptr()
+    assert second.main_grad.data_ptr() == first.main_grad.data_ptr() + first.nbytes
+
+
+def test_values_without_format_leave_no_pieces_behind():
+    module = build(True, "mxfp8")
+    module.load_state_dict(build(True).state_dict(), assign=True)
+    assert type(module[0].weight) is torch.nn.Parameter
+    assert not vars(module[0].weight)

@@ -1,0 +1,433 @@
+"""Training on CUDA: main grads, delayed weight gradients, buffers, graphs, streams and threads.
+
+Every way of running: fused on Hopper, unfused by PyTorch's grouped products, and under recipes.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import fusible as fz
+from fusible.testing import assume_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+
+HIDDEN, INNER, SIZES, TAIL = 128, 128, (127, 0, 128, 129, 1, 256, 0, 300), 60
+ROWS = sum(SIZES) + TAIL
+# Name: recipe, machine whose rules run (this one if None), what must have fired.
+PATHS = {
+    "fused": (None, None, ("grouped_mlp_sm90",)),
+    "unfused": (None, "sm80", ()),
+    "mxfp8": (fz.recipes.MXFP8BlockScaling(), "sm80", ()),
+    "fp8 block": (fz.recipes.Float8BlockScaling(), "sm80", ()),
+}
+paths = pytest.mark.parametrize("path", PATHS)
+layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+
+
+def build(single=True, **options):
+    torch.manual_seed(0)
+    options |= {"device": "cuda", "dtype": torch.bfloat16}
+    options |= {"single_grouped_weight": single, "single_grouped_bias": single}
+    mlp = fz.Sequential(
+        fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, **options),
+    )
+    for p in mlp.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return mlp
+
+
+def inputs(seed=1, sizes=SIZES):
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    scales = torch.rand(ROWS, device="cuda").requires_grad_()
+    return x, torch.tensor(sizes, device="cuda"), scales, torch.randn_like(x.detach())
+
+
+@contextmanager
+def on(path):
+    """The recipe and the rules of a path, for forward and backward."""
+    recipe, machine, _ = PATHS[path]
+    with (
+        fz.autocast(enabled=recipe is not None, recipe=recipe),
+        assume_target(machine) if machine else nullcontext(),
+    ):
+        yield
+
+
+def step(mlp, x, splits, scales, dy, **options):
+    """Output and gradients of the inputs; parameters' accumulate."""
+    y = mlp(x, splits, scales, splits, **options)
+    y.backward(dy)
+    grads = x.grad, scales.grad
+    x.grad = scales.grad = None
+    return y.detach(), *grads
+
+
+def run(path, mlp, given, **options):
+    with on(path):
+        out = step(mlp, *given, **options)
+    assert mlp.plan.fired == PATHS[path][2]
+    return out
+
+
+def weights(mlp):
+    return [*mlp[0].weights(), *mlp[2].weights()]
+
+
+def biases(mlp):
+    return [*mlp[0].biases(), *mlp[2].biases()]
+
+
+def same(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@contextmanager
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- weight gradients ----------------------------------------------------------------------------
+
+
+@paths
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
+def test_main_grads(path, single, dtype, delay):
+    """Added to, or overwritten where it holds garbage, each weight by its own flag."""
+    plain, given = build(single), inputs()
+    want = run(path, plain, given)
+    mlp = build(single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    before = []
+    for i, w in enumerate(weights(mlp)):
+        w.overwrite_main_grad = i % 3 == 0
+        w.main_grad = torch.randn(w.shape, device="cuda").to(dtype)
+        if w.overwrite_main_grad:
+            w.main_grad.fill_(float("nan"))
+        before.append(w.main_grad.clone())
+    with on(path):
+        step(mlp, *given)  # compiles kernels
+    for w, old in zip(weights(mlp), before, strict=True):
+        w.main_grad.copy_(old)
+    mlp.zero_grad()
+    for fc in (mlp[0], mlp[2]):
+        fc._delayed.clear()
+    with on(path), no_synchronisation():
+        got = step(mlp, *given)
+        for fc in (mlp[2], mlp[0], mlp[2]):
+            fc.backward_dw()
+    same(got, want)
+    same([b.grad for b in biases(mlp)], [b.grad for b in biases(plain)])
+    for w, old, other in zip(weights(mlp), before, weights(plain), strict=True):
+        assert w.grad is None
+        grad = other.grad.double()
+        total = grad + (0 if w.overwrite_main_grad else old.double())
+        bound = 4 * torch.finfo(torch.bfloat16).eps * total.abs().max() + 1e-30
+        assert (w.main_grad.double() - total).abs().max() <= bound
+    for fc in (mlp[0], mlp[2]):
+        for group, size in enumerate(SIZES):
+            if size == 0:
+                w = fc.weights()[0 if single else group]
+                first = 0 if fc is mlp[0] else len(mlp[0].weights())
+                old = before[first + (0 if single else group)]
+                mine, old = (t[group] if single else t for t in (w.main_grad, old))
+                assert torch.equal(mine, torch.zeros_like(old) if w.overwrite_main_grad else old)
+
+
+@layouts
+def test_products_reach_fp32_main_grads_unrounded(single):
+    options = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
+    op = fz.GroupedLinear(
+        len(SIZES),
+        HIDDEN,
+        INNER,
+        accumulate_into_main_grad=True,
+        single_grouped_weight=single,
+        **options,
+    )
+    start = [torch.randn(w.shape, device="cuda") for w in op.weights()]
+    for w, old in zip(op.weights(), start, strict=True):
+        w.main_grad = old.clone()
+    x, splits, _, _ = inputs()
+    dy = torch.randn(ROWS, INNER, device="cuda").bfloat16()
+    op(x, splits).backward(dy)
+    assert op.plan.fired == ("grouped_linear_forward_sm90", "grouped_linear_backward_sm90")
+    got = torch.stack([w.main_grad for w in op.weights()]).view(-1, INNER, HIDDEN)
+    old = torch.stack(start).view(-1, INNER, HIDDEN)
+    at = 0
+    for group, size in enumerate(SIZES):
+        rows = slice(at, at + size)
+        at += size
+        want = old[group].double() + dy[rows].double().t() @ x[rows].detach().double()
+        assert (got[group] - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@paths
+def test_delayed_weight_gradients(path):
+    plain, mlp, given = build(), build(delay_wgrad_compute=True), inputs()
+    same(run(path, mlp, given), run(path, plain, given))
+    assert all(w.grad is None for w in weights(mlp))
+    for fc in (mlp[2], mlp[0], mlp[0]):
+        fc.backward_dw()
+    same([p.grad for p in mlp.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dense_main_grad(dtype):
+    op = fz.BasicLinear(
+        256, 512, dtype=torch.bfloat16, device="cuda", accumulate_into_main_grad=True
+    )
+    old = torch.randn(512, 256, device="cuda").to(dtype)
+    op.weight.main_grad = old.clone()
+    x, dy = (torch.randn(300, n, device="cuda").bfloat16() for n in (256, 512))
+    op(x).backward(dy)
+    want = old.double() + dy.double().t() @ x.double()
+    bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert (op.weight.main_grad - want).abs().max() <= bound * want.abs().max()
+
+
+@paths
+@layouts
+def test_no_rows_and_no_rows_in_use(path, single):
+    """Zero gradients, not none."""
+    mlp = build(single)
+    for rows in (ROWS, 0):
+        x, _, scales, dy = (t[:rows].detach() for t in inputs())
+        given = x.requires_grad_(), torch.zeros(len(SIZES), dtype=torch.int64, device="cuda")
+        y, dx, dscales = run(path, mlp, (*given, scales.requires_grad_(), dy))
+        for t in (y, dx, dscales, *(p.grad for p in mlp.parameters())):
+            assert not t.any()
+        mlp.zero_grad()
+
+
+# --- the caller's buffers ------------------------------------------------------------------------
+
+
+@paths
+def test_buffers(path):
+    mlp, given = build(), inputs()
+    want = run(path, mlp, given)
+    output, grad_input = (torch.full_like(want[0], float("nan")) for _ in "ab")
+    kwargs = {0: {"grad_input": grad_input}, 2: {"output": output}}
+    with no_synchronisation():
+        got = run(path, mlp, given, op_kwargs=kwargs)
+    same((*got[:2], output, grad_input), (*want[:2], *want[:2]))
+    assert got[0].data_ptr() == output.data_ptr()
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+OTHERS = ([ROWS, *[0] * 7], [0] * 8, [1] * 8, [ROWS // 8] * 8, SIZES)
+
+
+@paths
+@layouts
+def test_make_graphed_callables(path, single):
+    """Forward and backward as graphs of their own, replayed with other splits and other rows."""
+    mlp = build(single)
+    graphed = copy.deepcopy(mlp)
+    x, splits, scales, _ = inputs()
+    with on(path):
+        torch.cuda.make_graphed_callables(graphed, (x, splits, scales, splits))
+    assert graphed.plan.fired == PATHS[path][2]
+    for seed, sizes in enumerate(OTHERS):
+        given = inputs(seed, sizes)
+        with torch.no_grad():
+            given[0][sum(sizes) :] = float("nan")  # rows of a padded buffer that are not in use
+            given[3][sum(sizes) :] = float("nan")
+        with no_synchronisation():
+            got = [t.clone() for t in step(graphed, *given)]
+        same(got, run(path, mlp, given))
+        same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
+        mlp.zero_grad()
+        graphed.zero_grad()
+
+
+@paths
+def test_micro_batches_of_a_graphed_module(path):
+    """``.grad`` keeps its memory, which is not that of the graph's results."""
+    mlp = build()
+    graphed = copy.deepcopy(mlp)
+    x, splits, scales, _ = inputs()
+    with on(path):
+        torch.cuda.make_graphed_callables(graphed, (x, splits, scales, splits))
+    for module in (mlp, graphed):
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p)
+    for seed in (3, 4):
+        step(graphed, *inputs(seed))
+        run(path, mlp, inputs(seed))
+    same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
+
+
+@paths
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
+def test_a_whole_step_in_one_graph(path, accumulate):
+    """Forward, backward, weight gradients and optimizer; replayed with other splits."""
+
+    def make():
+        mlp = build(accumulate_into_main_grad=accumulate, delay_wgrad_compute=accumulate)
+        for w in weights(mlp) if accumulate else ():
+            w.main_grad = torch.zeros(w.shape, device="cuda")
+            w.overwrite_main_grad = True
+        return mlp, torch.optim.AdamW(mlp.parameters(), lr=1e-2, capturable=True)
+
+    def train(mlp, optimizer, given):
+        y = mlp(given[0], given[1], given[2], given[1])
+        y.backward(given[3])
+        for fc in (mlp[0], mlp[2]) if accumulate else ():
+            fc.backward_dw()
+        for w in weights(mlp) if accumulate else ():
+            w.grad = w.main_grad.to(w.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        given[0].grad = given[2].grad = None
+
+    captured, eager = make(), make()
+    given = inputs()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with on(path), torch.cuda.stream(stream):
+        for _ in range(3):
+            train(*captured, given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with on(path), torch.cuda.graph(graph):
+        train(*captured, given)
+    for _ in range(3):
+        with on(path):
+            train(*eager, given)
+    for seed, sizes in enumerate(OTHERS):
+        other = inputs(seed, sizes)
+        with torch.no_grad():
+            for mine, theirs in zip(given, other, strict=True):
+                mine.copy_(theirs)
+        graph.replay()
+        with on(path):
+            train(*eager, other)
+        same(captured[0].parameters(), eager[0].parameters())
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@paths
+def test_offload_and_checkpoint(path):
+    mlp, given = build(), inputs()
+    x, splits, scales, dy = given
+    want = run(path, mlp, given)
+    grads = [p.grad.clone() for p in mlp.parameters()]
+
+    def offloaded():
+        with save_on_cpu(pin_memory=True):
+            return mlp(x, splits, scales, splits)
+
+    def recomputed():
+        return checkpoint(mlp, x, splits, scales, splits, use_reentrant=False)
+
+    for forward in (offloaded, recomputed):
+        mlp.zero_grad()
+        with on(path):
+            y = forward()
+            y.backward(dy)
+        same((y.detach(), x.grad, scales.grad), want)
+        same([p.grad for p in mlp.parameters()], grads)
+        x.grad = scales.grad = None
+
+
+# --- at the same time ----------------------------------------------------------------------------
+
+
+@paths
+def test_two_streams(path):
+    """Two modules at once, many times: nothing is shared that either writes."""
+    modules, given = [build(), build(False)], [inputs(1), inputs(2)]
+    want = [run(path, m, g) for m, g in zip(modules, given, strict=True)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream, module, each in zip(streams, modules, given, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run(path, module, each))
+    torch.cuda.synchronize()
+    for i, got in enumerate(results):
+        same(got, want[i % 2])
+
+
+def test_two_threads_with_different_recipes():
+    recipes = [None, fz.recipes.MXFP8BlockScaling(), fz.recipes.Float8BlockScaling()]
+    mlp, given = build(), [inputs() for _ in recipes]
+
+    def outputs(i):
+        x, splits, scales, dy = given[i]
+        with fz.autocast(enabled=recipes[i] is not None, recipe=recipes[i]):
+            y = mlp(x, splits, scales, splits)
+        return y, *torch.autograd.grad(y, [x, scales], dy)
+
+    want = [outputs(i) for i in range(len(recipes))]
+    assert not torch.equal(want[0][0], want[1][0])
+    seen = {}
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            seen[i] = [outputs(i) for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(recipes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == len(recipes)
+    for i, results in seen.items():
+        for got in results:
+            same(got, want[i])
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
+def test_compiled(dynamic, accumulate):
+    mlp, given = build(accumulate_into_main_grad=accumulate), inputs()
+    for w in weights(mlp) if accumulate else ():
+        w.main_grad, w.overwrite_main_grad = torch.zeros(w.shape, device="cuda"), True
+
+    def results(call):
+        mlp.zero_grad()
+        out = step(call, *given)
+        where = "main_grad" if accumulate else "grad"
+        return [*out, *(getattr(w, where).clone() for w in weights(mlp))]
+
+    want = results(mlp)
+    assert mlp.plan.fired == PATHS["fused"][2]
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=dynamic)
+    for mine, theirs in zip(results(compiled), want, strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)
+        assert error < 1e-5
