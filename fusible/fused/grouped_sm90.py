@@ -374,14 +374,14 @@ class GroupedMLPSm90(FusedOperation):
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
         dy = _rows(kernels, cast(grad_output, ctx2.dtype))
-        overwrite = not keeps_graph()
+        preact, overwrite = _rows(kernels, preact), not keeps_graph()
         products = self._prepared(kernels, [x, dy, preact], weights1, weights2, scales)
         if products is None:
             dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
                 dy,
                 _readable(kernels, weights2),
                 ends,
-                _rows(kernels, preact),
+                preact,
                 _vector(scales),
                 overwrite=overwrite,
                 **_options(act),
