@@ -1,7 +1,8 @@
 """Train a small byte-level language model with mixture-of-experts blocks on Python's own sources.
 
-The experts of a block are one ``fusible.Sequential`` of three ops, which the fuser plans for the
-machine at hand; the example prints that plan, and the plans for Hopper and Blackwell.
+A block's router, dispatch, experts and combine are one ``fusible.Sequential`` of six ops, which the
+fuser plans for the machine at hand; the example prints that plan, and those for Hopper and
+Blackwell.
 """
 
 from __future__ import annotations
@@ -42,52 +43,27 @@ SKIPPED = frozenset(
 )
 
 
-class MoE(nn.Module):
+def moe(hidden: int, experts: int, top_k: int, features: int) -> fusible.Sequential:
     """Routes every token to its ``top_k`` best experts and sums what they say, by weight.
 
-    Nothing here reads a tensor on the host: the sizes of the groups stay on the device.
+    The ops find each other's extra tensors by name. Nothing here reads a tensor on the host: the
+    sizes of the groups stay on the device.
+
+    Returns:
+        From tokens ``[..., hidden]`` the same shape, the load-balancing loss, and how many rows
+        each expert got.
     """
-
-    def __init__(self, hidden: int, experts: int, top_k: int, features: int) -> None:
-        super().__init__()
-        self.experts, self.top_k = experts, top_k
-        self.router = nn.Linear(hidden, experts, bias=False)
-        self.mlp = fusible.Sequential(
-            fusible.GroupedLinear(
-                experts, hidden, 2 * features, bias=False, single_grouped_weight=True
-            ),
-            fusible.ScaledSwiGLU(),
-            fusible.GroupedLinear(
-                experts, features, hidden, bias=False, single_grouped_weight=True
-            ),
-        )
-
-    def dispatch(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Rows sorted by expert from tokens ``[tokens, hidden]``.
-
-        Returns:
-            The rows ``[tokens * top_k, hidden]``, how many each expert gets, each row's weight,
-            where token t's k-th row went ``[tokens, top_k]``, and the load-balancing loss.
-        """
-        probabilities = F.softmax(self.router(x).float(), dim=-1)
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        expert_of_row = chosen.flatten()
-        order = expert_of_row.argsort(stable=True)
-        place = order.argsort()
-        splits = order.new_zeros(self.experts)
-        splits.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
-        # Switch Transformer, arXiv 2101.03961, equation 4: 1 when the load is even.
-        share = splits / len(order)
-        balance = self.experts * (share * probabilities.mean(dim=0)).sum()
-        rows = x.index_select(0, order // self.top_k)
-        return rows, splits, weights.flatten()[order], place.view_as(chosen), balance
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts' sum for ``[tokens, hidden]``, the experts' rows, the balancing loss."""
-        rows, splits, scales, place, balance = self.dispatch(x)
-        y = self.mlp(rows, splits, scales, splits)
-        return y[place].sum(dim=1), splits, balance
+    dispatch = fusible.Dispatch(experts)
+    dispatch.set_extra_output_channel(0, "rows of experts")  # also given to the caller
+    options = {"bias": False, "single_grouped_weight": True}
+    return fusible.Sequential(
+        fusible.TopKRouter(hidden, experts, top_k, load_balancing_loss=True),
+        dispatch,
+        fusible.GroupedLinear(experts, hidden, 2 * features, **options),
+        fusible.ScaledSwiGLU(),
+        fusible.GroupedLinear(experts, features, hidden, **options),
+        fusible.Combine(),
+    )
 
 
 class Attention(nn.Module):
@@ -124,13 +100,13 @@ class Block(nn.Module):
         hidden = options.hidden
         self.attention_norm, self.moe_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.attention = Attention(hidden, options.context)
-        self.moe = MoE(hidden, options.experts, options.top_k, options.expert_features)
+        self.moe = moe(hidden, options.experts, options.top_k, options.expert_features)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block's output, the experts' rows, the balancing loss."""
         x = x + self.attention(self.attention_norm(x))
-        y, splits, balance = self.moe(self.moe_norm(x).flatten(0, 1))
-        return x + y.view_as(x), splits, balance
+        y, balance, splits = self.moe(self.moe_norm(x))
+        return x + y, splits, balance
 
 
 class LanguageModel(nn.Module):
@@ -285,17 +261,14 @@ def train_step(
     return loss.detach()
 
 
-def explain_experts(
+def explain_block(
     model: LanguageModel, options: argparse.Namespace, target: str | None
 ) -> fusible.Explanation:
-    """How the first block's experts run in training: here, or in BF16 on another machine."""
-    moe = model.blocks[0].moe
+    """How the first MoE block runs in training: here, or in BF16 on another machine."""
     device = options.device
     with precision(device) if target is None else torch.autocast(device.type, torch.bfloat16):
-        x = torch.zeros(options.batch * options.context, options.hidden, device=device)
-        rows, splits, scales, *_ = moe.dispatch(x)
-        rows, scales = rows.detach().requires_grad_(), scales.detach().requires_grad_()
-        return fusible.explain(moe.mlp, rows, splits, scales, splits, target=target)
+        x = torch.zeros(options.batch, options.context, options.hidden, device=device)
+        return fusible.explain(model.blocks[0].moe, x.requires_grad_(), target=target)
 
 
 def plot(history: History, path: Path) -> None:
@@ -405,9 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> History:
     options.out.mkdir(parents=True, exist_ok=True)
     with under_recipe(options.recipe):
         for target in (None, "sm90", "sm100"):
-            explanation = explain_experts(model, options, target)
+            explanation = explain_block(model, options, target)
             where = "on this machine" if target is None else f"in BF16 on {target}"
-            print(f"\nthe experts of a block {where}\n{explanation}", flush=True)
+            print(f"\nan MoE block {where}\n{explanation}", flush=True)
             suffix = "" if target is None else f"_{target}"
             explanation.to_svg(options.out / f"op_graph{suffix}.svg")
         history = train(model, text, held_out, options)

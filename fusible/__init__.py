@@ -1,6 +1,7 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
-import fusible.kernels.quantize  # noqa: F401 - the quantizer kernel registers itself for CUDA
+import fusible.kernels.moe.launch
+import fusible.kernels.quantize  # noqa: F401 - both register their kernels for CUDA
 from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
@@ -9,6 +10,7 @@ from fusible.fuser.registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
+    register_rule,
     registry,
 )
 from fusible.fuser.target import Target
@@ -41,5 +43,6 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_rule",
     *ops.__all__,
 ]

@@ -6,6 +6,11 @@ from fusible.fused.grouped_sm90 import (
     grouped_linear_glu_sm90,
     grouped_mlp_sm90,
 )
+from fusible.fused.grouped_sm100 import (
+    grouped_linear_backward_sm100,
+    grouped_linear_forward_sm100,
+    grouped_mlp_sm100,
+)
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
 from fusible.fused.linear_scale import backward_linear_scale
@@ -15,6 +20,9 @@ RULES = (
     grouped_linear_glu_sm90,
     grouped_linear_forward_sm90,
     grouped_linear_backward_sm90,
+    grouped_mlp_sm100,
+    grouped_linear_forward_sm100,
+    grouped_linear_backward_sm100,
     linear_bias_activation,
     linear_add,
     backward_linear_add,

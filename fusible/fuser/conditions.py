@@ -45,12 +45,16 @@ this = Path()
 
 @dataclass(frozen=True)
 class Condition:
-    """``subject`` read from a site must satisfy ``holds``; ``says`` completes the sentence."""
+    """``subject`` read from a site must satisfy ``holds``; ``says`` completes the sentence.
+
+    ``hint`` tells the user what can be done where it does not.
+    """
 
     subject: Path
     says: str
     holds: Callable[[Any, Any], bool]
     other: Path | None = None
+    hint: str = ""
 
     def why_not(self, site: Any) -> str | None:
         """The sentence that is false at ``site``, or None where the condition holds."""
@@ -59,17 +63,18 @@ class Condition:
         if self.holds(value, other):
             return None
         beside = "" if self.other is None else f" (which is {other})"
-        return f"{self.subject} must be {self.says}{beside}, got {value}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.subject} must be {self.says}{beside}, got {value}{hint}"
 
     def __str__(self) -> str:
         return f"{self.subject} is {self.says}"
 
 
-def equal(subject: Path, value: Any) -> Condition:
+def equal(subject: Path, value: Any, hint: str = "") -> Condition:
     """``subject`` equals a constant, or another fact."""
     if isinstance(value, Path):
-        return Condition(subject, f"equal to {value}", lambda a, b: a == b, value)
-    return Condition(subject, str(value), lambda a, _: a == value)
+        return Condition(subject, f"equal to {value}", lambda a, b: a == b, value, hint)
+    return Condition(subject, str(value), lambda a, _: a == value, None, hint)
 
 
 def one_of(subject: Path, *values: Any) -> Condition:
@@ -78,9 +83,14 @@ def one_of(subject: Path, *values: Any) -> Condition:
     return Condition(subject, says, lambda a, _: a in values)
 
 
-def at_least(subject: Path, least: int) -> Condition:
-    """``subject`` is a number of at least ``least``; None counts as too small."""
+def at_least(subject: Path, least: Any) -> Condition:
+    """``subject`` is a number or version of at least ``least``; None counts as too small."""
     return Condition(subject, f"at least {least}", lambda a, _: a is not None and a >= least)
+
+
+def at_most(subject: Path, most: int) -> Condition:
+    """``subject`` is a number of at most ``most``."""
+    return Condition(subject, f"at most {most}", lambda a, _: a <= most)
 
 
 def multiple_of(subject: Path, unit: int | Path) -> Condition:
@@ -89,3 +99,11 @@ def multiple_of(subject: Path, unit: int | Path) -> Condition:
         says = f"a multiple of {unit}"
         return Condition(subject, says, lambda a, b: b is None or a % b == 0, unit)
     return Condition(subject, f"a multiple of {unit}", lambda a, _: a % unit == 0)
+
+
+def where(fact: Path, value: Any, need: Condition) -> Condition:
+    """``need`` of one fact, where another equals ``value``."""
+    says = f"{need.says} where {fact} is {value}"
+    return Condition(
+        need.subject, says, lambda a, b: b != value or need.holds(a, None), fact, need.hint
+    )

@@ -73,7 +73,8 @@ def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None)
     names = _names(module)
 
     def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
-        first, last = names[run.ops[0]], names[run.ops[-1]]
+        # Ops that stand in for another project's module are no part of the tree.
+        first, last = (names.get(op, type(op).__name__) for op in (run.ops[0], run.ops[-1]))
         where = first if first == last else f"{first} to {last}"
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
 

@@ -225,7 +225,9 @@ def _site_reader(
     def site_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
         site = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
+            format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
+            cudnn_frontend=target.cudnn_frontend,
             device=target.device,
             dtype=facts.dtype,
             input=facts.input,
@@ -238,6 +240,15 @@ def _site_reader(
         return site
 
     return site_of
+
+
+def _format_names(recipe: Any) -> dict[str, str]:
+    """The number format of each operand of a product, ``"none"`` where it is not quantized."""
+    formats = {
+        role: None if recipe is None else recipe.format(role)
+        for role in ("input", "weight", "grad")
+    }
+    return {role: "none" if fmt is None else fmt.name for role, fmt in formats.items()}
 
 
 def _steps(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Step, ...]:

@@ -1,4 +1,4 @@
-"""The user's fusion functions and the built-in rules."""
+"""The fusion rules, and the user's fusion functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Registry:
         self.version += 1
 
     def rule(self, name: str) -> Rule:
-        """The built-in rule of that name; ValueError names the rules there are."""
+        """The rule of that name; ValueError names the rules there are."""
         for rule in self.rules:
             if rule.name == name:
                 return rule
@@ -65,6 +65,20 @@ class Registry:
 
 
 registry = Registry()
+
+
+def register_rule(rule: Rule) -> None:
+    """Add a fusion rule of your own, before all rules there are; after all users' functions.
+
+    Made by :func:`fusible.fuser.rules.rule`. It is tried, refused and explained as built-in rules
+    are, and ``Sequential(require=...)`` knows its name.
+
+    Raises:
+        ValueError: there is a rule of that name.
+    """
+    if any(rule.name == known.name for known in registry.rules):
+        raise ValueError(f"a rule's name must be new, got {rule.name!r}; rename its function")
+    registry.install((rule, *registry.rules))
 
 
 def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:

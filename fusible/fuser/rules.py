@@ -60,7 +60,7 @@ class Rule:
         reasons = []
         for slot in self.pattern:
             op = bound[slot.name]
-            if op is not None and type(op) not in slot.types:
+            if op is not None and _computes_as(op) not in slot.types:
                 reasons.append(
                     f"{slot.name} must be {slot} itself, got its subclass {type(op).__name__}, "
                     "whose math may differ"
@@ -87,6 +87,11 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
         return Rule(build.__name__, phase, pattern, needs, build, worth)
 
     return make
+
+
+def _computes_as(op: Any) -> type:
+    """The class whose math an op has: its own, unless that says otherwise itself."""
+    return vars(type(op)).get("computes_as", type(op))
 
 
 def _slot(name: str, hint: Any) -> Slot:

@@ -5,9 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import NamedTuple
 
 import torch
+
+
+class Version(NamedTuple):
+    """The first two numbers of a package's version."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@cache
+def installed(package: str) -> Version | None:
+    """The version of a package on this machine, None if it is not installed."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+    return Version(int(found[1]), int(found[2])) if found else None
+
+
+def _cudnn_frontend() -> Version:
+    # Of a machine that is not this one: what pip installs with this package on Linux.
+    return installed("nvidia-cudnn-frontend") or Version(1, 32)
 
 
 @dataclass(frozen=True)
@@ -15,11 +43,13 @@ class Target:
     """What rules may know of a machine: the device type, and the SM version of a CUDA GPU.
 
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
-    None off CUDA.
+    None off CUDA. ``cudnn_frontend`` is the version of nvidia-cudnn-frontend; unless said, the one
+    installed here, or the one that this package depends on.
     """
 
     device: str
     sm: int | None = None
+    cudnn_frontend: Version | None = field(default_factory=_cudnn_frontend)
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
@@ -63,7 +93,8 @@ def target_of(device: torch.device) -> Target:
         return Target(device.type)
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
-        _cuda_targets[device] = Target("cuda", 10 * major + minor)
+        frontend = installed("nvidia-cudnn-frontend")
+        _cuda_targets[device] = Target("cuda", 10 * major + minor, frontend)
     return _cuda_targets[device]
 
 

@@ -49,12 +49,13 @@ def checks_enabled() -> bool:
     return _checking
 
 
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations."""
+def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, cpu, "CPU")
-    library.impl(name, cuda, "CUDA")
+    if cuda is not None:
+        library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"fusible::{name}", fake, lib=library)
 
 
@@ -79,6 +80,16 @@ def _group_ends(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.clamp(min=0).cumsum(0).clamp(max=rows).to(torch.int32)
 
 
+def _check_alignment(split_sizes: Tensor, alignment: int) -> None:
+    if _checking or split_sizes.device.type == "cpu":
+        wrong = [size for size in split_sizes.tolist() if size % alignment]
+        if wrong:
+            raise ValueError(
+                f"split_sizes must be multiples of {alignment}, as split_alignment promises, got "
+                f"{wrong[0]}; pad the groups or do not promise it"
+            )
+
+
 def _group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
@@ -88,6 +99,13 @@ define(
     _group_ends_fake,
     _group_ends,
     _group_ends,
+)
+
+define(
+    "check_alignment(Tensor split_sizes, int alignment) -> ()",
+    lambda split_sizes, alignment: None,
+    _check_alignment,
+    _check_alignment,
 )
 
 # --- grouped_mm -----------------------------------------------------------------------------------
@@ -109,15 +127,9 @@ def _per_group(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors[0].unbind(0) if tensors[0].dim() == 3 else tensors
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """``[E, ...]`` from one such tensor or E separate ones; a view where these abut in memory.
-
-    Parameters per expert are allocated side by side, so the common case copies nothing; after
-    ``.to(dtype)``, deepcopy or ``load_state_dict(assign=True)`` they may lie anywhere.
-    """
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor ``[E, ...]`` of E that abut in memory, which it shares; None if they do not."""
     first = tensors[0]
-    if len(tensors) == 1:
-        return first if first.dim() == 3 else first.unsqueeze(0)
     step = first.numel() * first.element_size()
     base = first.data_ptr()
     room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
@@ -130,7 +142,19 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     ):
         shape = (len(tensors), *first.shape)
         return first.as_strided(shape, (first.numel(), *first.stride()))
-    return torch.stack(tuple(tensors))
+    return None
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """``[E, ...]`` from one such tensor or E separate ones; a view where these abut in memory.
+
+    Parameters per expert are allocated side by side, so the common case copies nothing; after
+    ``.to(dtype)``, deepcopy or ``load_state_dict(assign=True)`` they may lie anywhere.
+    """
+    if len(tensors) == 1:
+        return tensors[0] if tensors[0].dim() == 3 else tensors[0].unsqueeze(0)
+    together = side_by_side(tensors)
+    return torch.stack(tuple(tensors)) if together is None else together
 
 
 def row_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -383,3 +407,4 @@ grouped_wgrad = torch.ops.fusible.grouped_wgrad.default
 grouped_wgrad_ = torch.ops.fusible.grouped_wgrad_.default
 grouped_sum = torch.ops.fusible.grouped_sum.default
 group_ends = torch.ops.fusible.group_ends.default
+check_alignment = torch.ops.fusible.check_alignment.default

@@ -31,6 +31,7 @@ from fusible.ops.elementary import (
     Reshape,
     Swap,
 )
+from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
@@ -85,5 +86,7 @@ __all__ = [
     "Swap",
     "SwiGLU",
     "TopKRouter",
+    "deinterleave_glu",
+    "interleave_glu",
     "reuse_quantized_weights",
 ]

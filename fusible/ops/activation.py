@@ -419,7 +419,7 @@ class ScaledSReLU(_Scaled):
 class _ScaledGLU(_Scaled):
     """A gated activation times one scale per row."""
 
-    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
+    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size", "geglu")
 
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
@@ -432,6 +432,11 @@ class _ScaledGLU(_Scaled):
                 "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
             )
         self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
+
+    @property
+    def geglu(self) -> tuple[float, float] | None:
+        """Limit and slope of a clamped GeGLU, None of another activation."""
+        return None
 
     def glu(self) -> GLUMath:
         """The formula, its backward, and the keyword arguments of both."""
@@ -479,7 +484,7 @@ class ScaledClampedQGeGLU(_Clamped, _ScaledGLU):
         activation_recompute_in_mlp: must be False.
     """
 
-    fact_names = ("glu_interleave_size", "limit", "alpha", "glu_linear_offset")
+    fact_names = ("glu_interleave_size", "geglu", "limit", "alpha", "glu_linear_offset")
 
     def __init__(
         self,
@@ -494,6 +499,11 @@ class ScaledClampedQGeGLU(_Clamped, _ScaledGLU):
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
         self._set_clamps(limit, alpha, glu_linear_offset)
+
+    @property
+    def geglu(self) -> tuple[float, float]:
+        """Limit and slope."""
+        return self.limit, self.alpha
 
 
 class ScaledSiTUGLU(_SoftCapped, _ScaledGLU):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.kernels import permute
+from fusible.kernels.moe import permute
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_dtype
 from fusible.ops.op import BasicOperation, Grads
@@ -31,7 +31,7 @@ class Dispatch(BasicOperation):
     - ``split_sizes``, int64 ``[num_experts]``: the rows of each expert. No host reads them.
     - ``scales`` ``[rows]``: the weight of each row, from ``probs``; not with ``scale_input``.
     - ``row_map``, int32 ``[..., k]``: the row of each choice. Where a choice is not computed,
-      ``~r`` for a row r in the tail (see :mod:`fusible.kernels.permute`), so test for ``>= 0``.
+      ``~r`` for a row r in the tail (see :mod:`fusible.kernels.moe.permute`), so test for ``>= 0``.
 
     There is a row for each choice, computed or not: ``rows`` is the number of choices, or at most
     ``num_experts`` times the capacity. Within an expert rows are in the order of the tokens; rows

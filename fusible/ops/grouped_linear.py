@@ -75,6 +75,9 @@ class GroupedLinear(WeightedOperation):
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw` rather than in
             ``backward()``, one call for every backward; those of biases come with the backward.
         scale_bias: multiply the bias by the extra input ``scales``.
+        split_alignment: a promise that every split size is a multiple of it, which spares kernels
+            that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
+            the host knows the sizes, and under ``fusible.checking()``.
         init_method: called with each group's weight to initialise it in place; by default
             Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
     """
@@ -89,6 +92,7 @@ class GroupedLinear(WeightedOperation):
         "scale_bias",
         "single_grouped_weight",
         "single_grouped_bias",
+        "split_alignment",
         "accumulate_into_main_grad",
         "delay_wgrad_compute",
     )
@@ -108,10 +112,15 @@ class GroupedLinear(WeightedOperation):
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if num_groups < 1:
             raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
+        if split_alignment < 1:
+            raise ValueError(
+                f"split_alignment of GroupedLinear must be at least 1, got {split_alignment}"
+            )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
@@ -124,6 +133,7 @@ class GroupedLinear(WeightedOperation):
         self.out_features = out_features
         self.has_bias = bias
         self.scale_bias = scale_bias
+        self.split_alignment = split_alignment
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
         self.rng_state_tracker_function = rng_state_tracker_function
@@ -229,7 +239,7 @@ class GroupedLinear(WeightedOperation):
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        x, ends, scales = self._rows(ctx, input_, split_sizes, scales)
+        x, ends, scales = self.rows(ctx, input_, split_sizes, scales)
         output = self.output_buffer(ctx, input_, kwargs)
         dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
@@ -262,32 +272,51 @@ class GroupedLinear(WeightedOperation):
         Without a recipe: quantized ones are decoded. ``ends_of(split_sizes, rows)`` may
         compute ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
-        x, ends, scales = self._rows(ctx, values(input_), split_sizes, scales, ends_of)
-        weights = self.weights()
-        if is_quantized(weights[0]) or weights[0].dtype != ctx.dtype:
-            weights = [cast(values(weight), ctx.dtype) for weight in weights]
+        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
+        weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
 
-    def _rows(
+    def weights_in(self, dtype: torch.dtype) -> list[Tensor]:
+        """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
+        weights = self.weights()
+        if is_quantized(weights[0]) or weights[0].dtype != dtype:
+            return [cast(values(weight), dtype) for weight in weights]
+        return weights
+
+    def rows(
         self,
         ctx: OperationContext,
         input_: Tensor,
         split_sizes: Tensor | None,
-        scales: Tensor | None,
+        scales: Tensor | None = None,
+        *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
+        scales = self.checked_scales(ctx, input_, scales)
+        x = matrix(input_, ctx.dtype)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
+        if self.split_alignment > 1:
+            grouped.check_alignment(split_sizes, self.split_alignment)
+        return x, ends, scales
+
+    def checked_scales(
+        self, ctx: OperationContext, input_: Tensor, scales: Tensor | None
+    ) -> Tensor | None:
+        """The row scales of the bias, ``[rows]``; checks all but the input's features.
+
+        Sets ``ctx.dtype``, that of the product.
+        """
         ctx.dtype = product_dtype(ctx, input_, self.weights()[0], "GroupedLinear")
         if not (self.single_grouped_weight and self.single_grouped_bias):
             self._check_uniform(ctx)
-        if self.scale_bias:
-            check_row_scales(scales, input_, "GroupedLinear")
-            scales = scales.reshape(-1)  # type: ignore[union-attr]
-        x = matrix(input_, ctx.dtype)
-        return x, group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of), scales
+        if not self.scale_bias:
+            return None
+        check_row_scales(scales, input_, "GroupedLinear")
+        return scales.reshape(-1)  # type: ignore[union-attr]
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The biases as one ``[num_groups, out_features]``, or None."""

@@ -147,6 +147,8 @@ class BasicOperation(FusibleOperation):
         extra_output_names: names under which later ops find the extra outputs; in the order of
             the slots, or empty.
         saves: what the op saves for its backward, as ``explain`` prints it.
+        computes_as: set by a subclass that has the math of a built-in op and differs only in where
+            its parameters are from: that op, for which fusion rules take it. Not inherited.
     """
 
     num_extra_inputs: int = 0

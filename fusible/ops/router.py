@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.kernels import routing
+from fusible.kernels.moe import routing
 from fusible.ops.checks import check_device, check_dtype, check_features
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.product import values

@@ -207,6 +207,8 @@ def _fitting(ops: Sequence[BasicOperation], rules: Sequence[Rule]) -> list[Rule]
 
 def _check_owns_parameters(op: FusibleOperation) -> None:
     """Refuse a fused op whose parameters no optimizer would find."""
+    if not op.is_fused_op:
+        return
     owned = {id(p) for p in op.parameters()}
     for part in op.basic_ops:
         if any(id(p) not in owned for p in part.own_parameters()):

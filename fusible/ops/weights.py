@@ -28,7 +28,7 @@ from fusible.recipes.recipe import Recipe
 from fusible.recipes.state import register_state_hooks
 from fusible.recipes.tensor import QuantizedTensor
 
-_Encoded = tuple[tuple[Tensor, ...], list[Operand]]
+_Encoded = tuple[tuple[Tensor, ...], Any]
 
 
 class WeightedOperation(BasicOperation):
@@ -193,24 +193,27 @@ class WeightedOperation(BasicOperation):
 
     # --- encoding --------------------------------------------------------------------------------
 
-    def encoded_weights(self, ctx: OperationContext) -> list[Operand]:
+    def encoded_weights(
+        self, ctx: OperationContext, laid_out: Callable[[list[Operand]], Any] = list
+    ) -> Any:
         """The weights for the forward and, if it will be taken, the data gradient.
 
         One operand, of ``[N, K]`` or ``[E, N, K]``, or one per group where weights of groups are
-        stored quantized one by one.
+        stored quantized one by one; or what ``laid_out`` makes of the list of them, made once as
+        they are encoded once.
         """
         weights = self.weights()
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or _capturing():
-            return _encode(weights, ctx.recipe, ctx.dtype, products)
-        key = ctx.recipe, ctx.dtype, products
+            return laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
+        key = ctx.recipe, ctx.dtype, products, laid_out
         known, encoded = self._reused.get(key, ((), []))
         if len(known) != len(weights) or any(
             a is not b for a, b in zip(known, weights, strict=True)
         ):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                encoded = _encode(weights, ctx.recipe, ctx.dtype, products)
+                encoded = laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
             self._reused[key] = tuple(weights), encoded
         return encoded
 

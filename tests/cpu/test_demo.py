@@ -67,38 +67,33 @@ def test_equal_seeds_give_equal_losses(run, example, tmp_path):
 
 @pytest.mark.parametrize("target", [None, "sm90", "sm100"])
 def test_it_prints_the_plan_that_explain_makes(example, run, target, tmp_path, capsys):
-    """Whatever rules exist: the plan printed is that of the three ops, made here by hand."""
+    """Whatever rules exist: the plan printed is that of the block, made here once more."""
     example.main([*TINY, "--steps=1", f"--out={tmp_path}"])
     printed = capsys.readouterr().out
-    mlp = fusible.Sequential(
-        fusible.GroupedLinear(4, 32, 32, bias=False, single_grouped_weight=True),
-        fusible.ScaledSwiGLU(),
-        fusible.GroupedLinear(4, 16, 32, bias=False, single_grouped_weight=True),
-    )
-    x = torch.zeros(512, 32, requires_grad=True)
-    splits, scales = torch.full((4,), 128), torch.ones(512, requires_grad=True)
+    block = example.moe(hidden=32, experts=4, top_k=2, features=16)
+    x = torch.zeros(8, 32, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=target is not None):
-        plan = fusible.explain(mlp, x, splits, scales, splits, target=target)
+        plan = fusible.explain(block, x, target=target)
     assert str(plan) in printed
-    assert "GroupedLinear" in str(plan)
-    assert "ScaledSwiGLU" in str(plan)
+    for name in ("TopKRouter", "Dispatch", "GroupedLinear", "ScaledSwiGLU", "Combine"):
+        assert name in str(plan)
     if not plan.fired:
         assert "not fused" in str(plan) or "no fusion rule covers" in str(plan)
 
 
 def test_experts_sum_as_a_loop_over_tokens_does(example):
-    moe = example.MoE(hidden=32, experts=4, top_k=2, features=16).double()
+    block = example.moe(hidden=32, experts=4, top_k=2, features=16).double()
     x = torch.randn(50, 32, dtype=torch.float64)
-    y, splits, balance = moe(x)
-    probabilities = torch.softmax(moe.router(x).float(), dim=-1)
+    y, balance, splits = block(x)
+    probabilities = torch.softmax(x @ block[0].weight.T, dim=-1)
     weights, chosen = probabilities.topk(2, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True)
     for t in range(50):
         expected = 0
         for weight, e in zip(weights[t], chosen[t], strict=True):
-            gate, linear = (moe.mlp[0].weight[e] @ x[t]).chunk(2)
+            gate, linear = (block[2].weight[e] @ x[t]).chunk(2)
             act = torch.nn.functional.silu(gate) * linear
-            expected = expected + weight * (moe.mlp[2].weight[e] @ act)
+            expected = expected + weight * (block[4].weight[e] @ act)
         torch.testing.assert_close(y[t], expected, rtol=1e-9, atol=1e-9)
     counts = chosen.flatten().bincount(minlength=4)
     assert splits.tolist() == counts.tolist()

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible import formulas
-from fusible.kernels import permute, routing
+from fusible.kernels.moe import permute, routing
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 3
 

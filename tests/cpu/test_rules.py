@@ -13,6 +13,7 @@ from fusible.fused import RULES
 from fusible.fuser.conditions import Condition, Path, at_least, equal, multiple_of, one_of, this
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule, rule, support_table
+from fusible.fuser.target import Version
 from fusible.testing import assume_target
 
 SIZES = [5, 0, 4, 2]
@@ -87,6 +88,22 @@ FITS = {
         lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
         "sm90",
     ),
+    "grouped_mlp_sm100": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 64, 128, **GROUPED),
+            fz.ScaledClampedQGeGLU(glu_interleave_size=32),
+            fz.GroupedLinear(4, 64, 192, **GROUPED),
+        ),
+        "sm100",
+    ),
+    "grouped_linear_forward_sm100": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
+        "sm100",
+    ),
+    "grouped_linear_backward_sm100": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
+        "sm100",
+    ),
 }
 
 
@@ -136,7 +153,9 @@ def candidates(value):
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, 3 * value, value + 8, value + 4, 1, 3, 12, 48]
+        return [value + 1, 3 * value, value + 8, value + 4, 1, 3, 12, 48, 1025]
+    if isinstance(value, Version):
+        return [Version(1, 31)]
     return [3, 48] if value is None else ["something else"]
 
 
@@ -195,6 +214,12 @@ def test_subclasses_are_refused(name, monkeypatch):
         (reason,) = found.why_not({**bound, slot.name: op}, site)
         assert reason.startswith(f"{slot.name} must be ")
         assert "subclass Mine" in reason
+        # One that says it computes the same is taken; its own subclasses have to say it again.
+        same = type("Same", (type(bound[slot.name]),), {"computes_as": type(bound[slot.name])})
+        op.__class__ = same
+        assert not found.why_not({**bound, slot.name: op}, site)
+        op.__class__ = type("Mine", (same,), {})
+        assert found.why_not({**bound, slot.name: op}, site) == (reason,)
 
 
 # --- equal to the ops one by one --------------------------------------------------------------

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from fusible.kernels import emulator_sm100 as emulator
-from tests.cpu.test_house import imports
-from tests.sm100_operands import (
+from sm100_operands import (
     BF16,
     E4M3,
     E8M0,
@@ -32,6 +28,10 @@ from tests.sm100_operands import (
     random_fp4,
     tall,
 )
+from test_house import imports
+from torch import Tensor
+
+from fusible.kernels import emulator_sm100 as emulator
 
 NAMES = list(emulator.__all__)
 ONE = torch.ones(1)

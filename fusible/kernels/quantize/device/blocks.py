@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from fusible.kernels.quantize.device.bits import load_index
+from fusible.kernels.bits import load_index
 
 
 class Place(NamedTuple):

@@ -4,7 +4,8 @@
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from fusible.kernels.quantize.device import bits, numbers
+from fusible.kernels import bits
+from fusible.kernels.quantize.device import numbers
 from fusible.kernels.quantize.device.blocks import block_bound, place_of
 from fusible.kernels.quantize.spec import THREADS
 

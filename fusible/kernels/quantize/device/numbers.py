@@ -5,7 +5,7 @@ import cutlass
 from cutlass import Float32, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from fusible.kernels.quantize.device.bits import (
+from fusible.kernels.bits import (
     INF,
     NAN,
     ONE,

@@ -59,7 +59,6 @@ define(
     "permutation(Tensor ids, int num_groups, SymInt? capacity) -> (Tensor, Tensor, Tensor)",
     _permutation_fake,
     permutation_definition,
-    permutation_definition,
 )
 
 # --- scatter_rows ---------------------------------------------------------------------------------
@@ -107,7 +106,6 @@ define(
     "(Tensor, Tensor)",
     _scatter_rows_fake,
     scatter_rows_definition,
-    scatter_rows_definition,
 )
 
 # --- gather_sum -----------------------------------------------------------------------------------
@@ -151,7 +149,6 @@ define(
     "gather_sum(Tensor rows, Tensor row_map, Tensor? weights, Tensor? values) -> (Tensor, Tensor)",
     _gather_sum_fake,
     gather_sum_definition,
-    gather_sum_definition,
 )
 
 # --- row_dots -------------------------------------------------------------------------------------
@@ -183,7 +180,6 @@ def _row_dots_fake(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Te
 define(
     "row_dots(Tensor rows, Tensor x, Tensor row_map, bool by_row) -> Tensor",
     _row_dots_fake,
-    row_dots_definition,
     row_dots_definition,
 )
 

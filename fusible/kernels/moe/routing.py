@@ -56,7 +56,6 @@ define(
     "float scaling_factor, int[] groups) -> (Tensor, Tensor)",
     _route_fake,
     route_definition,
-    route_definition,
 )
 
 
@@ -76,7 +75,6 @@ define(
     "route_backward(Tensor dprobs, Tensor logits, Tensor ids, str score_function, bool normalize, "
     "float scaling_factor) -> Tensor",
     _route_backward_fake,
-    formulas.router_probs_backward,
     formulas.router_probs_backward,
 )
 

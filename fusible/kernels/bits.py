@@ -72,6 +72,25 @@ def store_byte(address, byte, inside):
     )
 
 
+def load_half(address, inside):
+    """Two bytes as the lower half of a word, zero where not ``inside``."""
+    return inline_ptx(
+        "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, {$r1}, 0; mov.b16 low, 0; "
+        "mov.b16 high, 0; @p ld.global.b16 low, [{$r0}]; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=[address, inside],
+    )
+
+
+def store_half(address, word, inside):
+    """The lower two bytes of a word where ``inside``."""
+    inline_ptx(
+        "{ .reg .pred p; .reg .b16 low, high; setp.ne.s32 p, {$r1}, 0; "
+        "mov.b32 {low, high}, {$r2}; @p st.global.b16 [{$r0}], low; }",
+        read_only_args=[address, inside, word],
+    )
+
+
 def raise_to(address, word, inside):
     """Make a number in memory the larger one of it and ``word``, where ``inside``."""
     inline_ptx(
@@ -98,6 +117,20 @@ def select(condition, a, b):
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }",
         write_only_types=[Uint32],
         read_only_args=[Int32(condition), Uint32(a), Uint32(b)],
+    )
+
+
+def add(a, b):
+    """``a + b`` in FP32, never part of a fused multiply-add."""
+    return inline_ptx(
+        "add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def mul(a, b):
+    """``a * b`` in FP32, never part of a fused multiply-add."""
+    return inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 

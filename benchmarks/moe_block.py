@@ -1,0 +1,385 @@
+"""The whole mixture-of-experts block on one GPU, against what people run today.
+
+    python benchmarks/moe_block.py [--config NAME ...] [--out DIR]
+
+Contestants: fusible's Sequential of router, dispatch, experts and combine; plain PyTorch (linear,
+softmax and topk; stable argsort and index_select; grouped_mm with a compiled activation; inverse
+index_select and an FP32 sum); transformers' Qwen3MoeSparseMoeBlock (grouped_mm and eager), where
+transformers can be imported. All run interleaved in one process on the same tokens and weights, in
+BF16, L2 flushed, CUDA events, median. Beside the block's time: where it goes, the bandwidth of the
+kernels that move rows relative to a copy, and the peak memory of forward + backward. Writes
+moe_block.json and moe_block.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from grouped_gemm_sm90 import environment, measure
+from grouped_mlp import activation, graphed
+from torch import Tensor
+
+import fusible as fz
+from fusible.kernels.moe import permute, routing
+
+
+class Shape(NamedTuple):
+    """A block's sizes."""
+
+    tokens: int
+    top_k: int
+    hidden: int
+    inner: int
+    experts: int
+
+
+SHAPES = {
+    "qwen3-30b": Shape(16384, 8, 2048, 768, 128),
+    "mixtral-8x7b": Shape(8192, 2, 4096, 14336, 8),
+    "small": Shape(1024, 8, 1024, 512, 64),
+}
+Calls = dict[str, Callable[[], Any]]
+
+
+def fusible_block(shape: Shape) -> fz.Sequential:
+    """Ours."""
+    _, top_k, hidden, inner, experts = shape
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    grouped = {**options, "bias": False, "single_grouped_weight": True}
+    return fz.Sequential(
+        fz.TopKRouter(hidden, experts, top_k, **options),
+        fz.Dispatch(experts),
+        fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(experts, inner, hidden, **grouped),
+        fz.Combine(),
+    )
+
+
+class Plain:
+    """The block as PyTorch's users write it, in parts."""
+
+    def __init__(self, shape: Shape, router: Tensor, w1: Tensor, w2: Tensor) -> None:
+        self.shape, self.router, self.w1, self.w2 = shape, router, w1, w2
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids of the experts chosen."""
+        probs = F.softmax(F.linear(x, self.router).float(), -1)
+        probs, ids = probs.topk(self.shape.top_k, -1)
+        return probs / probs.sum(-1, keepdim=True), ids
+
+    def dispatch(self, x: Tensor, probs: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        """Rows by expert, their weights, their ends, and the order."""
+        order = ids.flatten().argsort(stable=True)
+        rows = x.index_select(0, order // self.shape.top_k)
+        counts = torch.bincount(ids.flatten(), minlength=self.shape.experts)
+        return rows, probs.flatten()[order], counts.cumsum(0).int(), order
+
+    def experts(self, rows: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+        """The grouped MLP."""
+        h = F.grouped_mm(rows, self.w1.mT, offs=ends)
+        return F.grouped_mm(activation(h, scales), self.w2.mT, offs=ends)
+
+    def combine(self, y: Tensor, order: Tensor) -> Tensor:
+        """Each token's sum."""
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        y = y.index_select(0, inverse).view(-1, self.shape.top_k, y.shape[1])
+        return y.float().sum(1).to(y.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The block."""
+        rows, scales, ends, order = self.dispatch(x, *self.route(x))
+        return self.combine(self.experts(rows, scales, ends), order)
+
+
+def transformers_block(shape: Shape, way: str, *weights: Tensor) -> Callable[[Tensor], Tensor]:
+    """``Qwen3MoeSparseMoeBlock`` on the same weights; ImportError where there is none."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = way
+    with torch.device("meta"):
+        block = Qwen3MoeSparseMoeBlock(config)
+    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = weights
+
+    def call(x: Tensor) -> Tensor:
+        y = block(x[None])
+        return (y[0] if isinstance(y, tuple) else y)[0]
+
+    return call
+
+
+class Problem:
+    """One block with its tokens, and the ways to run it."""
+
+    def __init__(self, shape: Shape, peers: tuple[str, ...]) -> None:
+        self.shape = shape
+        torch.manual_seed(0)
+        self.block = fusible_block(shape)
+        router, w1, w2 = (self.block[i].weight for i in (0, 2, 4))
+        with torch.no_grad():
+            for w in (router, w1, w2):
+                w.normal_(std=w.shape[-1] ** -0.5)
+        self.x = torch.randn(shape.tokens, shape.hidden, device="cuda").bfloat16().requires_grad_()
+        self.dy = torch.randn_like(self.x)
+        self.leaves = (self.x, router, w1, w2)
+        self.plain = Plain(shape, router, w1, w2)
+        self.ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "fusible": self.block,
+            "torch": self.plain,
+        }
+        for way in peers:
+            try:
+                self.ways[f"transformers {way}"] = transformers_block(shape, way, router, w1, w2)
+            except ImportError as error:
+                print(f"transformers {way} left out: {error}")
+
+    def step(self, way: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        """Output and every gradient."""
+        y = way(self.x)
+        return (y, *torch.autograd.grad(y, self.leaves, self.dy))
+
+    def own_step(self) -> tuple[Tensor, ...]:
+        """Ours, forward + backward."""
+        return self.step(self.block)
+
+    def passes(self) -> dict[str, Calls]:
+        """Inference, forward, forward + backward of every contestant."""
+        ways = self.ways
+        return {
+            "inference": {
+                who: torch.no_grad()(lambda w=way: w(self.x)) for who, way in ways.items()
+            },
+            "forward": {who: (lambda w=way: w(self.x)) for who, way in ways.items()},
+            "forward + backward": {who: (lambda w=way: self.step(w)) for who, way in ways.items()},
+        }
+
+    def peak(self, way: Callable[[Tensor], Tensor]) -> float:
+        """Peak MB of forward + backward, beyond tokens and weights."""
+        self.step(way)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step(way)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def errors(self) -> dict[str, float]:
+        """Largest relative error of output and gradients against plain PyTorch in FP32."""
+        exact = [t.detach().float().requires_grad_() for t in self.leaves]
+        y = exact_block(self.shape.top_k, *exact)
+        want = [y.detach(), *torch.autograd.grad(y, exact, self.dy.float())]
+        return {
+            who: max(
+                ((a.float() - b).norm() / b.norm()).item()
+                for a, b in zip(self.step(way), want, strict=True)
+            )
+            for who, way in self.ways.items()
+        }
+
+
+def exact_block(top_k: int, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """The block in FP32, expert by expert."""
+    probs, ids = (x @ router.T).softmax(-1).topk(top_k, -1)
+    probs = probs / probs.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for e in range(len(w1)):
+        token, j = (ids == e).nonzero(as_tuple=True)
+        gate, linear = (x[token] @ w1[e].T).chunk(2, -1)
+        y = (F.silu(gate) * linear * probs[token, j, None]) @ w2[e].T
+        out = out.index_add(0, token, y)
+    return out
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def own_parts(problem: Problem) -> dict[str, Calls]:
+    """The parts of our block, on tensors as they occur in it: forward, backward."""
+    block, x = problem.block, problem.x.detach()
+    router, dispatch, combine, mlp = block[0], block[1], block[5], fz.Sequential(*block[2:5])
+    with torch.no_grad():
+        _, probs, ids = router(x)
+        rows, splits, scales, row_map = dispatch(x, probs, ids)
+        y = mlp(rows, splits, scales, splits)
+    return {
+        "router": both(lambda x: router(x)[1], x, params=list(router.parameters())),
+        "dispatch": both(lambda x, p: dispatch(x, p, ids)[::2], x, probs),
+        "experts": both(
+            lambda r, s: mlp(r, splits, s, splits), rows, scales, params=list(mlp.parameters())
+        ),
+        "combine": both(lambda y: combine(y, row_map), y),
+    }
+
+
+def plain_parts(problem: Problem) -> dict[str, Calls]:
+    """The same of plain PyTorch."""
+    plain, x = problem.plain, problem.x.detach()
+    with torch.no_grad():
+        probs, ids = plain.route(x)
+        rows, scales, ends, order = plain.dispatch(x, probs, ids)
+        y = plain.experts(rows, scales, ends)
+    return {
+        "router": both(lambda x: plain.route(x)[0], x, params=[plain.router]),
+        "dispatch": both(lambda x, p: plain.dispatch(x, p, ids)[:2], x, probs),
+        "experts": both(
+            lambda r, s: plain.experts(r, s, ends), rows, scales, params=[plain.w1, plain.w2]
+        ),
+        "combine": both(lambda y: plain.combine(y, order), y),
+    }
+
+
+def both(
+    function: Callable[..., Any], *tensors: Tensor, params: list[Tensor] | None = None
+) -> Calls:
+    """Forward, and backward of a forward done once."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    outs = out if isinstance(out, tuple) else (out,)
+    dys = [torch.randn_like(t) for t in outs]
+    wanted = [*leaves, *(params or [])]
+    return {
+        "forward": lambda: function(*leaves),
+        "backward": lambda: torch.autograd.grad(outs, wanted, dys, retain_graph=True),
+    }
+
+
+def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
+    """Milliseconds of each launch that moves rows, and its bandwidth relative to a copy's."""
+    shape, x, dy = problem.shape, problem.x.detach(), problem.dy
+    logits = routing.logits(x, problem.block[0].weight.detach(), None)
+    probs, ids = routing.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2])
+    row_map, *_ = permute.permutation(ids, shape.experts, None)
+    count = ids.numel()
+    y, _ = permute.scatter_rows(x, row_map, None, count, False)
+    other, scales = torch.empty_like(y), torch.rand(count, device="cuda")
+    few, many = x.nbytes + row_map.nbytes, y.nbytes
+    calls = {
+        "copy": (lambda: other.copy_(y), 2 * many),
+        "row map": (lambda: permute.permutation(ids, shape.experts, None), 0),
+        "route": (
+            lambda: routing.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2]),
+            0,
+        ),
+        "route backward": (
+            lambda: routing.route_backward(probs, logits, ids, "softmax", True, 1.0),
+            0,
+        ),
+        "logits": (lambda: routing.logits(x, problem.block[0].weight.detach(), None), 0),
+        "dispatch forward": (
+            lambda: permute.scatter_rows(x, row_map, probs, count, False),
+            few + many,
+        ),
+        "dispatch backward": (
+            lambda: permute.gather_sum(y, row_map, None, scales),
+            few + many,
+        ),
+        "combine forward": (lambda: permute.gather_sum(y, row_map, None, None), few + many),
+        "combine backward": (
+            lambda: permute.scatter_rows(dy, row_map, None, count, False),
+            few + many,
+        ),
+        "dot products": (lambda: permute.row_dots(y, dy, row_map, True), few + many),
+    }
+    ms = measure({name: call for name, (call, _) in calls.items()})
+    speed = {name: moved / ms[name] / 1e9 for name, (_, moved) in calls.items()}
+    return {
+        name: {"ms": ms[name], "TB/s": speed[name], "of a copy": speed[name] / speed["copy"]}
+        for name in calls
+    }
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Where the time of a block goes, ours beside plain PyTorch's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shapes = report["parts"]
+    figure, all_axes = plt.subplots(
+        1, len(shapes), figsize=(4.6 * len(shapes), 4.6), layout="constrained", squeeze=False
+    )
+    for axes, (name, parts) in zip(all_axes[0], shapes.items(), strict=True):
+        bars = [(who, what) for what in ("forward", "backward") for who in parts]
+        bottom = [0.0] * len(bars)
+        for part in ("router", "dispatch", "experts", "combine"):
+            heights = [parts[who][part][what] for who, what in bars]
+            axes.bar(range(len(bars)), heights, 0.6, bottom=bottom, label=part)
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+        axes.set_xticks(range(len(bars)), [f"{who}\n{what}" for who, what in bars], fontsize=8)
+        axes.set_title(name)
+        axes.set_ylabel("ms")
+    all_axes[0][0].legend(fontsize=8)
+    figure.suptitle("Where the time of an MoE block goes, BF16, one NVIDIA H200")
+    figure.savefig(path, dpi=130)
+
+
+def run(names: list[str], eager: bool) -> dict[str, Any]:
+    """Measure every shape."""
+    report: dict[str, Any] = {"environment": environment(), "shapes": {}, "parts": {}}
+    for name in names:
+        shape = SHAPES[name]
+        problem = Problem(shape, ("grouped_mm", "eager") if eager else ("grouped_mm",))
+        cell: dict[str, Any] = {"sizes": shape._asdict(), "passes": {}}
+        for what, calls in problem.passes().items():
+            ms = measure(calls, runs=12)
+            cell["passes"][what] = {
+                "ms": ms,
+                "ratio": {who: t / ms["fusible"] for who, t in ms.items() if who != "fusible"},
+            }
+            print(name, what, json.dumps(cell["passes"][what]), flush=True)
+        if name == "small":
+            cell["graph_ms"] = measure({"fusible": graphed(problem.own_step)})
+        cell["peak_mb"] = {who: problem.peak(way) for who, way in problem.ways.items()}
+        cell["errors"] = problem.errors()
+        cell["bandwidth"] = bandwidth(problem)
+        for key in ("peak_mb", "errors", "bandwidth"):
+            print(name, key, json.dumps(cell[key], indent=1), flush=True)
+        parts = {"fusible": own_parts(problem), "torch": plain_parts(problem)}
+        flat = {
+            (who, part, what): call
+            for who, of_way in parts.items()
+            for part, calls in of_way.items()
+            for what, call in calls.items()
+        }
+        ms = measure(flat, runs=10)  # type: ignore[arg-type]
+        report["parts"][name] = {
+            who: {part: {w: ms[who, part, w] for w in ("forward", "backward")} for part in of_way}
+            for who, of_way in parts.items()
+        }
+        print(name, "parts", json.dumps(report["parts"][name], indent=1), flush=True)
+        report["shapes"][name] = cell
+        del problem, calls, parts, flat
+        torch.cuda.empty_cache()
+    return report
+
+
+def main() -> None:
+    """Measure, print, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--eager", action="store_true", help="transformers' eager experts too")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    report = run(options.config, options.eager)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "moe_block.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, options.out / "moe_block.png")
+
+
+if __name__ == "__main__":
+    main()

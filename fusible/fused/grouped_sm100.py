@@ -1,0 +1,458 @@
+"""Grouped linears and grouped MLPs on Blackwell, by the grouped kernels of cuDNN's front end.
+
+BF16, MXFP8 and NVFP4 share one structure: rows are quantized where the recipe says so and brought
+to their places among groups of whole 256 rows (``kernels.sm100.padding``), kernels read what other
+kernels wrote, and the last product's rows are gathered back. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.fuser.target import Version
+from fusible.kernels import sm100
+from fusible.kernels.sm100 import limits
+from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops.activation import check_row_scales
+from fusible.ops.op import Grads
+from fusible.ops.weights import matrix
+from fusible.ops.wgrad import add_or_copy
+from fusible.recipes.product import (
+    SAVED,
+    Operand,
+    Product,
+    columnwise_only,
+    encode_operand,
+    from_columnwise,
+    values,
+)
+from fusible.recipes.recipe import Recipe, Role
+from fusible.recipes.tensor import QuantizedTensor
+
+ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
+
+# What the kernels need of the machine, the recipe and a GroupedLinear: their own limits.
+_MACHINE = (
+    one_of(this.sm, *limits.ARCHITECTURES),
+    at_least(this.cudnn_frontend, Version(*limits.CUDNN_FRONTEND)),
+    equal(this.dtype, limits.DTYPE),
+    one_of(this.format.input, *limits.FORMATS),
+    equal(this.format.weight, this.format.input),
+    equal(this.format.grad, this.format.input),
+)
+_CONVERT = (
+    "store FC1's weight and bias by fusible.interleave_glu and pass "
+    f"glu_interleave_size={limits.INTERLEAVE}"
+)
+
+
+def _linears(*linears: Any) -> tuple[Any, ...]:
+    sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
+    return (
+        *[multiple_of(size, limits.MULTIPLE_OF) for size in sizes],
+        at_most(linears[0].num_groups, limits.MAX_GROUPS),
+    )
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+def _recipe(ctx: OperationContext) -> Recipe:
+    return Recipe() if ctx.recipe is None else ctx.recipe
+
+
+def _places(linear: GroupedLinear, ends: Tensor, rows: int) -> sm100.Places:
+    aligned = linear.split_alignment % limits.GROUP_ROWS == 0
+    return sm100.places_of(ends, rows, aligned)
+
+
+def _in_place(places: sm100.Places) -> sm100.Places:
+    """For rows that a kernel has left in their places."""
+    return places._replace(rows=None)
+
+
+def _encoded(
+    x: Tensor, ctx: OperationContext, role: Role, wanted: dict[Product, bool], ends: Tensor
+) -> Operand:
+    """Rows for the products that are wanted."""
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize()  # quantized as a whole, not by group
+    products = [product for product, needed in wanted.items() if needed]
+    return encode_operand(x, _recipe(ctx), role, *products, ends=ends)
+
+
+def _packed(
+    x: Tensor, ctx: OperationContext, role: Role, wanted: dict[Product, bool], ends: Tensor,
+    places: sm100.Places,
+) -> sm100.Packed:  # fmt: skip
+    return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
+
+
+def _packed_output(
+    d: sm100.Packed | Tensor,
+    ctx: OperationContext,
+    role: Role,
+    wanted: dict[Product, bool],
+    places: sm100.Places,
+) -> sm100.Packed:
+    """What a kernel gave, quantized by it or to be quantized."""
+    if isinstance(d, sm100.Packed):
+        return d
+    return _packed(d, ctx, role, wanted, places.ends, _in_place(places))
+
+
+def _weights(
+    linear: GroupedLinear, ctx: OperationContext
+) -> tuple[sm100.PackedWeights, sm100.PackedWeights | None]:
+    """The weights for the forward and, if it will be taken, the data gradient."""
+    if _recipe(ctx).format("weight") is not None:
+        return linear.encoded_weights(ctx, _both_uses if ctx.needs.input else _forward_use)
+    plain = _plain_weights(linear.weights_in(ctx.dtype))
+    return plain, plain
+
+
+def _plain_weights(weights: Sequence[Tensor]) -> sm100.PackedWeights:
+    return sm100.PackedWeights([weight.contiguous() for weight in weights], [])
+
+
+def _forward_use(operands: list[Operand]) -> tuple[sm100.PackedWeights, None]:
+    return sm100.pack_weights(operands, transposed=False), None
+
+
+def _both_uses(operands: list[Operand]) -> tuple[sm100.PackedWeights, sm100.PackedWeights]:
+    forward, _ = _forward_use(operands)
+    return forward, sm100.pack_weights(operands, transposed=True)
+
+
+def _flat(use: sm100.Use | None) -> tuple[Tensor | None, ...]:
+    """The three tensors of a use, to be saved."""
+    return (None, None, None) if use is None else use
+
+
+def _flat_weights(weights: sm100.PackedWeights | None) -> tuple[Tensor | None, ...]:
+    return () if weights is None else (weights.factors, *weights.data, *weights.scales)
+
+
+def _saved_weights(saved: Sequence[Any], ctx: OperationContext) -> sm100.PackedWeights:
+    factors, *rest = saved
+    scaled = _recipe(ctx).format("weight") is not None
+    count = len(rest) // 2 if scaled else len(rest)
+    return sm100.PackedWeights(rest[:count], rest[count:], factors)
+
+
+def _like(t: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
+    return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
+
+
+def _moved_scales(scales: Tensor | None, places: sm100.Places) -> Tensor | None:
+    """One FP32 value per row, in its place, zero elsewhere."""
+    if scales is None:
+        return None
+    return sm100.moved(scales.reshape(-1).float(), places).contiguous()
+
+
+# --- one grouped linear ---------------------------------------------------------------------------
+
+
+class GroupedLinearForwardSm100(FusedOperation):
+    """Forward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One grouped product."""
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        x, ends, row_scale = linear.rows(ctx, input_, *basic_op_extra_inputs[0])
+        places = _places(linear, ends, x.shape[0])
+        wgrad, dgrad = ctx.needs.params[0], ctx.needs.input
+        encoded = _encoded(x, ctx, "input", {"forward": True, "wgrad": wgrad}, ends)
+        if encoded.format is None:
+            weights = linear.weights_in(ctx.dtype)
+            ctx.save_for_backward(encoded.plain, ends, row_scale, *weights)
+            packed = _plain_weights(weights)
+        else:
+            operands = linear.encoded_weights(ctx)
+            packed, _ = _forward_use(operands)
+            ctx.save_for_backward(
+                *columnwise_only(encoded, needed=wgrad),
+                ends,
+                row_scale,
+                *[t for operand in operands for t in columnwise_only(operand, needed=dgrad)],
+            )
+        row = sm100.pack(encoded._replace(column=None), ends, places).row
+        assert row is not None
+        y = sm100.gemm(
+            row,
+            packed,
+            places,
+            bias=linear.stacked_bias(ctx.dtype),
+            row_scale=_moved_scales(row_scale, places),
+        )
+        return _like(input_, y), [()]
+
+
+class GroupedLinearBackwardSm100(FusedOperation):
+    """Backward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Two grouped products."""
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        fmt = _recipe(ctx).format("input")
+        head = 1 if fmt is None else SAVED
+        saved, ends, row_scale, *rest = (
+            ctx.saved_tensors[:head],
+            *ctx.saved_tensors[head : head + 2],
+            *ctx.saved_tensors[head + 2 :],
+        )
+        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
+        dy = matrix(grad_output, ctx.dtype)
+        places = _places(linear, ends, dy.shape[0])
+        dyq = _packed(dy, ctx, "grad", {"dgrad": dgrad, "wgrad": wgrad}, ends, places)
+        dx = None
+        if dgrad:
+            assert dyq.row is not None
+            if fmt is None:
+                packed = _plain_weights(rest)
+            else:
+                weight_format = _recipe(ctx).format("weight")
+                parts = [rest[i : i + SAVED] for i in range(0, len(rest), SAVED)]
+                operands = [from_columnwise(part, weight_format) for part in parts]
+                packed = sm100.pack_weights(operands, transposed=True)
+            dx = _like(grad_output, sm100.gemm(dyq.row, packed, places, transpose_w=True))
+        column = None
+        if wgrad:
+            x = Operand(None, plain=saved[0]) if fmt is None else from_columnwise(saved, fmt)
+            column = sm100.pack_columns(x, ends, places)
+        dweights = _weight_grads(linear, ctx, dyq.column, column, places)
+        dy = values(dy)
+        return (
+            dx,
+            [(*dweights, *linear.bias_grads(ctx, dy, ends, row_scale))],
+            [(None, *linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1]))],
+        )
+
+
+# --- the grouped MLP ------------------------------------------------------------------------------
+
+
+class GroupedMLPSm100(FusedOperation):
+    """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
+
+    Saves what the weight gradients read of the input and of the activation, quantized where the
+    recipe quantizes, and the pre-activation in BF16, all in the places of padded groups.
+    """
+
+    saves = (
+        "x and the activation as the weight gradients read them, pre-activation, scales, end rows "
+        "and places of the groups, row scales, weights as the data gradients read them"
+    )
+
+    def __init__(self, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> None:
+        super().__init__([fc1, act, fc2])
+        self._parts = fc1, act, fc2
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Two products, the activation in the first one's epilogue."""
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = basic_op_ctxs
+        x, ends, _ = fc1.rows(ctx1, input_, *basic_op_extra_inputs[0])
+        (scales,), (_, *bias_scale) = basic_op_extra_inputs[1:]
+        check_row_scales(scales, input_, type(act).__name__)
+        row_scale = fc2.checked_scales(ctx2, input_, *bias_scale or [None])
+        places = _places(fc1, ends, x.shape[0])
+        prob = _moved_scales(scales, places)
+        assert scales is not None and prob is not None  # noqa: PT018 - for the type checker
+        wanted: dict[Product, bool] = {"forward": True, "wgrad": ctx1.needs.params[0]}
+        xq = _packed(x, ctx1, "input", wanted, ends, places)
+        weights1, transposed1 = _weights(fc1, ctx1)
+        assert xq.row is not None
+        c, d = sm100.glu(
+            xq.row,
+            weights1,
+            places,
+            prob,
+            bias=fc1.stacked_bias(ctx1.dtype),
+            **_options(act),
+        )
+        wanted = {"forward": True, "wgrad": ctx2.needs.params[0]}
+        hidden = _packed_output(d, ctx2, "input", wanted, places)
+        weights2, transposed2 = _weights(fc2, ctx2)
+        assert hidden.row is not None
+        y = sm100.gemm(
+            hidden.row,
+            weights2,
+            places,
+            bias=fc2.stacked_bias(ctx2.dtype),
+            row_scale=_moved_scales(row_scale, places),
+        )
+        if ctx2.requires_grad:
+            column = xq.column if ctx1.needs.params[0] else None
+            ctx1.save_for_backward(
+                ends, places.ends, places.rows, *_flat(column),
+                *_flat_weights(transposed1 if ctx1.needs.input else None),
+            )  # fmt: skip
+            ctx_act.save_for_backward(c, prob)
+            ctx_act.dtype = scales.dtype
+            column = hidden.column if ctx2.needs.params[0] else None
+            ctx2.save_for_backward(row_scale, *_flat(column), *_flat_weights(transposed2))
+        return _like(input_, y), [(), (), ()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """FC2's data gradient with the activation's, FC1's, two weight gradients."""
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = basic_op_ctxs
+        ends, padded, rows = ctx1.saved_tensors[:3]
+        c, prob = ctx_act.saved_tensors
+        row_scale = ctx2.saved_tensors[0]
+        places = sm100.Places(padded, rows, c.shape[0])
+        shape = grad_output.shape[:-1]
+        dy = matrix(grad_output, ctx2.dtype)
+        wgrad1, wgrad2 = ctx1.needs.params[0], ctx2.needs.params[0]
+        dyq = _packed(dy, ctx2, "grad", {"dgrad": True, "wgrad": wgrad2}, ends, places)
+        assert dyq.row is not None
+        d, dscales, dbias = sm100.dglu(
+            dyq.row,
+            _saved_weights(ctx2.saved_tensors[4:], ctx2),
+            places,
+            c,
+            prob,
+            bias=fc1.has_bias and ctx1.needs.params[-1],
+            **_options(act),
+        )
+        wanted: dict[Product, bool] = {"dgrad": ctx1.needs.input, "wgrad": wgrad1}
+        dq = _packed_output(d, ctx1, "grad", wanted, places)
+        dx = None
+        if ctx1.needs.input:
+            assert dq.row is not None
+            weights = _saved_weights(ctx1.saved_tensors[6:], ctx1)
+            dx = _like(grad_output, sm100.gemm(dq.row, weights, places, transpose_w=True))
+        x, hidden = sm100.Use(*ctx1.saved_tensors[3:6]), sm100.Use(*ctx2.saved_tensors[1:4])
+        dweights1 = _weight_grads(fc1, ctx1, dq.column, x, places)
+        dweights2 = _weight_grads(fc2, ctx2, dyq.column, hidden, places)
+        dy = values(dy)
+        return (
+            dx,
+            [
+                (*dweights1, *_bias_grads(fc1, ctx1, dbias)),
+                (),
+                (*dweights2, *fc2.bias_grads(ctx2, dy, ends, row_scale)),
+            ],
+            [
+                (None,),
+                (dscales.to(ctx_act.dtype).view(shape),),
+                (None, *fc2.scale_grad(ctx2, dy, ends, shape)),
+            ],
+        )
+
+
+def _options(act: ScaledGLU) -> dict[str, Any]:
+    formula, _, options = act.glu()
+    return {"activation": formula.__name__, **options}
+
+
+def _weight_grads(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: sm100.Use | None,
+    x: sm100.Use | None,
+    places: sm100.Places,
+) -> Grads:
+    """Gradients of the weight parameters: all that this module computes are made here."""
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        assert dy is not None
+        assert x is not None
+        if out is None:
+            return sm100.wgrad(dy, x, places)
+        if sm100.takes_wgrad(out):
+            sm100.wgrad_(list(out), dy, x, places, accumulate)
+            return None
+        buffers = out[0].unbind(0) if out[0].dim() == 3 else out
+        dw = sm100.wgrad(dy, x, places, torch.float32)
+        add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+        return None
+
+    return linear.weight_grads(ctx, gradient)
+
+
+def _bias_grads(linear: GroupedLinear, ctx: OperationContext, dbias: Tensor) -> Grads:
+    """Of the bias that the kernel has summed ``[num_groups, out_features]`` for."""
+    if not linear.has_bias:
+        return ()
+    if not ctx.needs.params[-1]:
+        return (None,) * len(linear.biases())
+    return (dbias,) if linear.single_grouped_bias else dbias.unbind(0)
+
+
+@rule(
+    *_MACHINE,
+    *_linears(this.fc1, this.fc2),
+    equal(this.fc1.num_groups, this.fc2.num_groups),
+    equal(this.fc1.out_features, 2 * this.fc2.in_features),
+    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
+    equal(this.fc1.scale_bias, False),
+    equal(this.act.glu_interleave_size, limits.INTERLEAVE, _CONVERT),
+    where(this.format.input, "none", one_of(this.act.geglu, None, limits.BF16_GEGLU)),
+    # Its backward reads what the first two ops save, which ops without a backward do not.
+    equal(this.fc1.requires_grad, this.fc2.requires_grad),
+    equal(this.act.requires_grad, this.fc2.requires_grad),
+)
+def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm100:
+    """FC1, activation, scale and quantization in one kernel; FC2 reads it as it was written."""
+    return GroupedMLPSm100(fc1, act, fc2)
+
+
+@rule(*_MACHINE, *_linears(this.linear), phase="forward")
+def grouped_linear_forward_sm100(linear: GroupedLinear) -> GroupedLinearForwardSm100:
+    """One launch over device-side groups, from operands in the recipe's own format."""
+    return GroupedLinearForwardSm100(linear)
+
+
+@rule(*_MACHINE, *_linears(this.linear), phase="backward")
+def grouped_linear_backward_sm100(linear: GroupedLinear) -> GroupedLinearBackwardSm100:
+    """Two launches: data gradient and weight gradient, in the recipe's own format."""
+    return GroupedLinearBackwardSm100(linear)

@@ -1,0 +1,1 @@
+"""Adapters for other projects, each imported by its name only."""

@@ -1,0 +1,227 @@
+"""Hugging Face transformers: ``experts_implementation="fusible"`` for its models with experts.
+
+An experts module of transformers gives its weights, flags and gate; what it computes becomes
+``Dispatch -> GroupedLinear -> activation -> GroupedLinear -> Combine``, planned by the fuser. The
+weights stay the module's own parameters, used where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusible.fuser.tracing import constant_when_traced
+from fusible.ops import (
+    BasicOperation,
+    Combine,
+    Dispatch,
+    GroupedLinear,
+    ScaledClampedQGeGLU,
+    ScaledSwiGLU,
+    Sequential,
+)
+
+NAME = "fusible"
+
+
+def register() -> None:
+    """Let every model of transformers that uses its experts interface run its experts here.
+
+    After it, ``from_pretrained(..., experts_implementation="fusible")`` and
+    ``model.set_experts_implementation("fusible")`` work. Calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers is missing, or has no experts interface (it needs 5.17).
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(
+            "fusible.integrations.transformers needs transformers >= 5.17; "
+            "pip install 'fusible[huggingface]'"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The weighted sum of what its experts make of each token; transformers calls it.
+
+    Args:
+        experts: an experts module of transformers.
+        hidden_states: tokens ``[tokens, hidden]``.
+        top_k_index: integers ``[tokens, k]``; ids of ``num_experts`` and above, which are experts
+            of other ranks, take no part and get no gradient.
+        top_k_weights: ``[tokens, k]``, floating.
+
+    Raises:
+        ValueError: the weights are not what a `GroupedLinear` can multiply with.
+    """
+    if getattr(experts, "_fusible_block", None) is None:
+        _attach.to(type(experts))
+        experts._make_fusible_block()
+    return experts._fusible_block(hidden_states, top_k_index, top_k_weights)
+
+
+class _Attach:
+    """Gives a class of experts the method that makes a module's block.
+
+    torch.compile runs methods for real while it traces, and takes classes, not modules, as their
+    arguments.
+    """
+
+    @constant_when_traced
+    def to(self, experts_class: Any) -> None:
+        experts_class._make_fusible_block = _make_fusible_block
+
+
+@constant_when_traced
+def _make_fusible_block(experts: Any) -> None:
+    # Not as a submodule: the module's state stays as transformers knows it.
+    experts.__dict__["_fusible_block"] = ExpertsBlock(experts)
+
+
+_attach = _Attach()
+
+
+class ExpertsBlock(nn.Module):
+    """What an experts module computes, as ops over its parameters.
+
+    One run of ops if the gate is one that an op computes. Otherwise the module's own gate, or its
+    activation if it has none, stands between ops, as does a norm after the experts.
+    """
+
+    _experts: Any
+    mlp: Sequential | None
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.__dict__["_experts"] = experts  # not a submodule: the parameters stay theirs
+        self.up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        dispatch, act = Dispatch(self.up.num_groups), activation_of(experts)
+        self.mlp = None
+        if act is None:
+            self.dispatch = dispatch
+            self.down = ExpertsLinear(experts, "down_proj")
+            self.combine = Combine(weighted=True)
+        else:
+            down = ExpertsLinear(experts, "down_proj", scale_bias=experts.has_bias)
+            self.mlp = Sequential(dispatch, self.up, act, down, Combine())
+
+    def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See :func:`experts_forward`."""
+        if self.mlp is not None:
+            return self.mlp(hidden_states, weights, ids).to(hidden_states.dtype)
+        experts = self._experts
+        rows, split_sizes, scales, row_map = self.dispatch(hidden_states, weights, ids)
+        rows = self.up(rows, split_sizes)
+        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+        rows = self.down(rows, split_sizes)
+        if _has_norm(experts):
+            rows = experts.post_expert_norm(rows)
+        return self.combine(rows, row_map, scales).to(hidden_states.dtype)
+
+
+class ExpertsLinear(GroupedLinear):
+    """A ``GroupedLinear`` over the parameters of an experts module, which it reads at every call.
+
+    Args:
+        experts: has the weight ``[E, out, in]``, or ``[E, in, out]`` if ``is_transposed``, as
+            ``name``, and if ``has_bias`` the bias ``[E, out]`` as ``name_bias``.
+        name: of the weight.
+        scale_bias: as in ``GroupedLinear``.
+
+    Raises:
+        ValueError: there is no such floating 3-D weight.
+    """
+
+    computes_as = GroupedLinear
+    _experts: Any
+    _name: str
+
+    def __init__(self, experts: Any, name: str, *, scale_bias: bool = False) -> None:
+        weight = getattr(experts, name, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+            got = type(weight).__name__
+            if isinstance(weight, Tensor):
+                got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+            raise ValueError(
+                f"{name} of {type(experts).__name__} must be a floating 3-D parameter, got {got}; "
+                'use experts_implementation="eager" for this model'
+            )
+        self.__dict__.update(_experts=experts, _name=name)
+        groups, *sizes = weight.shape
+        out_features, in_features = sizes[::-1] if experts.is_transposed else sizes
+        super().__init__(
+            groups,
+            in_features,
+            out_features,
+            bias=experts.has_bias,
+            device="meta",
+            single_grouped_weight=True,
+            single_grouped_bias=True,
+            scale_bias=scale_bias,
+        )
+
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
+        """None of its own."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the experts' parameters alone."""
+
+    def weights(self) -> list[Tensor]:
+        """The experts' weight as ``[E, out, in]``, a view if it is stored transposed."""
+        weight = getattr(self._experts, self._name)
+        return [weight.mT if self._experts.is_transposed else weight]
+
+    def biases(self) -> list[Tensor]:
+        """The experts' bias, if they have one."""
+        return [getattr(self._experts, f"{self._name}_bias")] if self.has_bias else []
+
+    def own_parameters(self) -> tuple[Any, ...]:
+        """The weight and the bias."""
+        return (*self.weights(), *self.biases())
+
+
+def activation_of(experts: Any) -> BasicOperation | None:
+    """The op that computes the gate of an experts module times a row's weight, if there is one.
+
+    Classes write the same gate in many ways, so that it is told by its values: SwiGLU, and the
+    clamped gate of GPT-OSS, of halves or of alternating columns.
+    """
+    if not experts.has_gate or _has_norm(experts):
+        return None
+    # explain() and torch.compile may be the first to call, under modes of fake tensors.
+    with _disable_current_modes(), torch.no_grad():
+        rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).double() * 8
+        try:
+            expected = experts._apply_gate(rows).double()
+        except (RuntimeError, TypeError):  # such as parameters on another device
+            return None
+        for act in _candidates(experts):
+            formula, _, options = act.glu()
+            found = formula(rows, None, act.glu_interleave_size, **options)
+            if torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+                return act
+    return None
+
+
+def _candidates(experts: Any) -> Iterator[ScaledSwiGLU | ScaledClampedQGeGLU]:
+    """Activations with the parameters that the module has, under the names models give them."""
+    limits = [getattr(experts, name, None) for name in ("limit", "swiglu_limit")]
+    alphas = [getattr(experts, name, None) for name in ("alpha", "swiglu_alpha")]
+    for interleave in (None, 1):
+        yield ScaledSwiGLU(interleave)
+        for limit in (value for value in limits if value):
+            for alpha in {float(value) for value in (*alphas, 1.0) if value is not None}:
+                for offset in (0.0, 1.0):
+                    yield ScaledClampedQGeGLU(interleave, float(limit), alpha, offset)
+
+
+def _has_norm(experts: Any) -> bool:
+    return getattr(experts, "has_post_expert_norm", False)

@@ -1,0 +1,237 @@
+# mypy: ignore-errors
+# Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
+"""Top-k of a router's logits, the weights of those chosen, and their gradient (CuTe DSL).
+
+A warp owns a token, and a lane every 32nd logit of it, in registers. Numbers are compared as
+integers of the same order (NaN the largest, as sorting has it), so that of equals the first expert
+wins. Lane j keeps the j-th choice.
+"""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+
+from fusible.kernels import bits
+
+WARPS = 8
+
+
+def _order(value):
+    """An integer above zero that is larger for larger numbers; zeros are equal, NaN is largest."""
+    word = bits.to_bits(bits.add(value, Float32(0)))
+    key = word ^ (Uint32(Int32(word) >> 31) | 0x80000000)
+    return bits.select((word & 0x7FFFFFFF) > bits.INF, 0xFFFFFFFF, key)
+
+
+def _value(key):
+    """The number of that order."""
+    return bits.to_float(key ^ bits.select(Int32(key) < 0, 0x80000000, 0xFFFFFFFF))
+
+
+def _largest(keys, lane):
+    """The largest of a token's keys and its first place."""
+    best, at = keys[0], lane
+    for i, key in enumerate(keys[1:], 1):
+        larger = key > best
+        best, at = bits.select(larger, key, best), bits.select(larger, i * 32 + lane, at)
+    most = cute.arch.warp_redux_sync(Uint32(best), "umax")
+    place = bits.select(Uint32(best) == most, at, 0x7FFFFFFF)
+    return most, Int32(cute.arch.warp_redux_sync(Uint32(place), "umin"))
+
+
+def _without(keys, place, lane):
+    """The keys with the one of that place gone."""
+    return [bits.select(place == i * 32 + lane, 0, key) for i, key in enumerate(keys)]
+
+
+def _sum(value):
+    """Sum over the warp."""
+    for step in range(5):
+        value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
+    return value
+
+
+def _exp(value):
+    return cute.math.exp(value, fastmath=False)
+
+
+def _sigmoid(value):
+    return bits.divide(Float32(1), Float32(1) + _exp(-value))
+
+
+def _kept(condition, value):
+    """``value`` where the condition holds, else zero."""
+    return bits.to_float(bits.select(condition, bits.to_bits(value), 0))
+
+
+def _softmax_of(value, values, mine):
+    """``exp(value)`` over the sum of those of the warp's values of which ``mine`` says so."""
+    orders = [bits.select(m, _order(v), 0) for v, m in zip(values, mine, strict=True)]
+    top = _value(_largest(orders, Int32(0))[0])
+    total = Float32(0)
+    for v, m in zip(values, mine, strict=True):
+        total = total + _kept(m, _exp(v - top))
+    total = _sum(total)
+    return [bits.divide(_exp(v - top), total) for v in value]
+
+
+def _token_logits(logits, token, exists, lane, spec):
+    """A lane's logits of a token, and whether each is there."""
+    values, mine = [], []
+    for i in range(0, spec.experts, 32):
+        inside = Boolean(exists) & (i + lane < spec.experts)
+        at = logits + (Int64(token) * spec.experts + i + lane) * 4
+        values.append(bits.to_float(bits.load(at, Int32(inside), 1)[0]))
+        mine.append(inside)
+    return values, mine
+
+
+def _allowed(keys, lane, spec):
+    """The keys with those outside the best groups gone."""
+    number, kept, summed = spec.groups
+    size = spec.experts // number
+    group_of = [(i * 32 + lane) // size for i in range(len(keys))]
+    worth = Uint32(0)
+    for group in range(number):
+        of_group = [bits.select(g == group, key, 0) for key, g in zip(keys, group_of, strict=True)]
+        total = Float32(0)
+        for _ in range(summed):
+            most, place = _largest(of_group, lane)
+            total = bits.add(total, _value(most))
+            of_group = _without(of_group, place, lane)
+        worth = bits.select(lane == group, _order(total), worth)
+    best = Uint32(0)
+    for _ in range(kept):
+        _, place = _largest([worth], lane)
+        best = best | (Uint32(1) << Uint32(place))
+        worth = bits.select(lane == place, 0, worth)
+    return [
+        bits.select((best >> Uint32(g)) & 1, key, 0) for key, g in zip(keys, group_of, strict=True)
+    ]
+
+
+def _scores(values, mine, spec):
+    """Softmax or sigmoid of all of a token's logits."""
+    return [_sigmoid(v) for v in values] if spec.sigmoid else _softmax_of(values, values, mine)
+
+
+def _weight(logit, chosen, values, mine, spec):
+    """Weight of the choice that a lane keeps, zero in the lanes past the last."""
+    if spec.sigmoid:
+        score = _kept(chosen, _sigmoid(logit))
+        return bits.divide(score, _sum(score) + Float32(1e-20)) if spec.normalize else score
+    given = ([logit], [chosen]) if spec.normalize else (values, mine)
+    return _kept(chosen, _softmax_of([logit], *given)[0])
+
+
+def _place(tokens):
+    cta, _, _ = cute.arch.block_idx()
+    token = cta * WARPS + cute.arch.warp_idx()
+    return token, token < tokens, cute.arch.lane_idx()
+
+
+@cute.kernel
+def _route(
+    logits: Int64,
+    expert_bias: Int64,
+    probs: Int64,
+    ids: Int64,
+    tokens: Int32,
+    spec: cutlass.Constexpr,
+):
+    token, exists, lane = _place(tokens)
+    values, mine = _token_logits(logits, token, exists, lane, spec)
+    ranked = values
+    if cutlass.const_expr(spec.biased or spec.groups[0] > 1):
+        ranked = _scores(values, mine, spec)
+    if cutlass.const_expr(spec.biased):
+        shifts, _ = _token_logits(expert_bias, Int32(0), exists, lane, spec)
+        ranked = [bits.add(score, shift) for score, shift in zip(ranked, shifts, strict=True)]
+    keys = [bits.select(m, _order(value), 0) for value, m in zip(ranked, mine, strict=True)]
+    if cutlass.const_expr(spec.groups[0] > 1):
+        keys = _allowed(keys, lane, spec)
+    chosen_id = Int32(0)
+    for j in cutlass.range_constexpr(spec.top_k):
+        _, place = _largest(keys, lane)
+        keys = _without(keys, place, lane)
+        chosen_id = Int32(bits.select(lane == j, place, chosen_id))
+    chosen = Boolean(exists) & (lane < spec.top_k)
+    at = logits + (Int64(token) * spec.experts + chosen_id) * 4
+    logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
+    weight = _weight(logit, chosen, values, mine, spec) * Float32(spec.scaling_factor)
+    at = Int64(token) * spec.top_k + lane
+    bits.store(probs + at * 4, [bits.to_bits(weight)], Int32(chosen))
+    bits.store(ids + at * 8, [Uint32(chosen_id), Uint32(0)], Int32(chosen))
+
+
+@cute.kernel
+def _route_backward(
+    dprobs: Int64,
+    logits: Int64,
+    ids: Int64,
+    dlogits: Int64,
+    tokens: Int32,
+    spec: cutlass.Constexpr,
+):
+    token, exists, lane = _place(tokens)
+    chosen = Boolean(exists) & (lane < spec.top_k)
+    at = Int64(token) * spec.top_k + lane
+    chosen_id = Int32(bits.load(ids + at * 8, Int32(chosen), 2)[0])
+    grad = bits.to_float(bits.load(dprobs + at * 4, Int32(chosen), 1)[0])
+    grad = grad * Float32(spec.scaling_factor)
+    at = logits + (Int64(token) * spec.experts + chosen_id) * 4
+    logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
+    values, mine = _token_logits(logits, token, exists, lane, spec)
+    dense = [Float32(0) for _ in values]
+    if cutlass.const_expr(spec.sigmoid):
+        score = _kept(chosen, _sigmoid(logit))
+        if cutlass.const_expr(spec.normalize):
+            total = _sum(score) + Float32(1e-20)
+            grad = bits.divide(grad - bits.divide(_sum(grad * score), total), total)
+        grad = grad * score * (Float32(1) - score)
+    else:
+        weight = _weight(logit, chosen, values, mine, spec)
+        dot = _sum(grad * weight)
+        if cutlass.const_expr(spec.normalize):
+            grad = weight * (grad - dot)
+        else:
+            grad = weight * grad
+            scores = _softmax_of(values, values, mine)
+            dense = [Float32(0) - score * dot for score in scores]
+    for j in cutlass.range_constexpr(spec.top_k):
+        where, value = cute.arch.shuffle_sync(chosen_id, j), cute.arch.shuffle_sync(grad, j)
+        dense = [total + _kept(where == i * 32 + lane, value) for i, total in enumerate(dense)]
+    for i, (total, inside) in enumerate(zip(dense, mine, strict=True)):
+        at = dlogits + (Int64(token) * spec.experts + i * 32 + lane) * 4
+        bits.store(at, [bits.to_bits(total)], Int32(inside))
+
+
+@cute.jit
+def route(
+    logits: Int64,
+    expert_bias: Int64,
+    probs: Int64,
+    ids: Int64,
+    tokens: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``routing.route`` names them; ids in 64 bits."""
+    _route(logits, expert_bias, probs, ids, tokens, spec).launch(
+        grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    )
+
+
+@cute.jit
+def route_backward(
+    dprobs: Int64,
+    logits: Int64,
+    ids: Int64,
+    dlogits: Int64,
+    tokens: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``routing.route_backward`` names them."""
+    _route_backward(dprobs, logits, ids, dlogits, tokens, spec).launch(
+        grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    )

@@ -1,0 +1,234 @@
+# mypy: ignore-errors
+# Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
+"""Rows to experts and back: scatter, gather and sum, dot products (CuTe DSL).
+
+A thread owns 16 bytes at one place of a few tokens. It loads a token's once and stores it to the
+rows of all its choices, or loads those of all choices, in flight together, and stores their sum: so
+every byte is read once and written once, and sums have the order of the choices.
+"""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from fusible.kernels import bits
+
+THREADS = 256
+UNROLL = {"scatter": 4, "gather": 2}  # tokens a thread has in flight
+TOGETHER = 8  # choices a thread has in flight
+
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+def _number(address, index, inside, dtype):
+    """One number in FP32, zero where not ``inside``."""
+    at = address + Int64(index) * _SIZES[dtype]
+    if dtype == "f32":
+        return bits.to_float(bits.load(at, Int32(inside), 1)[0])
+    return bits.unpack([bits.load_half(at, Int32(inside))], dtype)[0]
+
+
+def _put(address, index, value, inside, dtype):
+    """Store one number of FP32 where ``inside``."""
+    at = address + Int64(index) * _SIZES[dtype]
+    if dtype == "f32":
+        bits.store(at, [bits.to_bits(value)], Int32(inside))
+    else:
+        bits.store_half(at, bits.pack([value, Float32(0)], dtype)[0], Int32(inside))
+
+
+def _row(row_map, index, inside):
+    """Entry of the row map, -1 where not ``inside``."""
+    found = bits.load(row_map + Int64(index) * 4, Int32(inside), 1)[0]
+    return Int32(found) - Int32(Boolean(inside) == False)  # noqa: E712 - of the device
+
+
+def _place(kind, tokens, spec):
+    """For each of a thread's tokens: token, 16-byte column, whether it exists."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    places = []
+    for u in range(UNROLL[kind]):
+        vector = (cta * UNROLL[kind] + u) * THREADS + thread
+        token, column = vector // spec.vectors, vector % spec.vectors
+        places.append((token, column, token < tokens))
+    return places
+
+
+def _weight(weights, token, j, row, computed, spec):
+    """Weight of a choice, zero if it is not computed."""
+    index = row if spec.weights == "row" else token * spec.top_k + j
+    return _number(weights, index, computed, spec.weight_dtype)
+
+
+@cute.kernel
+def _scatter(
+    x: Int64,
+    row_map: Int64,
+    weights: Int64,
+    out: Int64,
+    moved: Int64,
+    tokens: Int32,
+    rows: Int32,
+    spec: cutlass.Constexpr,
+):
+    places = _place("scatter", tokens, spec)
+    loaded = []
+    for token, column, exists in places:
+        at = x + (Int64(token) * spec.vectors + column) * 16
+        loaded.append(bits.load(at, Int32(exists), 4))
+    for (token, column, exists), words in zip(places, loaded, strict=True):
+        found = [_row(row_map, token * spec.top_k + j, exists) for j in range(spec.top_k)]
+        numbers = bits.unpack(words, spec.dtype) if spec.scale else None
+        for j, entry in enumerate(found):
+            computed = entry >= 0
+            row = cutlass.max(entry, ~entry)
+            inside = Boolean(exists) & (row < rows)
+            kept = words
+            if cutlass.const_expr(spec.weights != ""):
+                weight = _weight(weights, token, j, row, Boolean(inside) & computed, spec)
+                if cutlass.const_expr(spec.scale):
+                    kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
+                if cutlass.const_expr(spec.weights == "choice"):
+                    first = Boolean(inside) & (column == 0)
+                    _put(moved, row, weight, first, spec.weight_dtype)
+            mask = ~(entry >> 31)  # all bits where the choice is computed
+            kept = [word & cutlass.Uint32(mask) for word in kept]
+            bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
+
+
+@cute.kernel
+def _gather(
+    rows: Int64,
+    row_map: Int64,
+    weights: Int64,
+    values: Int64,
+    out: Int64,
+    picked: Int64,
+    tokens: Int32,
+    spec: cutlass.Constexpr,
+):
+    places = _place("gather", tokens, spec)
+    totals = [[Float32(0)] * spec.per_vector for _ in places]
+    for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
+        loaded = []
+        for token, column, exists in places:
+            for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
+                row = _row(row_map, token * spec.top_k + j, exists)
+                at = rows + (Int64(row) * spec.vectors + column) * 16
+                loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
+        at = iter(loaded)
+        for i, (token, column, exists) in enumerate(places):
+            for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
+                row, words = next(at)
+                numbers = bits.unpack(words, spec.dtype)
+                if cutlass.const_expr(spec.weights != ""):
+                    weight = _weight(weights, token, j, row, row >= 0, spec)
+                    numbers = [bits.mul(n, weight) for n in numbers]
+                totals[i] = [bits.add(t, n) for t, n in zip(totals[i], numbers, strict=True)]
+                if cutlass.const_expr(spec.values != ""):
+                    value = _number(values, row, row >= 0, spec.values)
+                    first = Boolean(exists) & (column == 0)
+                    _put(picked, token * spec.top_k + j, value, first, spec.values)
+    for (token, column, exists), total in zip(places, totals, strict=True):
+        at = out + (Int64(token) * spec.vectors + column) * 16
+        bits.store(at, bits.pack(total, spec.dtype), Int32(exists))
+
+
+@cute.kernel
+def _dots(
+    rows: Int64,
+    x: Int64,
+    row_map: Int64,
+    out: Int64,
+    tokens: Int32,
+    row_count: Int32,
+    spec: cutlass.Constexpr,
+):
+    """A warp for each token."""
+    lane = cute.arch.lane_idx()
+    cta, _, _ = cute.arch.block_idx()
+    token = cta * (THREADS // 32) + cute.arch.warp_idx()
+    exists = token < tokens
+    for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
+        choices = range(start, min(start + TOGETHER, spec.top_k))
+        found = [_row(row_map, token * spec.top_k + j, exists) for j in choices]
+        sums = [Float32(0) for _ in choices]
+        for column in cutlass.range(lane, spec.vectors, 32, unroll=1):
+            at = x + (Int64(token) * spec.vectors + column) * 16
+            mine = bits.unpack(bits.load(at, Int32(exists), 4), spec.dtype)
+            loaded = [
+                bits.load(rows + (Int64(row) * spec.vectors + column) * 16, Int32(row >= 0), 4)
+                for row in found
+            ]
+            for i, words in enumerate(loaded):
+                for a, b in zip(mine, bits.unpack(words, spec.dtype), strict=True):
+                    sums[i] = sums[i] + a * b
+        for i, (j, entry) in enumerate(zip(choices, found, strict=True)):
+            total = sums[i]
+            for step in cutlass.range_constexpr(5):
+                total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
+            inside = Boolean(exists) & (lane == 0)
+            index = token * spec.top_k + j
+            if cutlass.const_expr(spec.weights == "row"):
+                index = cutlass.max(entry, ~entry)
+                inside = inside & (index < row_count)
+            _put(out, index, total, inside, "f32")
+
+
+def _blocks(kind, tokens, spec):
+    per_block = THREADS * UNROLL[kind]
+    return (tokens * spec.vectors + per_block - 1) // per_block
+
+
+@cute.jit
+def scatter(
+    x: Int64,
+    row_map: Int64,
+    weights: Int64,
+    out: Int64,
+    moved: Int64,
+    tokens: Int32,
+    rows: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``permute.scatter_rows`` names them."""
+    _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
+        grid=[_blocks("scatter", tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+@cute.jit
+def gather(
+    rows: Int64,
+    row_map: Int64,
+    weights: Int64,
+    values: Int64,
+    out: Int64,
+    picked: Int64,
+    tokens: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``permute.gather_sum`` names them."""
+    _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
+        grid=[_blocks("gather", tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+@cute.jit
+def dots(
+    rows: Int64,
+    x: Int64,
+    row_map: Int64,
+    out: Int64,
+    tokens: Int32,
+    row_count: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``permute.row_dots`` names them."""
+    warps = THREADS // 32
+    _dots(rows, x, row_map, out, tokens, row_count, spec).launch(
+        grid=[(tokens + warps - 1) // warps, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )

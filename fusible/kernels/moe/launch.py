@@ -1,0 +1,272 @@
+"""CUDA implementations of the ops that route tokens and move rows.
+
+Importing this module registers them; cutlass is imported at the first launch. What the kernels do
+not take runs by the definitions, which give the same bits but for dot products and scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible import formulas
+from fusible.kernels.moe import permute, routing
+from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
+
+MAX_GROUPS = 1024  # counters of eight warps in 48 KiB
+_MAX_BLOCKS, _SORT_THREADS = 128, 256
+_MAX_TOP_K = 32
+_INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
+
+
+def why_not(t: Tensor, row_map: Tensor, *others: Tensor | None) -> str | None:
+    """Say why the kernels cannot move rows ``t`` ``[M, H]``, or None if they can."""
+    checks = {
+        f"dtype must be bfloat16, float16 or float32, got {t.dtype}": t.dtype in DTYPES,
+        f"rows must be of a multiple of {BYTES} bytes, got {t.shape[1]} of {t.itemsize}": (
+            t.shape[1] * t.itemsize % BYTES == 0
+        ),
+        "there must be tokens, choices and features": row_map.numel() > 0 and t.numel() > 0,
+        f"choices must be at most {_MAX_TOP_K}, got {row_map.shape[1]}": (
+            row_map.shape[1] <= _MAX_TOP_K
+        ),
+        "rows and row map must be countable in 32 bits": (
+            row_map.shape[0] * t.shape[1] * t.itemsize // BYTES < _INDEX
+            and max(row_map.numel(), t.shape[0]) < _INDEX
+        ),
+        "weights must be bfloat16, float16 or float32": all(
+            [o is None or o.dtype in DTYPES for o in others]
+        ),
+        **_machine(t.device),
+    }
+    return next((sentence for sentence, holds in checks.items() if not holds), None)
+
+
+def _machine(device: torch.device) -> dict[str, bool]:
+    return {
+        "the GPU must be SM80 or later": _capability(device) >= (8, 0),
+        "nvidia-cutlass-dsl must be installed": _has_cutlass(),
+    }
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _has_cutlass() -> bool:
+    return importlib.util.find_spec("cutlass") is not None
+
+
+@cache
+def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
+    """Compile the kernel of that name in ``device.rows`` or ``device.router``.
+
+    The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
+    for a GPU that need not be there.
+    """
+    from cutlass import Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fusible.kernels.moe.device import router, rows
+
+    kinds = {
+        "route": [Int64] * 4 + [Int32],
+        "route_backward": [Int64] * 4 + [Int32],
+        "scatter": [Int64] * 5 + [Int32] * 2,
+        "gather": [Int64] * 6 + [Int32],
+        "dots": [Int64] * 4 + [Int32] * 2,
+    }
+    return cute.compile(
+        getattr(router if isinstance(spec, RouteSpec) else rows, kernel),
+        *[kind(0) for kind in kinds[kernel]],
+        make_fake_stream(),
+        spec,
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+@cache
+def compiled_permutation(groups: int, ids_dtype: torch.dtype, options: str = "") -> Any:
+    """Compile the sort; called with ids, scratch, row map, sizes, ends, two sizes."""
+    import cutlass
+    from cutlass import Int32, cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    from fusible.kernels.moe.device import placement
+
+    def vector(dtype: Any, size: Any) -> Any:
+        return make_fake_tensor(dtype, (size,), stride=(1,))
+
+    wide = ids_dtype == torch.int64
+    counts = make_fake_tensor(Int32, (cute.sym_int(), groups + 1), stride=(groups + 1, 1))
+    return cute.compile(
+        placement.permutation,
+        vector(cutlass.Int64 if wide else Int32, cute.sym_int()),
+        counts,
+        vector(Int32, cute.sym_int()),
+        vector(cutlass.Int64, groups),
+        vector(Int32, groups),
+        Int32(0),
+        Int32(0),
+        groups,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def _permutation(
+    ids: Tensor, num_groups: int, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    choices = ids.numel()
+    fits = 0 < choices < _INDEX and num_groups <= MAX_GROUPS and all(_machine(ids.device).values())
+    if not fits:
+        return permute.permutation_definition(ids, num_groups, capacity)
+    per_block = -(-choices // (_MAX_BLOCKS * _SORT_THREADS)) * _SORT_THREADS
+    counts = ids.new_empty(-(-choices // per_block), num_groups + 1, dtype=torch.int32)
+    row_map = ids.new_empty(choices, dtype=torch.int32)
+    sizes = ids.new_empty(num_groups, dtype=torch.int64)
+    ends = ids.new_empty(num_groups, dtype=torch.int32)
+    most = choices if capacity is None else min(capacity, choices)
+    with torch.cuda.device(ids.device):
+        compiled_permutation(num_groups, ids.dtype)(
+            ids.reshape(-1), counts, row_map, sizes, ends, per_block, most
+        )
+    return row_map.view(ids.shape), sizes, ends
+
+
+def _spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
+    kind = {None: "", 1: "row", 2: "choice"}[None if weights is None else weights.dim()]
+    vectors = t.shape[1] * t.itemsize // BYTES
+    dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
+    return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy, contiguous from 16 bytes on."""
+    t = t.contiguous()
+    return t if t.data_ptr() % BYTES == 0 else t.clone()
+
+
+def _launch(
+    kernel: str, spec: RowsSpec | RouteSpec, device: torch.device, *args: Tensor | int | None
+) -> None:
+    """Run a kernel on tensors, by address, and sizes."""
+    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    with torch.cuda.device(device):
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled(kernel, spec)(*given, stream)
+
+
+def _scatter_rows(
+    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
+) -> tuple[Tensor, Tensor]:
+    if rows == 0 or why_not(x, row_map, weights) is not None:
+        return permute.scatter_rows_definition(x, row_map, weights, rows, scale)
+    x, row_map = _aligned(x), row_map.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = x.new_empty(rows, x.shape[1])
+    spec = _spec(x, row_map, weights, scale=scale)
+    moved = x.new_empty(0)
+    if weights is not None and spec.weights == "choice":
+        moved = weights.new_empty(rows)
+    _launch("scatter", spec, x.device, x, row_map, weights, out, moved, x.shape[0], rows)
+    return out, moved
+
+
+def _gather_sum(
+    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if why_not(rows, row_map, weights, values) is not None:
+        return permute.gather_sum_definition(rows, row_map, weights, values)
+    rows, row_map = _aligned(rows), row_map.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    tokens = row_map.shape[0]
+    out = rows.new_empty(tokens, rows.shape[1])
+    picked, kind = rows.new_empty(0), ""
+    if values is not None:
+        values, kind = values.contiguous(), DTYPES[values.dtype]
+        picked = values.new_empty(row_map.shape)
+    spec = _spec(rows, row_map, weights, values=kind)
+    _launch("gather", spec, rows.device, rows, row_map, weights, values, out, picked, tokens)
+    return out, picked
+
+
+def _row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+    if rows.dtype != x.dtype or why_not(rows, row_map) is not None:
+        return permute.row_dots_definition(rows, x, row_map, by_row)
+    rows, x, row_map = _aligned(rows), _aligned(x), row_map.contiguous()
+    out = rows.new_empty(rows.shape[:1] if by_row else row_map.shape, dtype=torch.float32)
+    spec = _spec(rows, row_map, out if by_row else None)
+    _launch("dots", spec, rows.device, rows, x, row_map, out, x.shape[0], rows.shape[0])
+    return out
+
+
+def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
+    """Whether the router's kernels take the logits."""
+    tokens, experts = logits.shape
+    fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
+    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < _INDEX
+    return fits and all(_machine(logits.device).values())
+
+
+def _route(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor]:
+    if not _routes(logits, top_k, groups[0]):
+        return routing.route_definition(
+            logits, expert_bias, top_k, score_function, normalize, scaling_factor, groups
+        )
+    tokens, experts = logits.shape
+    logits = logits.contiguous()
+    bias = None if expert_bias is None else expert_bias.float().contiguous()
+    probs = logits.new_empty(tokens, top_k)
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int64)
+    sigmoid, biased = score_function == "sigmoid", bias is not None
+    number, kept, summed = groups
+    spec = RouteSpec(
+        experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
+    )
+    _launch("route", spec, logits.device, logits, bias, probs, ids, tokens)
+    return probs, ids
+
+
+def _route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    top_k = ids.shape[1]
+    if not _routes(logits, top_k):
+        options = score_function, normalize, scaling_factor
+        return formulas.router_probs_backward(dprobs, logits, ids, *options)
+    dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
+    dlogits = torch.empty_like(logits)
+    sigmoid = score_function == "sigmoid"
+    spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
+    given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
+    _launch("route_backward", spec, logits.device, *given)
+    return dlogits
+
+
+_library = torch.library.Library("fusible", "IMPL")
+_library.impl("permutation", _permutation, "CUDA")
+_library.impl("scatter_rows", _scatter_rows, "CUDA")
+_library.impl("gather_sum", _gather_sum, "CUDA")
+_library.impl("row_dots", _row_dots, "CUDA")
+_library.impl("route", _route, "CUDA")
+_library.impl("route_backward", _route_backward, "CUDA")

@@ -1,0 +1,47 @@
+"""Blackwell (SM 10.x) kernels: the grouped products of nvidia-cudnn-frontend, typed and checked.
+
+Rows are in groups of whole 256 rows (``padding`` brings ragged ones there), ``ends`` (int32 on the
+device) says where each group ends, and rows past the last are not computed. Operands are BF16, or
+MXFP8 (E4M3 elements, E8M0 scales per 32), or NVFP4 (E2M1 in bytes, E4M3 scales per 16, and one FP32
+factor per group in ``alpha``), scales packed for the MMA. Weights are one tensor or one per group.
+Importing this package imports no cutlass and no cudnn; a kernel is compiled at its first call,
+which also reads ``ends`` once for the weight gradient: warm up before capturing a CUDA graph.
+"""
+
+from fusible.kernels.sm100 import limits, ops  # ops registers them
+from fusible.kernels.sm100.operands import (
+    Packed,
+    PackedWeights,
+    Use,
+    dglu,
+    gemm,
+    glu,
+    pack,
+    pack_columns,
+    pack_weights,
+    takes_wgrad,
+    wgrad,
+    wgrad_,
+)
+from fusible.kernels.sm100.padding import Places, moved, places_of, returned
+
+__all__ = [
+    "Packed",
+    "PackedWeights",
+    "Places",
+    "Use",
+    "dglu",
+    "gemm",
+    "glu",
+    "limits",
+    "moved",
+    "ops",
+    "pack",
+    "pack_columns",
+    "pack_weights",
+    "places_of",
+    "returned",
+    "takes_wgrad",
+    "wgrad",
+    "wgrad_",
+]

@@ -1,0 +1,222 @@
+"""What the SM100 kernels are given, checked before any of them runs: a sentence for each fact.
+
+The kernels' own checks come later, name other arguments, and leave out what only the device knows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.kernels import grouped
+from fusible.kernels.sm100 import limits
+
+FP4 = torch.uint8  # two numbers a byte; torch.float4_e2m1fn_x2 at the kernel itself
+FP8 = torch.float8_e4m3fn
+_SCALES = {FP8: torch.float8_e8m0fnu, FP4: torch.float8_e4m3fn}
+VECTOR = {FP8: 32, FP4: 16}
+"""How many numbers share a scale."""
+
+
+def require(holds: bool, must: str, got: object, then: str = "") -> None:
+    """Raise ValueError with the sentence unless it holds."""
+    if not holds:
+        raise ValueError(f"{must}, got {got}" + (f"; {then}" if then else ""))
+
+
+class Rows(NamedTuple):
+    """Sizes of a row-major operand ``[rows, depth]``."""
+
+    rows: int
+    depth: int
+    dtype: torch.dtype
+
+
+def check_rows(name: str, x: Tensor, scales: Tensor | None) -> Rows:
+    """A matrix whose rows are in groups, and its packed scales."""
+    require(x.ndim == 2, f"{name} must have 2 dimensions", x.ndim)
+    dtypes = (torch.bfloat16, FP8, FP4)
+    require(
+        x.dtype in dtypes,
+        f"{name} must be BF16, FP8 E4M3 or FP4 in bytes",
+        x.dtype,
+        "use a recipe of those elements",
+    )
+    rows, depth = x.shape[0], x.shape[1] * (2 if x.dtype == FP4 else 1)
+    check_layout(name, x)
+    require(
+        rows % limits.GROUP_ROWS == 0,
+        f"rows of {name} must be a multiple of {limits.GROUP_ROWS}",
+        rows,
+        "bring them to their places first",
+    )
+    check_features(f"columns of {name}", depth)
+    check_scales(name, scales, x.dtype, rows, depth)
+    return Rows(rows, depth, x.dtype)
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """Contiguous memory that begins at 16 bytes."""
+    require(
+        x.is_contiguous() and x.data_ptr() % 16 == 0,
+        f"{name} must be contiguous and begin at a multiple of 16 bytes",
+        f"strides {x.stride()} at {x.data_ptr():#x}",
+        "call .contiguous()",
+    )
+
+
+def check_features(what: str, features: int) -> None:
+    """A number of features that the kernels take."""
+    unit = limits.MULTIPLE_OF
+    require(features > 0 and features % unit == 0, f"{what} must be a multiple of {unit}", features)
+
+
+def check_scales(
+    name: str, scales: Tensor | None, dtype: torch.dtype, rows: int, depth: int, groups: int = 1
+) -> None:
+    """The packed scales of ``groups`` matrices, complete, or none for BF16."""
+    if dtype not in _SCALES:
+        require(scales is None, f"scales of {name} must be None for {dtype}", "a tensor")
+        return
+    require(scales is not None, f"scales of {name} must be given for {dtype}", None)
+    assert scales is not None
+    require(
+        scales.dtype == _SCALES[dtype],
+        f"scales of {name} must be {_SCALES[dtype]} for {dtype} elements",
+        scales.dtype,
+    )
+    blocks = -(-depth // VECTOR[dtype])
+    size = groups * -(-rows // 128) * -(-blocks // 4) * 512
+    require(
+        scales.numel() == size and scales.is_contiguous(),
+        f"scales of {name} must be the {size} bytes of {rows} rows and {blocks} blocks, packed for "
+        "the MMA",
+        f"{scales.numel()} in {tuple(scales.shape)} with strides {scales.stride()}",
+        "use recipes.layout.swizzle_scales",
+    )
+
+
+class Weights(NamedTuple):
+    """Weights of all groups as the kernels see them: ``[n, k]`` each, ``k`` being reduced."""
+
+    groups: int
+    n: int
+    k: int
+    dense: bool
+
+
+def check_weights(
+    w: list[Tensor], scales: list[Tensor], x: Rows, device: torch.device, n_major: bool
+) -> Weights:
+    """One ``[E, n, k]`` (``[E, k, n]`` if ``n_major``), or E of ``[n, k]``, with packed scales."""
+    first, dense = w[0], w[0].ndim == 3
+    groups = first.shape[0] if dense else len(w)
+    require(
+        1 <= groups <= limits.MAX_GROUPS,
+        f"the number of groups must be from 1 to {limits.MAX_GROUPS}",
+        groups,
+    )
+    require(
+        len(w) == 1 if dense else all(t.shape == first.shape for t in w),
+        "w must be one tensor [E, N, K] or E tensors of one shape",
+        [tuple(t.shape) for t in w],
+    )
+    scaled = x.dtype in _SCALES
+    require(
+        len(scales) == (len(w) if scaled else 0),
+        "w must have scales where its elements need them, as many as tensors",
+        f"{len(scales)} for {len(w)} of {first.dtype}",
+    )
+    n, k = first.shape[-2:]
+    if first.dtype == FP4:
+        require(not n_major, "FP4 weights must be contiguous along the reduction", "n-major ones")
+        k *= 2
+    if n_major:
+        n, k = k, n
+    for i, t in enumerate(w):
+        require(t.dtype == x.dtype, f"w must have the dtype of x, {x.dtype}", t.dtype)
+        require(t.device == device, f"w must be on {device}", t.device)
+        check_layout("w" if dense else f"w[{i}]", t)
+        check_scales("w", scales[i] if scaled else None, t.dtype, n, k, groups if dense else 1)
+    require(k == x.depth, f"x and w must share the reduced dimension {x.depth}", k)
+    check_features("features of w", n)
+    return Weights(groups, n, k, dense)
+
+
+def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
+    """End rows of groups, whole 256 each; values on a device are looked at when checking()."""
+    require(
+        ends.dtype == torch.int32 and ends.shape == (groups,) and ends.is_contiguous(),
+        f"ends must be contiguous int32 of shape ({groups},)",
+        f"{ends.dtype} of shape {tuple(ends.shape)}",
+    )
+    require(ends.device == device, f"ends must be on {device}", ends.device)
+    if device.type != "cpu" and not grouped.checks_enabled():
+        return
+    values = ends.tolist()
+    sizes = [end - start for start, end in zip([0, *values], values, strict=False)]
+    require(
+        min(sizes) >= 0 and all(size % limits.GROUP_ROWS == 0 for size in sizes),
+        f"groups must have multiples of {limits.GROUP_ROWS} rows",
+        sizes,
+        "pad them, or do not promise that they are aligned",
+    )
+    require(values[-1] <= rows, f"groups must end within the {rows} rows", values[-1])
+
+
+def check_vector(name: str, t: Tensor, size: int, device: torch.device) -> None:
+    """FP32, one value for each row or group."""
+    require(
+        t.dtype == torch.float32 and t.shape == (size,) and t.is_contiguous(),
+        f"{name} must be contiguous float32 of shape ({size},)",
+        f"{t.dtype} of shape {tuple(t.shape)}",
+    )
+    require(t.device == device, f"{name} must be on {device}", t.device)
+
+
+def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> None:
+    """BF16 ``[E, n]``."""
+    if bias is None:
+        return
+    shape = (weights.groups, weights.n)
+    require(
+        bias.dtype == torch.bfloat16 and bias.shape == shape and bias.is_contiguous(),
+        f"bias must be contiguous BF16 of shape {shape}",
+        f"{bias.dtype} of shape {tuple(bias.shape)} with strides {bias.stride()}",
+    )
+    require(bias.device == device, f"bias must be on {device}", bias.device)
+
+
+def check_columns(name: str, x: Tensor, scales: Tensor | None) -> Rows:
+    """An operand reduced over its rows: ``[rows, features]``, or ``[features, rows / 2]`` of FP4.
+
+    Scales: ``[round_up(features, 128), rows / block]``, which contains the regions of the groups.
+    """
+    require(x.ndim == 2, f"{name} must have 2 dimensions", x.ndim)
+    check_layout(name, x)
+    if x.dtype == FP4:
+        features, rows = x.shape[0], 2 * x.shape[1]
+    else:
+        require(x.dtype in (FP8, torch.bfloat16), f"{name} must be BF16, FP8 E4M3 or FP4", x.dtype)
+        rows, features = x.shape
+    check_features(f"features of {name}", features)
+    require(
+        rows % limits.GROUP_ROWS == 0,
+        f"rows of {name} must be a multiple of {limits.GROUP_ROWS}",
+        rows,
+    )
+    if x.dtype not in _SCALES:
+        require(scales is None, f"scales of {name} must be None for {x.dtype}", "a tensor")
+        return Rows(rows, features, x.dtype)
+    shape = (-(-features // 128) * 128, rows // VECTOR[x.dtype])
+    require(
+        scales is not None
+        and scales.dtype == _SCALES[x.dtype]
+        and scales.shape == shape
+        and scales.is_contiguous(),
+        f"scales of {name} must be contiguous {_SCALES[x.dtype]} of shape {shape}",
+        None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}",
+    )
+    return Rows(rows, features, x.dtype)

@@ -1,0 +1,209 @@
+"""Operands of the SM100 kernels, and the kernels as typed functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.sm100.checks import FP8
+from fusible.kernels.sm100.padding import (
+    Places,
+    moved,
+    packed_columns,
+    packed_rows,
+    packed_scales,
+    returned,
+)
+from fusible.recipes.product import Operand
+
+_ops = torch.ops.fusible
+
+
+class Use(NamedTuple):
+    """A matrix as one product reads it: elements, packed scales, FP32 factors per group."""
+
+    data: Tensor
+    scales: Tensor | None = None
+    factors: Tensor | None = None
+
+
+class Packed(NamedTuple):
+    """Rows of groups in their places, for products along the columns and along the rows."""
+
+    row: Use | None
+    column: Use | None
+
+
+class PackedWeights(NamedTuple):
+    """Weights for one product: one ``[E, ...]`` or one for each group, their packed scales."""
+
+    data: list[Tensor]
+    scales: list[Tensor]
+    factors: Tensor | None = None
+
+
+def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
+    """Rows ``x`` in groups up to ``ends``, encoded by group, as the kernels read them."""
+    if x.format is None:
+        assert x.plain is not None
+        use = Use(moved(x.plain, places).contiguous())
+        return Packed(use, use)
+    ends = ends if x.ends is None else x.ends
+    row = column = None
+    if x.row is not None:
+        row = Use(*packed_rows(x.row, places), x.row.tensor_scale)
+    if x.column is not None:
+        packed = packed_columns(x.column, x.format, ends, places)
+        column = Use(*packed, x.column.tensor_scale)
+    return Packed(row, column)
+
+
+def pack_columns(column: Operand, ends: Tensor, places: Places) -> Use:
+    """The column-wise use alone, of what an op has saved."""
+    use = pack(column, ends, places).column
+    assert use is not None
+    return use
+
+
+def pack_weights(operands: list[Operand], *, transposed: bool) -> PackedWeights:
+    """Weights ``[E, N, K]``, or E of ``[N, K]``, for the forward, or for the data gradient."""
+    uses = [_weight_use(operand, transposed) for operand in operands]
+    factors = None
+    if uses[0].factors is not None:
+        factors = torch.cat([use.factors.flatten() for use in uses if use.factors is not None])
+    scales = [use.scales for use in uses if use.scales is not None]
+    return PackedWeights([use.data for use in uses], scales, factors)
+
+
+def _weight_use(weight: Operand, transposed: bool) -> Use:
+    if weight.format is None:
+        assert weight.plain is not None
+        return Use(weight.plain)
+    encoded = weight.column if transposed else weight.row
+    assert encoded is not None
+    scale = encoded.scale.mT if transposed else encoded.scale
+    data = encoded.data
+    if transposed and weight.format.element.per_byte == 2:
+        data = _fp4_transposed(data)
+    return Use(data, packed_scales(scale), encoded.tensor_scale)
+
+
+def _fp4_transposed(data: Tensor) -> Tensor:
+    """FP4 bytes ``[..., N, K / 2]`` as ``[..., K, N / 2]``."""
+    values = torch.stack((data & 15, data >> 4), -1).flatten(-2).mT
+    return (values[..., 0::2] | values[..., 1::2] << 4).contiguous()
+
+
+def _alpha(x: Use, w: PackedWeights) -> Tensor | None:
+    """What the products of elements and scales are to be multiplied by, per group."""
+    if x.factors is None or w.factors is None:
+        return None
+    return x.factors.flatten() * w.factors
+
+
+def glu(
+    x: Use,
+    w: PackedWeights,
+    places: Places,
+    prob: Tensor,
+    *,
+    bias: Tensor | None,
+    activation: str,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Packed | Tensor]:
+    """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
+
+    ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
+    blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands it is quantized for
+    both uses, of others it is BF16. ``prob`` is FP32, one value a row.
+    """
+    c, d, scales, column, column_scales = _ops.sm100_glu.default(
+        *_product(x, w, places), bias, prob, activation, limit, alpha, offset
+    )
+    if d.dtype != FP8:
+        return c, d
+    return c, Packed(Use(d, scales), Use(column, column_scales))
+
+
+def dglu(
+    dy: Use,
+    w: PackedWeights,
+    places: Places,
+    c: Tensor,
+    prob: Tensor,
+    *,
+    bias: bool,
+    activation: str,
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Packed | Tensor, Tensor, Tensor]:
+    """Gradients of ``c``, of ``prob`` (where the rows came from) and of the bias ``[E, N]``.
+
+    From ``dy @ w[e]`` and what ``glu`` was given and gave. The gradient of ``c`` is as ``glu``
+    gives ``d``; without ``bias`` the third has no rows.
+    """
+    d, scales, column, column_scales, dprob, dbias = _ops.sm100_dglu.default(
+        *_product(dy, w, places), c, prob, bias, activation, limit, alpha, offset
+    )
+    dprob = dprob[:-1] if places.rows is None else returned(dprob, places)
+    if d.dtype != FP8:
+        return d, dprob, dbias
+    return Packed(Use(d, scales), Use(column, column_scales)), dprob, dbias
+
+
+def gemm(
+    x: Use,
+    w: PackedWeights,
+    places: Places,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
+) -> Tensor:
+    """``x @ w[e].T + bias[e] * row_scale`` in BF16, its rows where they came from.
+
+    With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero.
+    """
+    y = _ops.sm100_gemm.default(*_product(x, w, places), bias, row_scale, transpose_w)
+    if places.rows is not None:
+        return returned(y, places)
+    # The kernel has left the rows past the last group as they were.
+    row = torch.arange(places.size, device=y.device)
+    return torch.where((row < places.ends[-1])[:, None], y[:-1], 0)
+
+
+def wgrad(dy: Use, x: Use, places: Places, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
+    return _ops.sm100_wgrad.default(*_columns(dy, x, places), out_dtype)
+
+
+def wgrad_(out: list[Tensor], dy: Use, x: Use, places: Places, accumulate: bool) -> None:
+    """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    _ops.sm100_wgrad_.default(out, *_columns(dy, x, places), accumulate)
+
+
+def takes_wgrad(out: Sequence[Tensor]) -> bool:
+    """Whether the kernel can write weight gradients to ``out``, or add to it, as it lies."""
+    # The address of a traced tensor is not known.
+    traced = torch.compiler.is_compiling()
+    return all(
+        t.dtype in (torch.bfloat16, torch.float32)
+        and t.is_contiguous()
+        and (traced or t.data_ptr() % 16 == 0)
+        for t in out
+    )
+
+
+def _product(x: Use, w: PackedWeights, places: Places) -> tuple[Any, ...]:
+    return x.data, x.scales, w.data, w.scales, places.ends, _alpha(x, w)
+
+
+def _columns(dy: Use, x: Use, places: Places) -> tuple[Any, ...]:
+    factors = [None if use.factors is None else use.factors.flatten() for use in (dy, x)]
+    return dy.data, dy.scales, x.data, x.scales, places.ends, *factors

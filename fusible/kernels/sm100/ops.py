@@ -1,0 +1,499 @@
+"""The SM100 kernels as ``torch.library`` ops: checks, fakes, and the calls of cuDNN's front end.
+
+Rows are in groups of whole 256 (``padding``). Operands are row-major as they lie, with scales
+packed for the MMA (``recipes.layout``). Rows past the last group are not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.kernels import grouped
+from fusible.kernels.provider import provider
+from fusible.kernels.sm90.launch import pointer_table
+from fusible.kernels.sm100 import limits
+from fusible.kernels.sm100.checks import (
+    FP4,
+    FP8,
+    VECTOR,
+    Rows,
+    Weights,
+    check_bias,
+    check_columns,
+    check_ends,
+    check_layout,
+    check_rows,
+    check_vector,
+    check_weights,
+    require,
+)
+
+_GLU = "str activation, float limit, float slope, float offset"
+_PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
+_FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
+
+_library = torch.library.Library("fusible", "FRAGMENT")
+
+
+def _define(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register what is decorated for every device: the provider's kernels know where they run."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(f"{name}{schema}")
+        _library.impl(name, function, "CPU")
+        _library.impl(name, function, "CUDA")
+        torch.library.register_fake(f"fusible::{name}", fake, lib=_library)
+        return function
+
+    return register
+
+
+# --- arguments that all kernels share -------------------------------------------------------------
+
+
+def _element(dtype: torch.dtype) -> torch.dtype:
+    return torch.float4_e2m1fn_x2 if dtype == FP4 else dtype
+
+
+def _as_element(t: Tensor) -> Tensor:
+    return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4 else t
+
+
+@cache
+def _ones(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, device=device)
+
+
+def _ones_of(size: int, device: torch.device) -> Tensor:
+    """FP32 ones, kept; those made while a CUDA graph is captured belong to the graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.ones(size, device=device)
+    with torch.inference_mode(False):
+        return _ones(size, device)
+
+
+def _table(tensors: list[Tensor]) -> Tensor:
+    """The addresses as int64 on the device of the tensors."""
+    pointers = tuple([t.data_ptr() for t in tensors])
+    device = tensors[0].device
+    if device.type == "cpu":
+        return torch.tensor(pointers, dtype=torch.int64)
+    return pointer_table(pointers, device)
+
+
+def _weight_arguments(
+    w: list[Tensor], scales: list[Tensor], weights: Weights, n_major: bool
+) -> dict[str, Any]:
+    major = {"b_major": "n" if n_major else "k"}
+    # Matrices that were allocated side by side are a dense tensor to the kernel.
+    together = w[0] if weights.dense else None if scales else grouped.side_by_side(w)
+    if together is not None:
+        dense: dict[str, Any] = {"b_tensor": _as_element(together), **major}
+        return {**dense, "sfb_tensor": scales[0]} if scales else dense
+    tables: dict[str, Any] = {"b_ptrs": _table(w), "n": weights.n, **major}
+    tables["b_dtype"] = _element(w[0].dtype)
+    return {**tables, "sfb_ptrs": _table(scales)} if scales else tables
+
+
+def _common(
+    x: Tensor, x_scales: Tensor | None, ends: Tensor, alpha: Tensor | None, groups: int
+) -> dict[str, Any]:
+    """The operand A and what every kernel over rows is told."""
+    alpha = _ones_of(groups, x.device) if alpha is None else alpha
+    common = {
+        "a_tensor": _as_element(x),
+        "padded_offsets": ends,
+        "alpha_tensor": alpha,
+        "acc_dtype": torch.float32,
+        "m_aligned": limits.GROUP_ROWS,
+        "use_dynamic_sched": True,
+    }
+    if x.dtype in VECTOR:
+        common |= {"sfa_tensor": x_scales, "sf_vec_size": VECTOR[x.dtype]}
+    return common
+
+
+def _quantizing(x: Tensor) -> dict[str, Any]:
+    """What a kernel with FP8 operands is told of its quantized outputs."""
+    if x.dtype != FP8:
+        return {"d_dtype": torch.bfloat16}
+    one = _ones_of(1, x.device)
+    return {"d_dtype": FP8, "norm_const_tensor": one, "discrete_col_sfd": True}
+
+
+def _glu_arguments(
+    activation: str, limit: float, slope: float, offset: float, dtype: torch.dtype, prefix: str = ""
+) -> dict[str, Any]:
+    require(
+        activation in _FUNCTIONS, f"activation must be one of {', '.join(_FUNCTIONS)}", activation
+    )
+    function = {"act_func": prefix + _FUNCTIONS[activation]}
+    if activation == "swiglu":
+        return function
+    require(
+        dtype != torch.bfloat16 or (limit, slope) == limits.BF16_GEGLU,
+        f"limit and alpha of clamped_qgeglu must be {limits.BF16_GEGLU} with BF16 operands",
+        (limit, slope),
+    )
+    return {
+        **function,
+        "linear_offset": offset,
+        "geglu_alpha": slope,
+        "glu_clamp_max": limit,
+        "glu_clamp_min": -limit,
+    }
+
+
+def _operands(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w: list[Tensor],
+    w_scales: list[Tensor],
+    ends: Tensor,
+    alpha: Tensor | None,
+    n_major: bool,
+) -> tuple[Rows, Weights]:
+    rows = check_rows("x", x, x_scales)
+    weights = check_weights(w, w_scales, rows, x.device, n_major)
+    check_ends(ends, weights.groups, rows.rows, x.device)
+    if alpha is not None:
+        check_vector("alpha", alpha, weights.groups, x.device)
+    return rows, weights
+
+
+def _scale_bytes(rows: int, columns: int, x: Tensor) -> Tensor:
+    """Unwritten scales of ``[rows, columns]``, as a kernel packs them."""
+    size = -(-rows // 128) * -(-columns // 128) * 512
+    return x.new_empty(size, dtype=torch.float8_e8m0fnu)
+
+
+# --- forward with a gated activation --------------------------------------------------------------
+
+
+def _glu_outputs(x: Tensor, n: int) -> tuple[Tensor, ...]:
+    rows = x.shape[0]
+    c = x.new_empty(rows, n, dtype=torch.bfloat16)
+    if x.dtype != FP8:
+        none = [x.new_empty(0, dtype=torch.bfloat16) for _ in range(3)]
+        return c, x.new_empty(rows, n // 2, dtype=torch.bfloat16), *none
+    d, d_col = (x.new_empty(rows, n // 2, dtype=FP8) for _ in range(2))
+    return c, d, _scale_bytes(rows, n // 2, x), d_col, _column_scales(rows, n // 2, x)
+
+
+def _column_scales(rows: int, columns: int, x: Tensor) -> Tensor:
+    shape = -(-columns // 128) * 128, rows // 32
+    return x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+
+
+def _glu_fake(x, x_scales, w, w_scales, ends, alpha, bias, prob, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return _glu_outputs(x, w[0].shape[-2])
+
+
+@_define(
+    "sm100_glu",
+    f"(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _glu_fake,
+)
+def glu(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w: list[Tensor],
+    w_scales: list[Tensor],
+    ends: Tensor,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    prob: Tensor,
+    activation: str,
+    limit: float,
+    slope: float,
+    offset: float,
+) -> tuple[Tensor, ...]:
+    """See `fusible.kernels.sm100.glu`."""
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major=False)
+    check_bias(bias, weights, x.device)
+    check_vector("prob", prob, rows.rows, x.device)
+    arguments = _glu_arguments(activation, limit, slope, offset, x.dtype)
+    if rows.rows == 0:
+        return _glu_outputs(x, weights.n)
+    if x.dtype == torch.bfloat16:
+        arguments |= {"sfa_tensor": None, "generate_c": True}
+    out = provider("sm100").grouped_gemm_glu_wrapper_sm100(
+        **_common(x, x_scales, ends, alpha, weights.groups),
+        **_weight_arguments(w, w_scales, weights, n_major=False),
+        **_quantizing(x),
+        **arguments,
+        c_dtype=torch.bfloat16,
+        bias_tensor=None if bias is None else bias.t(),
+        prob_tensor=prob,
+    )
+    c, d = out["c_tensor"], out["d_tensor"]
+    if x.dtype != FP8:
+        return c, d, *_glu_outputs(x[:0], weights.n)[2:]
+    columns = weights.n // 2
+    return c, d, *_scales_of(out, "d_tensor", "d_col_tensor", rows.rows, columns)[1:]
+
+
+def _scales_of(out: Any, row: str, column: str, rows: int, columns: int) -> tuple[Tensor, ...]:
+    """Quantized outputs ``(d, scales, d_col, d_col_scales)``, scales as the next kernel reads."""
+    shape = -(-columns // 128) * 128, rows // 32
+    return (
+        out[row],
+        out["sfd_row_tensor"].reshape(-1),
+        out[column],
+        out["sfd_col_tensor"].reshape(shape),
+    )
+
+
+# --- backward of the activation, in the data gradient of the second linear ------------------------
+
+
+def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, ...]:
+    rows = x.shape[0]
+    dprob = x.new_zeros(rows + 1, dtype=torch.float32)
+    dbias = x.new_empty((groups if bias else 0, 2 * n), dtype=torch.bfloat16)
+    if x.dtype != FP8:
+        none = [x.new_empty(0, dtype=torch.bfloat16) for _ in range(3)]
+        d = x.new_empty(rows, 2 * n, dtype=torch.bfloat16)
+        return d, *none, dprob, dbias
+    d, d_col = (x.new_empty(rows, 2 * n, dtype=FP8) for _ in range(2))
+    scales = _scale_bytes(rows, 2 * n, x), _column_scales(rows, 2 * n, x)
+    return d, scales[0], d_col, scales[1], dprob, dbias
+
+
+def _dglu_fake(x, x_scales, w, w_scales, ends, alpha, c, prob, bias, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return _dglu_outputs(x, c.shape[1] // 2, ends.shape[0], bias)
+
+
+@_define(
+    "sm100_dglu",
+    f"(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _dglu_fake,
+)
+def dglu(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w: list[Tensor],
+    w_scales: list[Tensor],
+    ends: Tensor,
+    alpha: Tensor | None,
+    c: Tensor,
+    prob: Tensor,
+    bias: bool,
+    activation: str,
+    limit: float,
+    slope: float,
+    offset: float,
+) -> tuple[Tensor, ...]:
+    """See `fusible.kernels.sm100.dglu`."""
+    n_major = x.dtype != FP4
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
+    check_vector("prob", prob, rows.rows, x.device)
+    shape = (rows.rows, 2 * weights.n)
+    require(
+        c.dtype == torch.bfloat16 and c.shape == shape,
+        f"c must be BF16 of shape {shape}, the pre-activation",
+        f"{c.dtype} of shape {tuple(c.shape)}",
+    )
+    check_layout("c", c)
+    arguments = _glu_arguments(activation, limit, slope, offset, x.dtype, "d")
+    empty = _dglu_outputs(x[:0], weights.n, weights.groups, bias)
+    if rows.rows == 0:
+        return *empty[:5], empty[5].zero_()
+    if x.dtype == torch.bfloat16:
+        arguments["sfa_tensor"] = None
+    # One value more, the gradient of rows in no group. The kernel adds to what it finds.
+    dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
+    # The kernel multiplies by alpha twice.
+    root = None if alpha is None else alpha.sqrt()
+    out = provider("sm100").grouped_gemm_dglu_wrapper_sm100(
+        **_common(x, x_scales, ends, root, weights.groups),
+        **_weight_arguments(w, w_scales, weights, n_major),
+        **_quantizing(x),
+        **arguments,
+        c_tensor=c,
+        beta_tensor=_ones_of(weights.groups, x.device),
+        prob_tensor=prob,
+        dprob_tensor=dprob[:-1],
+        generate_dbias=bias,
+    )
+    dbias = out["dbias_tensor"].flatten(1) if bias else empty[5]
+    if x.dtype != FP8:
+        return out["d_row_tensor"], *empty[1:4], dprob, dbias
+    packed = _scales_of(out, "d_row_tensor", "d_col_tensor", rows.rows, 2 * weights.n)
+    return *packed, dprob, dbias
+
+
+# --- plain grouped product ------------------------------------------------------------------------
+
+
+def _gemm_fake(x, x_scales, w, w_scales, ends, alpha, bias, row_scale, transpose_w):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    n = w[0].shape[-1 if transpose_w and x.dtype != FP4 else -2]
+    return x.new_empty(x.shape[0] + 1, n, dtype=torch.bfloat16)
+
+
+@_define(
+    "sm100_gemm",
+    f"(Tensor x, {_PRODUCT}, Tensor? bias, Tensor? row_scale, bool transpose_w) -> Tensor",
+    _gemm_fake,
+)
+def gemm(
+    x: Tensor,
+    x_scales: Tensor | None,
+    w: list[Tensor],
+    w_scales: list[Tensor],
+    ends: Tensor,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> Tensor:
+    """See `fusible.kernels.sm100.gemm`."""
+    n_major = transpose_w and x.dtype != FP4
+    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
+    check_bias(bias, weights, x.device)
+    if row_scale is not None:
+        require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
+        check_vector("row_scale", row_scale, rows.rows, x.device)
+    out = x.new_empty(rows.rows + 1, weights.n, dtype=torch.bfloat16)
+    out[-1].zero_()
+    if rows.rows == 0:
+        return out
+    arguments = {
+        **_common(x, x_scales, ends, alpha, weights.groups),
+        **_weight_arguments(w, w_scales, weights, n_major),
+        "bias_tensor": None if bias is None else bias.t(),
+        "d_dtype": torch.bfloat16,
+        "d_tensor": out[:-1],
+    }
+    if x.dtype == torch.bfloat16:
+        # This kernel has no form without prob, which multiplies the bias, or the product alone.
+        prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
+        provider("sm100").grouped_gemm_wrapper_sm100(**arguments, prob_tensor=prob)
+    else:
+        # The maximum per group that the kernel can find costs a fill and atomics.
+        provider("sm100").grouped_gemm_quant_wrapper_sm100(
+            **arguments, prob_tensor=row_scale, generate_amax=False
+        )
+    return out
+
+
+# --- weight gradient ------------------------------------------------------------------------------
+
+_WGRAD = (
+    "Tensor dy, Tensor? dy_scales, Tensor x, Tensor? x_scales, Tensor ends, Tensor? dy_global, "
+    "Tensor? x_global"
+)
+
+
+def _wgrad_fake(dy, dy_scales, x, x_scales, ends, dy_global, x_global, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    at = 0 if x.dtype == FP4 else 1
+    return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
+
+
+@_define("sm100_wgrad", f"({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake)
+def wgrad(
+    dy: Tensor,
+    dy_scales: Tensor | None,
+    x: Tensor,
+    x_scales: Tensor | None,
+    ends: Tensor,
+    dy_global: Tensor | None,
+    x_global: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `fusible.kernels.sm100.wgrad`."""
+    out = _wgrad_fake(dy, dy_scales, x, x_scales, ends, dy_global, x_global, out_dtype)
+    wgrad_([out], dy, dy_scales, x, x_scales, ends, dy_global, x_global, accumulate=False)
+    return out
+
+
+def _wgrad_fake_(*_: object) -> None:
+    return None
+
+
+@_define("sm100_wgrad_", f"(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_)
+def wgrad_(
+    out: list[Tensor],
+    dy: Tensor,
+    dy_scales: Tensor | None,
+    x: Tensor,
+    x_scales: Tensor | None,
+    ends: Tensor,
+    dy_global: Tensor | None,
+    x_global: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """See `fusible.kernels.sm100.wgrad_`."""
+    left, right = check_columns("dy", dy, dy_scales), check_columns("x", x, x_scales)
+    require(
+        (left.rows, left.dtype) == (right.rows, right.dtype),
+        "dy and x must share rows and dtype",
+        f"{left.rows} of {left.dtype} and {right.rows} of {right.dtype}",
+    )
+    groups = ends.shape[0]
+    check_ends(ends, groups, left.rows, x.device)
+    _check_grads(out, (left.depth, right.depth), groups)
+    if left.rows == 0:
+        # No rows, no valid strides for the kernel: nothing is added.
+        for t in () if accumulate else out:
+            t.zero_()
+        return
+    arguments: dict[str, Any] = {}
+    if x.dtype == FP4:
+        for name, scale in (("global_scale_a", dy_global), ("global_scale_b", x_global)):
+            require(scale is not None, f"{name} of FP4 operands must be given", None)
+            assert scale is not None
+            check_vector(name, scale, groups, x.device)
+            arguments[name] = scale
+        arguments |= {"input_order": "tensor_ragged"}
+        a, b = _as_element(dy), _as_element(x).t()
+    else:
+        a, b = dy.t(), x
+    if x.dtype in VECTOR:
+        arguments |= {"sf_vec_size": VECTOR[x.dtype], "descriptor_workspace": _workspace(out, x)}
+    if len(out) == 1 and out[0].ndim == 3:
+        arguments |= {"wgrad_tensor": out[0]}
+    else:
+        arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
+    provider("sm100").grouped_gemm_wgrad_wrapper_sm100(
+        a_tensor=a,
+        b_tensor=b,
+        sfa_tensor=dy_scales,
+        sfb_tensor=x_scales,
+        offsets_tensor=ends,
+        acc_dtype=torch.float32,
+        wgrad_dtype=out[0].dtype,
+        accumulate_on_output=accumulate,
+        **arguments,
+    )
+
+
+def _check_grads(out: list[Tensor], shape: tuple[int, int], groups: int) -> None:
+    dense = len(out) == 1 and out[0].ndim == 3
+    wanted = [(groups, *shape)] if dense else [shape] * groups
+    require(
+        [tuple(t.shape) for t in out] == wanted,
+        f"out must be one tensor {(groups, *shape)} or {groups} of {shape}",
+        [tuple(t.shape) for t in out],
+    )
+    for t in out:
+        require(
+            t.dtype in (torch.bfloat16, torch.float32) and t.dtype == out[0].dtype,
+            "out must be BF16 or FP32 throughout",
+            t.dtype,
+        )
+        check_layout("out", t)
+
+
+def _workspace(out: list[Tensor], x: Tensor) -> Tensor:
+    """Memory for TMA descriptors, one set per call: the default one would be shared by streams."""
+    sets = 4 if len(out) == 1 and out[0].ndim == 3 else 5
+    groups = out[0].shape[0] if sets == 4 else len(out)
+    return torch.empty(128 * sets * groups, dtype=torch.uint8, device=x.device)

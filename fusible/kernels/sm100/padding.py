@@ -1,0 +1,227 @@
+"""Where the rows of ragged groups lie for the SM100 kernels, and operands brought there.
+
+The kernels take groups of whole 256 rows. Each group of a matrix of ``rows`` rows is followed by
+rows of zeros, and the matrix by as many more as its static size needs: at most 255 a group, rounded
+down to 256, since the sum of whole 256 rows is one. Nothing is read on the host. Everything here is
+plain PyTorch; a kernel that does it in one pass must give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.sm100 import limits
+from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
+from fusible.recipes.formats import Encoded, NumberFormat
+from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
+
+
+class Places(NamedTuple):
+    """Groups of rows as the kernels see them."""
+
+    ends: Tensor
+    """Int32 ``[E]``, the end of each group: multiples of 256."""
+    rows: Tensor | None
+    """Int64 ``[rows]``, where each row goes, ``size`` for rows of no group; None: nowhere else."""
+    size: int
+    """The number of rows there are places for, a multiple of 256."""
+
+
+def places_of(ends: Tensor, rows: int, aligned: bool) -> Places:
+    """The places of ``rows`` rows in groups up to ``ends``, of which some may belong to no group.
+
+    ``aligned`` promises that every group has a multiple of 256 rows, so that they need not move.
+    """
+    if aligned and rows % limits.GROUP_ROWS == 0:
+        return Places(ends, None, rows)
+    size = padded_size(rows, ends.shape[0])
+    padded, place = torch.ops.fusible.sm100_places.default(ends, rows)
+    return Places(padded, place, size)
+
+
+def padded_size(rows: int, groups: int) -> int:
+    """Rows that are enough for ``rows`` rows in any ``groups`` groups of whole 256."""
+    unit = limits.GROUP_ROWS
+    return (rows + groups * (unit - 1)) // unit * unit
+
+
+def padded_ends(ends: Tensor) -> Tensor:
+    """The ends of the groups when each is of whole 256 rows."""
+    unit = limits.GROUP_ROWS
+    sizes = ends - group_starts(ends)
+    return ((sizes + unit - 1) // unit * unit).cumsum(0, dtype=torch.int32)
+
+
+def _places(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    padded = padded_ends(ends)
+    group = group_of_row(ends, rows)
+    row = torch.arange(rows, device=ends.device)
+    place = row + (group_starts(padded) - group_starts(ends))[group]
+    return padded, torch.where(row < ends[-1], place, padded_size(rows, ends.shape[0]))
+
+
+def _places_fake(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)
+
+
+def moved(t: Tensor, places: Places) -> Tensor:
+    """The rows of ``t`` in their places, zeros elsewhere; of any dtype."""
+    if places.rows is None:
+        return t
+    # One row more, which takes the rows of no group.
+    bits = t.view(torch.uint8) if t.element_size() == 1 else t
+    out = bits.new_zeros(places.size + 1, *t.shape[1:])
+    return out.index_copy_(0, places.rows, bits)[: places.size].view(t.dtype)
+
+
+def returned(t: Tensor, places: Places) -> Tensor:
+    """The rows from their places; ``t`` has one row more, of what rows of no group shall get."""
+    return t if places.rows is None else t.index_select(0, places.rows)
+
+
+def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Tensor:
+    """Column-wise scales ``[blocks, columns]`` of groups up to ``ends``, where their rows are."""
+    if places.rows is None:
+        return scale[: places.size // along]
+    blocks = column_block_ends(ends, along)
+    block = torch.arange(scale.shape[0], device=ends.device)
+    group = torch.searchsorted(blocks, block, right=True).clamp(max=len(ends) - 1)
+    place = block + (group_starts(places.ends) // along - group_starts(blocks))[group]
+    spare = places.size // along
+    place = torch.where(block < blocks[-1], place, spare)
+    bits = scale.view(torch.uint8)
+    out = bits.new_zeros(spare + 1, scale.shape[1])
+    return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
+
+
+def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
+    """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
+    if places.rows is None:
+        return encoded.data, packed_scales(encoded.scale)
+    return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
+
+
+def packed_columns(
+    encoded: Encoded, fmt: NumberFormat, ends: Tensor, places: Places
+) -> tuple[Tensor, Tensor]:
+    """Data and packed scales of column-wise ``encoded`` groups up to ``ends``.
+
+    MXFP8: data ``[size, K]`` as the rows lie. NVFP4: ``[K, size / 2]``, which only contains the
+    bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales:
+    ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
+    """
+    assert fmt.block is not None
+    pairs = fmt.element.per_byte == 2
+    data, scales = _ops.sm100_pack_columns.default(
+        encoded.data, encoded.scale, ends, *places, fmt.block[1], pairs
+    )
+    return encoded.data if places.rows is None and not pairs else data, scales
+
+
+def packed_scales(scale: Tensor) -> Tensor:
+    """Scales ``[..., rows, blocks]``, blocks along the reduction, as the MMA reads them."""
+    return _ops.sm100_pack_scales.default(scale)
+
+
+def _pack_rows(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    places = Places(rows, rows, size)
+    return moved(data, places), swizzle_scales(moved(scale, places))
+
+
+def _pack_rows_fake(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return data.new_empty(size, data.shape[1]), _swizzled_like(scale, size)
+
+
+def _swizzled_like(scale: Tensor, rows: int) -> Tensor:
+    atoms = (rows + 127) // 128, (scale.shape[-1] + 3) // 4
+    return scale.new_empty(*scale.shape[:-2], *atoms, 32, 4, 4)
+
+
+def _pack_columns(
+    data: Tensor,
+    scale: Tensor,
+    ends: Tensor,
+    placed_ends: Tensor,
+    rows: Tensor | None,
+    size: int,
+    along: int,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:
+    places = Places(placed_ends, rows, size)
+    scale = moved_blocks(scale, ends, places, along)
+    lines, blocks = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
+    scales = swizzle_group_scales(scale, size, placed_ends, along)
+    scales = scales[: lines * blocks].view(lines, blocks)
+    if pairs:
+        return _pairs_of_rows(moved(data, places), placed_ends), scales
+    # An op returns no tensor that it was given.
+    return moved(data, places) if rows is not None else data.new_empty(0), scales
+
+
+def _pack_columns_fake(
+    data: Tensor,
+    scale: Tensor,
+    ends: Tensor,
+    placed_ends: Tensor,
+    rows: Tensor | None,
+    size: int,
+    along: int,
+    pairs: bool,
+) -> tuple[Tensor, Tensor]:
+    lines = (scale.shape[1] + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS
+    scales = scale.new_empty(lines, size // along)
+    if pairs:
+        return data.new_empty(2 * data.shape[1], size // 2), scales
+    return data.new_empty((size, data.shape[1]) if rows is not None else 0), scales
+
+
+def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
+    """FP4 bytes ``[rows, K / 2]`` of two columns each, as two rows each, group by group."""
+    low, high = data & 15, data >> 4
+    values = torch.stack((low, high), -1).flatten(-2)  # [rows, K]
+    pairs = (values[0::2] | values[1::2] << 4).contiguous()  # [rows / 2, K]
+    half_ends, columns = ends // 2, pairs.shape[1]
+    row = torch.arange(pairs.shape[0], device=data.device)
+    group = group_of_row(half_ends, pairs.shape[0])
+    start, sizes = group_starts(half_ends)[group], (half_ends - group_starts(half_ends))[group]
+    column = torch.arange(columns, device=data.device)
+    # Group g's matrix [K, rows of g / 2] begins at its first row times K.
+    place = start[:, None] * columns + column * sizes[:, None] + (row - start)[:, None]
+    spare = pairs.numel()
+    place = torch.where((row < half_ends[-1])[:, None], place, spare)
+    out = pairs.new_zeros(spare + 1)
+    out[place] = pairs
+    return out[:spare].view(columns, -1)
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusible::{name}", fake, lib=library)
+
+
+# torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
+_ops = torch.ops.fusible
+library = torch.library.Library("fusible", "FRAGMENT")
+_define("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)", _places, _places_fake)
+_define(
+    "sm100_pack_scales(Tensor scale) -> Tensor",
+    swizzle_scales,
+    lambda scale: _swizzled_like(scale, scale.shape[-2]),
+)
+_define(
+    "sm100_pack_rows(Tensor data, Tensor scale, Tensor rows, SymInt size) -> (Tensor, Tensor)",
+    _pack_rows,
+    _pack_rows_fake,
+)
+_define(
+    "sm100_pack_columns(Tensor data, Tensor scale, Tensor ends, Tensor placed_ends, Tensor? rows, "
+    "SymInt size, int along, bool pairs) -> (Tensor, Tensor)",
+    _pack_columns,
+    _pack_columns_fake,
+)

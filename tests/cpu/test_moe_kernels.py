@@ -1,0 +1,51 @@
+"""The kernels that move rows compile for Hopper and Blackwell on a machine with no GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from fusible.kernels.moe import launch
+from fusible.kernels.moe.spec import RouteSpec, RowsSpec
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+KERNELS = [
+    ("scatter", RowsSpec("bf16", 256, 8, "choice")),
+    ("scatter", RowsSpec("f16", 896, 8, "choice", "bf16", scale=True)),
+    ("scatter", RowsSpec("bf16", 3, 1)),
+    ("scatter", RowsSpec("f32", 128, 5, "row", scale=True)),
+    ("gather", RowsSpec("bf16", 256, 8, values="f32")),
+    ("gather", RowsSpec("f16", 896, 12, "row", "f16")),
+    ("gather", RowsSpec("f32", 5, 2, "choice", values="bf16")),
+    ("dots", RowsSpec("bf16", 256, 8)),
+    ("dots", RowsSpec("f32", 5, 10, "row")),
+    ("route", RouteSpec(128, 8, sigmoid=False, normalize=True, scaling_factor=1.0)),
+    ("route", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
+    ("route", RouteSpec(256, 8, True, True, 2.5, biased=True, groups=(8, 4, 2))),
+    ("route_backward", RouteSpec(128, 8, sigmoid=False, normalize=True, scaling_factor=1.0)),
+    ("route_backward", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
+    ("route_backward", RouteSpec(320, 10, sigmoid=True, normalize=True, scaling_factor=2.5)),
+]
+
+
+def assert_no_spills(report, architecture):
+    assert f"for '{architecture}'" in report
+    used = [line for line in report.splitlines() if "spill" in line]
+    assert used
+    for line in used:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=lambda v: str(v)[:60])
+def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
+    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    assert_no_spills("".join(capfd.readouterr()), architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_sort_compiles_without_spills(dtype, architecture, capfd):
+    groups = 128 if dtype == torch.int64 else launch.MAX_GROUPS
+    launch.compiled_permutation(groups, dtype, f"--gpu-arch {architecture} remarks{{ptx}}")
+    assert_no_spills("".join(capfd.readouterr()), architecture)

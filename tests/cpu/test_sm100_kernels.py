@@ -1,0 +1,311 @@
+"""The typed SM100 kernels: what they refuse, in our own words and first; places; fakes."""
+
+import re
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible import recipes
+from fusible.kernels import emulator_sm100, sm100
+from fusible.kernels.sm100 import ops, padding
+from fusible.kernels.sm100.checks import FP8
+from fusible.recipes.blocks import group_starts
+from fusible.recipes.formats import mxfp8, nvfp4, quantize
+from fusible.recipes.layout import swizzle_scales
+from fusible.recipes.library import encode
+from fusible.recipes.product import Operand
+from fusible.testing import assume_target
+
+BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
+M, N, K, E = 512, 128, 64, 2
+
+
+class NoKernels:
+    """Nothing is refused here: it must not come so far."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} was called with what it cannot take")
+
+
+def scales(rows, columns, groups=1):
+    return torch.zeros(groups * -(-rows // 128) * -(-columns // 128) * 512, dtype=E8M0)
+
+
+def fp8(*shape):
+    return torch.zeros(shape, dtype=FP8)
+
+
+def ends(*values, dtype=torch.int32):
+    return torch.tensor(values or (256, 512), dtype=dtype)
+
+
+PRODUCT = {
+    "x": fp8(M, K),
+    "x_scales": scales(M, K),
+    "w": [fp8(E, N, K)],
+    "w_scales": [scales(N, K, E)],
+    "ends": ends(),
+    "alpha": None,
+}
+SWIGLU = {"activation": "swiglu", "limit": 0.0, "slope": 0.0, "offset": 0.0}
+GLU = {**PRODUCT, "bias": None, "prob": torch.ones(M), **SWIGLU}
+# dY [M, K] against W2 [E, K, N] as it is stored: n = N, contiguous.
+DGLU = {
+    **PRODUCT,
+    "w": [fp8(E, K, N)],
+    "c": torch.zeros(M, 2 * N, dtype=BF16),
+    "prob": torch.ones(M),
+    "bias": False,
+    **SWIGLU,
+}
+GEMM = {**PRODUCT, "bias": None, "row_scale": None, "transpose_w": False}
+COLUMNS = torch.zeros(128, M // 32, dtype=E8M0)
+WGRAD = {
+    "out": [torch.zeros(E, N, K)],
+    "dy": fp8(M, N),
+    "dy_scales": COLUMNS,
+    "x": fp8(M, K),
+    "x_scales": COLUMNS,
+    "ends": ends(),
+    "dy_global": None,
+    "x_global": None,
+    "accumulate": False,
+}
+BFLOAT = {
+    "x": torch.zeros(M, K, dtype=BF16),
+    "x_scales": None,
+    "w": [torch.zeros(E, N, K, dtype=BF16)],
+    "w_scales": [],
+}
+KERNELS = {
+    "glu": (ops.glu, GLU),
+    "dglu": (ops.dglu, DGLU),
+    "gemm": (ops.gemm, GEMM),
+    "wgrad": (ops.wgrad_, WGRAD),
+}
+
+WRONG = [
+    # What the front end refuses, or does not notice: each in our own words, before it is asked.
+    ("glu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32 of shape (512,)"),
+    ("glu", {"prob": torch.ones(M - 1)}, "prob must be contiguous float32 of shape (512,)"),
+    ("glu", {"ends": ends(dtype=torch.int64)}, "ends must be contiguous int32 of shape (2,), got"),
+    ("glu", {"ends": ends(256, 300)}, "groups must have multiples of 256 rows, got [256, 44]"),
+    ("glu", {"ends": ends(256, 0)}, "groups must have multiples of 256 rows, got [256, -256]"),
+    ("glu", {"ends": ends(256, 768)}, "groups must end within the 512 rows, got 768"),
+    ("glu", {"ends": ends(512)}, "ends must be contiguous int32 of shape (2,)"),
+    ("glu", {"x": fp8(M - 128, K), "x_scales": scales(M - 128, K)}, "rows of x must be a multiple"),
+    ("glu", {"alpha": torch.ones(E, dtype=BF16)}, "alpha must be contiguous float32 of shape (2,)"),
+    ("glu", {"x": fp8(K, M).t()}, "x must be contiguous and begin at a multiple of 16 bytes"),
+    ("glu", {"x_scales": None}, "scales of x must be given for torch.float8_e4m3fn, got None"),
+    ("glu", {"x_scales": scales(M, K).view(torch.uint8)}, "scales of x must be torch.float8_e8m0"),
+    ("glu", {"x_scales": scales(M, 2 * K * 2)}, "scales of x must be the 2048 bytes of 512 rows"),
+    ("glu", {"w_scales": []}, "w must have scales where its elements need them"),
+    ("glu", {"w_scales": [scales(N, K)]}, "scales of w must be the 1024 bytes of 128 rows"),
+    ("glu", {"w": [fp8(E, K, N).mT]}, "w must be contiguous and begin at a multiple of 16 bytes"),
+    ("glu", {"w": [fp8(E, N, K).to(torch.float8_e5m2)]}, "w must have the dtype of x"),
+    ("glu", {"x": fp8(M, K).to(torch.float8_e5m2)}, "x must be BF16, FP8 E4M3 or FP4 in bytes"),
+    ("glu", {"w": [fp8(E, 96, K)], "w_scales": [scales(96, K, E)]}, "features of w must be a mult"),
+    ("glu", {"bias": torch.zeros(E, N)}, "bias must be contiguous BF16 of shape (2, 128)"),
+    ("glu", {"bias": torch.zeros(N, E, dtype=BF16).t()}, "bias must be contiguous BF16"),
+    ("glu", {"activation": "relu"}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
+    ("glu", {**BFLOAT, "activation": "clamped_qgeglu", "limit": 2.0}, "limit and alpha of clamped"),
+    ("glu", {**BFLOAT, "x_scales": scales(M, K)}, "scales of x must be None for torch.bfloat16"),
+    ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
+    ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be BF16 of shape (512, 256)"),
+    ("dglu", {"c": torch.zeros(M, N, dtype=BF16)}, "c must be BF16 of shape (512, 256)"),
+    ("dglu", {"w": [fp8(E, N, K)]}, "x and w must share the reduced dimension 64, got 128"),
+    ("gemm", {"row_scale": torch.ones(M)}, "row_scale must come with the bias that it scales"),
+    (
+        "gemm",
+        {"row_scale": torch.ones(M, dtype=BF16), "bias": torch.zeros(E, N, dtype=BF16)},
+        "row_scale must be contiguous float32",
+    ),
+    (
+        "gemm",
+        {"w": [fp8(1025, N, K)], "w_scales": [scales(N, K, 1025)], "ends": ends()},
+        "the number of groups must be from 1 to 1024, got 1025",
+    ),
+    ("gemm", {"w": [fp8(N, K), fp8(N, 2 * K)], "w_scales": 2 * [scales(N, K)]}, "w must be one te"),
+    ("wgrad", {"dy": fp8(N, M).t()}, "dy must be contiguous and begin at a multiple of 16 bytes"),
+    ("wgrad", {"dy_scales": COLUMNS.flatten()}, "scales of dy must be contiguous"),
+    ("wgrad", {"x": torch.zeros(M, K, dtype=BF16), "x_scales": None}, "dy and x must share rows"),
+    ("wgrad", {"ends": ends(100, 512)}, "groups must have multiples of 256 rows, got [100, 412]"),
+    ("wgrad", {"ends": ends(512, 256)}, "groups must have multiples of 256 rows, got [512, -256]"),
+    ("wgrad", {"out": [torch.zeros(E, K, N)]}, "out must be one tensor (2, 128, 64) or 2 of"),
+    ("wgrad", {"out": [torch.zeros(E, N, K, dtype=torch.half)]}, "out must be BF16 or FP32"),
+    ("wgrad", {"out": [torch.zeros(E, K, N).mT]}, "out must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "change", "sentence"), WRONG)
+def test_wrong_arguments_are_refused_first(kernel, change, sentence):
+    function, right = KERNELS[kernel]
+    with assume_target("sm100", emulator_sm100):
+        function(**right)
+    with assume_target("sm100", NoKernels()), pytest.raises(ValueError, match=re.escape(sentence)):
+        function(**{**right, **change})
+
+
+def test_fp4_weight_gradients_need_their_factors():
+    half = torch.zeros(N, M // 2, dtype=torch.uint8)
+    packed = torch.zeros(N, M // 16, dtype=torch.float8_e4m3fn)
+    given = {**WGRAD, "dy": half, "x": half, "dy_scales": packed, "x_scales": packed}
+    given["out"] = [torch.zeros(E, N, N)]
+    with (
+        assume_target("sm100", NoKernels()),
+        pytest.raises(ValueError, match="global_scale_a of FP4 operands must be given, got None"),
+    ):
+        ops.wgrad_(**given)
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [([20, 0, 33], 60), ([256, 512], 768), ([1] * 5, 5), ([257, 255], 600), ([0], 0), ([0, 0], 9)],
+)
+def test_places_are_whole_tiles_and_cover_every_row(sizes, rows):
+    end_rows = torch.tensor(sizes).cumsum(0).int()
+    places = padding.places_of(end_rows, rows, aligned=False)
+    padded = [-(-size // 256) * 256 for size in sizes]
+    assert places.ends.tolist() == torch.tensor(padded).cumsum(0).tolist()
+    assert places.size % 256 == 0
+    assert places.size <= rows + 255 * len(sizes)
+    assert places.ends[-1] <= places.size
+    expected, start = [], 0
+    for size, room in zip(sizes, padded, strict=True):
+        expected += range(start, start + size)
+        start += room
+    expected += [places.size] * (rows - sum(sizes))
+    assert places.rows.tolist() == expected
+    x = torch.randn(rows, 3)
+    there = padding.moved(x, places)
+    assert there.shape == (places.size, 3)
+    assert there.any(1).sum() == sum(sizes)
+    back = padding.returned(torch.cat((there, torch.zeros(1, 3))), places)
+    assert torch.equal(back[: sum(sizes)], x[: sum(sizes)])
+    assert not back[sum(sizes) :].any()
+
+
+def test_the_worst_case_needs_all_places():
+    """One row a group: the bound is met."""
+    assert padding.padded_size(4, 4) == 1024
+    assert padding.padded_size(256, 256) == 256 * 256
+
+
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()])
+@pytest.mark.parametrize("columns", [64, 192])
+def test_packed_columns_are_those_of_each_group_alone(fmt, columns):
+    sizes, rows = [300, 0, 20], 330
+    end_rows = torch.tensor(sizes).cumsum(0).int()
+    x = torch.randn(rows, columns, dtype=BF16)
+    places = padding.places_of(end_rows, rows, aligned=False)
+    along, per_byte = fmt.block[1], fmt.element.per_byte
+    _, column = encode(x, fmt, rowwise=False, columnwise=True, ends=end_rows)
+    data, packed = padding.packed_columns(column, fmt, end_rows, places)
+    assert packed.shape == (-(-columns // 128) * 128, places.size // along)
+    start = 0
+    for size, end in zip(sizes, places.ends.tolist(), strict=True):
+        first = int(group_starts(places.ends)[sizes.index(size)])
+        room = end - first
+        alone = torch.zeros(room, columns, dtype=BF16)
+        alone[:size] = x[start : start + size]
+        if room:
+            encoded = quantize(alone, fmt, columnwise=True)
+            wanted = swizzle_scales(encoded.scale.T.contiguous()).view(torch.uint8).flatten()
+            base = packed.shape[0] * first // along
+            region = packed.view(torch.uint8).flatten()[base : base + len(wanted)]
+            assert torch.equal(region, wanted)
+            bits = encoded.data.view(torch.uint8)
+            if per_byte == 2:
+                values = torch.stack((bits & 15, bits >> 4), -1).flatten(1).T
+                bits = (values[:, 0::2] | values[:, 1::2] << 4).flatten()
+                assert torch.equal(data.flatten()[columns * first // 2 :][: len(bits)], bits)
+            else:
+                assert torch.equal(data.view(torch.uint8)[first:end], bits)
+        start += size
+
+
+def test_packed_rows_are_swizzled_where_they_lie():
+    sizes = [300, 0, 20]
+    end_rows = torch.tensor(sizes).cumsum(0).int()
+    x = torch.randn(330, 192, dtype=BF16)
+    places = padding.places_of(end_rows, 330, aligned=False)
+    row, _ = encode(x, mxfp8(), rowwise=True, columnwise=False, ends=end_rows)
+    data, packed = padding.packed_rows(row, places)
+    x[320:] = 0
+    there = quantize(padding.moved(x, places), mxfp8())
+    assert torch.equal(data.view(torch.uint8), there.data.view(torch.uint8))
+    assert torch.equal(packed.view(torch.uint8), swizzle_scales(there.scale).view(torch.uint8))
+
+
+# --- library ops ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["glu", "dglu", "gemm", "wgrad"])
+@pytest.mark.parametrize("dtype", [FP8, BF16])
+def test_fakes_are_like_the_real_ones(kernel, dtype):
+    name = {"wgrad": "sm100_wgrad"}.get(kernel, f"sm100_{kernel}")
+    arguments = dict(KERNELS[kernel][1])
+    if kernel == "wgrad":
+        del arguments["out"], arguments["accumulate"]
+        arguments["out_dtype"] = BF16
+    if dtype == BF16:
+        for key, value in list(arguments.items()):
+            if key in ("x", "dy"):
+                arguments[key] = value.to(BF16)
+            elif key.endswith("_scales"):
+                arguments[key] = [] if isinstance(value, list) else None
+            elif key == "w":
+                arguments[key] = [w.to(BF16) for w in value]
+    with assume_target("sm100"):
+        torch.library.opcheck(
+            getattr(torch.ops.fusible, name).default,
+            tuple(arguments.values()),
+            # It multiplies the arguments, which FP8 cannot be.
+            test_utils=("test_faketensor", *(["test_schema"] if dtype == BF16 else [])),
+        )
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()])
+def test_meta_tensors_have_no_values_to_read(recipe):
+    """What stands for a device's tensors: forward and backward read nothing on the host."""
+    options = {"dtype": BF16, "single_grouped_weight": True, "device": "meta"}
+    module = fz.Sequential(
+        fz.GroupedLinear(3, 64, 128, **options),
+        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(3, 64, 64, **options),
+    )
+    x = torch.empty(50, 64, dtype=BF16, device="meta", requires_grad=True)
+    prob = torch.empty(50, device="meta", requires_grad=True)
+    splits = torch.empty(3, dtype=torch.int64, device="meta")
+    with (
+        assume_target("sm100", NoKernels()),
+        fz.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        y = module(x, splits, prob, splits)
+        y.sum().backward()
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    assert (y.shape, y.dtype) == ((50, 64), BF16)
+    for t in (x, prob, *module.parameters()):
+        assert (t.grad.shape, t.grad.dtype) == (t.shape, t.dtype)
+
+
+def test_aligned_groups_stay_where_they_are():
+    given = ends()
+    places = sm100.places_of(given, M, aligned=True)
+    assert places.rows is None
+    assert places.ends is given
+    assert places.size == M
+    # Other rows than whole tiles cannot be promised: they are padded.
+    assert sm100.places_of(given, M + 1, aligned=True).size == 768
+
+
+def test_pack_keeps_what_is_not_quantized():
+    x = torch.randn(5, 64, dtype=BF16)
+    places = padding.places_of(ends(2, 5), 5, aligned=False)
+    packed = sm100.pack(Operand(None, plain=x), ends(2, 5), places)
+    assert packed.row is packed.column
+    assert torch.equal(packed.row.data[places.rows], x)

@@ -1,0 +1,592 @@
+"""The SM100 fused ops on the emulator of their kernels: values, gradients, and what they refuse."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+from fusible import recipes
+from fusible.fused import RULES
+from fusible.kernels import emulator_sm100 as emulator
+from fusible.kernels import sm100
+from fusible.recipes.formats import dequantize, quantize
+from fusible.recipes.grouped import group_quantize
+from fusible.testing import assume_target
+
+BF16 = torch.bfloat16
+MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
+RECIPES = [pytest.param(r, id="bf16" if r is None else r.name) for r in (None, MXFP8, NVFP4)]
+SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
+HIDDEN, INNER, OUT = 128, 64, 192
+
+# rows of x, rows of the groups
+SPLITS = {
+    "ragged": (60, [20, 0, 33]),
+    "whole tiles": (768, [256, 0, 512]),
+    "around a tile": (800, [255, 257, 256]),
+    "all empty": (5, [0, 0, 0]),
+    "no tokens": (0, [0, 0, 0]),
+    "one group": (70, [70]),
+    "one group, no tokens": (0, [0]),
+}
+
+
+def under(recipe):
+    return nullcontext() if recipe is None else fz.autocast(recipe=recipe)
+
+
+def mlp(groups, act=None, **options):
+    options = {"dtype": BF16, **SINGLE, **options}
+    fc2 = options.pop("fc2", {})
+    module = fz.Sequential(
+        fz.GroupedLinear(groups, HIDDEN, 2 * INNER, **options),
+        act or fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(groups, INNER, OUT, **{**options, **fc2}),
+    )
+    return filled(module)
+
+
+def filled(module):
+    """Parameters of few bits, whose products and sums are exact in FP32."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(few_bits(*p.shape))
+    return module
+
+
+def few_bits(*shape):
+    return torch.randint(-6, 7, shape) / 8
+
+
+def inputs(rows, sizes, scales_dtype=torch.float32):
+    x = few_bits(rows, HIDDEN).to(BF16).requires_grad_()
+    scales = (1 + torch.randint(0, 8, (rows,))).div(8).to(scales_dtype).requires_grad_()
+    splits = torch.tensor(sizes)
+    return x, splits, scales, splits
+
+
+def run(module, given, recipe, target="sm100", wanted=None, provider=None):
+    """Output and gradients of all that need one; the upstream gradient is of few bits too."""
+    wanted = wanted or [t for t in (*given, *module.parameters()) if t.requires_grad]
+    machine = nullcontext() if target is None else assume_target(target, provider)
+    with machine, under(recipe):
+        y = module(*given)
+        torch.manual_seed(1)
+        return [y.detach(), *torch.autograd.grad(y, wanted, few_bits(*y.shape).to(BF16))]
+
+
+def same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+# --- what the kernels say they compute, from unpadded, unpacked operands --------------------------
+
+
+class Rounded:
+    """The values that products read, by a recipe: quantized by group along their reductions."""
+
+    def __init__(self, recipe, ends):
+        self.recipe, self.ends = recipe, ends
+
+    def __call__(self, x, role, *, columnwise=False, rows=True):
+        """Rows of groups, or a stack of weights."""
+        fmt = None if self.recipe is None else self.recipe.format(role)
+        if fmt is None:
+            return x.float()
+        ends = self.ends if rows else None
+        encoded = quantize(x, fmt, columnwise=columnwise, ends=ends)
+        return dequantize(encoded, fmt, columnwise=columnwise, ends=ends)
+
+    def output(self, h):
+        """What a kernel quantizes is its FP32; what it leaves to be quantized is BF16."""
+        mxfp8 = self.recipe is not None and self.recipe.name == "mxfp8"
+        return h if mxfp8 else h.bfloat16()
+
+
+def by_group(ends, *operands):
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        yield group, slice(start, end)
+        start = end
+
+
+def explained(module, given, recipe):
+    """The result of ``run``, step by step."""
+    _, act, _ = module
+    x, splits, scales, *_ = (t.detach() for t in given)
+    ends = splits.cumsum(0).int()
+    q = Rounded(recipe, ends)
+    interleave = act.glu_interleave_size
+    w1, b1, w2, b2 = (p.detach() for p in module.parameters())
+
+    def product(a, w, bias=None, transposed=False):
+        y = a.new_zeros(len(a), w.shape[2 if transposed else 1])
+        for group, rows in by_group(ends):
+            y[rows] = a[rows] @ (w[group] if transposed else w[group].T)
+            if bias is not None:
+                y[rows] += bias[group].float()
+        return y
+
+    def wgrad(dy, a):
+        parts = [dy[rows].T @ a[rows] for _, rows in by_group(ends)]
+        return torch.stack(parts).bfloat16()
+
+    live = (torch.arange(len(x)) < ends[-1])[:, None]
+    acc = product(q(x, "input"), q(w1, "weight", rows=False), b1)
+    c = acc.bfloat16()
+    h = q.output(ref_glu(act, acc, interleave) * scales[:, None].float() * live)
+    w2_rows = q(w2, "weight", rows=False)
+    y = product(q(h, "input"), w2_rows, b2).bfloat16()
+
+    torch.manual_seed(1)
+    dy = few_bits(*y.shape).to(BF16) * live
+    w2_columns = q(w2, "weight", columnwise=True, rows=False)
+    dh = product(q(dy, "grad"), w2_columns, transposed=True)
+    leaf = c.float().requires_grad_()
+    plain = ref_glu(act, leaf, interleave)
+    dscales = (dh * plain.detach()).sum(-1)
+    (dc,) = torch.autograd.grad(plain, leaf, dh * scales[:, None].float())
+    db1 = torch.stack([dc[rows].sum(0) for _, rows in by_group(ends)]).bfloat16()
+    db2 = torch.stack([dy[rows].float().sum(0) for _, rows in by_group(ends)]).bfloat16()
+    dc = q.output(dc)
+    w1_columns = q(w1, "weight", columnwise=True, rows=False)
+    dx = product(q(dc, "grad"), w1_columns, transposed=True).bfloat16()
+    dw1 = wgrad(q(dc, "grad", columnwise=True), q(x * live, "input", columnwise=True))
+    dw2 = wgrad(q(dy, "grad", columnwise=True), q(h, "input", columnwise=True))
+    return [y, dx, dscales.to(scales.dtype), dw1, db1, dw2, db2]
+
+
+def ref_glu(act, x, interleave):
+    if isinstance(act, fz.ScaledSwiGLU):
+        return ref.swiglu(x, None, interleave)
+    options = act.glu()[2]
+    return ref.clamped_qgeglu(x, None, interleave, **options)
+
+
+ACTS = {
+    "swiglu": lambda: fz.ScaledSwiGLU(glu_interleave_size=32),
+    "geglu": lambda: fz.ScaledClampedQGeGLU(glu_interleave_size=32),
+}
+NAMES = ("y", "dx", "dscales", "dw1", "db1", "dw2", "db2")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_values_are_those_of_the_formats(recipe, act, splits):
+    rows, sizes = SPLITS[splits]
+    module, given = mlp(len(sizes), ACTS[act]()), inputs(rows, sizes)
+    randomize(module, given)
+    mine = run(module, given, recipe)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    for name, a, b in zip(NAMES, mine, explained(module, given, recipe), strict=True):
+        assert a.dtype == b.dtype, name
+        assert a.shape == b.shape, name
+        assert a.isfinite().all(), name
+        # A last bit of FP32 may turn a rounding to fewer. The kernel sums db1 in BF16.
+        assert distance(a, b) <= 2 ** (-7 if name == "db1" else -9), name
+    no_tokens(mine, rows, sizes)
+
+
+def distance(a, b):
+    """Relative, over all values."""
+    error, size = (a.float() - b.float()).norm(), b.float().norm()
+    return 0.0 if error == 0 else (error / size).item()
+
+
+def randomize(module, given):
+    with torch.no_grad():
+        for t in (*module.parameters(), given[0], given[2]):
+            t.normal_(std=0.5)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_mxfp8_is_bitwise_what_the_formats_say(act):
+    """Products of few bits are exact in FP32, in any order of summation."""
+    rows, sizes = SPLITS["around a tile"]
+    module, given = mlp(len(sizes), ACTS[act]()), inputs(rows, sizes)
+    mine, theirs = run(module, given, MXFP8), explained(module, given, MXFP8)
+    for name, a, b in zip(NAMES, mine, theirs, strict=True):
+        assert torch.equal(a, b) or name in ("dscales", "db1"), name
+
+
+def no_tokens(results, rows, sizes):
+    """Exact zeros for rows of no group and for groups of no rows."""
+    y, dx, dscales, *grads = results
+    for t in (y, dx, dscales):
+        assert not t[sum(sizes) :].any()
+    empty = [group for group, size in enumerate(sizes) if size == 0]
+    for t in grads:
+        assert not t[empty].any()
+
+
+def unfused(own_fusions, module, given, recipe):
+    own_fusions.install(())
+    alone = copy.deepcopy(module)
+    result = run(alone, given, recipe, target="cpu")
+    assert alone.plan.fired == ()
+    own_fusions.install(RULES)
+    return result
+
+
+# The unfused activation is rounded to BF16 before it is quantized, and so is its gradient: half an
+# ulp of BF16, which turns some roundings to few bits, now and then that of a block's scale.
+DIFFERENCE = {None: 2**-7, MXFP8: 2**-4, NVFP4: 2**-4}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", ["ragged", "around a tile", "one group", "all empty"])
+def test_differs_from_unfused_by_one_rounding(recipe, splits, own_fusions):
+    rows, sizes = SPLITS[splits]
+    module, given = mlp(len(sizes)), inputs(rows, sizes)
+    randomize(module, given)
+    plain = unfused(own_fusions, module, given, recipe)
+    fused = run(module, given, recipe)
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert distance(mine, theirs) <= DIFFERENCE[recipe]
+    no_tokens(fused, rows, sizes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_separate_weights_are_bitwise_the_single_one(recipe):
+    """Matrices anywhere in memory, read through tables of addresses."""
+    rows, sizes = SPLITS["ragged"]
+    module, given = mlp(3), inputs(rows, sizes)
+    whole = run(module, given, recipe)
+    store = nullcontext() if recipe is None else fz.quantized_model_init(recipe=recipe)
+    with store:
+        apart = mlp(3, single_grouped_weight=False)
+    with torch.no_grad():
+        for i, fc in ((0, apart[0]), (2, apart[2])):
+            fc.bias.copy_(module[i].bias)
+            for group, w in enumerate(module[i].weight):
+                if recipe is None:
+                    # Not side by side: each in a memory of its own.
+                    setattr(fc, f"weight{group}", torch.nn.Parameter(w.clone()))
+                else:
+                    getattr(fc, f"weight{group}").copy_(w)
+    y, dx, dscales, *params = run(apart, given, recipe)
+    assert apart.plan.fired == ("grouped_mlp_sm100",)
+    same([y, dx, dscales], whole[:3])
+    grads = dict(zip([n for n, _ in apart.named_parameters()], params, strict=True))
+    for at, i in ((3, 0), (5, 2)):
+        weights = torch.stack([grads[f"{i}.weight{group}"] for group in range(3)])
+        assert torch.equal(weights, whole[at])
+        assert torch.equal(grads[f"{i}.bias"], whole[at + 1])
+
+
+class Recorded:
+    """The emulator, and what was asked of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        function = getattr(emulator, name)
+
+        def call(**arguments):
+            self.calls.append((name, arguments))
+            return function(**arguments)
+
+        return call
+
+
+def test_discrete_weights_are_pointers():
+    module, given = mlp(3, single_grouped_weight=False), inputs(*SPLITS["ragged"])
+    kernels = Recorded()
+    run(module, given, None, provider=kernels)
+    # Parameters that lie side by side are one tensor to the kernel.
+    assert all("b_ptrs" not in arguments for _, arguments in kernels.calls)
+    for fc in (module[0], module[2]):
+        for name, w in list(fc.named_parameters()):
+            setattr(fc, name, torch.nn.Parameter(w.detach().clone()))
+    kernels = Recorded()
+    run(module, given, None, provider=kernels)
+    products = [arguments for name, arguments in kernels.calls if "wgrad" not in name]
+    assert [p["b_ptrs"].tolist() for p in products[:1]] == [
+        [w.data_ptr() for w in module[0].weights()]
+    ]
+    assert all("b_tensor" not in p for p in products)
+
+
+def rows_of(call):
+    """The rows of all groups that a kernel sees."""
+    name, arguments = call
+    if "wgrad" not in name:
+        return arguments["a_tensor"].shape[0]
+    return arguments["b_tensor"].shape[0] * (2 if "input_order" in arguments else 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_promised_alignment_spares_the_padding(recipe):
+    rows, sizes = SPLITS["whole tiles"]
+    # With rows of no group behind the groups.
+    module, given = mlp(3), inputs(rows + 256, sizes)
+    promised = mlp(3, split_alignment=256)
+    promised.load_state_dict(module.state_dict())
+    padded, aligned = Recorded(), Recorded()
+    plain = run(module, given, recipe, provider=padded)
+    same(run(promised, given, recipe, provider=aligned), plain)
+    assert {rows_of(call) for call in padded.calls} == {(rows + 256 + 3 * 255) // 256 * 256}
+    assert {rows_of(call) for call in aligned.calls} == {rows + 256}
+    assert plain[0][rows:].eq(0).all()
+    assert plain[1][rows:].eq(0).all()
+
+
+def test_a_broken_promise_is_refused():
+    module = mlp(3, split_alignment=256)
+    given = inputs(768, [256, 255, 257])
+    with assume_target("sm100"), pytest.raises(ValueError, match="multiples of 256, as split_al"):
+        module(*given)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_scaled_bias(recipe, own_fusions):
+    rows, sizes = SPLITS["ragged"]
+    module, given = mlp(3, fc2={"scale_bias": True}), inputs(rows, sizes, BF16)
+    row_scale = torch.rand(rows).requires_grad_()
+    given = (*given, row_scale)
+    fused = run(module, given, recipe)
+    plain = unfused(own_fusions, module, given, recipe)
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert distance(mine, theirs) <= DIFFERENCE[recipe]
+
+
+def test_quantized_input_is_used_as_is():
+    """A quantized dispatch: the very bytes, forward and backward."""
+    rows, sizes = SPLITS["ragged"]
+    module, (x, splits, scales, _) = mlp(3), inputs(rows, sizes)
+    with torch.no_grad():
+        x.normal_()
+    quantizer = recipes.MXFP8Quantizer()
+    xq = group_quantize(x.detach(), quantizer, 3, splits)
+    # Bytes that no quantizer makes: twice the scale, half the values.
+    for scale in (xq.scale_inv, xq.columnwise_scale_inv):
+        bits = scale.view(torch.uint8)
+        bits.add_((bits > 0).to(torch.uint8))
+    twice = group_quantize(2 * x.detach(), quantizer, 3, splits)
+    wanted = [scales, *module.parameters()]
+    mine = run(module, (xq, splits, scales, splits), MXFP8, wanted=wanted)
+    theirs = run(module, (twice, splits, scales, splits), MXFP8, wanted=wanted)
+    plain = run(module, (2 * x.detach(), splits, scales, splits), MXFP8, wanted=wanted)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    same(mine, theirs)
+    same(mine, plain)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", ["input", "fc1", "fc2", "biases", "all but the input"])
+def test_frozen_parts(recipe, frozen):
+    rows, sizes = SPLITS["ragged"]
+    module, given = mlp(3), inputs(rows, sizes)
+    whole = dict(zip(["y", "x", "scales", *dict(module.named_parameters())],
+                     run(module, given, recipe), strict=True))  # fmt: skip
+    x, splits, scales, _ = given
+    if frozen == "input":
+        x, scales = x.detach(), scales.detach()
+    elif frozen in ("fc1", "fc2"):
+        module[2 * (frozen == "fc2")].requires_grad_(False)
+    elif frozen == "biases":
+        for fc in (module[0], module[2]):
+            fc.bias.requires_grad_(False)
+    else:
+        module.requires_grad_(False)
+    tensors = {"x": x, "scales": scales, **dict(module.named_parameters())}
+    names = [name for name, t in tensors.items() if t.requires_grad]
+    got = run(module, (x, splits, scales, splits), recipe)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    same(got, [whole[name] for name in ("y", *names)])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("delay", [True, False])
+def test_main_grads(recipe, dtype, single, delay):
+    rows, sizes = SPLITS["ragged"]
+    plain, given = mlp(3, single_grouped_weight=single), inputs(rows, sizes)
+    expected = run(plain, given, recipe, wanted=list(plain.parameters()))
+    module = mlp(
+        3,
+        single_grouped_weight=single,
+        accumulate_into_main_grad=True,
+        delay_wgrad_compute=delay,
+    )
+    module.load_state_dict(plain.state_dict())
+    for p in module.parameters():
+        p.main_grad = torch.ones_like(p, dtype=dtype)
+    with assume_target("sm100"), under(recipe):
+        y = module(*given)
+        torch.manual_seed(1)
+        y.backward(few_bits(*y.shape).to(BF16))
+        for fc in (module[0], module[2]) if delay else ():
+            fc.backward_dw()
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    grads = dict(zip(dict(plain.named_parameters()), expected[1:], strict=True))
+    for name, p in module.named_parameters():
+        if "bias" in name:
+            assert torch.equal(p.grad, grads[name])
+        else:
+            ref_grad = grads[name].float() + 1
+            torch.testing.assert_close(p.main_grad.float(), ref_grad, rtol=2**-7, atol=2**-7)
+            assert p.grad is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference(recipe):
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    with assume_target("sm100"), under(recipe):
+        y = module(*given)
+        with torch.no_grad():
+            assert torch.equal(module(*given), y)
+        with torch.inference_mode():
+            assert torch.equal(module(*given), y)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4])
+def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    expected = run(module, given, recipe)
+    made = []
+    whole = sm100.operands.packed_scales
+    monkeypatch.setattr(
+        sm100.operands, "packed_scales", lambda scale: made.append(scale) or whole(scale)
+    )
+    with fz.reuse_quantized_weights(module):
+        for _ in range(2):
+            same(run(module, given, recipe), expected)
+    assert len(made) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_compiled_in_one_graph(recipe, fresh_compiler):
+    if recipe is not None and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("recipes are compiled from torch 2.13 on")
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    expected = run(module, given, recipe)
+    wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    compiled = torch.compile(module, fullgraph=True)
+    same(run(compiled, given, recipe, wanted=wanted), expected)
+
+
+# --- one grouped linear ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("scale_bias", [True, False])
+def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusions):
+    """Both quantize the same values; sums are exact here."""
+    rows, sizes = SPLITS[splits]
+    linear = filled(
+        fz.GroupedLinear(len(sizes), HIDDEN, OUT, dtype=BF16, scale_bias=scale_bias, **SINGLE)
+    )
+    x, splits, scales, _ = inputs(rows, sizes)
+    given = (x, splits, *([scales] if scale_bias else []))
+    fused = run(linear, given, recipe)
+    assert linear.plan.fired == ("grouped_linear_forward_sm100", "grouped_linear_backward_sm100")
+    plain = unfused(own_fusions, linear, given, recipe)
+    if recipe == NVFP4 or (recipe is None and scale_bias):
+        # NVFP4's factors are multiplied in another order; BF16 alone is rounded before the bias.
+        for mine, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
+    else:
+        same(fused, plain)
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_each_phase_agrees_with_the_unfused_other(recipe, phase, own_fusions):
+    linear = filled(fz.GroupedLinear(3, HIDDEN, OUT, dtype=BF16, **SINGLE))
+    x, splits, *_ = inputs(*SPLITS["ragged"])
+    expected = unfused(own_fusions, linear, (x, splits), recipe)
+    own_fusions.install([r for r in RULES if r.name == f"grouped_linear_{phase}_sm100"])
+    same(run(linear, (x, splits), recipe), expected)
+    assert len(linear.plan.fired) == 1
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_explain_shows_it_firing_on_a_laptop(recipe):
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    with under(recipe):
+        explanation = fz.explain(module, *given, target="sm100")
+    assert explanation.fired == ("grouped_mlp_sm100",)
+    assert "GroupedMLPSm100, forward and backward" in str(explanation)
+
+
+def refusal(module, given, recipe, target="sm100"):
+    with under(recipe):
+        (plan,) = fz.explain(module, *given, target=target).plans
+    (found,) = [r for r in plan.refusals if r.rule.name == "grouped_mlp_sm100"]
+    return found.reasons
+
+
+def test_reasons_tell_what_to_do():
+    given = inputs(*SPLITS["ragged"])
+    halves = mlp(3, fz.ScaledSwiGLU())
+    assert refusal(halves, given, MXFP8) == (
+        "act.glu_interleave_size must be 32, got None; store FC1's weight and bias by "
+        "fusible.interleave_glu and pass glu_interleave_size=32",
+    )
+    hybrid = recipes.MXFP8BlockScaling(recipes.Format.HYBRID)
+    assert refusal(mlp(3), given, hybrid) == (
+        "format.grad must be equal to format.input (which is mxfp8_e4m3), got mxfp8_e5m2",
+    )
+    (reason,) = refusal(mlp(3), given, recipes.Float8CurrentScaling(recipes.Format.E4M3))
+    assert reason.startswith("format.input must be one of none, mxfp8_e4m3, nvfp4, got fp8_tensor")
+    old = fz.Target("cuda", 100, type(fz.Target("cpu").cudnn_frontend)(1, 31))
+    assert refusal(mlp(3), given, MXFP8, old) == ("cudnn_frontend must be at least 1.32, got 1.31",)
+    (reason,) = refusal(mlp(3), given, MXFP8, "sm90")
+    assert reason == "sm must be one of 100, 101, 103, got 90"
+
+
+def test_geglu_with_other_constants_in_bf16():
+    """The front end's BF16 kernel has GPT-OSS' limit and slope baked in."""
+    given = inputs(*SPLITS["ragged"])
+    for constants in ({"limit": 2.0}, {"alpha": 1.0}):
+        other = mlp(3, fz.ScaledClampedQGeGLU(glu_interleave_size=32, **constants))
+        (reason,) = refusal(other, given, None)
+        assert reason.startswith("act.geglu must be one of")
+        with assume_target("sm100"), under(MXFP8):
+            other(*given)
+        assert other.plan.fired == ("grouped_mlp_sm100",)
+
+
+# --- gate and linear halves to blocks of 32 -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 32])
+def test_interleaving_is_exact_both_ways(size):
+    weight, bias = torch.randn(3, 128, 10), torch.randn(3, 128)
+    w, b = fz.interleave_glu(weight, size, dim=-2), fz.interleave_glu(bias, size, dim=-1)
+    assert torch.equal(fz.deinterleave_glu(w, size, dim=-2), weight)
+    assert torch.equal(fz.deinterleave_glu(b, size, dim=-1), bias)
+    x, splits = torch.randn(5, 10), torch.tensor([2, 0, 3])
+    halves = fz.Sequential(fz.GroupedLinear(3, 10, 128, **SINGLE), fz.ScaledSwiGLU())
+    blocks = fz.Sequential(
+        fz.GroupedLinear(3, 10, 128, **SINGLE), fz.ScaledSwiGLU(glu_interleave_size=size)
+    )
+    halves.load_state_dict({"0.weight": weight, "0.bias": bias})
+    blocks.load_state_dict({"0.weight": w, "0.bias": b})
+    scales = torch.rand(5)
+    torch.testing.assert_close(blocks(x, splits, scales), halves(x, splits, scales))
+
+
+@pytest.mark.parametrize(("features", "size"), [(96, 32), (64, 0), (64, -1)])
+def test_features_that_cannot_be_interleaved(features, size):
+    for function in (fz.interleave_glu, fz.deinterleave_glu):
+        with pytest.raises(ValueError, match=f"got {features} features in dimension -2"):
+            function(torch.randn(features, 4), size, dim=-2)

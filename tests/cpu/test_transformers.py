@@ -1,0 +1,242 @@
+"""experts_implementation="fusible" against transformers' eager experts, on small models."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusible as fz
+from fusible.integrations import transformers as integration
+from fusible.testing import assume_target
+
+pytest.importorskip("transformers")
+from hf_models import (
+    FAMILIES,
+    assert_same,
+    experts_of,
+    forward_backward,
+    logits_and_grads,
+    make_model,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_are_eagers(family: str) -> None:
+    model = make_model(family)
+    expected = logits_and_grads(model, "eager")
+    assert_same(logits_and_grads(model, "fusible"), expected)
+    block = experts_of(model)._fusible_block
+    act = "none" if block.mlp is None else type(block.mlp[2]).__name__
+    assert act == FAMILIES[family][2]
+    # Nothing of ours is part of the model.
+    assert not any("fusible" in name for name in model.state_dict())
+    assert not any(isinstance(m, fz.GroupedLinear) for m in model.modules())
+
+
+def test_weights_are_used_where_they_lie() -> None:
+    for family in ("mixtral", "gpt_oss"):
+        model = make_model(family)
+        logits_and_grads(model, "fusible")
+        experts = experts_of(model)
+        (weight,) = experts._fusible_block.up.weights()
+        assert weight.data_ptr() == experts.gate_up_proj.data_ptr()
+        assert weight.is_contiguous() != experts.is_transposed
+        # A new parameter is seen, as after load_state_dict(assign=True).
+        experts.gate_up_proj = nn.Parameter(torch.zeros_like(experts.gate_up_proj))
+        assert not experts._fusible_block.up.weights()[0].any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_ids_of_other_ranks_give_nothing(family: str) -> None:
+    experts = experts_of(make_model(family)).double()
+    count = experts.num_experts
+    x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(9, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, count], [count + 5, 1], [count, count + 1]] * 3)
+    y = experts(x, ids, weights)
+    y.sum().backward()
+    mine = ids < count
+    # The same with every foreign choice's weight zero, at any expert of ours.
+    experts.config._experts_implementation = "eager"
+    x2 = x.detach().clone().requires_grad_()
+    expected = experts(x2, ids.clamp(max=count - 1), (weights * mine).detach())
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, torch.autograd.grad(expected.sum(), x2)[0])
+    assert not y[2::3].any()
+    assert not x.grad[2::3].any()
+    assert not weights.grad[~mine].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_compiled_models(family: str, fresh_compiler: None) -> None:
+    model = make_model(family)
+    expected = logits_and_grads(model, "eager")
+    model.set_experts_implementation("fusible")
+    # The block is made while the model is traced.
+    assert "_fusible_block" not in vars(experts_of(model))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(forward_backward(model, compiled), expected)
+
+
+def test_bf16_training_step_and_copies() -> None:
+    model = make_model("mixtral").to(torch.bfloat16)
+    first = logits_and_grads(model, "fusible")
+    again = logits_and_grads(copy.deepcopy(model), "fusible")
+    assert torch.equal(first[0], again[0])
+    eager = logits_and_grads(model, "eager")
+    torch.testing.assert_close(first[0], eager[0], rtol=0.02, atol=0.02)
+    # A copy's block reads the copy's parameters.
+    other = copy.deepcopy(model)
+    experts = experts_of(other)
+    assert experts._fusible_block.up.weights()[0] is experts.gate_up_proj
+
+
+def test_autocast_and_recipes() -> None:
+    model = make_model("mixtral", hidden_size=64, intermediate_size=64)
+    expected = logits_and_grads(model, "fusible")[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = logits_and_grads(model, "fusible")[0]
+    torch.testing.assert_close(got.float(), expected, rtol=0.1, atol=0.1)
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        quantized = logits_and_grads(model, "fusible")[0]
+    assert not torch.equal(quantized, expected)
+    torch.testing.assert_close(quantized, expected, rtol=0.2, atol=0.2)
+
+
+def test_explain_takes_a_whole_model() -> None:
+    model = make_model("mixtral", num_hidden_layers=1).to(torch.bfloat16)
+    explanation = fz.explain(model, torch.zeros(2, 11, dtype=torch.int64), target="sm90")
+    assert "grouped_mlp_sm90" in explanation.fired
+    assert str(explanation).startswith("Dispatch to Combine: sm90")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_fused_ops_of_hopper_give_the_same(family: str) -> None:
+    model = make_model(family).to(torch.bfloat16)
+    expected = logits_and_grads(model, "fusible")
+    with assume_target("sm90"):
+        got = logits_and_grads(model, "fusible")
+        block = experts_of(model)._fusible_block
+    assert any(rule.endswith("_sm90") for rule in block.mlp.plan.fired)
+    torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.02)
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=0.05, atol=0.02, msg=name)
+
+
+# What an experts module says of itself, with gates that no model here has.
+
+
+class Experts(nn.Module):
+    """An experts module as transformers' decorator leaves one."""
+
+    def __init__(self, gate: Any = None, *, norm: bool = False, **weights: Tensor) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed = True, False, False
+        self.has_post_expert_norm = norm
+        shapes = {"gate_up_proj": (3, 16, 8), "down_proj": (3, 8, 8)}
+        for name, shape in shapes.items():
+            weight = weights.get(name, torch.randn(shape, dtype=torch.float64))
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        self.gate, self.limit, self.alpha = gate, 2.0, 1.3
+        self.post_expert_norm = nn.RMSNorm(8, eps=1e-6, dtype=torch.float64)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return self.gate(self, *x.chunk(2, dim=-1))
+
+
+def reference(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for t, choices in enumerate(ids.tolist()):
+        for j, e in enumerate(choices):
+            h = experts._apply_gate(x[t : t + 1] @ experts.gate_up_proj[e].t())
+            h = h @ experts.down_proj[e].t()
+            if experts.has_post_expert_norm:
+                h = experts.post_expert_norm(h)
+            y[t] += weights[t, j] * h[0]
+    return y
+
+
+GATES = {
+    "silu": (lambda m, g, u: nn.functional.silu(g) * u, "ScaledSwiGLU"),
+    "gelu": (lambda m, g, u: nn.functional.gelu(g) * u, None),
+    "clamped silu": (
+        lambda m, g, u: nn.functional.silu(g.clamp(max=m.limit)) * u.clamp(-m.limit, m.limit),
+        "ScaledClampedQGeGLU",
+    ),
+    "clamped after": (lambda m, g, u: nn.functional.silu(g).clamp(max=m.limit) * u, None),
+    "gpt-oss": (
+        lambda m, g, u: (u.clamp(-m.limit, m.limit) + 1) * g.clamp(max=m.limit)
+        * torch.sigmoid(m.alpha * g.clamp(max=m.limit)),
+        "ScaledClampedQGeGLU",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_are_told_by_their_values(gate: str, norm: bool) -> None:
+    torch.manual_seed(0)
+    function, act = GATES[gate]
+    experts = Experts(function, norm=norm)
+    found = integration.activation_of(experts)
+    assert (None if found is None else type(found).__name__) == (None if norm else act)
+    x = 3 * torch.randn(7, 8, dtype=torch.float64)
+    ids, weights = torch.randint(0, 3, (7, 2)), torch.rand(7, 2, dtype=torch.float64)
+    y = integration.experts_forward(experts, x, ids, weights)
+    torch.testing.assert_close(y, reference(experts, x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    ("weight", "got"),
+    [
+        (torch.ones(16, 8), r"torch.float32 of shape \(16, 8\)"),
+        (torch.ones(3, 16, 8).to(torch.int8), r"torch.int8 of shape \(3, 16, 8\)"),
+    ],
+)
+def test_other_weights_are_refused(weight: Tensor, got: str) -> None:
+    experts = Experts(gate_up_proj=weight)
+    with pytest.raises(ValueError, match=f"gate_up_proj of Experts .* got {got}; use experts_imp"):
+        integration.ExpertsBlock(experts)
+    del experts.gate_up_proj
+    with pytest.raises(ValueError, match="got NoneType"):
+        integration.ExpertsBlock(experts)
+
+
+def test_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.17"):
+        integration.register()
+
+
+def test_import_needs_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert importlib.reload(integration).NAME == "fusible"
+
+
+# The page of the docs, and the example.
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert f"prints `{capsys.readouterr().out.strip()}`" in page
+
+
+def test_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("transformers_moe")
+    before, after = example.main(["--steps", "6"])
+    assert after < before - 0.3

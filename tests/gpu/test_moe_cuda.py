@@ -1,0 +1,295 @@
+"""Routing and moving rows on CUDA: the bits of the definitions, which run on the CPU here."""
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible import formulas
+from fusible.kernels.moe import launch, permute, routing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """New memory holds NaN, so that what a kernel leaves out is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def cuda(*tensors):
+    return [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        wrong = (a.cpu() != b).nonzero()
+        assert a.shape == b.shape
+        assert not len(wrong), (len(wrong), wrong[0].tolist())
+
+
+IDS = {
+    "even": lambda n, k, e: torch.randint(0, e, (n, k)),
+    "one group": lambda n, k, e: torch.full((n, k), e // 2),
+    "skewed": lambda n, k, e: (torch.rand(n, k) ** 4 * e).long(),
+    "foreign": lambda n, k, e: torch.randint(-e // 4 - 1, e + e // 4 + 2, (n, k)),
+    "all foreign": lambda n, k, e: torch.full((n, k), e),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 31, 128, 1000, 1024])
+@pytest.mark.parametrize("kind", IDS)
+def test_row_map(kind, groups):
+    for tokens, k in ((1, 1), (31, 1), (8, 4), (257, 1), (1000, 6), (4097, 8), (20001, 9)):
+        ids = IDS[kind](tokens, k, groups)
+        for capacity in (None, 0, 1, max(1, tokens * k // groups), 10**6):
+            want = permute.permutation_definition(ids, groups, capacity)
+            dtype = torch.int32 if capacity else torch.int64
+            same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
+
+
+def rows_case(dtype, tokens, hidden, k, weights, capacity):
+    groups = 16
+    ids = torch.stack([torch.randperm(groups + 3)[:k] for _ in range(tokens)])
+    row_map, *_ = permute.permutation_definition(ids, groups, capacity)
+    rows = tokens * k if capacity is None else min(tokens * k, groups * capacity)
+    given = {
+        "none": None,
+        "choice": torch.rand(tokens, k),
+        "choice, bf16": torch.rand(tokens, k).bfloat16(),
+        "row": torch.rand(rows),
+    }[weights]
+    x, y = torch.randn(tokens, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+    return row_map, rows, given, x, y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", ["none", "choice", "choice, bf16", "row"])
+@pytest.mark.parametrize("k", [1, 3, 8, 11])
+def test_rows(dtype, weights, k):
+    for tokens, hidden, capacity in ((1, 8, None), (333, 40, None), (64, 2048, 7), (77, 7168, 30)):
+        row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
+        assert launch.why_not(x.cuda(), row_map.cuda(), w) is None
+        for scale in (False, True):
+            args = (x, row_map, w, rows, scale)
+            same(permute.scatter_rows(*cuda(*args)), permute.scatter_rows_definition(*args))
+        for values in (None, torch.randn(rows), torch.randn(rows).half()):
+            args = (y, row_map, w, values)
+            same(permute.gather_sum(*cuda(*args)), permute.gather_sum_definition(*args))
+        for by_row in (False, True):
+            args = (y, x, row_map, by_row)
+            got = permute.row_dots(*cuda(*args)).cpu()
+            want = permute.row_dots_definition(y.double(), x.double(), row_map, by_row)
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["dtype", "hidden", "choices", "layout"])
+def test_what_the_kernels_do_not_take_is_served(case):
+    tokens, hidden, k, dtype = 20, 16, 2, torch.float32
+    if case == "dtype":
+        dtype = torch.float64
+    hidden = 3 if case == "hidden" else hidden
+    k = 40 if case == "choices" else k
+    ids = torch.randint(0, 5, (tokens, k))
+    row_map, *_ = permute.permutation(ids, 4, None)
+    x = torch.randn(tokens, hidden, dtype=dtype)
+    x = x.T.contiguous().T if case == "layout" else x
+    assert (launch.why_not(x.cuda(), row_map.cuda()) is None) == (case == "layout")
+    args = (x, row_map, torch.rand(tokens, k), tokens * k, True)
+    same(permute.scatter_rows(*cuda(*args)), permute.scatter_rows_definition(*args))
+    y = torch.randn(tokens * k, hidden, dtype=dtype)
+    args = (y, row_map, None, torch.randn(tokens * k))
+    same(permute.gather_sum(*cuda(*args)), permute.gather_sum_definition(*args))
+
+
+# --- router ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_route(function, normalize):
+    for tokens, experts, k in ((1, 1, 1), (300, 60, 4), (1000, 128, 8), (77, 1000, 32), (9, 33, 2)):
+        logits = 3 * torch.randn(tokens, experts)
+        logits[::3] = logits[::3].round()  # ties
+        logits[0, 0] = torch.nan if tokens > 1 else 0
+        args = (k, function, normalize, 2.5, [1, 1, 2])
+        probs, ids = routing.route(logits.cuda(), None, *args)
+        want, where = routing.route_definition(logits, None, *args)
+        assert torch.equal(ids.cpu(), where)
+        torch.testing.assert_close(probs.cpu(), want, rtol=2e-6, atol=1e-7, equal_nan=True)
+        logits, ids = logits[1:], where[1:]
+        dprobs = torch.randn(ids.shape)
+        args = (function, normalize, 2.5)
+        got = routing.route_backward(dprobs.cuda(), logits.cuda(), ids.cuda(), *args)
+        exact = formulas.router_probs_backward(dprobs.double(), logits.double(), ids, *args)
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(1, 1, 2), (8, 4, 2), (4, 1, 1), (32, 9, 3)])
+def test_route_by_biased_scores_in_groups(groups, function, biased):
+    logits, k = torch.randn(2000, 256), 6
+    bias = torch.randn(256) / 10 if biased else None
+    args = (k, function, True, 1.0, list(groups))
+    probs, ids = routing.route(logits.cuda(), None if bias is None else bias.cuda(), *args)
+    want, where = routing.route_definition(logits.double(), bias, *args)
+    # Scores that differ by a rounding may change places.
+    differs = (ids.cpu() != where).any(-1)
+    assert differs.sum() <= 4
+    torch.testing.assert_close(probs.cpu()[~differs].double(), want[~differs], rtol=1e-5, atol=1e-6)
+
+
+def test_opcheck():
+    ids = torch.randint(0, 5, (6, 2), device="cuda")
+    row_map, *_ = permute.permutation(ids, 4, None)
+    x, y = torch.randn(6, 8, device="cuda"), torch.randn(12, 8, device="cuda")
+    w, v = torch.rand(6, 2, device="cuda"), torch.rand(12, device="cuda")
+    torch.library.opcheck(permute.permutation, (ids, 4, 3))
+    torch.library.opcheck(permute.scatter_rows, (x, row_map, w, 12, True))
+    torch.library.opcheck(permute.gather_sum, (y, row_map, w, v))
+    torch.library.opcheck(permute.row_dots, (y, x, row_map, False))
+
+
+# --- the block ------------------------------------------------------------------------------------
+
+HIDDEN, EXPERTS, INNER, TOP_K = 256, 16, 128, 4
+
+
+def make_block(shared=False, weighted=False, **router):
+    options = {"bias": False, "single_grouped_weight": True}
+    ops = [
+        fz.TopKRouter(HIDDEN, EXPERTS, TOP_K, **router),
+        fz.Dispatch(EXPERTS),
+        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
+        fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
+        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
+        fz.Combine(weighted=weighted),
+    ]
+    if shared:
+        ops = [
+            fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+            *ops,
+            fz.Swap()
+            .set_extra_input_channel(0, "tokens")
+            .set_extra_output_channel(0, "routed", output_to_caller=False),
+            fz.BasicLinear(HIDDEN, 2 * INNER),
+            fz.SwiGLU(),
+            fz.BasicLinear(INNER, HIDDEN),
+            fz.AddExtraInput().set_extra_input_channel(0, "routed"),
+        ]
+    return fz.Sequential(*ops)
+
+
+def step(block, x, dy):
+    y = block(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], dy)]
+
+
+ROUTERS = {
+    "softmax": {},
+    "sigmoid, groups": {
+        "score_function": "sigmoid",
+        "num_groups": 4,
+        "top_groups": 2,
+        "expert_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_block_against_fp64(shared, weighted, router):
+    block = make_block(shared, weighted, **ROUTERS[router])
+    x, dy = torch.randn(500, HIDDEN).bfloat16(), torch.randn(500, HIDDEN).bfloat16()
+    exact = make_block(shared, weighted, **ROUTERS[router]).double()
+    block = block.bfloat16()
+    exact.load_state_dict({k: v.double() for k, v in block.state_dict().items()})
+    want = step(exact, x.double().requires_grad_(), dy.double())
+    block = block.cuda()
+    got = step(block, x.cuda().requires_grad_(), dy.cuda())
+    for a, b in zip(got, want, strict=True):
+        error = (a.cpu().double() - b).norm() / b.norm()
+        assert error < 0.02, error
+
+
+def test_bitwise_over_20_runs():
+    block = make_block(shared=True).bfloat16().cuda()
+    x = torch.randn(2000, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    first = step(block, x, dy)
+    for _ in range(20):
+        for a, b in zip(step(block, x, dy), first, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_no_synchronisation():
+    block = make_block(shared=True).bfloat16().cuda()
+    x = torch.randn(500, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    step(block, x, dy)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(block, x, dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cuda_graph_replayed_with_other_tokens():
+    """The splits change from replay to replay."""
+    block = make_block(shared=True).bfloat16().cuda()
+    x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(block, x, dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(block, x, dy)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) + seed * torch.randn(HIDDEN, device="cuda"))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for a, b in zip(replayed, step(block, x, dy), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_capacity_and_foreign_ids():
+    options = {"bias": False, "single_grouped_weight": True}
+
+    def experts(device, dtype):
+        torch.manual_seed(3)
+        return fz.Sequential(
+            fz.Dispatch(EXPERTS, capacity_factor=0.8, scale_input=True),
+            fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
+            fz.SwiGLU(),
+            fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
+            fz.Combine(),
+        ).to(device, dtype)
+
+    x, dy = torch.randn(500, HIDDEN).bfloat16(), torch.randn(500, HIDDEN).bfloat16()
+    ids, probs = torch.randint(0, EXPERTS + 4, (500, TOP_K)), torch.rand(500, TOP_K)
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        mlp = experts("cpu", torch.bfloat16).to(device, dtype)
+        a, p = x.to(device, dtype).requires_grad_(), probs.to(device).requires_grad_()
+        y = mlp(a, p, ids.to(device))
+        grads = torch.autograd.grad(y, [a, p, *mlp.parameters()], dy.to(device, dtype))
+        results.append([t.detach().cpu().double() for t in (y, *grads)])
+    for want, got in zip(*results, strict=True):
+        assert (got - want).norm() / want.norm() < 0.02

@@ -1,0 +1,112 @@
+"""What the SM100 fused ops do around their kernels, on any CUDA GPU: those are emulated."""
+
+import pytest
+import reference as ref
+import torch
+from torch import Tensor
+
+import fusible as fz
+from fusible import recipes
+from fusible.kernels import emulator_sm100
+from fusible.kernels.sm100 import padding
+from fusible.recipes.formats import mxfp8, nvfp4
+from fusible.recipes.library import encode
+from fusible.testing import assume_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+BF16 = torch.bfloat16
+SIZES = (300, 0, 20, 256, 1)
+ROWS, HIDDEN, INNER = 600, 192, 128
+
+
+class OnHost:
+    """The emulator on copies in host memory; results go back to the device, and to buffers."""
+
+    def __getattr__(self, name):
+        function = getattr(emulator_sm100, name)
+
+        def call(**arguments):
+            given = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            out = function(**given)
+            for key, value in arguments.items():
+                if key in ("d_tensor", "dprob_tensor", "wgrad_tensor"):
+                    value.copy_(given[key])
+            return {k: None if out[k] is None else out[k].cuda() for k in out.keys()}  # noqa: SIM118
+
+        return call
+
+
+def packed(device, fmt, x):
+    ends = torch.tensor(SIZES, device=device).cumsum(0).int()
+    x = x.to(device)
+    places = padding.places_of(ends, ROWS, aligned=False)
+    row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    made = (*padding.packed_rows(row, places), *padding.packed_columns(column, fmt, ends, places))
+    return [t.view(torch.uint8).cpu() for t in (*made, places.ends, places.rows)]
+
+
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
+def test_packed_bytes_are_those_of_the_host(fmt):
+    x = torch.randn(ROWS, HIDDEN, dtype=BF16)
+    for mine, theirs in zip(packed("cuda", fmt, x), packed("cpu", fmt, x), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_packing_waits_for_nothing_and_is_captured():
+    x = torch.randn(ROWS, HIDDEN, dtype=BF16, device="cuda")
+    sizes = torch.tensor(SIZES, device="cuda")
+
+    def work():
+        ends = sizes.cumsum(0).int()
+        places = padding.places_of(ends, ROWS, aligned=False)
+        row, column = encode(x, mxfp8(), rowwise=True, columnwise=True, ends=ends)
+        return (
+            *padding.packed_rows(row, places),
+            *padding.packed_columns(column, mxfp8(), ends, places),
+        )
+
+    work()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    for new in (SIZES, (0, 599, 0, 0, 1), (0, 0, 0, 0, 0)):
+        sizes.copy_(torch.tensor(new))
+        graph.replay()
+        for mine, theirs in zip(captured, work(), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+RECIPES = [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["bf16", "mxfp8", "nvfp4"])
+def test_the_fused_op_gives_on_cuda_what_it_gives_on_the_host(recipe):
+    options = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
+    module = fz.Sequential(
+        fz.GroupedLinear(5, HIDDEN, 2 * INNER, **options),
+        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(5, INNER, 64, **options),
+    )
+    results = []
+    torch.manual_seed(0)
+    x, scales, dy = torch.randn(ROWS, HIDDEN), torch.rand(ROWS), torch.randn(ROWS, 64)
+    for device, kernels in (("cpu", emulator_sm100), ("cuda", OnHost())):
+        module.to(device)
+        splits = torch.tensor(SIZES, device=device)
+        leaves = [x.to(device, BF16).requires_grad_(), scales.to(device).requires_grad_()]
+        with assume_target("sm100", kernels), fz.autocast(enabled=bool(recipe), recipe=recipe):
+            y = module(leaves[0], splits, leaves[1], splits)
+            grads = torch.autograd.grad(y, [*leaves, *module.parameters()], dy.to(device, BF16))
+        assert module.plan.fired == ("grouped_mlp_sm100",)
+        results.append([t.detach().cpu() for t in (y, *grads)])
+    for mine, theirs in zip(*results, strict=True):
+        ref.assert_accurate(mine, theirs.double(), roundings=1)

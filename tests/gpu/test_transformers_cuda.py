@@ -1,0 +1,53 @@
+"""Models of transformers with fusible's experts on CUDA: as near to FP32 as eager, no waiting."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from hf_models import experts_of, logits_and_grads, make_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+SIZES = {"hidden_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_as_near_to_fp32_as_eager(family):
+    exact_model = make_model(family, **SIZES).cuda()
+    model = copy.deepcopy(exact_model).to(torch.bfloat16)
+    exact = logits_and_grads(exact_model, "eager")
+    eager, fused = (logits_and_grads(model, way) for way in ("eager", "fusible"))
+    block = experts_of(model)._fusible_block
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert any(rule.endswith("_sm90") for rule in block.mlp.plan.fired)
+    assert error(fused[0], exact[0]) <= 1.3 * error(eager[0], exact[0])
+    for name, grad in exact[1].items():
+        bound = 1.5 * error(eager[1][name], grad) + 2e-3
+        assert error(fused[1][name], grad) <= bound, name
+
+
+def error(got, exact):
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_never_wait_for_the_device(family):
+    experts = experts_of(make_model(family, **SIZES)).cuda().to(torch.bfloat16)
+    tokens, k = 300, 3
+    x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(tokens, experts.num_experts, device="cuda").topk(k).indices
+    weights = torch.rand(tokens, k, device="cuda", requires_grad=True)
+
+    def step():
+        experts(x, ids, weights).backward(x.detach())
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
