@@ -106,7 +106,7 @@ class Dispatch(BasicOperation):
         rows = ids.numel()
         if (capacity := self.capacity(rows)) is not None:
             rows = min(rows, self.num_experts * capacity)
-        ctx.memo[split_sizes] = rows, ends, 1  # as the grouped ops that follow would compute them
+        ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
         y, scales = permute.scatter_rows(x, row_map, probs, rows, self.scale_input)
         ctx.dtype = probs.dtype
         ctx.shape = input_.shape
