@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -234,21 +233,8 @@ def test_import_needs_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.reload(integration).NAME == "fusible"
 
 
-# The page of the docs, and the example.
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-    assert f"prints `{capsys.readouterr().out.strip()}`" in page
-
-
 def test_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     example = importlib.import_module("transformers_moe")
     before, after = example.main(["--steps", "6"])
     assert after < before - 0.3
