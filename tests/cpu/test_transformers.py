@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_bf16_training_step_and_copies() -> None:
     other = copy.deepcopy(model)
     experts = experts_of(other)
     assert experts._fusible_block.mlp[1].weights()[0] is experts.gate_up_proj
+
+
+def test_saved_and_checkpointed_models(tmp_path: Path) -> None:
+    model = make_model("gpt_oss")
+    expected = logits_and_grads(model, "fusible")
+    assert torch.equal(
+        logits_and_grads(pickle.loads(pickle.dumps(model)), "fusible")[0], expected[0]
+    )
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
+    assert torch.equal(forward_backward(loaded, loaded)[0], expected[0])
+    model.train().activation_checkpointing_enable()
+    assert_same(logits_and_grads(model, "fusible"), expected)
 
 
 def test_autocast_and_recipes() -> None:
