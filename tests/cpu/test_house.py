@@ -98,7 +98,10 @@ def test_readme_table_is_the_rules() -> None:
     assert tables.with_table(text) == text, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/transformers.md"])
+PAGES = ("README.md", "docs/guide.md", "docs/blackwell.md", "docs/transformers.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other; what they print is on the page."""
     text = (ROOT / page).read_text(encoding="utf-8")
