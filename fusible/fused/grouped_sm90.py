@@ -162,6 +162,26 @@ def data_grad(
     return _shaped(dx, grad_output.shape[:-1])
 
 
+def activation_grad(
+    act: ScaledGLU, ctx: OperationContext, dy: Tensor, ends: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the pre-activation, the activation once more, gradient of the scales.
+
+    From the next linear's rows ``dy`` and its weights; the first may overwrite what was saved.
+    """
+    kernels = provider("sm90")
+    preact, scales = ctx.saved_tensors
+    return kernels.grouped_gemm_dglu(
+        dy,
+        _readable(kernels, weights),
+        ends,
+        _rows(kernels, preact),
+        _vector(scales),
+        overwrite=not keeps_graph(),
+        **_options(act),
+    )
+
+
 def param_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
@@ -302,19 +322,10 @@ class GroupedMLPSm90(FusedOperation):
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         x, ends, row_scale1, *weights1 = ctx1.saved_tensors
-        preact, scales = ctx_act.saved_tensors
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
         dy = _rows(kernels, cast(grad_output, ctx2.dtype))
-        dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
-            dy,
-            _readable(kernels, weights2),
-            ends,
-            _rows(kernels, preact),
-            _vector(scales),
-            overwrite=not keeps_graph(),
-            **_options(act),
-        )
+        dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
         del hidden  # its memory serves what follows
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)

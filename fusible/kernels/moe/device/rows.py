@@ -54,6 +54,14 @@ def _place(kind, tokens, spec):
     return places
 
 
+def _choices():
+    """The first choice of a thread and the distance to its next."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    return cta * THREADS + thread, ctas * THREADS
+
+
 def _weight(weights, token, j, row, computed, spec):
     """Weight of a choice, zero if it is not computed."""
     index = row if spec.weights == "row" else token * spec.top_k + j
@@ -84,15 +92,18 @@ def _scatter(
             row = cutlass.max(entry, ~entry)
             inside = Boolean(exists) & (row < rows)
             kept = words
-            if cutlass.const_expr(spec.weights != ""):
-                weight = _weight(weights, token, j, row, Boolean(inside) & computed, spec)
-                if cutlass.const_expr(spec.scale):
-                    kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
-                if cutlass.const_expr(spec.weights == "choice"):
-                    first = Boolean(inside) & (column == 0)
-                    _put(moved, row, weight, first, spec.weight_dtype)
+            if cutlass.const_expr(spec.scale):
+                weight = _weight(weights, token, j, row, inside & computed, spec)
+                kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
             kept = [bits.select(computed, word, 0) for word in kept]
             bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
+    if cutlass.const_expr(spec.weights == "choice"):
+        first, step = _choices()
+        for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
+            entry = _row(row_map, choice, True)
+            weight = _number(weights, choice, entry >= 0, spec.weight_dtype)
+            row = cutlass.max(entry, ~entry)
+            _put(moved, row, weight, row < rows, spec.weight_dtype)
 
 
 @cute.kernel
@@ -116,7 +127,7 @@ def _gather(
                 at = rows + (Int64(row) * spec.vectors + column) * 16
                 loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
         at = iter(loaded)
-        for i, (token, column, exists) in enumerate(places):
+        for i, (token, _, _) in enumerate(places):
             for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
                 row, words = next(at)
                 numbers = bits.unpack(words, spec.dtype)
@@ -124,13 +135,15 @@ def _gather(
                     weight = _weight(weights, token, j, row, row >= 0, spec)
                     numbers = [bits.mul(n, weight) for n in numbers]
                 totals[i] = [bits.add(t, n) for t, n in zip(totals[i], numbers, strict=True)]
-                if cutlass.const_expr(spec.values != ""):
-                    value = _number(values, row, row >= 0, spec.values)
-                    first = Boolean(exists) & (column == 0)
-                    _put(picked, token * spec.top_k + j, value, first, spec.values)
     for (token, column, exists), total in zip(places, totals, strict=True):
         at = out + (Int64(token) * spec.vectors + column) * 16
         bits.store(at, bits.pack(total, spec.dtype), Int32(exists))
+    if cutlass.const_expr(spec.values != ""):
+        first, step = _choices()
+        for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
+            row = _row(row_map, choice, True)
+            value = _number(values, row, row >= 0, spec.values)
+            _put(picked, choice, value, True, spec.values)
 
 
 @cute.kernel
