@@ -1,5 +1,7 @@
 """Which runs of ops are replaced: every rule, in order of priority."""
 
+from fusible.fused.activation_bias import backward_activation_bias
+from fusible.fused.add_rms_norm import backward_add_rms_norm
 from fusible.fused.experts_sm90 import moe_experts_sm90
 from fusible.fused.grouped_sm90 import (
     grouped_linear_backward_sm90,
@@ -29,4 +31,6 @@ RULES = (
     linear_add,
     backward_linear_add,
     backward_linear_scale,
+    backward_activation_bias,
+    backward_add_rms_norm,
 )
