@@ -100,10 +100,10 @@ def _scatter(
     if cutlass.const_expr(spec.weights == "choice"):
         first, step = _choices()
         for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
-            entry = _row(row_map, choice, True)
-            weight = _number(weights, choice, entry >= 0, spec.weight_dtype)
-            row = cutlass.max(entry, ~entry)
-            _put(moved, row, weight, row < rows, spec.weight_dtype)
+            place = _row(row_map, choice, True)
+            value = _number(weights, choice, place >= 0, spec.weight_dtype)
+            place = cutlass.max(place, ~place)
+            _put(moved, place, value, place < rows, spec.weight_dtype)
 
 
 @cute.kernel
@@ -141,8 +141,8 @@ def _gather(
     if cutlass.const_expr(spec.values != ""):
         first, step = _choices()
         for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
-            row = _row(row_map, choice, True)
-            value = _number(values, row, row >= 0, spec.values)
+            place = _row(row_map, choice, True)
+            value = _number(values, place, place >= 0, spec.values)
             _put(picked, choice, value, True, spec.values)
 
 
