@@ -54,12 +54,41 @@ def _place(kind, tokens, spec):
     return places
 
 
-def _choices():
+def _my_choices():
     """The first choice of a thread and the distance to its next."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     return cta * THREADS + thread, ctas * THREADS
+
+
+@cute.jit
+def _values_to_rows(
+    values: Int64,
+    row_map: Int64,
+    out: Int64,
+    choices: Int32,
+    rows: Int32,
+    dtype: cutlass.Constexpr,
+):
+    """One number of each choice to its row, zeros to the rows of the tail."""
+    first, step = _my_choices()
+    for choice in cutlass.range(first, choices, step, unroll=1):
+        entry = _row(row_map, choice, True)
+        value = _number(values, choice, entry >= 0, dtype)
+        row = cutlass.max(entry, ~entry)
+        _put(out, row, value, row < rows, dtype)
+
+
+@cute.jit
+def _values_to_choices(
+    values: Int64, row_map: Int64, out: Int64, choices: Int32, dtype: cutlass.Constexpr
+):
+    """One number of each row to its choice, zeros where there is no row."""
+    first, step = _my_choices()
+    for choice in cutlass.range(first, choices, step, unroll=1):
+        row = _row(row_map, choice, True)
+        _put(out, choice, _number(values, row, row >= 0, dtype), True, dtype)
 
 
 def _weight(weights, token, j, row, computed, spec):
@@ -79,6 +108,8 @@ def _scatter(
     rows: Int32,
     spec: cutlass.Constexpr,
 ):
+    if cutlass.const_expr(spec.weights == "choice"):
+        _values_to_rows(weights, row_map, moved, tokens * spec.top_k, rows, spec.weight_dtype)
     places = _place("scatter", tokens, spec)
     loaded = []
     for token, column, exists in places:
@@ -97,13 +128,6 @@ def _scatter(
                 kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
             kept = [bits.select(computed, word, 0) for word in kept]
             bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
-    if cutlass.const_expr(spec.weights == "choice"):
-        first, step = _choices()
-        for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
-            place = _row(row_map, choice, True)
-            value = _number(weights, choice, place >= 0, spec.weight_dtype)
-            place = cutlass.max(place, ~place)
-            _put(moved, place, value, place < rows, spec.weight_dtype)
 
 
 @cute.kernel
@@ -117,6 +141,8 @@ def _gather(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
+    if cutlass.const_expr(spec.values != ""):
+        _values_to_choices(values, row_map, picked, tokens * spec.top_k, spec.values)
     places = _place("gather", tokens, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
@@ -138,12 +164,6 @@ def _gather(
     for (token, column, exists), total in zip(places, totals, strict=True):
         at = out + (Int64(token) * spec.vectors + column) * 16
         bits.store(at, bits.pack(total, spec.dtype), Int32(exists))
-    if cutlass.const_expr(spec.values != ""):
-        first, step = _choices()
-        for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
-            place = _row(row_map, choice, True)
-            value = _number(values, place, place >= 0, spec.values)
-            _put(picked, choice, value, True, spec.values)
 
 
 @cute.kernel
