@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
@@ -291,7 +292,7 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
     """
     ops = {
         op
-        for m in module.modules()
+        for _, m in named_modules(module)
         if isinstance(m, FusibleOperation)
         for op in m.basic_ops
         if isinstance(op, WeightedOperation)

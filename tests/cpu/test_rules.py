@@ -33,9 +33,9 @@ def grouped_case(*ops):
     return fz.Sequential(*ops), (dense(12, ops[0].in_features), *extra)
 
 
-def moe_case(**options):
+def moe_case():
     experts = fz.Sequential(
-        fz.Dispatch(4, **options),
+        fz.Dispatch(4),
         fz.GroupedLinear(4, 16, 32, **GROUPED),
         fz.ScaledSwiGLU(glu_interleave_size=8),
         fz.GroupedLinear(4, 16, 24, **GROUPED),
@@ -47,7 +47,7 @@ def moe_case(**options):
 
 # rule: (a module that it takes whole and its inputs, the target)
 FITS = {
-    "moe_experts_sm90": (lambda: moe_case(recompute_rows=True), "sm90"),
+    "moe_experts_sm90": (moe_case, "sm90"),
     "linear_bias_activation": (
         lambda: (fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()), (dense(6, 16),)),
         "cpu",
