@@ -65,13 +65,13 @@ def cases(
             "backward_add_rms_norm": backward_of(norm, wide, (dy, dy.clone())),
         }
     return {
-        **on_cuda,
         "linear_bias_activation": no_grad(lambda: act(x)),
         "linear_add": no_grad(lambda: add(x, addend)),
         "linear_add, in place": no_grad(lambda: add_in_place(x, addend)),
         "linear_add, scaled": no_grad(lambda: scale_add(x, addend)),
         "backward_linear_add": backward_of(fork, x, (dy, x.clone())),
         "backward_linear_scale": backward_of(scale, x, (dy,)),
+        **on_cuda,
     }
 
 

@@ -219,7 +219,7 @@ def test_a_checkpoint_does_not_add_twice(fused, reentrant):
     x, addend = torch.randn(3, 8, requires_grad=True), torch.zeros(3, 8)
     y = checkpoint(seq, x, addend, use_reentrant=reentrant)
     once = addend.clone()
-    with pytest.raises(RuntimeError, match="in_place=False inside|modified by an inplace"):
+    with pytest.raises(RuntimeError, match=r"in_place=False inside|modified by an inplace"):
         y.sum().backward()
     assert torch.equal(addend, once)
 
