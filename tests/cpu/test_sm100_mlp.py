@@ -548,7 +548,7 @@ def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusio
     x, splits, scales, _ = inputs(rows, sizes)
     given = (x, splits, *([scales] if scale_bias else []))
     fused = run(linear, given, recipe)
-    assert linear.plan.fired == ("grouped_linear_forward_sm100", "grouped_linear_backward_sm100")
+    assert linear.plan.fired == ("grouped_linear_sm100",)
     plain = unfused(own_fusions, linear, given, recipe)
     if recipe == NVFP4 or (recipe is None and scale_bias):
         # NVFP4's factors are multiplied in another order; BF16 alone is rounded before the bias.
@@ -556,17 +556,6 @@ def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusio
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
     else:
         same(fused, plain)
-
-
-@pytest.mark.parametrize("recipe", [None, MXFP8])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_each_phase_agrees_with_the_unfused_other(recipe, phase, own_fusions):
-    linear = filled(fz.GroupedLinear(3, HIDDEN, OUT, dtype=BF16, **SINGLE))
-    x, splits, *_ = inputs(*SPLITS["ragged"])
-    expected = unfused(own_fusions, linear, (x, splits), recipe)
-    own_fusions.install([r for r in RULES if r.name == f"grouped_linear_{phase}_sm100"])
-    same(run(linear, (x, splits), recipe), expected)
-    assert len(linear.plan.fired) == 1
 
 
 # --- refusals -------------------------------------------------------------------------------------
