@@ -512,11 +512,26 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
 def test_compiled_in_one_graph(recipe, fresh_compiler):
     if recipe is not None and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("recipes are compiled from torch 2.13 on")
-    module, given = mlp(3), inputs(*SPLITS["ragged"])
-    expected = run(module, given, recipe)
-    wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    module = mlp(3)
     compiled = torch.compile(module, fullgraph=True)
-    same(run(compiled, given, recipe, wanted=wanted), expected)
+    for rows, sizes in (SPLITS["ragged"], SPLITS["around a tile"]):
+        given = inputs(rows, sizes)
+        expected = run(module, given, recipe)
+        wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+        same(run(compiled, given, recipe, wanted=wanted), expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_autocast_of_fp32_parameters(recipe):
+    module, (x, splits, scales, _) = mlp(3).float(), inputs(*SPLITS["ragged"])
+    x = x.detach().float().requires_grad_()
+    given = x.bfloat16(), splits, scales, splits
+    plain = run(copy.deepcopy(module).bfloat16(), given, recipe, wanted=[scales])
+    with torch.autocast("cpu", BF16):
+        y, *grads = run(module, (x, splits, scales, splits), recipe)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    same([y, grads[1]], plain)
+    assert [g.dtype for g in grads] == 6 * [torch.float32]
 
 
 @pytest.mark.parametrize(("recipe", "bias"), [(MXFP8, False), (MXFP8, True), (None, False)])
