@@ -607,8 +607,9 @@ def test_reasons_tell_what_to_do():
     assert reason.startswith("format.input must be one of none, mxfp8_e4m3, nvfp4, got fp8_tensor")
     old = fz.Target("cuda", 100, type(fz.Target("cpu").cudnn_frontend)(1, 31))
     assert refusal(mlp(3), given, MXFP8, old) == ("cudnn_frontend must be at least 1.32, got 1.31",)
-    (reason,) = refusal(mlp(3), given, MXFP8, "sm90")
-    assert reason == "sm must be one of 100, 101, 103, got 90"
+    for sm in (80, 107, 120):
+        (reason,) = refusal(mlp(3), given, MXFP8, f"sm{sm}")
+        assert reason == f"sm must be one of 100, 101, 103, got {sm}"
 
 
 def test_geglu_with_other_constants_in_bf16():
