@@ -115,7 +115,7 @@ def test_autocast_and_recipes() -> None:
 def test_explain_takes_a_whole_model() -> None:
     model = make_model("mixtral", num_hidden_layers=1).to(torch.bfloat16)
     explanation = fz.explain(model, torch.zeros(2, 11, dtype=torch.int64), target="sm90")
-    assert "grouped_mlp_sm90" in explanation.fired
+    assert "moe_experts_sm90" in explanation.fired
     assert str(explanation).startswith("Dispatch to Combine: sm90")
 
 
