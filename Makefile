@@ -21,9 +21,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tables in README.md that come from the fusion rules.
+# The tables that come from the fusion rules and from what ops save.
 docs: $(INSTALLED)
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/saved_bytes.py
 
 check: lint test
 

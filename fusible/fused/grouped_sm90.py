@@ -394,6 +394,7 @@ class GroupedMLPSm90(FusedOperation):
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
         dy = _rows(kernels, cast(grad_output, ctx2.dtype))
+        preact = _rows(kernels, preact)
         products = self._prepared(kernels, [x, dy, preact], weights1, weights2, scales)
         if products is None:
             dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)

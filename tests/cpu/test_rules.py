@@ -115,6 +115,22 @@ FITS = {
         lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
         "sm90",
     ),
+    "recipe_mlp_sm90": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 64, 128, **GROUPED),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 64, 96, **GROUPED),
+        ),
+        "sm90",
+    ),
+    "recipe_linear_forward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
+    "recipe_linear_backward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
     "grouped_mlp_sm100": (
         lambda: grouped_case(
             fz.GroupedLinear(4, 64, 128, **GROUPED),
@@ -132,6 +148,12 @@ FITS = {
         "sm100",
     ),
 }
+
+
+def scope_of(name):
+    """The recipe that a rule fires under."""
+    recipe = fz.recipes.MXFP8BlockScaling() if name.startswith("recipe_") else None
+    return fz.autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def randomised(module):
@@ -159,7 +181,8 @@ def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
     monkeypatch.setattr(Rule, "why_not", spy)
     make, target = FITS[name]
     module, inputs = make()
-    plans = fz.explain(module, *inputs, target=target).plans
+    with scope_of(name):
+        plans = fz.explain(module, *inputs, target=target).plans
     assert name in [n for plan in plans for n in plan.fired]
     monkeypatch.undo()
     return seen[0]
@@ -283,8 +306,9 @@ def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
     module, inputs = make()
     randomised(module)
     exact = unfused(own_fusions, copy.deepcopy(module).double(), doubled(inputs))
-    plain = unfused(own_fusions, module, inputs)
-    fused = run(module, inputs, target)
+    with scope_of(name):
+        plain = unfused(own_fusions, module, inputs)
+        fused = run(module, inputs, target)
     assert name in module.plan.fired
     for mine, theirs, right in zip(fused, plain, exact, strict=True):
         assert mine.dtype == theirs.dtype

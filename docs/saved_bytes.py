@@ -1,0 +1,98 @@
+"""Write the table of bytes saved for the backward into docs/training.md, by running the ops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import fusible as fz
+from fusible.testing import assume_target
+
+PAGE = Path(__file__).parent / "training.md"
+BEGIN, END = "<!-- saved bytes: written by make docs -->", "<!-- end of saved bytes -->"
+HIDDEN, EXPERT, GROUPS, ROWS = 512, 256, 2, 256
+RECIPES: dict[str, fz.recipes.Recipe | None] = {
+    "none (BF16)": None,
+    "MXFP8": fz.recipes.MXFP8BlockScaling(),
+    "FP8 block": fz.recipes.Float8BlockScaling(),
+    "FP8 current": fz.recipes.Float8CurrentScaling(),
+    "NVFP4": fz.recipes.NVFP4BlockScaling(),
+}
+
+
+def grouped_mlp() -> fz.Sequential:
+    """The grouped MLP, its gate and linear columns interleaved as SM100's kernels need them."""
+    options = {"bias": False, "dtype": torch.bfloat16, "single_grouped_weight": True}
+    return fz.Sequential(
+        fz.GroupedLinear(GROUPS, HIDDEN, 2 * EXPERT, **options),
+        fz.ScaledSwiGLU(32),
+        fz.GroupedLinear(GROUPS, EXPERT, HIDDEN, **options),
+    )
+
+
+def saved(module: fz.Sequential, recipe: fz.recipes.Recipe | None, rows: int) -> int:
+    """Bytes of distinct memory that one forward of ``rows`` tokens saves, beside parameters."""
+    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    found: dict[int, int] = {}
+    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    splits, scales = torch.tensor([rows // GROUPS] * GROUPS), torch.rand(rows, requires_grad=True)
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with (
+        fz.autocast(enabled=recipe is not None, recipe=recipe),
+        saved_tensors_hooks(pack, lambda t: t),
+    ):
+        y = module(x, splits, scales, splits)
+    del y
+    return sum(found.values())
+
+
+def row(name: str, recipe: fz.recipes.Recipe | None, machine: str) -> str | None:
+    """One line of the table; None where no rule of that machine fuses the whole."""
+    module = grouped_mlp()
+    unfused = machine == "unfused"
+    with assume_target("sm80" if unfused else machine):
+        few, many = (saved(module, recipe, n * ROWS) for n in (1, 2))
+    plan = module.plan
+    assert plan is not None
+    joint = [rule for rule in plan.fired if rule.startswith("grouped_mlp")]
+    if not unfused and not joint:
+        return None
+    per_token = (many - few) / ROWS
+    fixed = (few - per_token * ROWS) / 2**20
+    how = "unfused" if unfused else f"`{joint[0]}`"
+    per_value = per_token / (HIDDEN + 3 * EXPERT)
+    return f"| {name} | {how} | {per_token:,.0f} | {per_value:.2f} | {fixed:.1f} |"
+
+
+def table() -> str:
+    """Every recipe, unfused and by each rule that fuses it."""
+    lines = [
+        "| recipe | run as | bytes per token | per value of x, pre-activation, activation | MiB "
+        "of weights |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for name, recipe in RECIPES.items():
+        for machine in ("unfused", "sm90", "sm100"):
+            if line := row(name, recipe, machine):
+                lines.append(line)
+    return "\n".join(lines)
+
+
+def with_table(text: str) -> str:
+    """``text`` with the table between its markers brought up to date."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
