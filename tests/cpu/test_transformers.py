@@ -154,7 +154,7 @@ def test_quantized_weights_are_reused() -> None:
 def test_explain_takes_a_whole_model() -> None:
     model = make_model("mixtral", num_hidden_layers=1).to(torch.bfloat16)
     explanation = fz.explain(model, torch.zeros(2, 11, dtype=torch.int64), target="sm90")
-    assert explanation.fired == ("moe_experts_sm90",)
+    assert "moe_experts_sm90" in explanation.fired
     place = "MixtralForCausalLM.model.layers.0.mlp.experts.mlp"
     assert str(explanation).startswith(f"{place}.0 to {place}.4: sm90")
 
