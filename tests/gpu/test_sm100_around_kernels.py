@@ -100,6 +100,7 @@ def test_packing_waits_for_nothing_and_is_captured():
         return (
             *padding.packed_rows(row, places),
             *padding.packed_columns(column, mxfp8(), ends, places),
+            *quantized(x, ends, places, True, True),
         )
 
     work()
