@@ -101,11 +101,15 @@ def _store_elements(
         offset = Int64(row) * Int64(columns) + Int64(column)
         if spec.rowwise:
             factor = _row_scale(words[r], row, column, columns, row_scales, inside, spec)
-            packed = numbers.pack_elements([v * factor for v in values], spec.format)
+            packed = _elements([v * factor for v in values], spec.format)
             bits.store(row_data + offset, packed, inside)
         if spec.columnwise:
             scaled = [v * factor for v, factor in zip(values, col_factors, strict=True)]
-            bits.store(col_data + offset, numbers.pack_elements(scaled, spec.format), inside)
+            bits.store(col_data + offset, _elements(scaled, spec.format), inside)
+
+
+def _elements(values, fmt):
+    return [numbers.pack_fp8(values[i : i + 4], fmt.element) for i in range(0, len(values), 4)]
 
 
 def _row_scale(words, row, column, columns, scales, inside, spec):
