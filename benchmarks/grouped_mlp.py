@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from grouped_gemm_sm90 import (
 from torch import Tensor
 
 import fusible as fz
+from fusible.kernels import sm90
 from fusible.testing import assume_target
 
 Calls = dict[str, Callable[[], Any]]
@@ -167,6 +168,43 @@ def host_microseconds(calls: Calls, repeats: int = 200) -> dict[str, float]:
     return {who: sorted(values)[len(values) // 2] for who, values in times.items()}
 
 
+class Idle(torch.autograd.Function):
+    """A node that does nothing: what PyTorch's autograd takes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, *leaves: Tensor) -> Tensor:
+        """Saves and returns what is there."""
+        ctx.save_for_backward(*leaves)
+        return like.view_as(like)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gives the leaves for their gradients."""
+        return (None, *ctx.saved_tensors)
+
+
+def host_phases(problem: Problem) -> dict[str, float]:
+    """Microseconds of the parts of forward + backward: autograd alone, and the launches alone."""
+    x, prob, w1, w2 = (t.detach() for t in problem.leaves)
+    rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
+
+    def autograd() -> None:
+        torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)
+
+    @torch.no_grad()
+    def launches() -> None:
+        ends = sm90.group_ends(problem.sizes, rows)
+        it = sm90.prepared_mlp([x, dy], [w1], [w2], prob, activation="swiglu", interleave=0)
+        preact, hidden = it.glu(x, w1, ends, prob, True)
+        it.fc2(hidden, w2, ends)
+        d_preact, hidden, _ = it.dglu(dy, w2, ends, preact, prob, True)
+        it.wgrad2(dy, hidden, ends)
+        it.wgrad1(d_preact, x, ends)
+        it.dgrad1(d_preact, w1, ends)
+
+    return host_microseconds({"autograd": autograd, "launches": launches})
+
+
 def memory(problem: Problem, forward: Callable[[], Tensor]) -> dict[str, float]:
     """MB saved for the backward beside inputs and weights, and peak MB over forward + backward."""
     own = {t.untyped_storage().data_ptr() for t in (problem.w1, problem.w2, problem.prob)}
@@ -215,25 +253,24 @@ def errors(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
-def draw(cells: list[dict[str, Any]], path: Path) -> None:
+def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: str) -> None:
     """Time of the best peer over ours, per shape."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    passes = ("inference", "forward", "forward + backward")
     labels = [f"{c['config']}\n{c['split']}" for c in cells if c["pass"] == passes[0]]
-    figure, axes = plt.subplots(figsize=(11, 4.5))
-    for i, what in enumerate(passes):
-        ratios = [c["best_peer"] for c in cells if c["pass"] == what]
+    figure, axes = plt.subplots(figsize=(max(11, 0.9 * len(labels)), 4.5))
+    for i, name in enumerate(passes):
+        ratios = [c["best_peer"] for c in cells if c["pass"] == name]
         places = [j + 0.27 * (i - 1) for j in range(len(ratios))]
-        bars = axes.bar(places, ratios, 0.25, label=what)
+        bars = axes.bar(places, ratios, 0.25, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel("time of the best of torch and quack / ours")
-    axes.set_title("Grouped MLP, BF16, one NVIDIA H200: higher is better")
+    axes.set_title(f"{what}, BF16, one NVIDIA H200: higher is better")
     axes.legend(ncols=3, fontsize=8, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -279,6 +316,7 @@ def run(shapes: dict[str, Config]) -> dict[str, Any]:
         what: host_microseconds({who: calls[who] for who in tiny.contestants()})
         for what, calls in tiny.passes(None).items()
     }
+    report["host_us"]["phases"] = host_phases(tiny)
     return report
 
 
@@ -296,7 +334,8 @@ def main() -> None:
         print(key, json.dumps(report.get(key), indent=1, default=str))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "grouped_mlp.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["cells"], options.out / "grouped_mlp.png")
+    passes = ("inference", "forward", "forward + backward")
+    draw(report["cells"], options.out / "grouped_mlp.png", passes, "Grouped MLP")
 
 
 if __name__ == "__main__":

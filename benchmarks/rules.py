@@ -55,7 +55,17 @@ def cases(
     fork[1].requires_grad_(False)
     scale = fz.Sequential(fz.BasicLinear(k, n, **options), fz.ConstantScale(0.5))
     no_grad = torch.no_grad()
+    on_cuda = {}
+    if device == "cuda":
+        wide = addend.clone()
+        bias = fz.Sequential(fz.Bias(n, **options), fz.GELU())
+        norm = fz.Sequential(fz.MakeExtraOutput(), fz.RMSNorm(n, **options))
+        on_cuda = {
+            "backward_activation_bias": backward_of(bias, wide, (dy,)),
+            "backward_add_rms_norm": backward_of(norm, wide, (dy, dy.clone())),
+        }
     return {
+        **on_cuda,
         "linear_bias_activation": no_grad(lambda: act(x)),
         "linear_add": no_grad(lambda: add(x, addend)),
         "linear_add, in place": no_grad(lambda: add_in_place(x, addend)),

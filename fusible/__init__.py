@@ -1,7 +1,8 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
+import fusible.kernels.dense.launch
 import fusible.kernels.moe.launch
-import fusible.kernels.quantize  # noqa: F401 - both register their kernels for CUDA
+import fusible.kernels.quantize  # noqa: F401 - these register their kernels for CUDA
 from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain

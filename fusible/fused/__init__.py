@@ -1,5 +1,8 @@
 """Which runs of ops are replaced: every rule, in order of priority."""
 
+from fusible.fused.activation_bias import backward_activation_bias
+from fusible.fused.add_rms_norm import backward_add_rms_norm
+from fusible.fused.experts_sm90 import moe_experts_sm90
 from fusible.fused.grouped_sm90 import (
     grouped_linear_backward_sm90,
     grouped_linear_forward_sm90,
@@ -16,6 +19,7 @@ from fusible.fused.linear_bias_activation import linear_bias_activation
 from fusible.fused.linear_scale import backward_linear_scale
 
 RULES = (
+    moe_experts_sm90,
     grouped_mlp_sm90,
     grouped_linear_glu_sm90,
     grouped_linear_forward_sm90,
@@ -27,4 +31,6 @@ RULES = (
     linear_add,
     backward_linear_add,
     backward_linear_scale,
+    backward_activation_bias,
+    backward_add_rms_norm,
 )

@@ -82,10 +82,14 @@ def _encoded(
     x: Tensor, ctx: OperationContext, role: Role, wanted: dict[Product, bool], ends: Tensor
 ) -> Operand:
     """Rows for the products that are wanted."""
-    if isinstance(x, QuantizedTensor):
-        x = x.dequantize()  # quantized as a whole, not by group
+    recipe = _recipe(ctx)
     products = [product for product, needed in wanted.items() if needed]
-    return encode_operand(x, _recipe(ctx), role, *products, ends=ends)
+    if not isinstance(x, QuantizedTensor) or "wgrad" not in products:
+        return encode_operand(x, recipe, role, *products, ends=ends)
+    # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
+    others = [product for product in products if product != "wgrad"]
+    columns = encode_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
+    return columns._replace(row=encode_operand(x, recipe, role, *others).row)
 
 
 def _packed(
@@ -152,6 +156,22 @@ def _like(t: Tensor, rows: Tensor) -> Tensor:
     return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
 
 
+def _as_rows(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.view(-1, buffer.shape[-1])
+
+
+def _data_grad(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: sm100.Use,
+    weights: sm100.PackedWeights,
+    places: sm100.Places,
+    grad_output: Tensor,
+) -> Tensor:
+    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
+    return _like(grad_output, sm100.gemm(dy, weights, places, transpose_w=True, out=buffer))
+
+
 def _moved_scales(scales: Tensor | None, places: sm100.Places) -> Tensor | None:
     """One FP32 value per row, in its place, zero elsewhere."""
     if scales is None:
@@ -182,6 +202,7 @@ class GroupedLinearForwardSm100(FusedOperation):
         """One grouped product."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale = linear.rows(ctx, input_, *basic_op_extra_inputs[0])
+        output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
         places = _places(linear, ends, x.shape[0])
         wgrad, dgrad = ctx.needs.params[0], ctx.needs.input
         encoded = _encoded(x, ctx, "input", {"forward": True, "wgrad": wgrad}, ends)
@@ -206,6 +227,7 @@ class GroupedLinearForwardSm100(FusedOperation):
             places,
             bias=linear.stacked_bias(ctx.dtype),
             row_scale=_moved_scales(row_scale, places),
+            out=_as_rows(output),
         )
         return _like(input_, y), [()]
 
@@ -247,7 +269,7 @@ class GroupedLinearBackwardSm100(FusedOperation):
                 parts = [rest[i : i + SAVED] for i in range(0, len(rest), SAVED)]
                 operands = [from_columnwise(part, weight_format) for part in parts]
                 packed = sm100.pack_weights(operands, transposed=True)
-            dx = _like(grad_output, sm100.gemm(dyq.row, packed, places, transpose_w=True))
+            dx = _data_grad(linear, ctx, dyq.row, packed, places, grad_output)
         column = None
         if wgrad:
             x = Operand(None, plain=saved[0]) if fmt is None else from_columnwise(saved, fmt)
@@ -297,6 +319,8 @@ class GroupedMLPSm100(FusedOperation):
         (scales,), (_, *bias_scale) = basic_op_extra_inputs[1:]
         check_row_scales(scales, input_, type(act).__name__)
         row_scale = fc2.checked_scales(ctx2, input_, *bias_scale or [None])
+        fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
+        output = fc2.output_buffer(ctx2, input_, basic_op_kwargs[2])
         places = _places(fc1, ends, x.shape[0])
         prob = _moved_scales(scales, places)
         assert scales is not None and prob is not None  # noqa: PT018 - for the type checker
@@ -322,6 +346,7 @@ class GroupedMLPSm100(FusedOperation):
             places,
             bias=fc2.stacked_bias(ctx2.dtype),
             row_scale=_moved_scales(row_scale, places),
+            out=_as_rows(output),
         )
         if ctx2.requires_grad:
             column = xq.column if ctx1.needs.params[0] else None
@@ -369,7 +394,7 @@ class GroupedMLPSm100(FusedOperation):
         if ctx1.needs.input:
             assert dq.row is not None
             weights = _saved_weights(ctx1.saved_tensors[6:], ctx1)
-            dx = _like(grad_output, sm100.gemm(dq.row, weights, places, transpose_w=True))
+            dx = _data_grad(fc1, ctx1, dq.row, weights, places, grad_output)
         x, hidden = sm100.Use(*ctx1.saved_tensors[3:6]), sm100.Use(*ctx2.saved_tensors[1:4])
         dweights1 = _weight_grads(fc1, ctx1, dq.column, x, places)
         dweights2 = _weight_grads(fc2, ctx2, dyq.column, hidden, places)

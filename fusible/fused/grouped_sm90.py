@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -152,13 +152,18 @@ def data_grad(
     ends: Tensor,
     weights: Sequence[Tensor],
     grad_output: Tensor,
+    prepared: Callable[..., Tensor] | None = None,
 ) -> Tensor | None:
     """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
-    kernels = provider("sm90")
     buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
-    dx = kernels.grouped_gemm(dy, _readable(kernels, weights), ends, transpose_w=True, out=buffer)
+    if prepared is not None and buffer is None:
+        dx = prepared(dy, weights[0], ends)
+    else:
+        kernels = provider("sm90")
+        w = _readable(kernels, weights)
+        dx = kernels.grouped_gemm(dy, w, ends, transpose_w=True, out=buffer)
     return _shaped(dx, grad_output.shape[:-1])
 
 
@@ -170,20 +175,31 @@ def param_grads(
     ends: Tensor,
     row_scale: Tensor | None,
     shape: Sequence[int],
+    prepared: Callable[..., Tensor] | None = None,
 ) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs, the latter of ``shape``."""
     dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
     dscales = linear.scale_grad(ctx, dy, ends, shape)
-    return (*weight_grads(linear, ctx, dy, x, ends), *dbiases), (None, *dscales)
+    return (*weight_grads(linear, ctx, dy, x, ends, prepared), *dbiases), (None, *dscales)
 
 
 def weight_grads(
-    linear: GroupedLinear, ctx: OperationContext, dy: Tensor, x: Tensor, ends: Tensor
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    prepared: Callable[..., Tensor] | None = None,
 ) -> Grads:
-    """Gradients of the weight parameters: all that this module computes are made here."""
+    """Gradients of the weight parameters: all that this module computes are made here.
+
+    ``prepared`` is the product for operands that need no look at their layout.
+    """
     kernels = provider("sm90")
 
     def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        if out is None and prepared is not None:
+            return prepared(dy, x, ends)
         rows = _rows(kernels, x)
         if out is None:
             return kernels.grouped_wgrad(dy, rows, ends)
@@ -232,9 +248,7 @@ def linear_glu(
     kernels = provider("sm90")
     x, ends, _, weights = _operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
     linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
-    scales = extra_inputs[1][0]
-    check_row_scales(scales, input_, type(act).__name__)
-    assert scales is not None
+    scales = _scales(act, input_, extra_inputs[1])
     keep, shape = ctxs[1].requires_grad, input_.shape[:-1]
     preact, out = kernels.grouped_gemm_glu(
         x,
@@ -245,10 +259,22 @@ def linear_glu(
         store_preact=keep,
         **_options(act),
     )
-    ctxs[1].dtype = preact.dtype
-    if keep:
-        ctxs[1].save_for_backward(_shaped(preact, shape), scales)
+    _keep(ctxs[1], preact, scales, shape)
     return _shaped(out, shape)
+
+
+def _scales(act: ScaledGLU, input_: Tensor, extra_inputs: Sequence[Tensor | None]) -> Tensor:
+    (scales,) = extra_inputs
+    check_row_scales(scales, input_, type(act).__name__)
+    assert scales is not None
+    return scales
+
+
+def _keep(ctx: OperationContext, preact: Tensor, scales: Tensor, shape: Sequence[int]) -> None:
+    """Save what the activation documents, if its backward will run."""
+    ctx.dtype = preact.dtype
+    if ctx.requires_grad:
+        ctx.save_for_backward(_shaped(preact, shape), scales)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -274,6 +300,10 @@ class GroupedMLPSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two launches."""
+        if not any(basic_op_kwargs):
+            y = self._forward_prepared(basic_op_ctxs, input_, basic_op_extra_inputs)
+            if y is not None:
+                return y, [(), (), ()]
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx = basic_op_ctxs[2]
@@ -289,6 +319,44 @@ class GroupedMLPSm90(FusedOperation):
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
         return _shaped(y, input_.shape[:-1]), [(), (), ()]
+
+    def _prepared(
+        self,
+        kernels: Any,
+        rows: Sequence[Tensor],
+        weights1: Sequence[Tensor],
+        weights2: Sequence[Tensor],
+        scales: Tensor,
+    ) -> Any:
+        """The kernels with all that layouts decide behind them, or None where that takes more."""
+        fc1, act, fc2 = self._parts
+        if fc1.has_bias or fc2.has_bias:
+            return None
+        return kernels.prepared_mlp(rows, weights1, weights2, scales, **_options(act))
+
+    def _forward_prepared(
+        self,
+        ctxs: Sequence[OperationContext],
+        input_: Tensor,
+        extra_inputs: Sequence[Sequence[Tensor | None]],
+    ) -> Tensor | None:
+        """The forward by prepared launches, if the operands allow it; else None."""
+        kernels = provider("sm90")
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = ctxs
+        weights2, scales = fc2.weights(), _scales(act, input_, extra_inputs[1])
+        x, ends, _, weights1 = fc1.operands(
+            ctx1, input_, *extra_inputs[0], ends_of=kernels.group_ends
+        )
+        products = self._prepared(kernels, [x], weights1, weights2, scales)
+        if products is None:
+            return None
+        shape = input_.shape[:-1]
+        preact, hidden = products.glu(x, weights1[0], ends, scales, ctx_act.requires_grad)
+        _keep(ctx_act, preact, scales, shape)
+        ctx2.dtype = x.dtype
+        ctx2.save_for_backward(None, *weights2)
+        return _shaped(products.fc2(hidden, weights2[0], ends), shape)
 
     def fuser_backward(
         self,
@@ -306,23 +374,32 @@ class GroupedMLPSm90(FusedOperation):
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
         dy = _rows(kernels, cast(grad_output, ctx2.dtype))
-        dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
-            dy,
-            _readable(kernels, weights2),
-            ends,
-            _rows(kernels, preact),
-            _vector(scales),
-            overwrite=not keeps_graph(),
-            **_options(act),
-        )
-        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape)
+        overwrite = not keeps_graph()
+        products = self._prepared(kernels, [x, dy, preact], weights1, weights2, scales)
+        if products is None:
+            dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
+                dy,
+                _readable(kernels, weights2),
+                ends,
+                _rows(kernels, preact),
+                _vector(scales),
+                overwrite=overwrite,
+                **_options(act),
+            )
+        else:
+            dpreact, hidden, dscales = products.dglu(
+                dy, weights2[0], ends, preact, scales, overwrite
+            )
+        wgrad1, wgrad2 = (products.wgrad1, products.wgrad2) if products else (None, None)
+        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape, wgrad2)
         del hidden  # its memory serves what follows
-        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape)
-        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output)
+        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape, wgrad1)
+        dgrad = products.dgrad1 if products else None
+        dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output, dgrad)
         return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
 
 
-@rule(
+MLP_NEEDS = (
     *_MACHINE,
     *_features(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
@@ -335,6 +412,9 @@ class GroupedMLPSm90(FusedOperation):
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
+
+
+@rule(*MLP_NEEDS)
 def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
     """Two launches forward, four backward: activations and their gradients never travel alone."""
     return GroupedMLPSm90(fc1, act, fc2)

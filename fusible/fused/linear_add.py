@@ -21,7 +21,13 @@ from fusible.ops.wgrad import dense_gradient
 def _add_product(
     addend: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, in_place: bool = False
 ) -> Tensor:
-    """``addend + alpha * a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product."""
+    """``addend + alpha * a @ b`` for a ``[..., K]`` and b ``[K, N]``, in one product.
+
+    Where the addend has another dtype than the product (a wider one, under autocast), in two steps.
+    """
+    if addend.dtype != a.dtype:
+        add = addend.add_ if in_place else addend.add
+        return add(a @ b, alpha=alpha)
     rows = a.reshape(-1, a.shape[-1])
     if in_place and (addend.dim() == 2 or addend.is_contiguous()):
         addend.view(-1, b.shape[1]).addmm_(rows, b, alpha=alpha)
@@ -87,16 +93,12 @@ class BackwardLinearAdd(FusedOperation):
 
 
 def _sum(dextra: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """``dextra + dy @ weight``, in place where that is possible."""
-    if dextra.dtype != dy.dtype:  # under autocast it may be wider than the product
-        return dextra + dy @ weight
-    # One gradient may have come to both outputs.
+    """``dextra + dy @ weight``, in place unless one gradient came to both outputs."""
     return _add_product(dextra, dy, weight, in_place=is_writable(dextra, dy))
 
 
 @rule(
     equal(this.recipe, "none"),
-    equal(this.add.addend.dtype, this.dtype),
     equal(this.linear.param_dtype, this.dtype),
     phase="forward",
 )

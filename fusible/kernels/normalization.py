@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import cast
+from fusible.kernels.dense import definitions
+from fusible.kernels.dense.spec import MAX_FEATURES
 
 
 def _fused(x: Tensor, weight: Tensor, zero_centered: bool) -> bool:
@@ -47,9 +49,13 @@ def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """See :func:`fusible.formulas.rms_norm_backward`; the gradient of x in its dtype."""
-    if _fused(x, weight, zero_centered):
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        dx, dweight = formulas.rms_norm_backward(dy, x, rstd, weight, zero_centered)
+        return cast(dx, x.dtype), dweight
+    if x.shape[1] > MAX_FEATURES and _fused(x, weight, zero_centered):
         return torch.ops.aten._fused_rms_norm_backward(
             dy, x, x.shape[1:], rstd, weight, [True, True]
         )
-    dx, dweight = formulas.rms_norm_backward(dy, x, rstd, weight, zero_centered)
-    return cast(dx, x.dtype), dweight
+    return definitions.rms_norm_backward(
+        dy, x, rstd, formulas.gain(weight, rstd.dtype, zero_centered), None
+    )

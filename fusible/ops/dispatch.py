@@ -44,6 +44,8 @@ class Dispatch(BasicOperation):
     Args:
         num_experts: number of experts.
         scale_input: multiply the rows by their weights (Llama-4), rather than give these out.
+        recompute_rows: where a rule fuses the experts, keep the tokens for the backward and make
+            their rows once more, rather than keep the rows: less memory for one more launch.
         capacity_factor: an expert takes at most ``capacity_factor * choices / num_experts`` rows,
             rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). All are
             kept if None.
@@ -54,7 +56,7 @@ class Dispatch(BasicOperation):
 
     num_extra_inputs = 2
     extra_input_names = ("probs", "expert_ids")
-    fact_names = ("num_experts", "scale_input", "capacity_factor")
+    fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor")
     saves = "row map; with scale_input x, probs"
 
     def __init__(
@@ -62,6 +64,7 @@ class Dispatch(BasicOperation):
         num_experts: int,
         *,
         scale_input: bool = False,
+        recompute_rows: bool = False,
         capacity_factor: float | None = None,
     ) -> None:
         self.extra_output_names = (
@@ -77,6 +80,7 @@ class Dispatch(BasicOperation):
             )
         self.num_experts = num_experts
         self.scale_input = scale_input
+        self.recompute_rows = recompute_rows
         self.capacity_factor = capacity_factor
 
     def capacity(self, choices: int) -> int | None:

@@ -343,6 +343,8 @@ class Linear(FusedOperation):
         register_state_hooks(self)
         self.register_load_state_dict_pre_hook(_from_basic_ops)
         for part in parts:
+            if not part._parameters:
+                continue
             self._parameters.update(part._parameters)
             # The parts read the very dictionary that holds this module's parameters, so that no
             # assignment (load_state_dict(assign=True), FSDP2, to_empty) can separate them.

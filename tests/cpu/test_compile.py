@@ -30,6 +30,11 @@ OPS = {
     "SwiGLU": lambda: fz.SwiGLU(glu_interleave_size=2),
     "ScaledSwiGLU": fz.ScaledSwiGLU,
     "ScaledClampedQGeGLU": lambda: fz.ScaledClampedQGeGLU(limit=0.5),
+    "ScaledSiTUGLU": lambda: fz.ScaledSiTUGLU(2, beta1=0.7, beta2=1.5),
+    "ScaledSReLU": fz.ScaledSReLU,
+    "norms": lambda: fz.Sequential(
+        fz.LayerNorm(8), fz.RMSNorm(8, zero_centered_gamma=True), fz.L2Normalization()
+    ),
     "AddExtraInput": fz.AddExtraInput,
     "MakeExtraOutput": fz.MakeExtraOutput,
     "BasicLinear": lambda: fz.BasicLinear(8, 6),
@@ -59,7 +64,7 @@ def extra_inputs(op, rows):
             yield torch.rand(rows, requires_grad=True)
     elif isinstance(op, fz.AddExtraInput):
         yield torch.randn(rows, 8, requires_grad=True)
-    elif isinstance(op, fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU):
+    elif type(op).__name__.startswith("Scaled"):
         yield torch.rand(rows, requires_grad=True)
 
 
@@ -92,6 +97,16 @@ def test_every_op(make, dynamic):
     inputs = (x, *extra_inputs(op, rows))
     with torch.no_grad():
         torch.testing.assert_close(compiled(*inputs), op(*inputs))
+
+
+def test_every_activation_in_one_run():
+    seq = fz.Sequential(
+        *(fz.QGELU(), fz.SReLU(), fz.Linear(8, 32), fz.GEGLU(), fz.GLU(), fz.Linear(8, 32)),
+        *(fz.ClampedSwiGLU(limit=0.5), fz.ReGLU(), fz.Linear(8, 32), fz.SiTUGLU(), fz.QGEGLU()),
+        *(fz.Linear(8, 16), fz.SReGLU(), fz.GELU(cache_quantized_input=True)),
+    )
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    check(compiled, seq, (torch.randn(10, 8, requires_grad=True),))
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])

@@ -12,17 +12,17 @@ import fusible as fz
 
 def test_tree_of_a_fused_run():
     seq = fz.Sequential(
-        fz.Linear(8, 4), fz.GELU(), fz.MakeExtraOutput(in_place=True), fz.BasicLinear(4, 4)
+        fz.Linear(8, 8), fz.SwiGLU(), fz.MakeExtraOutput(in_place=True), fz.BasicLinear(4, 4)
     )
     text = str(fz.explain(seq, torch.randn(3, 8)))
     head, *lines = text.splitlines()
     assert head.endswith("cpu, recipe none, float32, training")
     body = "\n".join(lines)
     for part in (
-        "BasicLinear(in_features=8, out_features=4)",
-        "forward as part of LinearBiasActivation (ops[0:3])",
+        "BasicLinear(in_features=8, out_features=8)",
+        "forward as part of LinearBiasActivation (ops[0:2])",
         "backward as part of BackwardLinearAdd (ops[3:5])",
-        "GELU()",
+        "SwiGLU(glu_interleave_size=None)",
     ):
         assert part in body
     assert "not fused" not in body
@@ -30,9 +30,10 @@ def test_tree_of_a_fused_run():
 
 def test_reasons_are_printed():
     seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(), fz.SiLU())
-    text = str(fz.explain(seq, torch.randn(3, 8), torch.randn(3, 8).double()))
+    with torch.autocast("cpu", torch.bfloat16):
+        text = str(fz.explain(seq, torch.randn(3, 8), torch.randn(3, 8)))
     assert "linear_add (forward) for ops[0:2]\n" in text
-    assert "add.addend.dtype must be equal to dtype (which is float32), got float64" in text
+    assert "linear.param_dtype must be equal to dtype (which is bfloat16), got float32" in text
     assert "no fusion rule covers SiLU (ops[2:3])" in text
 
 

@@ -98,7 +98,7 @@ def test_readme_table_is_the_rules() -> None:
     assert tables.with_table(text) == text, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/blackwell.md"])
 def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other; what they print is on the page."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusible as fz
 from fusible import formulas
 from fusible.kernels.moe import permute, routing
+from fusible.testing import assume_target
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 3
 
@@ -471,6 +472,53 @@ def test_gradients_of_any_layout(layout):
     )
     grads = [torch.autograd.grad(y, x, d, retain_graph=True)[0] for d in (dy, dy.contiguous())]
     assert torch.equal(*grads)
+
+
+class Means(fz.BasicOperation):
+    """The mean of each token, four times, as an extra output."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return input_, [(input_.float().mean(-1).repeat(4),)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        dmeans = basic_op_grad_extra_outputs[0][0].view(4, -1, 1).sum(0)
+        return grad_output + dmeans.to(grad_output.dtype) / grad_output.shape[1], [()], [()]
+
+
+@pytest.mark.parametrize("own_scales", [False, True])
+def test_recomputed_rows(own_scales):
+    """Fused, the tokens are saved, not their copies; nothing else changes."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+        act = fz.ScaledSwiGLU()
+        if own_scales:
+            act.set_extra_input_channel(0, "means")
+        seq = fz.Sequential(
+            Means().set_extra_output_channel(0, "means"),
+            fz.Dispatch(EXPERTS, recompute_rows=recompute).set_extra_output_channel(1, "weights"),
+            fz.GroupedLinear(EXPERTS, 64, 32, **options),
+            act,
+            fz.GroupedLinear(EXPERTS, 16, 64, **options),
+            fz.Combine(),
+        )
+        x = torch.randn(40, 64).bfloat16().requires_grad_()
+        ids, probs = random_ids(40, 4), torch.rand(40, 4, requires_grad=True)
+        saved = []
+        pack = lambda t, to=saved: to.append(tuple(t.shape)) or t  # noqa: E731
+        with assume_target("sm90"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = seq(x, probs, ids)
+            fired = seq.plan.fired
+            loss = sum(t.float().sin().sum() for t in outputs)
+            grads = torch.autograd.grad(loss, [x, probs, *seq.parameters()])
+        assert fired == ("moe_experts_sm90" if recompute else "grouped_mlp_sm90",)
+        assert ((160, 64) in saved) != recompute
+        results.append((*outputs, *grads))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 # --- the block as one Sequential ------------------------------------------------------------------

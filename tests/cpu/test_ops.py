@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-import torch.nn.functional as F
+from every_op import OPS, extra_inputs, randomised
 from torch import nn
 
 import fusible as fz
@@ -12,100 +12,11 @@ from fusible.fuser.context import OperationContext
 SHAPES = [(5, 8), (2, 3, 8), (2, 1, 3, 8)]
 
 
-def clamped(x, scales=None):
-    return ref.clamped_qgeglu(x, scales, 2, 0.5, 1.3, 0.25)
-
-
-# name: (op, the same in plain PyTorch, as a function of input, extra inputs and parameters)
-CASES = {
-    "Identity": (fz.Identity, lambda x: x * 1),
-    "ConstantScale": (lambda: fz.ConstantScale(-1.5), lambda x: x * -1.5),
-    "Reshape": (lambda: fz.Reshape((-1, 4)), lambda x: x.reshape(-1, 4)),
-    "GELU": (fz.GELU, lambda x: F.gelu(x, approximate="tanh")),
-    "QGELU": (fz.QGELU, ref.qgelu),
-    "ReLU": (fz.ReLU, F.relu),
-    "SReLU": (fz.SReLU, ref.srelu),
-    "SiLU": (fz.SiLU, F.silu),
-    "GLU": (fz.GLU, ref.glu(ref.sigmoid)),
-    "GEGLU": (fz.GEGLU, ref.glu(ref.gelu)),
-    "QGEGLU": (fz.QGEGLU, ref.glu(ref.qgelu)),
-    "ReGLU": (fz.ReGLU, ref.glu(ref.relu)),
-    "SReGLU": (fz.SReGLU, ref.glu(ref.srelu)),
-    "SReGLU, interleaved": (
-        lambda: fz.SReGLU(glu_interleave_size=2),
-        lambda x: ref.glu(ref.srelu)(x, 2),
-    ),
-    "SwiGLU": (fz.SwiGLU, ref.swiglu),
-    "SwiGLU, interleaved": (
-        lambda: fz.SwiGLU(glu_interleave_size=2),
-        lambda x: ref.swiglu(x, interleave=2),
-    ),
-    "ClampedSwiGLU": (fz.ClampedSwiGLU, ref.clamped_qgeglu),
-    "ClampedSwiGLU, interleaved": (
-        lambda: fz.ClampedSwiGLU(
-            limit=0.5, alpha=1.3, glu_linear_offset=0.25, glu_interleave_size=2
-        ),
-        clamped,
-    ),
-    "SiTUGLU": (fz.SiTUGLU, ref.situglu),
-    "SiTUGLU, interleaved": (
-        lambda: fz.SiTUGLU(beta1=0.7, beta2=1.5, glu_interleave_size=4),
-        lambda x: ref.situglu(x, None, 4, 0.7, 1.5),
-    ),
-    "ScaledSwiGLU": (fz.ScaledSwiGLU, ref.swiglu),
-    "ScaledSwiGLU, interleaved": (
-        lambda: fz.ScaledSwiGLU(glu_interleave_size=4),
-        lambda x, s: ref.swiglu(x, s, 4),
-    ),
-    "ScaledClampedQGeGLU": (fz.ScaledClampedQGeGLU, ref.clamped_qgeglu),
-    "ScaledClampedQGeGLU, interleaved": (
-        lambda: fz.ScaledClampedQGeGLU(2, limit=0.5, alpha=1.3, glu_linear_offset=0.25),
-        clamped,
-    ),
-    "ScaledSiTUGLU": (
-        lambda: fz.ScaledSiTUGLU(2, beta1=0.7, beta2=1.5),
-        lambda x, s: ref.situglu(x, s, 2, 0.7, 1.5),
-    ),
-    "ScaledSReLU": (fz.ScaledSReLU, ref.scaled_srelu),
-    "LayerNorm": (lambda: fz.LayerNorm(8), ref.layer_norm),
-    "LayerNorm, zero-centered": (
-        lambda: fz.LayerNorm(8, eps=1e-2, zero_centered_gamma=True),
-        lambda x, w, b: ref.layer_norm(x, 1 + w, b, 1e-2),
-    ),
-    "RMSNorm": (lambda: fz.RMSNorm((8,)), ref.rms_norm),
-    "RMSNorm, zero-centered": (
-        lambda: fz.RMSNorm(8, eps=1e-2, zero_centered_gamma=True),
-        lambda x, w: ref.rms_norm(x, 1 + w, 1e-2),
-    ),
-    "L2Normalization": (fz.L2Normalization, ref.l2_normalize),
-    "Dropout, in evaluation": (lambda: fz.Dropout(0.5).eval(), lambda x: x * 1),
-    "AddExtraInput": (fz.AddExtraInput, lambda x, e: x + e),
-    "BasicLinear": (lambda: fz.BasicLinear(8, 6), F.linear),
-    "Bias": (lambda: fz.Bias(8), lambda x, b: x + b),
-    "Linear": (lambda: fz.Linear(8, 6), F.linear),
-    "Linear, no bias": (lambda: fz.Linear(8, 6, bias=False), F.linear),
-}
-
-
-def extra_inputs(op, x):
-    if isinstance(op, fz.AddExtraInput):
-        return [torch.randn_like(x).requires_grad_()]
-    return [torch.rand(x.shape[:-1], requires_grad=True) for _ in range(op.num_extra_inputs)]
-
-
-def randomised(op):
-    """Biases start at zero, which would hide them."""
-    with torch.no_grad():
-        for p in op.parameters():
-            p.copy_(torch.randn(p.shape))
-    return op
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, *ref.DTYPES])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("make", "plain"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("make", "plain"), OPS.values(), ids=OPS)
 def test_values_and_gradients(make, plain, shape, dtype):
-    op = randomised(make().to(dtype))
+    op = randomised(make(8).to(dtype))
     x = torch.randn(shape).to(dtype).requires_grad_()
     extra = [t.detach().to(dtype).requires_grad_() for t in extra_inputs(op, x)]
     y = op(x, *extra)
@@ -120,9 +31,9 @@ def test_values_and_gradients(make, plain, shape, dtype):
         ref.assert_accurate(mine, theirs)
 
 
-@pytest.mark.parametrize(("make", "plain"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("make", "plain"), OPS.values(), ids=OPS)
 def test_gradcheck(make, plain):
-    op = randomised(make().double())
+    op = randomised(make(8).double())
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     extra = [t.detach().double().requires_grad_() for t in extra_inputs(op, x)]
     params = list(op.parameters())

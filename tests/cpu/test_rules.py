@@ -33,8 +33,21 @@ def grouped_case(*ops):
     return fz.Sequential(*ops), (dense(12, ops[0].in_features), *extra)
 
 
+def moe_case(**options):
+    experts = fz.Sequential(
+        fz.Dispatch(4, **options),
+        fz.GroupedLinear(4, 16, 32, **GROUPED),
+        fz.ScaledSwiGLU(glu_interleave_size=8),
+        fz.GroupedLinear(4, 16, 24, **GROUPED),
+        fz.Combine(),
+    )
+    ids = torch.tensor([[0, 1], [3, 9], [0, 3], [2, 0], [-1, 4], [3, 0]])
+    return experts, (dense(6, 16), torch.rand(6, 2, requires_grad=True), ids)
+
+
 # rule: (a module that it takes whole and its inputs, the target)
 FITS = {
+    "moe_experts_sm90": (lambda: moe_case(recompute_rows=True), "sm90"),
     "linear_bias_activation": (
         lambda: (fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()), (dense(6, 16),)),
         "cpu",
@@ -65,6 +78,20 @@ FITS = {
             (dense(6, 16),),
         ),
         "cpu",
+    ),
+    "backward_activation_bias": (
+        lambda: (
+            fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()),
+            (dense(6, 16),),
+        ),
+        "sm90",
+    ),
+    "backward_add_rms_norm": (
+        lambda: (
+            fz.Sequential(fz.MakeExtraOutput(), fz.RMSNorm(16, dtype=torch.bfloat16)),
+            (dense(6, 16),),
+        ),
+        "sm90",
     ),
     "grouped_mlp_sm90": (
         lambda: grouped_case(
@@ -153,7 +180,7 @@ def candidates(value):
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, 3 * value, value + 8, value + 4, 1, 3, 12, 48, 1025]
+        return [value + 1, 3 * value, value + 8, value + 4, 1, 3, 12, 48, 1025, value + 2**20]
     if isinstance(value, Version):
         return [Version(1, 31)]
     return [3, 48] if value is None else ["something else"]
@@ -305,19 +332,17 @@ def test_backward_linear_add_with_only_one_gradient(own_fusions):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_linear_add_keeps_a_wider_branch(dtype, own_fusions):
-    """Under autocast the branch may be FP32 where the product is not: its gradient stays so."""
-    fork = fz.MakeExtraOutput(in_place=True)
-    seq = fz.Sequential(fork, fz.BasicLinear(16, 8, dtype=torch.bfloat16))
+@pytest.mark.parametrize("name", ["backward_linear_add", "backward_add_rms_norm"])
+def test_a_residuals_backward_keeps_a_wider_branch(name, dtype, own_fusions):
+    """Under autocast the branch may be FP32 where the op is not: its gradient stays so."""
+    make, target = FITS[name]
+    seq, _ = make()
     x = torch.randn(4, 16, dtype=dtype, requires_grad=True)
-
-    def grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            y, branch = seq(x)
-        tiny = torch.full_like(branch, 1 + 2**-12)
-        return torch.autograd.grad((y, branch), x, (torch.zeros_like(y), tiny))[0], tiny
-
-    dx, tiny = grad()
+    with assume_target(target), torch.autocast("cpu", torch.bfloat16):
+        y, branch = seq(x)
+    tiny = torch.full_like(branch, 1 + 2**-12)
+    (dx,) = torch.autograd.grad((y, branch), x, (torch.zeros_like(y), tiny))
+    assert name in seq.plan.fired
     assert torch.equal(dx, tiny)
 
 

@@ -8,7 +8,7 @@ import torch
 import fusible as fz
 from fusible import recipes
 from fusible.kernels import emulator_sm100, sm100
-from fusible.kernels.sm100 import ops, padding
+from fusible.kernels.sm100 import launches, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
 from fusible.recipes.formats import mxfp8, nvfp4, quantize
@@ -157,6 +157,44 @@ def test_fp4_weight_gradients_need_their_factors():
         pytest.raises(ValueError, match="global_scale_a of FP4 operands must be given, got None"),
     ):
         ops.wgrad_(**given)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def test_a_capture_needs_a_warm_configuration(monkeypatch):
+    monkeypatch.setattr(launches, "_warm", set())
+    monkeypatch.setattr(launches, "_last_streams", {})
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "a stream")
+    gpu = torch.device("cuda", 0)
+    launches.prepare(gpu, "glu", FP8, 64)
+    capturing = True
+    launches.prepare(gpu, "glu", FP8, 64)
+    launches.prepare(torch.device("cpu"), "glu", FP8, 128)
+    with pytest.raises(RuntimeError, match=r"must have run once before .* got glu in a conf"):
+        launches.prepare(gpu, "glu", FP8, 128)
+
+
+def test_another_stream_waits_for_the_last(monkeypatch):
+    waited = []
+
+    class Stream:
+        def wait_stream(self, other):
+            waited.append((self, other))
+
+    first, second = Stream(), Stream()
+    current = first
+    monkeypatch.setattr(launches, "_warm", set())
+    monkeypatch.setattr(launches, "_last_streams", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    gpu = torch.device("cuda", 0)
+    for stream in (first, first, second, second, first):
+        current = stream
+        launches.prepare(gpu, "glu")
+    assert waited == [(second, first), (first, second)]
 
 
 # --- places ---------------------------------------------------------------------------------------

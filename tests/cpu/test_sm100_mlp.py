@@ -382,6 +382,20 @@ def test_quantized_input_is_used_as_is():
     same(mine, plain)
 
 
+def test_input_quantized_as_a_whole_is_used_as_is_along_its_rows(own_fusions):
+    """Its blocks along the columns cross groups: those are made anew."""
+    rows, sizes = SPLITS["ragged"]
+    module, (x, splits, scales, _) = mlp(3), inputs(rows, sizes)
+    randomize(module, (x, splits, scales))
+    given = (recipes.MXFP8Quantizer()(x.detach()), splits, scales, splits)
+    wanted = [scales, *module.parameters()]
+    mine = run(module, given, MXFP8, wanted=wanted)
+    plain = run(module, (x.detach(), *given[1:]), MXFP8, wanted=wanted)
+    assert torch.equal(mine[0], plain[0])
+    for a, b in zip(mine, plain, strict=True):
+        assert distance(a, b) < 2**-4
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("frozen", ["input", "fc1", "fc2", "biases", "all but the input"])
 def test_frozen_parts(recipe, frozen):
@@ -441,6 +455,32 @@ def test_main_grads(recipe, dtype, single, delay):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_callers_buffers(recipe, alone, aligned):
+    rows, sizes = SPLITS["whole tiles"]
+    rows += 256
+    options = {"split_alignment": 256 if aligned else 1}
+    module, given = mlp(3, **options), inputs(rows, sizes)
+    if alone:
+        linear = fz.GroupedLinear(3, HIDDEN, OUT, dtype=BF16, **SINGLE, **options)
+        module, given = filled(fz.Sequential(linear)), given[:2]
+    y, dx, *_ = run(module, given, recipe)
+    output, grad_input = (torch.full_like(t, float("nan")) for t in (y, dx))
+    last = len(module) - 1
+    kwargs = {0: {"grad_input": grad_input}, last: {"output": output}}
+    if alone:
+        kwargs = {0: {"grad_input": grad_input, "output": output}}
+    with assume_target("sm100"), under(recipe):
+        mine = module(*given, op_kwargs=kwargs)
+        torch.manual_seed(1)
+        (grad,) = torch.autograd.grad(mine, [given[0]], few_bits(*y.shape).to(BF16))
+    assert mine.data_ptr() == output.data_ptr()
+    assert grad.data_ptr() == grad_input.data_ptr()
+    same([output, grad_input], [y, dx])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_inference(recipe):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     with assume_target("sm100"), under(recipe):
@@ -477,6 +517,20 @@ def test_compiled_in_one_graph(recipe, fresh_compiler):
     wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
     compiled = torch.compile(module, fullgraph=True)
     same(run(compiled, given, recipe, wanted=wanted), expected)
+
+
+@pytest.mark.parametrize(("recipe", "bias"), [(MXFP8, False), (MXFP8, True), (None, False)])
+def test_deterministic_gradients_of_scales_where_the_kernel_can(recipe, bias):
+    module, given = mlp(3, bias=bias), inputs(*SPLITS["ragged"])
+    for wanted in (True, False):
+        kernels = Recorded()
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            run(module, given, recipe, provider=kernels)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        asked = [a.get("deterministic", False) for name, a in kernels.calls if "dglu" in name]
+        assert asked == [wanted and recipe is not None and not bias]
 
 
 # --- one grouped linear ---------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def padding_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 def tails_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that rows of no group are read from is not cleared."""
     whole = operands.returned
-    monkeypatch.setattr(operands, "returned", lambda t, places: whole(t + 1e-3, places))
+    monkeypatch.setattr(operands, "returned", lambda t, places, out=None: whole(t + 1e-3, places))
 
 
 def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:

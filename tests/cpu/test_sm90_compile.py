@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from fusible.kernels.sm90.launch import compile_group_ends, compile_spec
+from fusible.kernels.sm90.launch import compile_group_ends, compile_spec, compile_tile_sums
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
 from fusible.kernels.sm90.tiles import TILES
 
@@ -83,9 +83,18 @@ def test_kernel_compiles_without_spills(spec, tmp_path):
     assert stack == [0]
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_group_ends_compile_without_spills(dtype, tmp_path):
-    compiled = compile_group_ends(dtype, f"--keep-cubin --dump-dir={tmp_path}")
+@pytest.mark.parametrize(
+    ("compile_it", "dtype"),
+    [
+        (compile_group_ends, "int32"),
+        (compile_group_ends, "int64"),
+        (compile_tile_sums, "float32"),
+        (compile_tile_sums, "bfloat16"),
+        (compile_tile_sums, "float64"),
+    ],
+)
+def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path):
+    compiled = compile_it(dtype, f"--keep-cubin --dump-dir={tmp_path}")
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert registers[0] <= 40

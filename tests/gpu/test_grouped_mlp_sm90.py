@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusible as fz
+from fusible.kernels import sm90
 from fusible.testing import assume_target
 
 pytestmark = [
@@ -138,6 +139,24 @@ def test_cuda_graph_replay_with_other_splits(single):
         graph.replay()
         for name, want in step(mlp, x, scales, splits, dy).items():
             assert torch.equal(captured[name], want), (sizes, name)
+
+
+@pytest.mark.parametrize("act", [fz.ScaledSwiGLU(), fz.ScaledClampedQGeGLU(32)], ids=str)
+def test_prepared_launches_are_the_checked_ones(act, monkeypatch):
+    mlp = build(copy.deepcopy(act), bias=False)
+    x, scales, splits = inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    made = []
+    whole = sm90.prepared_mlp
+    monkeypatch.setattr(
+        sm90, "prepared_mlp", lambda *a, **k: made.append(whole(*a, **k)) or made[-1]
+    )
+    prepared = step(mlp, x, scales, splits, dy)
+    assert len(made) == 2  # forward and backward
+    assert None not in made
+    monkeypatch.setattr(sm90, "prepared_mlp", lambda *_, **__: None)
+    for name, value in step(mlp, x, scales, splits, dy).items():
+        assert torch.equal(value, prepared[name]), name
 
 
 def test_second_backward_of_a_kept_graph():

@@ -287,6 +287,17 @@ def test_group_ends(dtype, groups):
     assert (sm90.group_ends(sizes, 2**31 - 1) == 2**31 - 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("tiles_across", [1, 2, 5, 6])
+@pytest.mark.parametrize("rows", [1, 255, 256, 1000])
+def test_sums_over_tiles(rows, tiles_across, dtype):
+    partials = torch.randn(tiles_across, rows, device=DEVICE)
+    want = torch.zeros(rows, device=DEVICE)
+    for part in partials:  # in order, which fixes the bits
+        want += part
+    assert torch.equal(ops.sum_up(partials.flatten(), rows, dtype), want.to(dtype))
+
+
 @pytest.mark.parametrize("interleave", [0, 32])
 @pytest.mark.parametrize("inner", [96, 264, 512])
 def test_gradients_in_the_place_of_pre_activations(inner, interleave):

@@ -165,17 +165,20 @@ def gemm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` in BF16, its rows where they came from.
 
-    With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero.
+    With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """
     y = _ops.sm100_gemm.default(*_product(x, w, places), bias, row_scale, transpose_w)
     if places.rows is not None:
-        return returned(y, places)
+        return returned(y, places, out)
     # The kernel has left the rows past the last group as they were.
-    row = torch.arange(places.size, device=y.device)
-    return torch.where((row < places.ends[-1])[:, None], y[:-1], 0)
+    live = torch.arange(places.size, device=y.device)[:, None] < places.ends[-1]
+    if out is None:
+        return torch.where(live, y[:-1], 0)
+    return torch.where(live, y[:-1], y.new_zeros(()), out=out)
 
 
 def wgrad(dy: Use, x: Use, places: Places, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -32,6 +32,7 @@ from fusible.kernels.sm100.checks import (
     check_weights,
     require,
 )
+from fusible.kernels.sm100.launches import prepare
 
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
@@ -223,6 +224,7 @@ def glu(
         return _glu_outputs(x, weights.n)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
+    prepare(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
     out = provider("sm100").grouped_gemm_glu_wrapper_sm100(
         **_common(x, x_scales, ends, alpha, weights.groups),
         **_weight_arguments(w, w_scales, weights, n_major=False),
@@ -312,6 +314,9 @@ def dglu(
     dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
     # The kernel multiplies by alpha twice.
     root = None if alpha is None else alpha.sqrt()
+    if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
+        arguments["deterministic"] = True
+    prepare(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
     out = provider("sm100").grouped_gemm_dglu_wrapper_sm100(
         **_common(x, x_scales, ends, root, weights.groups),
         **_weight_arguments(w, w_scales, weights, n_major),
@@ -372,6 +377,8 @@ def gemm(
         "d_dtype": torch.bfloat16,
         "d_tensor": out[:-1],
     }
+    scaled = row_scale is not None
+    prepare(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
@@ -462,6 +469,9 @@ def wgrad_(
         arguments |= {"wgrad_tensor": out[0]}
     else:
         arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
+    dense = "wgrad_tensor" in arguments
+    features = left.depth, right.depth
+    prepare(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
     provider("sm100").grouped_gemm_wgrad_wrapper_sm100(
         a_tensor=a,
         b_tensor=b,

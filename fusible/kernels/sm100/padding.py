@@ -78,9 +78,13 @@ def moved(t: Tensor, places: Places) -> Tensor:
     return out.index_copy_(0, places.rows, bits)[: places.size].view(t.dtype)
 
 
-def returned(t: Tensor, places: Places) -> Tensor:
+def returned(t: Tensor, places: Places, out: Tensor | None = None) -> Tensor:
     """The rows from their places; ``t`` has one row more, of what rows of no group shall get."""
-    return t if places.rows is None else t.index_select(0, places.rows)
+    if places.rows is None:
+        return t
+    if out is None:
+        return t.index_select(0, places.rows)
+    return torch.index_select(t, 0, places.rows, out=out)
 
 
 def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Tensor:

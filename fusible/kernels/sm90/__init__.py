@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.ops import has_matrix_layout, takes_wgrad
+from fusible.kernels.sm90.mlp import prepared_mlp
+from fusible.kernels.sm90.ops import has_matrix_layout, is_direct, takes_wgrad
 
 _ops = torch.ops.fusible
 
@@ -25,31 +26,16 @@ __all__ = [
     "grouped_wgrad_",
     "has_matrix_layout",
     "limits",
+    "prepared_mlp",
     "takes_wgrad",
 ]
-
-
-def _direct(x: Tensor) -> bool:
-    """Whether nothing but the op's own function would run, which can then be called at once.
-
-    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
-    calls are traced, transformed, intercepted or recorded for a gradient.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or type(x) is not Tensor
-        or not x.is_cuda
-    )
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
     """First row past each group, int32 ``[E]``; negative sizes count as 0, the last is ``rows``."""
     if grouped.checks_enabled() or not split_sizes.is_cuda:
         return grouped.group_ends(split_sizes, rows)  # which checks them
-    call = ops.group_ends if _direct(split_sizes) else _ops.sm90_group_ends.default
+    call = ops.group_ends if is_direct(split_sizes) else _ops.sm90_group_ends.default
     return call(split_sizes, rows)
 
 
@@ -67,10 +53,10 @@ def grouped_gemm(
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter.
     """
     if out is not None:
-        write = ops.grouped_gemm_ if _direct(x) else _ops.sm90_grouped_gemm_.default
+        write = ops.grouped_gemm_ if is_direct(x) else _ops.sm90_grouped_gemm_.default
         write(out, x, w, ends, bias, row_scale, transpose_w)
         return out
-    call = ops.grouped_gemm if _direct(x) else _ops.sm90_grouped_gemm.default
+    call = ops.grouped_gemm if is_direct(x) else _ops.sm90_grouped_gemm.default
     return call(x, w, ends, bias, row_scale, transpose_w)
 
 
@@ -94,7 +80,7 @@ def grouped_gemm_glu(
     ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
     ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
     """
-    call = ops.grouped_gemm_glu if _direct(x) else _ops.sm90_grouped_gemm_glu.default
+    call = ops.grouped_gemm_glu if is_direct(x) else _ops.sm90_grouped_gemm_glu.default
     return call(
         x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
     )
@@ -122,7 +108,7 @@ def grouped_gemm_dglu(
     memory of ``preact``.
     """
     given = (dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
-    if _direct(dy):
+    if is_direct(dy):
         return ops.grouped_gemm_dglu(*given, overwrite=overwrite)
     return _ops.sm90_grouped_gemm_dglu.default(*given)
 
@@ -131,7 +117,7 @@ def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    call = ops.grouped_wgrad if _direct(dy) else _ops.sm90_grouped_wgrad.default
+    call = ops.grouped_wgrad if is_direct(dy) else _ops.sm90_grouped_wgrad.default
     return call(dy, x, ends, out_dtype)
 
 

@@ -10,11 +10,11 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.kernels.sm90.spec import Spec
 
 _MAX_POINTER_TABLES = 1024
 _pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
@@ -35,11 +35,20 @@ def compile_spec(spec: Spec, options: str = ""):
 
 def compile_group_ends(dtype: str, options: str = ""):
     """Compile the scan of group sizes of ``dtype``, as `compile_spec`."""
+    return _compile_vector_kernel("GroupEnds", dtype, options)
+
+
+def compile_tile_sums(dtype: str, options: str = ""):
+    """Compile the sums over tiles that become ``dtype``, as `compile_spec`."""
+    return _compile_vector_kernel("TileSums", dtype, options)
+
+
+def _compile_vector_kernel(name: str, dtype: str, options: str):
     from cutlass import Int32, Int64
 
-    from fusible.kernels.sm90.device.ends import GroupEnds
+    from fusible.kernels.sm90.device import vectors
 
-    return _compile(GroupEnds(dtype), [Int64, Int64, Int32, Int32], options)
+    return _compile(getattr(vectors, name)(dtype), [Int64, Int64, Int32, Int32], options)
 
 
 def _compile(function: Any, kinds: list[Any], options: str):
@@ -58,8 +67,15 @@ def kernel(spec: Spec):
 
 
 @functools.cache
-def _group_ends(dtype: str):
-    return _kept(f"group_ends {dtype}", functools.partial(compile_group_ends, dtype))
+def _group_ends(dtype: torch.dtype):
+    name = str(dtype).removeprefix("torch.")
+    return _kept(f"group_ends {name}", functools.partial(compile_group_ends, name))
+
+
+@functools.cache
+def _tile_sums(dtype: torch.dtype):
+    name = str(dtype).removeprefix("torch.")
+    return _kept(f"tile_sums {name}", functools.partial(compile_tile_sums, name))
 
 
 def _kept(name: str, compile_it: Callable[[], Any]):
@@ -93,33 +109,79 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "fusible" / "sm90" / digest.hexdigest()[:16]
 
 
-class Ready(NamedTuple):
-    """A kernel that can be started, and what its grid depends on."""
+class Start:
+    """A kernel with all its arguments but the number of rows and the addresses."""
 
-    function: Any
-    tile: Tile
-    rows: int  # output rows, or rows of each group's output, that a cluster computes at once
-    width: int  # output columns
-    by_rows: bool
+    __slots__ = (
+        "_across", "_clusters", "_constant", "_device", "_dynamic", "_function", "_groups", "_rows",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: Spec,
+        device: torch.device,
+        columns: int,
+        depth: int,
+        groups: int,
+        a_pitch: int,
+        b_pitch: int,
+        b_group_pitch: int,
+        out_pitch: int,
+        preact_pitch: int,
+        d_preact_pitch: int,
+        glu_layout: tuple[int, int],
+        constants: tuple[float, float, float],
+    ) -> None:
+        tile = spec.tile
+        rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
+        self._device, self._dynamic, self._groups = device, tile.dynamic, groups
+        self._function = kernel(spec)
+        self._constant = (
+            columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
+            d_preact_pitch, *glu_layout, *constants,
+        )  # fmt: skip
+        self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
+        # Rows of the output that a cluster computes at once, and how many clusters lie across.
+        self._rows, self._across = rows, -(-columns // width)
+        if not spec.by_rows:
+            # Every group has the same tiles; the number of rows does not change them.
+            self._rows, self._across = 0, -(-columns // rows) * -(-depth // width)
+
+    def __call__(
+        self,
+        total_rows: int,
+        *,
+        a: int,
+        b: int,
+        out: int,
+        ends: int,
+        preact: int = 0,
+        d_preact: int = 0,
+        table: int = 0,
+        bias: int = 0,
+        scales: int = 0,
+        partials: int = 0,
+    ) -> None:
+        """Start the kernel on the device's current stream."""
+        device, tiles = self._device, self._groups
+        if self._rows:
+            # Every group, and the rows past the last, may end in a part of a tile.
+            tiles += total_rows // self._rows + 1
+        clusters = min(self._clusters, tiles * self._across)
+        index = device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
+        counter = tile_counter(device, stream) if self._dynamic else 0
+        with _on(index):
+            self._function(
+                a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
+                total_rows, *self._constant, clusters, stream,
+            )  # fmt: skip
 
 
-@functools.cache
-def ready(spec: Spec) -> Ready:
-    """The kernel of a spec, compiled if it is not yet."""
-    tile = spec.tile
-    rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
-    return Ready(kernel(spec), tile, rows, width, spec.by_rows)
-
-
-def launch(
-    it: Ready,
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    spec: Spec,
     device: torch.device,
-    *,
-    a: int,
-    b: int,
-    out: int,
-    ends: int,
-    total_rows: int,
     columns: int,
     depth: int,
     groups: int,
@@ -127,49 +189,34 @@ def launch(
     b_pitch: int,
     b_group_pitch: int,
     out_pitch: int,
-    preact: int = 0,
-    d_preact: int = 0,
-    table: int = 0,
-    bias: int = 0,
-    scales: int = 0,
-    partials: int = 0,
     preact_pitch: int = 0,
     d_preact_pitch: int = 0,
     glu_layout: tuple[int, int] = (1, 0),
     constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> None:
-    """Start a kernel on the device's current stream."""
-    tile = it.tile
-    if it.by_rows:
-        # Every group, and the rows past the last, may end in a part of a tile.
-        tiles = (total_rows // it.rows + groups + 1) * -(-columns // it.width)
-    else:
-        tiles = groups * -(-columns // it.rows) * -(-depth // it.width)
-    clusters = min(multiprocessors(device) // (tile.cluster_m * tile.cluster_n), tiles)
-    index = device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
-    counter = tile_counter(device, stream) if tile.dynamic else 0
-    with _on(index):
-        it.function(
-            a, b, preact, out, d_preact, ends, table, bias, scales, partials,
-            counter, total_rows, columns, depth, groups,
-            a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch,
-            *glu_layout, *constants, clusters, stream,
-        )  # fmt: skip
+) -> Start:
+    """The kernel of a spec, compiled if it is not yet, for these sizes and pitches in elements."""
+    return Start(
+        spec, device, columns, depth, groups, a_pitch, b_pitch, b_group_pitch, out_pitch,
+        preact_pitch, d_preact_pitch, glu_layout, constants,
+    )  # fmt: skip
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
     """Write the groups' end rows on the device's current stream."""
-    index = sizes.device.index
-    function = _group_ends(str(sizes.dtype).removeprefix("torch."))
+    _launch(_group_ends(sizes.dtype), sizes, ends, sizes.shape[0], rows)
+
+
+def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
+    rows = sums.shape[0]
+    _launch(_tile_sums(sums.dtype), partials, sums, partials.shape[0] // rows, rows)
+
+
+def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: int) -> None:
+    index = target.device.index
     with _on(index):
-        function(
-            sizes.data_ptr(),
-            ends.data_ptr(),
-            sizes.shape[0],
-            rows,
-            torch._C._cuda_getCurrentRawStream(index),
-        )
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        function(source.data_ptr(), target.data_ptr(), *sizes, stream)
 
 
 class _Here:
@@ -186,7 +233,7 @@ _HERE = _Here()
 
 
 def _on(index: int):
-    return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
+    return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
 
 
 @functools.cache
@@ -207,7 +254,7 @@ def tile_counter(device: torch.device, stream: int) -> int:
     graph may be replayed beside anything.
     """
     index = device.index
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         pool, rows = _capture_counters.get(index, (None, iter(())))
         row = next(rows, None)
         own = torch.zeros(2, dtype=torch.int32, device=device) if row is None else pool[row]

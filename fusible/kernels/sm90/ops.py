@@ -13,11 +13,10 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.launch import (
-    Ready,
-    launch,
     launch_group_ends,
+    launch_tile_sums,
     pointer_table,
-    ready,
+    prepared,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -61,8 +60,8 @@ _NAMES = {
 # to be raised.
 
 
-def _check_matrix(name: str, x: Tensor) -> tuple[int, int]:
-    """Rows and columns of a matrix that TMA can read."""
+def _check_matrix(name: str, x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and row pitch of a matrix that TMA can read."""
     if x.ndim != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {x.ndim}")
     if not x.is_cuda:
@@ -70,43 +69,57 @@ def _check_matrix(name: str, x: Tensor) -> tuple[int, int]:
     if x.dtype not in _INPUTS:
         raise ValueError(f"{name} must be BF16 or FP16, got {x.dtype}")
     rows, columns = x.shape
-    pitch, step = x.stride()
     if columns % limits.MULTIPLE_OF:
         raise ValueError(
             f"the last dimension of {name} must be a multiple of {limits.MULTIPLE_OF}, "
             f"got {columns}"
         )
-    if not _is_readable(rows, columns, pitch, step, x.data_ptr()):
+    if not _is_readable(x):
         raise ValueError(
             f"{name} must be contiguous in its last dimension with a row pitch that is a multiple "
             f"of {limits.ALIGNMENT_BYTES} bytes, and start at such a multiple, got strides "
             f"{x.stride()} at {x.data_ptr():#x}; call .contiguous()"
         )
-    return rows, columns
+    return rows, columns, x.stride(0) if rows > 1 else columns  # a single row may have any pitch
 
 
-def _pitch(x: Tensor) -> int:
-    """Elements from a row to the next; a single row may have any."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+def _is_readable(x: Tensor) -> bool:
+    if x.data_ptr() % limits.ALIGNMENT_BYTES:
+        return False
+    if x.is_contiguous():
+        return x.shape[-1] % limits.MULTIPLE_OF == 0 or x.shape[-2] <= 1
+    rows, columns = x.shape[-2:]
+    pitch, step = x.stride()[-2:]
+    return step == 1 and (rows <= 1 or (pitch >= columns and pitch % limits.MULTIPLE_OF == 0))
 
 
-def _is_readable(rows: int, columns: int, pitch: int, step: int, address: int) -> bool:
-    return (
-        step == 1
-        and ((pitch >= columns and pitch % limits.MULTIPLE_OF == 0) or rows <= 1)
-        and address % limits.ALIGNMENT_BYTES == 0
+def is_traced() -> bool:
+    """Whether tensors may stand for others: under ``torch.compile``, export and dispatch modes."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_direct(x: Tensor) -> bool:
+    """Whether nothing but an op's own function would run, which can then be called at once.
+
+    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
+    calls are traced, transformed, intercepted or recorded for a gradient.
+    """
+    return not (
+        is_traced()
+        or torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or type(x) is not Tensor
+        or not x.is_cuda
     )
 
 
 def has_matrix_layout(x: Tensor) -> bool:
     """Whether memory of matrices ``[..., rows, columns]`` is laid out as the kernels read it.
 
-    A contiguous copy is. Addresses are not known to ``torch.compile``, under which only contiguous
+    A contiguous copy is. Addresses are not known where calls are traced, and only contiguous
     memory counts.
     """
-    if torch.compiler.is_compiling():
-        return x.is_contiguous()
-    return _is_readable(*x.shape[-2:], *x.stride()[-2:], x.data_ptr())
+    return x.is_contiguous() if is_traced() else _is_readable(x)
 
 
 def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -173,41 +186,60 @@ class _Matrices(NamedTuple):
     pointers: tuple[int, ...]  # empty: the matrices are evenly spaced by group_pitch elements
 
 
-def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool) -> _Matrices:
+def _matrices(name: str, w: Sequence[Tensor], device: torch.device, transpose: bool) -> _Matrices:
     """Read one [E, N, K] tensor or E of [N, K]; ``transpose`` exchanges N and K."""
     if not w or w[0].shape[0] == 0:
         raise ValueError(f"{name} must have at least one group")
     first = w[0]
-    strides = first.stride()
-    if len(w) == 1 and first.ndim == 3:
-        groups, rows, depth = first.shape
-        group_pitch, row_step, depth_step = strides
-        pointers: tuple[int, ...] = ()
-        address = first.data_ptr()
-        aligned = address % limits.ALIGNMENT_BYTES == 0 and (
-            groups == 1 or (group_pitch > 0 and group_pitch % limits.MULTIPLE_OF == 0)
-        )
-    else:
-        groups, shape, dtype = len(w), first.shape, first.dtype
-        for one in w:
-            if one.ndim != 2:
-                raise ValueError(
-                    f"{name} must be one tensor [E, N, K] or E tensors [N, K], got {groups} "
-                    f"of {one.ndim} dimensions"
-                )
-            if one.shape != shape or one.stride() != strides or one.dtype != dtype:
-                raise ValueError(
-                    f"the {groups} tensors of {name} must share shape, strides and dtype"
-                )
-        (rows, depth), (row_step, depth_step) = shape, strides
-        pointers = tuple([one.data_ptr() for one in w])
-        address = pointers[0]
-        aligned = not any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers])
-        # Matrices that were allocated side by side are a dense tensor to the kernel.
-        step = pointers[1] - address if groups > 1 else rows * depth * first.element_size()
-        group_pitch = step // first.element_size()
-        if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
-            pointers = ()
+    if first.device != device:
+        raise ValueError(f"{name} must be on {device}, got {first.device}")
+    shape, strides, address = first.shape, first.stride(), first.data_ptr()
+    if len(w) == 1 and len(shape) == 3:
+        if address % limits.ALIGNMENT_BYTES:
+            raise ValueError(_misaligned(name))
+        return _Matrices(address, *_layout(name, shape, strides, transpose), ())
+    pointers = _pointers(name, w)
+    # Matrices that were allocated side by side are a dense tensor to the kernel.
+    groups, size = len(w), first.element_size()
+    step = pointers[1] - address if groups > 1 else first.numel() * size
+    if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
+        pointers = ()
+    shape, strides = (groups, *shape), (step // size, *strides)
+    return _Matrices(address, *_layout(name, shape, strides, transpose, not pointers), pointers)
+
+
+def _misaligned(name: str) -> str:
+    return f"each matrix of {name} must start at a multiple of {limits.ALIGNMENT_BYTES} bytes"
+
+
+def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...]:
+    """Addresses of separate matrices that differ in nothing else."""
+    groups, shape, strides, dtype = len(w), w[0].shape, w[0].stride(), w[0].dtype
+    for one in w:
+        if one.ndim != 2:
+            raise ValueError(
+                f"{name} must be one tensor [E, N, K] or E tensors [N, K], got {groups} "
+                f"of {one.ndim} dimensions"
+            )
+        if one.shape != shape or one.stride() != strides or one.dtype != dtype:
+            raise ValueError(f"the {groups} tensors of {name} must share shape, strides and dtype")
+    pointers = tuple([one.data_ptr() for one in w])
+    if any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers]):
+        raise ValueError(_misaligned(name))
+    return pointers
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    name: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    transpose: bool,
+    spaced: bool = True,
+) -> tuple[int, int, str, int, int, int]:
+    """Fields of `_Matrices` from ``pitch`` to ``groups``; ``spaced`` if there is a group pitch."""
+    groups, rows, depth = shape
+    group_pitch, row_step, depth_step = strides
     if transpose:
         rows, depth, row_step, depth_step = depth, rows, depth_step, row_step
     major, pitch = ("k", row_step) if depth_step == 1 else ("n", depth_step)
@@ -219,16 +251,12 @@ def _matrices(name: str, w: list[Tensor], device: torch.device, transpose: bool)
     ):
         raise ValueError(
             f"{name} must be contiguous in one of its last two dimensions, with a pitch and sizes "
-            f"that are multiples of {limits.MULTIPLE_OF}, got shape {tuple(first.shape)} with "
+            f"that are multiples of {limits.MULTIPLE_OF}, got shape {tuple(shape)} with "
             f"strides {strides}; call .contiguous()"
         )
-    if not aligned:
-        raise ValueError(
-            f"each matrix of {name} must start at a multiple of {limits.ALIGNMENT_BYTES} bytes"
-        )
-    if first.device != device:
-        raise ValueError(f"{name} must be on {device}, got {first.device}")
-    return _Matrices(address, pitch, group_pitch, major, rows, depth, groups, pointers)
+    if spaced and groups > 1 and (group_pitch <= 0 or group_pitch % limits.MULTIPLE_OF):
+        raise ValueError(_misaligned(name))
+    return pitch, group_pitch, major, rows, depth, groups
 
 
 def _check_glu(activation: str, interleave: int, columns: int) -> None:
@@ -245,86 +273,105 @@ def _check_glu(activation: str, interleave: int, columns: int) -> None:
 
 
 @functools.cache
-def _spec(kind: str, tile: Tile, activation: str, interleave: int, flag: bool) -> Spec:
-    """What a call's options say of its kernel; ``flag``: glu keeps, wgrad accumulates."""
-    if kind == "wgrad":
-        return Spec(kind, tile, accumulate=flag)
-    if not activation:
-        return Spec(kind, tile)
-    # Gate and linear columns meet in a tile as two boxes far apart, or in alternating stripes.
-    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
-    paired = interleave == 0 or interleave % width == 0
-    stripe = width if paired else interleave
-    return Spec(kind, tile, activation=activation, paired=paired, stripe=stripe, keep=flag)
-
-
-@functools.cache
-def _ready(
-    spec: Spec,
+def spec_of(
+    kind: str,
+    tile: Tile,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     major: str,
     table: bool,
-    bias: bool,
-    scale: torch.dtype | None,
-) -> Ready:
-    """The kernel of a spec for operands of these kinds."""
-    return ready(
-        spec._replace(
-            dtype=_NAMES[dtype],
-            out_dtype=_NAMES[out_dtype],
-            weight_major=major,
-            table=table,
-            bias=bias,
-            scale=_NAMES[scale] if scale else "",
-        )
+    bias: bool = False,
+    scale: torch.dtype | None = None,
+    activation: str = "",
+    interleave: int = 0,
+    flag: bool = False,
+) -> Spec:
+    """The kernel for operands of these kinds; ``flag``: glu keeps, wgrad accumulates."""
+    paired, stripe = False, 0
+    if activation:
+        # Gate and linear columns meet in a tile as two boxes far apart, or alternate in stripes.
+        width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
+        paired = interleave == 0 or interleave % width == 0
+        stripe = width if paired else interleave
+    return Spec(
+        kind,
+        tile,
+        dtype=_NAMES[dtype],
+        weight_major=major,
+        table=table,
+        bias=bias,
+        scale=_NAMES[scale] if scale else "",
+        activation=activation,
+        stripe=stripe,
+        paired=paired,
+        keep=kind == "glu" and flag,
+        out_dtype=_NAMES[out_dtype],
+        accumulate=kind == "wgrad" and flag,
     )
 
 
+def _tile(kind: str, rows: int, groups: int, columns: int) -> Tile:
+    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns)
+
+
+def glu_layout(interleave: int, columns: int) -> tuple[int, int]:
+    """Distance from a gate column to its linear column, and where gate columns end."""
+    return (interleave, 2 * columns) if interleave else (columns, columns)
+
+
 def _multiply(
-    spec: Spec,
+    kind: str,
+    tile: Tile,
     x: Tensor,
+    pitch: int,
     weights: _Matrices,
     ends: Tensor,
     out: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
+    glu: tuple[str, int, bool] = ("", 0, False),
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
     preact: tuple[int, int] = (0, 0),
     d_preact: tuple[int, int] = (0, 0),
     partials: int = 0,
-    glu_layout: tuple[int, int] = (1, 0),
-    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> None:
-    """Start a product of grouped rows and weights; pre-activations as address and pitch."""
-    rows, columns = out.shape
+    """Start a product of grouped rows and weights.
+
+    ``glu``: activation, interleave, and whether the pre-activation is kept; pre-activations are
+    given as address and pitch.
+    """
+    address, w_pitch, group_pitch, major, _, depth, groups, pointers = weights
     dtype, device = x.dtype, x.device
-    table = pointer_table(weights.pointers, device).data_ptr() if weights.pointers else 0
+    table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
-    launch(
-        _ready(spec, dtype, dtype, weights.major, table != 0, bias is not None, scale),
+    rows, columns = out.shape
+    start = prepared(
+        spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
         device,
+        columns,
+        depth,
+        groups,
+        pitch,
+        w_pitch,
+        group_pitch,
+        columns,
+        preact[1],
+        d_preact[1],
+        glu_layout(glu[1], columns) if glu[0] else (1, 0),
+        constants,
+    )
+    start(
+        rows,
         a=x.data_ptr(),
-        b=weights.address,
+        b=address,
         out=out.data_ptr(),
         ends=ends.data_ptr(),
+        preact=preact[0],
+        d_preact=d_preact[0],
         table=table,
         bias=0 if bias is None else bias.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
-        total_rows=rows,
-        columns=columns,
-        depth=weights.depth,
-        groups=weights.groups,
-        a_pitch=_pitch(x),
-        b_pitch=weights.pitch,
-        b_group_pitch=weights.group_pitch,
-        out_pitch=columns,
-        preact=preact[0],
-        preact_pitch=preact[1],
-        d_preact=d_preact[0],
-        d_preact_pitch=d_preact[1],
         partials=partials,
-        glu_layout=glu_layout,
-        constants=constants,
     )
 
 
@@ -344,7 +391,7 @@ def grouped_gemm(
     x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None, out: Tensor | None = None
 ) -> Tensor:
     """See `fusible.kernels.sm90.grouped_gemm`."""
-    rows, depth = _check_matrix("x", x)
+    rows, depth, pitch = _check_matrix("x", x)
     weights = _matrices("w", w, x.device, transpose_w)
     _check_product("x", x, depth, w[0], weights)
     _check_ends(ends, weights.groups, x.device)
@@ -362,8 +409,8 @@ def grouped_gemm(
             f"{out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}"
         )
     if rows:
-        tile = tile or tiles.choose("store", rows, weights.groups, weights.rows)
-        _multiply(_spec("store", tile, "", 0, False), x, weights, ends, out, bias, row_scale)
+        tile = tile or _tile("store", rows, weights.groups, weights.rows)
+        _multiply("store", tile, x, pitch, weights, ends, out, bias, row_scale)
     return out
 
 
@@ -378,7 +425,7 @@ def grouped_gemm_glu(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
-    rows, depth = _check_matrix("x", x)
+    rows, depth, pitch = _check_matrix("x", x)
     weights = _matrices("w", w, x.device, transpose=False)
     columns = weights.rows // 2
     _check_product("x", x, depth, w[0], weights)
@@ -395,25 +442,22 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or tiles.choose("glu", rows, weights.groups, columns)
+        tile = tile or _tile("glu", rows, weights.groups, columns)
         _multiply(
-            _spec("glu", tile, activation, interleave, store_preact),
+            "glu",
+            tile,
             x,
+            pitch,
             weights,
             ends,
             out,
             bias,
             scales,
+            (activation, interleave, store_preact),
+            (limit, alpha, offset),
             d_preact=((preact if store_preact else out).data_ptr(), weights.rows),
-            glu_layout=_glu_layout(interleave, columns),
-            constants=(limit, alpha, offset),
         )
     return preact, out
-
-
-def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
-    """Distance from a gate column to its linear column, and where gate columns end."""
-    return (interleave, 2 * columns) if interleave else (columns, columns)
 
 
 def grouped_gemm_dglu(
@@ -421,13 +465,13 @@ def grouped_gemm_dglu(
     tile: Tile | None = None, overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
-    rows, depth = _check_matrix("dy", dy)
+    rows, depth, pitch = _check_matrix("dy", dy)
     device = dy.device
     weights = _matrices("w", w, device, transpose=True)
     columns = weights.rows
     _check_product("dy", dy, depth, w[0], weights)
-    preact_shape = _check_matrix("preact", preact)
-    if preact_shape != (rows, 2 * columns) or preact.dtype != dy.dtype or preact.device != device:
+    *preact_shape, preact_pitch = _check_matrix("preact", preact)
+    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype or preact.device != device:
         raise ValueError(
             f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)} on {device}, "
             f"got {preact.dtype} of shape {tuple(preact.shape)} on {preact.device}"
@@ -440,26 +484,38 @@ def grouped_gemm_dglu(
     act = dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
-    tile = tile or tiles.choose("dglu", rows, weights.groups, columns)
+    tile = tile or _tile("dglu", rows, weights.groups, columns)
     across = -(-columns // tile.n)
     partials = dy.new_empty(across * rows, dtype=torch.float32)
     _multiply(
-        _spec("dglu", tile, activation, interleave, False),
+        "dglu",
+        tile,
         dy,
+        pitch,
         weights,
         ends,
         act,
         None,
         scales,
-        (preact.data_ptr(), _pitch(preact)),
-        (d_preact.data_ptr(), _pitch(d_preact)),
-        partials.data_ptr(),
-        _glu_layout(interleave, columns),
+        (activation, interleave, False),
         (limit, alpha, offset),
+        (preact.data_ptr(), preact_pitch),
+        (d_preact.data_ptr(), preact_pitch if overwrite else 2 * columns),
+        partials.data_ptr(),
     )
-    # One tile of columns sums in registers; tiles are added in order: always the same bits.
-    d_scales = partials if across == 1 else partials.view(across, rows).sum(0)
-    return d_preact, act, cast(d_scales, scales.dtype)
+    return d_preact, act, sum_up(partials, rows, scales.dtype)
+
+
+def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The scales' gradients in ``dtype`` from dglu's sums over each tile of columns.
+
+    A tile is summed in registers, and tiles are added in order: always the same bits.
+    """
+    if partials.shape[0] == rows:
+        return cast(partials, dtype)
+    sums = partials.new_empty(rows, dtype=dtype)
+    launch_tile_sums(partials, sums)
+    return sums
 
 
 def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
@@ -472,8 +528,8 @@ def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
 
 def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
-    rows, columns = _check_matrix("dy", dy)
-    x_rows, depth = _check_matrix("x", x)
+    rows, columns, dy_pitch = _check_matrix("dy", dy)
+    x_rows, depth, x_pitch = _check_matrix("x", x)
     device = x.device
     if dy.dtype != x.dtype or rows != x_rows or dy.device != device:
         raise ValueError(
@@ -494,25 +550,26 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    tile = tile or tiles.choose("wgrad", rows, grads.groups, depth)
-    spec = _spec("wgrad", tile, "", 0, accumulate)
+    tile = tile or _tile("wgrad", rows, grads.groups, depth)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
-    launch(
-        _ready(spec, x.dtype, out[0].dtype, "k", table != 0, False, None),
+    start = prepared(
+        spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
         device,
+        columns,
+        depth,
+        grads.groups,
+        dy_pitch,
+        x_pitch,
+        grads.group_pitch,
+        grads.pitch,
+    )
+    start(
+        rows,
         a=dy.data_ptr(),
         b=x.data_ptr(),
         out=grads.address,
         ends=ends.data_ptr(),
         table=table,
-        total_rows=rows,
-        columns=columns,
-        depth=depth,
-        groups=grads.groups,
-        a_pitch=_pitch(dy),
-        b_pitch=_pitch(x),
-        b_group_pitch=grads.group_pitch,
-        out_pitch=grads.pitch,
     )
 
 

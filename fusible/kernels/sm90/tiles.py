@@ -38,10 +38,15 @@ _TABLE = {
 TILES = {kind: tuple(dict.fromkeys(choices)) for kind, choices in _TABLE.items()}
 
 
-def choose(kind: str, rows: int, groups: int, columns: int) -> Tile:
-    """The tile for ``rows`` rows in ``groups`` groups and ``columns`` output columns."""
+def has_many_rows(rows: int, groups: int) -> bool:
+    """Whether groups have many rows, on average."""
+    return rows >= _MANY_ROWS * groups
+
+
+def choose(kind: str, many_rows: bool, columns: int) -> Tile:
+    """The tile for groups of many rows or few, and ``columns`` output columns."""
     few, many, odd = _TABLE[kind]
     across = -(-columns // (few.n // 2 if kind == "glu" else few.n))
     if across % 2 and across < _FEW_COLUMNS:
         return odd
-    return many if rows >= _MANY_ROWS * groups else few
+    return many if many_rows else few

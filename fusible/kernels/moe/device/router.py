@@ -18,13 +18,13 @@ WARPS = 8
 def _order(value):
     """An integer above zero that is larger for larger numbers; zeros are equal, NaN is largest."""
     word = bits.to_bits(bits.add(value, Float32(0)))
-    key = word ^ (Uint32(Int32(word) >> 31) | 0x80000000)
+    key = bits.select(word >= 0x80000000, word ^ 0xFFFFFFFF, word | 0x80000000)
     return bits.select((word & 0x7FFFFFFF) > bits.INF, 0xFFFFFFFF, key)
 
 
 def _value(key):
     """The number of that order."""
-    return bits.to_float(key ^ bits.select(Int32(key) < 0, 0x80000000, 0xFFFFFFFF))
+    return bits.to_float(key ^ bits.select(key >= 0x80000000, 0x80000000, 0xFFFFFFFF))
 
 
 def _largest(keys, lane):

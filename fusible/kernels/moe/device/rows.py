@@ -39,7 +39,7 @@ def _put(address, index, value, inside, dtype):
 def _row(row_map, index, inside):
     """Entry of the row map, -1 where not ``inside``."""
     found = bits.load(row_map + Int64(index) * 4, Int32(inside), 1)[0]
-    return Int32(found) - Int32(Boolean(inside) == False)  # noqa: E712 - of the device
+    return Int32(bits.select(inside, found, 0xFFFFFFFF))
 
 
 def _place(kind, tokens, spec):
@@ -91,8 +91,7 @@ def _scatter(
                 if cutlass.const_expr(spec.weights == "choice"):
                     first = Boolean(inside) & (column == 0)
                     _put(moved, row, weight, first, spec.weight_dtype)
-            mask = ~(entry >> 31)  # all bits where the choice is computed
-            kept = [word & cutlass.Uint32(mask) for word in kept]
+            kept = [bits.select(computed, word, 0) for word in kept]
             bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
 
 
@@ -152,7 +151,8 @@ def _dots(
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
         choices = range(start, min(start + TOGETHER, spec.top_k))
         found = [_row(row_map, token * spec.top_k + j, exists) for j in choices]
-        sums = [Float32(0) for _ in choices]
+        sums = cute.make_rmem_tensor(len(choices), Float32)
+        sums.fill(0.0)
         for column in cutlass.range(lane, spec.vectors, 32, unroll=1):
             at = x + (Int64(token) * spec.vectors + column) * 16
             mine = bits.unpack(bits.load(at, Int32(exists), 4), spec.dtype)
@@ -167,6 +167,8 @@ def _dots(
             total = sums[i]
             for step in cutlass.range_constexpr(5):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
+            # Not what zeros make of an infinite x.
+            total = bits.to_float(bits.select(entry >= 0, bits.to_bits(total), 0))
             inside = Boolean(exists) & (lane == 0)
             index = token * spec.top_k + j
             if cutlass.const_expr(spec.weights == "row"):

@@ -1,0 +1,53 @@
+"""Activation + bias, backward: the bias' gradient is summed where the activation's is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.kernels.dense.definitions import activation_bias_backward
+from fusible.kernels.dense.spec import VECTOR
+from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
+from fusible.ops.handover import accept_grad, hand_over
+from fusible.ops.op import Grads
+
+Activation = GELU | QGELU | ReLU | SReLU | SiLU
+
+
+class BackwardActivationBias(FusedOperation):
+    """Backward of ``activation(x + bias)``."""
+
+    def __init__(self, bias: Bias, activation: Activation) -> None:
+        super().__init__([bias, activation])
+        self._parts = bias, activation
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """One pass over the gradient and the activation's input."""
+        (bias, activation), (ctx, ctx_act) = self._parts, basic_op_ctxs
+        x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, grad_output)
+        rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
+        dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())
+        dx = hand_over(dx.view(x.shape), ctx.grad_quantizer) if ctx.needs.input else None
+        return dx, [(bias.bias_grad(dbias),), ()], [(), ()]
+
+
+@rule(
+    equal(this.device, "cuda"),
+    one_of(this.dtype, "bfloat16", "float16"),
+    multiple_of(this.bias.size, VECTOR),
+    equal(this.bias.params_require_grad, True),
+    phase="backward",
+)
+def backward_activation_bias(bias: Bias, activation: Activation) -> BackwardActivationBias:
+    """One pass over the gradient less: it is summed over rows, in FP32, while it is made."""
+    return BackwardActivationBias(bias, activation)

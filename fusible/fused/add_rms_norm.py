@@ -1,0 +1,60 @@
+"""Residual + RMS norm, backward: the branch's gradient is added where the norm's is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusible.formulas import gain
+from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.kernels.dense.definitions import rms_norm_backward
+from fusible.kernels.dense.spec import MAX_FEATURES, VECTOR
+from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
+from fusible.ops.handover import accept_grad
+from fusible.ops.op import Grads
+
+
+class BackwardAddRMSNorm(FusedOperation):
+    """Backward of ``MakeExtraOutput`` + ``RMSNorm``."""
+
+    def __init__(self, fork: MakeExtraOutput, norm: RMSNorm) -> None:
+        super().__init__([fork, norm])
+        self._norm = norm
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """One pass over the gradients of both outputs and the norm's input."""
+        ctx = basic_op_ctxs[1]
+        x, rstd, weight = ctx.saved_tensors
+        dy = accept_grad(ctx, grad_output).reshape(x.shape)
+        dextra = basic_op_grad_extra_outputs[0][0]
+        factor = gain(weight.view(-1), rstd.dtype, self._norm.zero_centered_gamma)
+        # Under autocast the branch may be wider than the norm; its gradient stays so.
+        wider = dextra is not None and dextra.dtype != x.dtype
+        addend = None if dextra is None or wider else dextra.reshape(x.shape)
+        dx, dweight = rms_norm_backward(dy, x, rstd, factor, addend)
+        dx = dx.view(grad_output.shape)
+        if wider:
+            dx = dextra + dx
+        return dx, [(), (dweight.view(weight.shape),)], [(), ()]
+
+
+@rule(
+    equal(this.device, "cuda"),
+    one_of(this.dtype, "bfloat16", "float16"),
+    multiple_of(this.norm.features, VECTOR),
+    at_most(this.norm.features, MAX_FEATURES),
+    equal(this.fork.in_place, False),
+    phase="backward",
+)
+def backward_add_rms_norm(fork: MakeExtraOutput, norm: RMSNorm) -> BackwardAddRMSNorm:
+    """Two passes over the gradient less: the norm's is added to the branch's in FP32."""
+    return BackwardAddRMSNorm(fork, norm)

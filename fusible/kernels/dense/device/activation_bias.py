@@ -1,0 +1,106 @@
+# mypy: ignore-errors
+# Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
+"""An activation's gradient and its sums over rows in one pass over both inputs (CuTe DSL).
+
+A thread owns eight neighbouring columns of ``ROWS`` rows, of which ``UNROLL`` are in flight, and
+their sums in FP32 registers. A warp's sums are a row of the partial sums, which are added up after.
+"""
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from fusible.kernels import bits
+from fusible.kernels.dense.spec import VECTOR
+
+WARPS, ROWS, UNROLL = 4, 32, 4
+_LOG2_E = 1.4426950408889634
+
+
+def _sigmoid(x):
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * -_LOG2_E, fastmath=True))
+
+
+def _gelu(x):
+    inner = Float32(0.7978845608028654) * x * (Float32(1.0) + Float32(0.044715) * x * x)
+    slope = Float32(0.7978845608028654) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
+    # (1 + tanh(inner)) / 2 is sigmoid(2 inner).
+    sigmoid = _sigmoid(inner + inner)
+    return sigmoid + (x + x) * slope * sigmoid * (Float32(1.0) - sigmoid)
+
+
+def _silu(x):
+    sigmoid = _sigmoid(x)
+    return sigmoid + x * sigmoid * (Float32(1.0) - sigmoid)
+
+
+def _qgelu(x):
+    sigmoid = _sigmoid(Float32(1.702) * x)
+    return sigmoid + Float32(1.702) * x * sigmoid * (Float32(1.0) - sigmoid)
+
+
+def _srelu(x):
+    positive = cute.arch.fmax(x, Float32(0.0))
+    return positive + positive
+
+
+def _relu(x):
+    return bits.to_float(bits.select(x <= Float32(0.0), 0, bits.ONE))  # a NaN passes, as in torch
+
+
+SLOPES = {"gelu": _gelu, "silu": _silu, "qgelu": _qgelu, "srelu": _srelu, "relu": _relu}
+
+
+@cute.kernel
+def _activation_bias(
+    dy: Int64,
+    x: Int64,
+    dx: Int64,
+    partial: Int64,
+    rows: Int32,
+    columns: Int32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    slope = SLOPES[spec.activation]
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    strip = (cta // chunks) * WARPS + thread // 32
+    column = ((cta % chunks) * 32 + thread % 32) * VECTOR
+    sums = [Float32(0) for _ in range(VECTOR)]
+    for step in cutlass.range(0, ROWS, UNROLL, unroll=1):
+        places, loaded = [], []
+        for u in cutlass.range_constexpr(UNROLL):
+            row = strip * ROWS + step + u
+            inside = Int32(Boolean(row < rows) & (column < columns))
+            offset = (Int64(row) * Int64(columns) + Int64(column)) * 2
+            places.append((offset, inside))
+            loaded.append((bits.load(dy + offset, inside, 4), bits.load(x + offset, inside, 4)))
+        for (offset, inside), (of_dy, of_x) in zip(places, loaded, strict=True):
+            grads = []
+            pairs = zip(bits.unpack(of_dy, spec.dtype), bits.unpack(of_x, spec.dtype), strict=True)
+            for i, (d, v) in enumerate(pairs):
+                grads.append(d * slope(v))
+                sums[i] = sums[i] + grads[i]
+            bits.store(dx + offset, bits.pack(grads, spec.dtype), inside)
+    at = partial + (Int64(strip) * Int64(columns) + Int64(column)) * 4
+    exists = Int32(Boolean(strip * ROWS < rows) & (column < columns))
+    bits.store(at, bits.pack(sums, "f32"), exists)
+
+
+@cute.jit
+def activation_bias(
+    dy: Int64,
+    x: Int64,
+    dx: Int64,
+    partial: Int64,
+    rows: Int32,
+    columns: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous ``[rows, columns]``; ``ROWS`` rows to a partial sum."""
+    chunks = (columns + 32 * VECTOR - 1) // (32 * VECTOR)
+    strips = (rows + WARPS * ROWS - 1) // (WARPS * ROWS)
+    _activation_bias(dy, x, dx, partial, rows, columns, chunks, spec).launch(
+        grid=[chunks * strips, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    )

@@ -1,0 +1,123 @@
+"""CUDA implementations of the dense backwards.
+
+Importing this module registers them; cutlass is imported at the first launch. What the kernels do
+not take runs by the definitions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import gain as _in_fp32
+from fusible.kernels.dense import definitions
+from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, VECTOR, ActivationBias, RMSNorm
+
+_STRIP = 32  # rows of one partial sum of the activation's kernel
+
+
+@cache
+def _machine(device: torch.device) -> bool:
+    fits = torch.cuda.get_device_capability(device) >= (8, 0)
+    return fits and importlib.util.find_spec("cutlass") is not None
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def takes(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take ``[rows, features]`` tensors of one dtype."""
+    rows, features = x.shape
+    return (
+        x.dtype in DTYPES
+        and all([other is None or other.dtype == x.dtype for other in others])
+        and features % VECTOR == 0
+        and rows * features > 0
+        and rows < 2**31 - 2**10
+        and _machine(x.device)
+    )
+
+
+@cache
+def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> Any:
+    """Compile ``"activation_bias"`` or ``"rms_norm_backward"``, which say what they are given.
+
+    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
+    """
+    from cutlass import Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fusible.kernels.dense.device import activation_bias, rms_norm
+
+    functions = {
+        "activation_bias": (activation_bias.activation_bias, [Int64] * 4 + [Int32] * 2),
+        "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
+    }
+    function, kinds = functions[kernel]
+    return cute.compile(
+        function,
+        *[kind(0) for kind in kinds],
+        make_fake_stream(),
+        spec,
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def _launch(
+    kernel: str,
+    spec: ActivationBias | RMSNorm,
+    device: torch.device,
+    *args: Tensor | int | None,
+) -> None:
+    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    with torch.cuda.device(device):
+        compiled(kernel, spec)(*given, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy, contiguous from 16 bytes on."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if not takes(x, dy):
+        return definitions.activation_bias_backward_definition(dy, x, activation)
+    dy, x = _aligned(dy), _aligned(x)
+    rows, features = x.shape
+    dx = torch.empty_like(x)
+    partial = x.new_empty(-(-rows // _STRIP), features, dtype=torch.float32)
+    spec = ActivationBias(activation, DTYPES[x.dtype])
+    _launch("activation_bias", spec, x.device, dy, x, dx, partial, rows, features)
+    return dx, partial.sum(0)
+
+
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
+    if not fits:
+        return definitions.rms_norm_backward_definition(dy, x, rstd, gain, addend)
+    dy, x, rstd = _aligned(dy), _aligned(x), rstd.contiguous()
+    gain = _aligned(_in_fp32(gain, torch.float32, False))
+    addend = None if addend is None else _aligned(addend)
+    spec = RMSNorm(x.shape[1], DTYPES[x.dtype], addend is not None)
+    blocks = min(x.shape[0], spec.resident * _multiprocessors(x.device))
+    dx = torch.empty_like(x)
+    partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
+    _launch(
+        "rms_norm_backward", spec, x.device, dy, x, rstd, gain, addend, dx, partial,
+        x.shape[0], blocks,
+    )  # fmt: skip
+    return dx, partial.sum(0)
+
+
+_library = torch.library.Library("fusible", "IMPL")
+_library.impl("activation_bias_backward", _activation_bias_backward, "CUDA")
+_library.impl("rms_norm_backward", _rms_norm_backward, "CUDA")

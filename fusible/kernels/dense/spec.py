@@ -1,0 +1,43 @@
+"""What is fixed when a kernel of the dense backwards is compiled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""PTX names."""
+
+VECTOR = 8  # neighbouring columns of a thread: 16 bytes
+MAX_FEATURES = 8192  # of a norm: 512 threads, each with two vectors of a row
+
+
+class ActivationBias(NamedTuple):
+    """Of which activation, in which dtype."""
+
+    activation: str
+    dtype: str
+
+
+class RMSNorm(NamedTuple):
+    """Of how many features, in which dtype, with or without a residual's gradient added."""
+
+    features: int
+    dtype: str
+    add: bool
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a thread in every row."""
+        return -(-self.features // (VECTOR * self.threads))
+
+    @property
+    def threads(self) -> int:
+        """Threads to a row, each with up to two vectors."""
+        return -(-self.features // (64 * VECTOR)) * 32
+
+    @property
+    def resident(self) -> int:
+        """CTAs of a multiprocessor, 512 threads; each takes every so many rows."""
+        return max(1, 512 // self.threads)

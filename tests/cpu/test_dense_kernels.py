@@ -1,0 +1,57 @@
+"""The dense backwards: ops as their definitions say, kernels compiled for Hopper and Blackwell."""
+
+import pytest
+import torch
+
+from fusible import formulas
+from fusible.kernels.dense import definitions, launch
+from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", definitions.ACTIVATIONS)
+def test_activation_bias_op(activation, dtype):
+    dy, x = (torch.randn(6, 8).to(dtype) for _ in range(2))
+    dx, dbias = definitions.activation_bias_backward(dy, x, activation)
+    exact_x = x.double().requires_grad_()
+    y = definitions.ACTIVATIONS[activation].value(exact_x)
+    (want,) = torch.autograd.grad(y, exact_x, dy.double())
+    torch.testing.assert_close(dx, want.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(dbias, want.sum(0).float(), rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(definitions.activation_bias_backward, (dy, x, activation))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm_backward_op(add):
+    dy, x, addend = (torch.randn(6, 8).bfloat16() for _ in range(3))
+    gain = torch.randn(8)
+    _, rstd = formulas.rms_norm(x, gain, 1e-5)
+    args = (dy, x, rstd, gain, addend if add else None)
+    dx, dgain = definitions.rms_norm_backward(*args)
+    want, want_gain = formulas.rms_norm_backward(dy, x, rstd, gain)
+    assert torch.equal(dx, (want + addend * add).bfloat16())
+    assert torch.equal(dgain, want_gain)
+    torch.library.opcheck(definitions.rms_norm_backward, args)
+
+
+KERNELS = [
+    *(("activation_bias", ActivationBias(name, "bf16")) for name in definitions.ACTIVATIONS),
+    ("activation_bias", ActivationBias("gelu", "f16")),
+    ("rms_norm_backward", RMSNorm(8, "bf16", False)),
+    ("rms_norm_backward", RMSNorm(1000, "f16", True)),
+    ("rms_norm_backward", RMSNorm(4096, "bf16", True)),
+    ("rms_norm_backward", RMSNorm(MAX_FEATURES, "bf16", True)),
+]
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=str)
+def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
+    pytest.importorskip("cutlass")
+    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    report = "".join(capfd.readouterr())
+    assert f"for '{architecture}'" in report
+    used = [line for line in report.splitlines() if "spill" in line]
+    assert used
+    for line in used:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line

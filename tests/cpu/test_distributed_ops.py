@@ -1,0 +1,281 @@
+"""Collectives and tensor-parallel Linear on two processes (gloo): started once for all cases."""
+
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+import reference as ref
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import fusible as fz
+
+PROCESSES = 2
+
+
+def of_all(rank, *shape):
+    """Every process's tensor, and this one's as a leaf."""
+    everyone = torch.randn(PROCESSES, *shape, generator=torch.Generator().manual_seed(3))
+    return everyone, everyone[rank].clone().requires_grad_()
+
+
+def part(t, rank, dim):
+    return t.chunk(PROCESSES, dim)[rank]
+
+
+def equal(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+# --- cases: each is run by both processes ---------------------------------------------------------
+
+
+def all_reduce(rank):
+    everyone, x = of_all(rank, 3, 4)
+    y = fz.AllReduce()(x)
+    dy = torch.arange(12.0).view(3, 4)
+    y.backward(dy)
+    equal(y, everyone.sum(0))
+    equal(x.grad, dy)
+    assert torch.equal(x.detach(), everyone[rank])  # not summed where it lies
+
+
+def all_reduce_grad(rank):
+    _, x = of_all(rank, 3, 4)
+    dys, _ = of_all(rank, 3, 4)
+    y = fz.AllReduceGrad()(x)
+    y.backward(dys[rank])
+    equal(y, x)
+    equal(x.grad, dys.sum(0))
+
+
+def all_gather(rank):
+    everyone, x = of_all(rank, 3, 4)
+    dys, _ = of_all(rank, 6, 4)
+    y = fz.AllGather()(x)
+    y.backward(dys[rank])
+    equal(y, everyone.flatten(0, 1))
+    equal(x.grad, part(dys.sum(0), rank, 0))
+
+
+def reduce_scatter(rank):
+    everyone, x = of_all(rank, 6, 4)
+    dys, _ = of_all(rank, 3, 4)
+    y = fz.ReduceScatter()(x)
+    y.backward(dys[rank])
+    equal(y, part(everyone.sum(0), rank, 0))
+    equal(x.grad, dys.flatten(0, 1))
+
+
+def transposed_gradients_and_inputs(rank):
+    """Collectives want contiguous memory, callers need not give it."""
+    everyone, x = of_all(rank, 4, 6)
+    y = fz.Sequential(fz.AllGather(), fz.ReduceScatter(), fz.AllReduce())(x.t())
+    y.sum().backward()
+    gathered = everyone.mT.flatten(0, 1)
+    equal(y, part(PROCESSES * gathered, 0, 0) + part(PROCESSES * gathered, 1, 0))
+    equal(x.grad, torch.full((4, 6), float(PROCESSES)))
+
+
+def a_group_of_one_process(rank):
+    groups = [dist.new_group([r]) for r in range(PROCESSES)]
+    _, x = of_all(rank, 3, 4)
+    for make in (fz.AllReduce, fz.AllReduceGrad, fz.AllGather, fz.ReduceScatter):
+        y = make(groups[rank])(x)
+        equal(y, x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        equal(dx, torch.ones_like(x))
+    linear = fz.Linear(4, 6, tensor_parallel_mode="row", tensor_parallel_group=groups[rank])
+    equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def rows_that_cannot_be_divided(rank):
+    with pytest.raises(
+        ValueError, match=r"multiple of the group's 2 processes, got shape \(3, 4\)"
+    ):
+        fz.ReduceScatter()(torch.randn(3, 4))
+    with pytest.raises(ValueError, match="in_features of a tensor-parallel Linear must be a multi"):
+        fz.Linear(5, 4, tensor_parallel_mode="row")
+    with pytest.raises(ValueError, match="out_features of a tensor-parallel Linear must be a mul"):
+        fz.Linear(4, 5, tensor_parallel_mode="column")
+
+
+def parallel(mode, sequence, bias, dtype):
+    """A parallel Linear against the whole one in FP64, values and every gradient."""
+
+    def case(rank):
+        whole = nn.Linear(8, 6, bias=bias, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in whole.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator).to(dtype))
+        x, dy = (torch.randn(4, 3, n, generator=generator).to(dtype) for n in (8, 6))
+        exact_x = x.double().requires_grad_()
+        whole(exact_x).backward(dy.double())
+
+        mine = fz.Linear(
+            8, 6, bias=bias, dtype=dtype, tensor_parallel_mode=mode, sequence_parallel=sequence
+        )
+        shares = {"weight": 0 if mode == "column" else 1}
+        if mode == "column":
+            shares["bias"] = 0
+        state = {
+            name: part(p, rank, shares[name]) if name in shares else p
+            for name, p in whole.state_dict().items()
+        }
+        assert {n: p.shape for n, p in mine.named_parameters()} == {
+            n: p.shape for n, p in state.items()
+        }
+        mine.load_state_dict(state)
+
+        def of_input(t):
+            if mode == "row":
+                return part(t, rank, -1)
+            return part(t, rank, 0) if sequence else t
+
+        def of_output(t):
+            if mode == "column":
+                return part(t, rank, -1)
+            return part(t, rank, 0) if sequence else t
+
+        x = of_input(x).clone().requires_grad_()
+        y = mine(x)
+        y.backward(of_output(dy))
+        ref.assert_accurate(y.detach(), of_output(whole(exact_x)).detach(), 6)
+        ref.assert_accurate(x.grad, of_input(exact_x.grad), 6)
+        for name, p in mine.named_parameters():
+            grad = getattr(whole, name).grad
+            exact = part(grad, rank, shares[name]) if name in shares else grad
+            ref.assert_accurate(p.grad, exact, 8)
+
+    return case
+
+
+def a_parallel_mlp_trains_as_the_whole_one(rank):
+    """With sequence parallelism: the bias of the second layer must stay one and the same."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 16), nn.GELU("tanh"), nn.Linear(16, 8))
+    options = {"sequence_parallel": True}
+    mine = fz.Sequential(
+        fz.Linear(8, 16, tensor_parallel_mode="column", **options),
+        fz.GELU(),
+        fz.Linear(16, 8, tensor_parallel_mode="row", **options),
+    )
+    up, _, down = (m.state_dict() for m in whole)
+    mine[0].load_state_dict({name: part(p, rank, 0) for name, p in up.items()})
+    mine[2].load_state_dict({"weight": part(down["weight"], rank, 1), "bias": down["bias"]})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (whole, mine)]
+    for _ in range(4):
+        x, target = torch.randn(6, 8), torch.randn(6, 8)
+        losses = []
+        for module, optimizer in zip((whole, mine), optimizers, strict=True):
+            share = (lambda t: t) if module is whole else (lambda t: part(t, rank, 0))
+            loss = (module(share(x)) - share(target)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        dist.all_reduce(losses[1])
+        equal(losses[1], losses[0])
+    equal(mine[2].bias, whole[2].bias)
+
+
+def parallel_under_a_recipe(rank):
+    """The local products are quantized, the collectives carry the values."""
+    torch.manual_seed(0)
+    recipe = fz.recipes.MXFP8BlockScaling()
+    mine = fz.Linear(64, 64, tensor_parallel_mode="column", sequence_parallel=True)
+    alone = fz.Linear(64, 32)
+    alone.load_state_dict(mine.state_dict())
+    everyone, x = of_all(rank, 32, 64)
+    with fz.autocast(recipe=recipe):
+        y, want = mine(x), alone(everyone.flatten(0, 1))
+    assert torch.equal(y, want)
+    y.sum().backward()
+    assert x.grad.shape == (32, 64)
+
+
+def explained_without_communicating(rank):
+    """On one process only: were it to wait for the other, it would not return."""
+    if rank == 0:
+        mlp = fz.Sequential(
+            fz.Linear(8, 16, tensor_parallel_mode="column", sequence_parallel=True),
+            fz.Linear(16, 8, tensor_parallel_mode="row", sequence_parallel=True),
+        )
+        text = str(fz.explain(mlp, torch.randn(4, 8)))
+        assert "AllGather(processes=2)" in text
+        assert "ReduceScatter(processes=2)" in text
+
+
+def compiled(rank):
+    mlp = fz.Sequential(
+        fz.Linear(8, 16, tensor_parallel_mode="column"),
+        fz.GELU(),
+        fz.Linear(16, 8, tensor_parallel_mode="row", sequence_parallel=True),
+    )
+    results = []
+    for call in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
+        _, x = of_all(rank, 4, 8)
+        y = call(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, *(p.grad.clone() for p in mlp.parameters())))
+        mlp.zero_grad()
+    for a, b in zip(*results, strict=True):
+        equal(a, b)
+
+
+CASES = {
+    f.__name__: f
+    for f in (
+        all_reduce,
+        all_reduce_grad,
+        all_gather,
+        reduce_scatter,
+        transposed_gradients_and_inputs,
+        a_group_of_one_process,
+        rows_that_cannot_be_divided,
+        a_parallel_mlp_trains_as_the_whole_one,
+        parallel_under_a_recipe,
+        explained_without_communicating,
+        compiled,
+    )
+} | {
+    f"{mode}, sequence={sequence}, bias={bias}, {dtype}": parallel(mode, sequence, bias, dtype)
+    for mode in ("column", "row")
+    for sequence in (False, True)
+    for bias in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+}
+
+
+def run_cases(rank, folder):
+    """What one process does: every case, noting what went wrong."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES
+    )
+    failures = {}
+    for name, case in CASES.items():
+        try:
+            case(rank)
+        except Exception:
+            failures[name] = traceback.format_exc()
+        dist.barrier()
+    torch.save(failures, Path(folder) / f"failures{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures():
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_cases, (folder,), PROCESSES)
+        return [torch.load(Path(folder) / f"failures{rank}") for rank in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_processes(name, failures):
+    for rank, of_rank in enumerate(failures):
+        assert name not in of_rank, f"process {rank}:\n{of_rank[name]}"

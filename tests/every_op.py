@@ -1,0 +1,114 @@
+"""Every basic op of one input, and the same in plain PyTorch: the table that tests go through."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import reference as ref
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusible as fz
+
+
+class Case(NamedTuple):
+    """An op of ``features`` features, and its function of input, extra inputs and parameters."""
+
+    make: Callable[[int], fz.FusibleOperation]
+    plain: Callable[..., Tensor]
+
+
+def clamped(x, scales=None):
+    return ref.clamped_qgeglu(x, scales, 2, 0.5, 1.3, 0.25)
+
+
+ACTIVATIONS = {
+    "GELU": Case(lambda f: fz.GELU(), lambda x: F.gelu(x, approximate="tanh")),
+    "QGELU": Case(lambda f: fz.QGELU(), ref.qgelu),
+    "ReLU": Case(lambda f: fz.ReLU(), F.relu),
+    "SReLU": Case(lambda f: fz.SReLU(), ref.srelu),
+    "SiLU": Case(lambda f: fz.SiLU(), F.silu),
+    "GLU": Case(lambda f: fz.GLU(), ref.glu(ref.sigmoid)),
+    "GEGLU": Case(lambda f: fz.GEGLU(), ref.glu(ref.gelu)),
+    "QGEGLU": Case(lambda f: fz.QGEGLU(), ref.glu(ref.qgelu)),
+    "ReGLU": Case(lambda f: fz.ReGLU(), ref.glu(ref.relu)),
+    "SReGLU": Case(lambda f: fz.SReGLU(), ref.glu(ref.srelu)),
+    "SReGLU, interleaved": Case(
+        lambda f: fz.SReGLU(glu_interleave_size=2), lambda x: ref.glu(ref.srelu)(x, 2)
+    ),
+    "SwiGLU": Case(lambda f: fz.SwiGLU(), ref.swiglu),
+    "SwiGLU, interleaved": Case(
+        lambda f: fz.SwiGLU(glu_interleave_size=2), lambda x: ref.swiglu(x, interleave=2)
+    ),
+    "ClampedSwiGLU": Case(lambda f: fz.ClampedSwiGLU(), ref.clamped_qgeglu),
+    "ClampedSwiGLU, interleaved": Case(
+        lambda f: fz.ClampedSwiGLU(
+            limit=0.5, alpha=1.3, glu_linear_offset=0.25, glu_interleave_size=2
+        ),
+        clamped,
+    ),
+    "SiTUGLU": Case(lambda f: fz.SiTUGLU(), ref.situglu),
+    "SiTUGLU, interleaved": Case(
+        lambda f: fz.SiTUGLU(beta1=0.7, beta2=1.5, glu_interleave_size=4),
+        lambda x: ref.situglu(x, None, 4, 0.7, 1.5),
+    ),
+}
+SCALED = {
+    "ScaledSwiGLU": Case(lambda f: fz.ScaledSwiGLU(), ref.swiglu),
+    "ScaledSwiGLU, interleaved": Case(
+        lambda f: fz.ScaledSwiGLU(glu_interleave_size=4), lambda x, s: ref.swiglu(x, s, 4)
+    ),
+    "ScaledClampedQGeGLU": Case(lambda f: fz.ScaledClampedQGeGLU(), ref.clamped_qgeglu),
+    "ScaledClampedQGeGLU, interleaved": Case(
+        lambda f: fz.ScaledClampedQGeGLU(2, limit=0.5, alpha=1.3, glu_linear_offset=0.25), clamped
+    ),
+    "ScaledSiTUGLU": Case(
+        lambda f: fz.ScaledSiTUGLU(2, beta1=0.7, beta2=1.5),
+        lambda x, s: ref.situglu(x, s, 2, 0.7, 1.5),
+    ),
+    "ScaledSReLU": Case(lambda f: fz.ScaledSReLU(), ref.scaled_srelu),
+}
+NORMS = {
+    "LayerNorm": Case(fz.LayerNorm, ref.layer_norm),
+    "LayerNorm, zero-centered": Case(
+        lambda f: fz.LayerNorm(f, eps=1e-2, zero_centered_gamma=True),
+        lambda x, w, b: ref.layer_norm(x, 1 + w, b, 1e-2),
+    ),
+    "RMSNorm": Case(lambda f: fz.RMSNorm((f,)), ref.rms_norm),
+    "RMSNorm, zero-centered": Case(
+        lambda f: fz.RMSNorm(f, eps=1e-2, zero_centered_gamma=True),
+        lambda x, w: ref.rms_norm(x, 1 + w, 1e-2),
+    ),
+    "L2Normalization": Case(lambda f: fz.L2Normalization(), ref.l2_normalize),
+}
+SMALL = {
+    "Identity": Case(lambda f: fz.Identity(), lambda x: x * 1),
+    "Quantize, without a recipe": Case(lambda f: fz.Quantize(), lambda x: x * 1),
+    "ConstantScale": Case(lambda f: fz.ConstantScale(-1.5), lambda x: x * -1.5),
+    "Reshape": Case(lambda f: fz.Reshape((-1, f // 2)), lambda x: x.reshape(-1, x.shape[-1] // 2)),
+    "Dropout, in evaluation": Case(lambda f: fz.Dropout(0.5).eval(), lambda x: x * 1),
+    "AddExtraInput": Case(lambda f: fz.AddExtraInput(), lambda x, e: x + e),
+    "Bias": Case(fz.Bias, lambda x, b: x + b),
+}
+LINEARS = {
+    "BasicLinear": Case(lambda f: fz.BasicLinear(f, 6), F.linear),
+    "Linear": Case(lambda f: fz.Linear(f, 6), F.linear),
+    "Linear, no bias": Case(lambda f: fz.Linear(f, 6, bias=False), F.linear),
+}
+OPS = {**ACTIVATIONS, **SCALED, **NORMS, **SMALL, **LINEARS}
+
+
+def extra_inputs(op: fz.FusibleOperation, x: Tensor) -> list[Tensor]:
+    """What an op of the table takes beside ``x``."""
+    if isinstance(op, fz.AddExtraInput):
+        return [torch.randn_like(x).requires_grad_()]
+    scales = torch.rand(x.shape[:-1], dtype=x.dtype)
+    return [scales.requires_grad_() for _ in range(op.num_extra_inputs)]
+
+
+def randomised(op: fz.FusibleOperation) -> fz.FusibleOperation:
+    """Biases start at zero, which would hide them."""
+    with torch.no_grad():
+        for p in op.parameters():
+            p.copy_(torch.randn(p.shape))
+    return op
