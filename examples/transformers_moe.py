@@ -53,7 +53,7 @@ def explain_experts(model: PreTrainedModel, target: str) -> fusible.Explanation:
     """How the layers' experts would run in BF16 training on ``target``."""
     tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64, device=model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
-        return fusible.explain(model, tokens, target=target)
+        return fusible.explain(model.model, tokens, target=target)
 
 
 def train(model: PreTrainedModel, steps: int) -> tuple[float, float]:

@@ -17,6 +17,11 @@ from fusible.fused.grouped_sm100 import (
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
 from fusible.fused.linear_scale import backward_linear_scale
+from fusible.fused.recipes_sm90 import (
+    recipe_linear_backward_sm90,
+    recipe_linear_forward_sm90,
+    recipe_mlp_sm90,
+)
 
 RULES = (
     moe_experts_sm90,
@@ -24,6 +29,9 @@ RULES = (
     grouped_linear_glu_sm90,
     grouped_linear_forward_sm90,
     grouped_linear_backward_sm90,
+    recipe_mlp_sm90,
+    recipe_linear_forward_sm90,
+    recipe_linear_backward_sm90,
     grouped_mlp_sm100,
     grouped_linear_forward_sm100,
     grouped_linear_backward_sm100,

@@ -1,4 +1,4 @@
-"""All that a token's experts do on Hopper as one op, which keeps tokens in the place of rows."""
+"""All that a token's experts do on Hopper as one op, from its dispatch to the sum of its rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.fused.grouped_sm90 import MLP_NEEDS, GroupedMLPSm90, ScaledGLU
+from fusible.fused.grouped_sm90 import (
+    MLP_NEEDS,
+    GroupedMLPSm90,
+    ScaledGLU,
+    activation_grad,
+    data_grad,
+    param_grads,
+)
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
@@ -19,12 +26,14 @@ from fusible.recipes.product import values
 
 
 class MoEExpertsSm90(FusedOperation):
-    """``Dispatch``, the fused grouped MLP and ``Combine``; the backward dispatches once more.
+    """``Dispatch``, the fused grouped MLP and ``Combine``.
 
-    Rows are ``top_k`` copies of each token: they are made where they are read, and gone after.
+    Rows, the ``top_k`` copies of each token, are the largest tensors of a block. Here those of the
+    backward live only as long as they are read, and with ``recompute_rows`` those of the forward
+    are not kept for it.
     """
 
-    saves = "tokens, row map, pre-activation, scales, end rows of the groups, weights"
+    saves = "x or tokens, row map, pre-activation, scales, end rows of the groups, weights"
 
     def __init__(
         self,
@@ -35,7 +44,7 @@ class MoEExpertsSm90(FusedOperation):
         combine: Combine,
     ) -> None:
         super().__init__([dispatch, fc1, act, fc2, combine])
-        self._ends = dispatch, combine
+        self._parts = dispatch, fc1, act, fc2, combine
         self._mlp = GroupedMLPSm90(fc1, act, fc2)
 
     def fuser_forward(
@@ -48,9 +57,9 @@ class MoEExpertsSm90(FusedOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """Five launches or so: row map, rows, two products, sums."""
+        """Row map, rows, two products, sums."""
         first, *middle, last = basic_op_ctxs
-        dispatch, combine = self._ends
+        dispatch, *_, combine = self._parts
 
         def run(op: Any, ctxs: Any, x: Tensor, places: slice, extra: Any) -> Any:
             return op.fuser_forward(
@@ -67,15 +76,14 @@ class MoEExpertsSm90(FusedOperation):
         # What the dispatch gives to the others arrives as None.
         given = [
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(extra)]
-            for op, extra in zip(self.basic_ops, basic_op_extra_inputs, strict=True)
+            for op, extra in zip(self._parts, basic_op_extra_inputs, strict=True)
         ]
         first.gives_scales = basic_op_extra_inputs[2][0] is None
         y, _ = run(self._mlp, middle, rows, slice(1, 4), given[1:4])
         y, _ = run(combine, [last], y, slice(4, 5), given[4:])
-        if first.requires_grad:
+        if first.requires_grad and dispatch.recompute_rows:
             tokens = cast(values(input_), rows.dtype).reshape(-1, rows.shape[1])
-            first.save_for_backward(*first.to_save, tokens)
-            middle[0].save_for_backward(*middle[0].to_save[1:])
+            middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
         return y, [*outputs, (), (), (), ()]
 
     def fuser_backward(
@@ -85,31 +93,37 @@ class MoEExpertsSm90(FusedOperation):
         *,
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        """The same the other way round, on rows made once more."""
-        first, *middle, last = basic_op_ctxs
-        dispatch, combine = self._ends
-        row_map, tokens = first.saved_tensors
-        first.saved_tensors = (row_map,)
+        """As the parts would, in the order that needs the least memory."""
+        first, ctx1, ctx_act, ctx2, last = basic_op_ctxs
+        dispatch, fc1, act, fc2, combine = self._parts
+        (row_map,) = first.saved_tensors
+        x, ends, row_scale1, *weights1 = ctx1.saved_tensors
+        row_scale2, *weights2 = ctx2.saved_tensors
+
         dy, _, _ = combine.fuser_backward([last], grad_output, basic_op_grad_extra_outputs=[()])
         assert dy is not None
-        rows, _ = permute.scatter_rows(tokens, row_map, None, last.num_rows, False)
-        middle[0].saved_tensors = (rows, *middle[0].saved_tensors)
-        del rows
-        drows, params, extra = self._mlp.fuser_backward(
-            middle, dy, basic_op_grad_extra_outputs=[(), (), ()]
-        )
+        dy = cast(dy, ctx2.dtype)
+        dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
+        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, dy.shape[:1])
+        del dy, hidden  # their memory serves what follows
+
+        drows = data_grad(fc1, ctx1, dpreact, ends, weights1, dpreact)
         assert drows is not None
-        dscales, of_act = basic_op_grad_extra_outputs[0][1], extra[1][0]
-        if first.gives_scales and of_act is not None:
-            dscales = of_act if dscales is None else dscales + of_act
-        dx, none, dgiven = dispatch.fuser_backward(
-            [first], drows, basic_op_grad_extra_outputs=[(None, dscales, None)]
+        dmoved = basic_op_grad_extra_outputs[0][1]
+        if first.gives_scales:
+            dmoved = dscales if dmoved is None else dscales + dmoved
+        dx, none, extra0 = dispatch.fuser_backward(
+            [first], drows, basic_op_grad_extra_outputs=[(None, dmoved, None)]
         )
-        return dx, [*none, *params, ()], [*dgiven, *extra, (None,)]
+        del drows
+
+        if dispatch.recompute_rows:
+            x, _ = permute.scatter_rows(x, row_map, None, last.num_rows, False)
+        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, x.shape[:1])
+        return dx, [*none, params1, (), params2, ()], [*extra0, extra1, (dscales,), extra2, (None,)]
 
 
 @rule(
-    equal(this.dispatch.recompute_rows, True),
     equal(this.dispatch.scale_input, False),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
@@ -123,5 +137,5 @@ def moe_experts_sm90(
     fc2: GroupedLinear,
     combine: Combine,
 ) -> MoEExpertsSm90:
-    """Tokens are kept for the backward, not ``top_k`` copies of them, for one launch more."""
+    """Rows' gradients live only as long as they are read; rows need not be kept."""
     return MoEExpertsSm90(dispatch, fc1, act, fc2, combine)

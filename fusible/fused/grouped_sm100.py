@@ -24,6 +24,7 @@ from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.weights import matrix
 from fusible.ops.wgrad import add_or_copy
+from fusible.recipes.formats import mxfp8
 from fusible.recipes.product import (
     SAVED,
     Operand,
@@ -31,6 +32,7 @@ from fusible.recipes.product import (
     columnwise_only,
     encode_operand,
     from_columnwise,
+    is_quantized,
     values,
 )
 from fusible.recipes.recipe import Recipe, Role
@@ -93,9 +95,17 @@ def _encoded(
 
 
 def _packed(
-    x: Tensor, ctx: OperationContext, role: Role, wanted: dict[Product, bool], ends: Tensor,
+    x: Tensor,
+    ctx: OperationContext,
+    role: Role,
+    wanted: dict[Product, bool],
+    ends: Tensor,
     places: sm100.Places,
-) -> sm100.Packed:  # fmt: skip
+) -> sm100.Packed:
+    if _recipe(ctx).format(role) == mxfp8() and not is_quantized(x):
+        columnwise = wanted["wgrad"]
+        rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
+        return sm100.quantize(x, ends, places, rowwise=rowwise, columnwise=columnwise)
     return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
 
 

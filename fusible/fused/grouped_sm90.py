@@ -167,6 +167,26 @@ def data_grad(
     return _shaped(dx, grad_output.shape[:-1])
 
 
+def activation_grad(
+    act: ScaledGLU, ctx: OperationContext, dy: Tensor, ends: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the pre-activation, the activation once more, gradient of the scales.
+
+    From the next linear's rows ``dy`` and its weights; the first may overwrite what was saved.
+    """
+    kernels = provider("sm90")
+    preact, scales = ctx.saved_tensors
+    return kernels.grouped_gemm_dglu(
+        dy,
+        _readable(kernels, weights),
+        ends,
+        _rows(kernels, preact),
+        _vector(scales),
+        overwrite=not keeps_graph(),
+        **_options(act),
+    )
+
+
 def param_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
@@ -374,21 +394,13 @@ class GroupedMLPSm90(FusedOperation):
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
         dy = _rows(kernels, cast(grad_output, ctx2.dtype))
-        overwrite = not keeps_graph()
+        preact = _rows(kernels, preact)
         products = self._prepared(kernels, [x, dy, preact], weights1, weights2, scales)
         if products is None:
-            dpreact, hidden, dscales = kernels.grouped_gemm_dglu(
-                dy,
-                _readable(kernels, weights2),
-                ends,
-                _rows(kernels, preact),
-                _vector(scales),
-                overwrite=overwrite,
-                **_options(act),
-            )
+            dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
         else:
             dpreact, hidden, dscales = products.dglu(
-                dy, weights2[0], ends, preact, scales, overwrite
+                dy, weights2[0], ends, preact, scales, not keeps_graph()
             )
         wgrad1, wgrad2 = (products.wgrad1, products.wgrad2) if products else (None, None)
         params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape, wgrad2)

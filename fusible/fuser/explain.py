@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
+from fusible.fuser.stand_ins import named_modules
 from fusible.fuser.target import Target, target_of
 
 
@@ -70,11 +71,12 @@ def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None)
     """
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
-    names = _names(module)
+    names: dict[Any, str] = {}
 
     def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
-        # Ops that stand in for another project's module are no part of the tree.
-        first, last = (names.get(op, type(op).__name__) for op in (run.ops[0], run.ops[-1]))
+        if run.ops[0] not in names:  # what stands in for a module may have been made just now
+            names.update(_names(module))
+        first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
 
@@ -95,8 +97,8 @@ def _names(module: nn.Module) -> dict[Any, str]:
     root = type(module).__name__
     return {
         op: f"{root}.{name}" if name else root
-        for name, part in module.named_modules()
-        for op in (part.basic_ops if hasattr(part, "basic_ops") else ())
+        for name, part in named_modules(module)
+        for op in getattr(part, "basic_ops", ())
     }
 
 

@@ -33,8 +33,10 @@ from fusible.recipes.recipe import Recipe
 
 Kwargs = Sequence[dict[str, Any]]
 
-# Compiled by torch 2.11, the backward of a grouped MLP under a recipe gave wrong gradients.
-_TRACES_RECIPES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# torch 2.11 compiles an autograd function so that every tensor made in its forward is an output,
+# and a tensor that a cast to its own dtype returned is two: the gradient goes to the wrong one,
+# and what the backward sees is zero. A view is one of a kind.
+_LOSES_OUTPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 class _Call(NamedTuple):
@@ -137,11 +139,6 @@ class Run:
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
         if torch.compiler.is_compiling():
-            if key[0] is not None and not _TRACES_RECIPES:
-                raise RuntimeError(
-                    "torch must be at least 2.13 to compile ops under a recipe, got "
-                    f"{torch.__version__}; call the module uncompiled"
-                )
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
         elif _observation.note is not None:
@@ -547,7 +544,8 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
 def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """``outputs`` with a view in place of each that is an input, or an earlier output, itself."""
     distinct: list[Tensor] = []
+    twice = _LOSES_OUTPUTS and torch.compiler.is_compiling()
     for t in outputs:
         known = any([t is other for other in inputs]) or any([t is other for other in distinct])
-        distinct.append(t.view_as(t) if known else t)
+        distinct.append(t.view_as(t) if known or twice else t)
     return distinct

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusible.fuser.stand_ins import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops import (
     BasicOperation,
@@ -62,10 +63,10 @@ def experts_forward(
     Raises:
         ValueError: the weights are not what a `GroupedLinear` can multiply with.
     """
-    if getattr(experts, "_fusible_block", None) is None:
+    if getattr(experts, ATTRIBUTE, None) is None:
         _attach.to(type(experts))
         experts._make_fusible_block()
-    return experts._fusible_block(hidden_states, top_k_index, top_k_weights)
+    return getattr(experts, ATTRIBUTE)(hidden_states, top_k_index, top_k_weights)
 
 
 class _Attach:
@@ -82,8 +83,7 @@ class _Attach:
 
 @constant_when_traced
 def _make_fusible_block(experts: Any) -> None:
-    # Not as a submodule: the module's state stays as transformers knows it.
-    experts.__dict__["_fusible_block"] = ExpertsBlock(experts)
+    experts.__dict__[ATTRIBUTE] = ExpertsBlock(experts)
 
 
 _attach = _Attach()
@@ -102,16 +102,16 @@ class ExpertsBlock(nn.Module):
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.__dict__["_experts"] = experts  # not a submodule: the parameters stay theirs
-        self.up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
-        dispatch, act = Dispatch(self.up.num_groups), activation_of(experts)
+        up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        dispatch, act = Dispatch(up.num_groups), activation_of(experts)
         self.mlp = None
         if act is None:
-            self.dispatch = dispatch
+            self.dispatch, self.up = dispatch, up
             self.down = ExpertsLinear(experts, "down_proj")
             self.combine = Combine(weighted=True)
         else:
             down = ExpertsLinear(experts, "down_proj", scale_bias=experts.has_bias)
-            self.mlp = Sequential(dispatch, self.up, act, down, Combine())
+            self.mlp = Sequential(dispatch, up, act, down, Combine())
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See :func:`experts_forward`."""

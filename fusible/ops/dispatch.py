@@ -44,8 +44,8 @@ class Dispatch(BasicOperation):
     Args:
         num_experts: number of experts.
         scale_input: multiply the rows by their weights (Llama-4), rather than give these out.
-        recompute_rows: where a rule fuses the experts, keep the tokens for the backward and make
-            their rows once more, rather than keep the rows: less memory for one more launch.
+        recompute_rows: where a rule fuses the whole of the experts, keep the tokens for the
+            backward and make their rows once more: less memory for one more launch.
         capacity_factor: an expert takes at most ``capacity_factor * choices / num_experts`` rows,
             rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). All are
             kept if None.

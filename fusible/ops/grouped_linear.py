@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,21 @@ from fusible.recipes.product import (
 from fusible.recipes.state import load_pieces
 
 
+class GradOperands(NamedTuple):
+    """What the backward of a ``GroupedLinear`` reads."""
+
+    dy: Tensor
+    """``[rows, out_features]``."""
+    rows: Any
+    """``dy`` as the data gradient multiplies it, with ``weights``."""
+    weights: list[Tensor]
+    columns: Any
+    """``dy`` as the weight gradient multiplies it, with ``x``."""
+    x: Any
+    ends: Any
+    row_scale: Tensor | None
+
+
 class GroupedLinear(WeightedOperation):
     """``x[rows of e] @ weight[e].T + bias[e]`` for x ``[..., in_features]`` sorted by group.
 
@@ -54,9 +69,9 @@ class GroupedLinear(WeightedOperation):
     them, ``SAVED`` tensors, all None where no gradient reads them; the weights are one, unless they
     are stored quantized one by one.
 
-    Under a recipe each group of rows is quantized apart, which only this op can do: it has no
-    ``get_input_quantizer``. It takes a ``GroupedTensor`` of the recipe's format whose groups are
-    those of ``split_sizes``.
+    Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
+    gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
+    ``split_sizes``; its quantizers make one when they are given the rows of each group.
 
     Args:
         num_groups: number of groups.
@@ -82,6 +97,7 @@ class GroupedLinear(WeightedOperation):
             Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
     """
 
+    num_groups: int
     extra_input_names = ("split_sizes", "scales")
     saves = "x, end rows of the groups, row scales, weights"
     fact_names = (
@@ -222,40 +238,13 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
-        if ctx.recipe is not None and ctx.recipe.quantizes:
-            y = self._quantized_forward(ctx, basic_op_kwargs[0], input_, *basic_op_extra_inputs[0])
-            return _with_rows_of(input_, y), [()]
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        bias = self.stacked_bias(ctx.dtype)
-        output = self.output_buffer(ctx, input_, basic_op_kwargs[0])
-        y = _product(output, x, weights, ends, bias, row_scale, False)
-        return _with_rows_of(input_, y), [()]
-
-    def _quantized_forward(
-        self,
-        ctx: OperationContext,
-        kwargs: dict[str, Any],
-        input_: Tensor,
-        split_sizes: Tensor | None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        x, ends, scales = self.rows(ctx, input_, split_sizes, scales)
-        output = self.output_buffer(ctx, input_, kwargs)
-        dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
-        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
-        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends)
-        wqs = self.encoded_weights(ctx)
-        ctx.save_for_backward(
-            *columnwise_only(xq, needed=wgrad),
-            ends,
-            scales,
-            *[t for wq in wqs for t in columnwise_only(wq, needed=dgrad)],
+        bias, output = (
+            self.stacked_bias(x.dtype),
+            self.output_buffer(ctx, input_, basic_op_kwargs[0]),
         )
-        rows = operand(xq, "forward", "input", compute)
-        weights = [operand(wq, "forward", "weight", compute) for wq in wqs]
-        bias = self.stacked_bias(compute)
-        y = grouped.grouped_mm(rows, weights, ends, bias, scales, False)
-        return y.to(ctx.dtype) if output is None else output.view(y.shape).copy_(y)
+        y = _product(output, x, weights, ends, bias, row_scale, False)
+        return _with_rows_of(input_, cast(y, ctx.dtype)), [()]
 
     def operands(
         self,
@@ -268,14 +257,35 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
-        ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets.
-        Without a recipe: quantized ones are decoded. ``ends_of(split_sizes, rows)`` may
-        compute ``ends`` in the place of ``kernels.grouped.group_ends``.
+        ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets,
+        decoded if they are quantized. Under a recipe they are what its formats hold, decoded to
+        ``compute_dtype``, and are saved encoded. ``ends_of(split_sizes, rows)`` may compute
+        ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
+        if ctx.recipe is not None and ctx.recipe.quantizes:
+            x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
+            return self._encoded(ctx, x, ends, scales)
         x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
         weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
+
+    def _encoded(
+        self, ctx: OperationContext, x: Tensor, ends: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Operands under a recipe: saved as it encodes them, and given as that decodes."""
+        dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
+        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
+        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends)
+        wqs = self.encoded_weights(ctx)
+        ctx.save_for_backward(
+            *columnwise_only(xq, needed=wgrad),
+            ends,
+            scales,
+            *[t for wq in wqs for t in columnwise_only(wq, needed=dgrad)],
+        )
+        rows = operand(xq, "forward", "input", compute)
+        return rows, ends, scales, [operand(wq, "forward", "weight", compute) for wq in wqs]
 
     def weights_in(self, dtype: torch.dtype) -> list[Tensor]:
         """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
@@ -348,59 +358,58 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         (ctx,) = basic_op_ctxs
+        given = self.grad_operands(ctx, grad_output)
+        dx = None
+        if ctx.needs.input:
+            buffer = self.grad_input_buffer(ctx, grad_output)
+            dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
+            dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
+        gradient = grouped_gradient(given.columns, given.x, given.ends)
+        dweights = self.weight_grads(ctx, gradient)
+        return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
+
+    def grad_operands(self, ctx: OperationContext, grad_output: Tensor) -> GradOperands:
+        """What the products of the backward multiply: as it is, or as the recipe decodes it."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            return self._quantized_backward(ctx, grad_output)
+            return self._encoded_grad(ctx, matrix(grad_output, ctx.dtype))
         x, ends, row_scale, *weights = ctx.saved_tensors
-        assert x is not None and ends is not None  # noqa: PT018 - for the type checker
         dy = grad_output
         if dy.dim() != 2:
             dy = dy.reshape(-1, self.out_features)
         dy = cast(dy, ctx.dtype)
-        dx = None
-        if ctx.needs.input:
-            buffer = self.grad_input_buffer(ctx, grad_output)
-            dx = _product(buffer, dy, weights, ends, None, None, True)
-            dx = _with_rows_of(grad_output, dx)
-        dweights = self.weight_grads(ctx, grouped_gradient(dy, x, ends))
-        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
-        dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
-        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+        return GradOperands(dy, dy, weights, dy, x, ends, row_scale)
 
-    def _quantized_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        ends, row_scale = ctx.saved_tensors[SAVED : SAVED + 2]
-        assert ends is not None
-        recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
-        products: list[Product] = ["dgrad"] if needs.input else []
-        if needs.params[0]:
-            products.append("wgrad")
-        dy = matrix(grad_output, ctx.dtype)
+    def _encoded_grad(self, ctx: OperationContext, dy: Tensor) -> GradOperands:
+        saved, recipe, compute = ctx.saved_tensors, ctx.recipe, compute_dtype(dy.device)
+        ends, row_scale = saved[SAVED : SAVED + 2]
+        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
+        asked: dict[Product, bool] = {"dgrad": dgrad, "wgrad": wgrad}
+        products = [product for product, needed in asked.items() if needed]
         dyq = encode_operand(dy, recipe, "grad", *products, ends=ends)
-        dx = None
-        if needs.input:
-            weights = self._saved_weights(ctx, compute)
-            rows = operand(dyq, "dgrad", "grad", compute)
-            dx = grouped.grouped_mm(rows, weights, ends, None, None, True)
-            buffer = self.grad_input_buffer(ctx, grad_output)
-            dx = dx.to(ctx.dtype) if buffer is None else buffer.view(dx.shape).copy_(dx)
-            dx = _with_rows_of(grad_output, dx)
-        dweights: Grads = (None,) * len(self.weights())
-        if needs.params[0]:
-            x = from_columnwise(ctx.saved_tensors[:SAVED], recipe.format("input"))
-            rows = operand(dyq, "wgrad", "grad", compute)
-            columns = operand(x, "wgrad", "input", compute)
-            dweights = self.weight_grads(ctx, grouped_gradient(rows, columns, ends))
-        dy = values(dy)
-        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
-        dscales = self.scale_grad(ctx, dy, ends, grad_output.shape[:-1])
-        return dx, [(*dweights, *dbiases)], [(None, *dscales)]
+        rows = columns = x = None
+        weights: list[Tensor] = []
+        if dgrad:
+            rows, fmt = operand(dyq, "dgrad", "grad", compute), recipe.format("weight")
+            parts = [saved[i : i + SAVED] for i in range(SAVED + 2, len(saved), SAVED)]
+            encoded = [from_columnwise(part, fmt) for part in parts]
+            weights = [operand(wq, "dgrad", "weight", compute) for wq in encoded]
+        if wgrad:
+            columns = operand(dyq, "wgrad", "grad", compute)
+            xq = from_columnwise(saved[:SAVED], recipe.format("input"))
+            x = operand(xq, "wgrad", "input", compute)
+        return GradOperands(values(dy), rows, weights, columns, x, ends, row_scale)
 
-    def _saved_weights(self, ctx: OperationContext, compute: torch.dtype) -> list[Tensor]:
-        """The weights of the data gradient: one of ``[E, N, K]``, or one per group."""
-        saved, fmt = ctx.saved_tensors[SAVED + 2 :], ctx.recipe.format("weight")
-        parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
-        return [operand(from_columnwise(p, fmt), "dgrad", "weight", compute) for p in parts]
+    def other_grads(
+        self,
+        ctx: OperationContext,
+        given: GradOperands,
+        dweights: Grads,
+        shape: Sequence[int],
+    ) -> tuple[Sequence[Grads], Sequence[Grads]]:
+        """Gradients of the parameters and of the extra inputs, with those of the weights."""
+        dy, ends, row_scale = given.dy, given.ends, given.row_scale
+        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
+        return [(*dweights, *dbiases)], [(None, *self.scale_grad(ctx, dy, ends, shape))]
 
     def bias_grads(
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
@@ -454,6 +463,8 @@ def _product(
     if out is None:
         return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w)
     rows = out.view(x.shape[0], out.shape[-1])
+    if out.dtype != x.dtype:  # decoded operands
+        return rows.copy_(grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w))
     grouped.grouped_mm_(rows, x, weights, ends, bias, row_scale, transpose_w)
     return rows
 

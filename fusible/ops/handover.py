@@ -10,6 +10,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_dtype
+from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -35,14 +36,17 @@ def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
     return cast(values(grad_output), ctx.dtype)
 
 
-def hand_over(x: Tensor, quantizer: Any) -> Tensor:
+def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Tensor:
     """``x`` ``[..., features]`` quantized as its receiver wants it, if it does.
 
-    As one matrix of all rows, which is how a linear quantizes for itself: the same bits. Compiled
-    code leaves it to the receiver.
+    As one matrix of all rows, which is how a linear quantizes for itself: the same bits; for a
+    grouped linear by ``first_dims``, the rows of each group. Compiled code, and an op that does not
+    know the groups, leave it to the receiver.
     """
     if quantizer is None or torch.compiler.is_compiling():
         return x
+    if isinstance(quantizer, GroupedQuantizer):
+        return x if first_dims is None or x.dim() != 2 else quantizer(x, first_dims)
     if is_quantized(x) or x.dim() == 2:
         return quantizer(x)
     rows = quantizer(x.reshape(-1, x.shape[-1]))

@@ -27,7 +27,6 @@ from fusible.ops.op import BasicOperation, FusedOperation, Grads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation, matrix
 from fusible.ops.wgrad import dense_gradient
-from fusible.recipes.autocast import current_recipe
 from fusible.recipes.product import (
     SAVED,
     Product,
@@ -36,10 +35,8 @@ from fusible.recipes.product import (
     encode_operand,
     from_columnwise,
     operand,
-    quantizer,
     values,
 )
-from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.state import register_state_hooks
 
 
@@ -97,21 +94,6 @@ class BasicLinear(WeightedOperation):
     def weights(self) -> list[Tensor]:
         """``[weight]``."""
         return [self.weight]
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """Row-wise for the forward, column-wise if the weight will need its gradient."""
-        recipe = current_recipe()
-        wgrad = torch.is_grad_enabled() and self.weight.requires_grad
-        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
-        return None if recipe is None else quantizer(recipe, "input", *products)
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
-        recipe = current_recipe()
-        products: tuple[Product, ...] = ("dgrad",)
-        if self.weight.requires_grad:
-            products = ("dgrad", "wgrad")
-        return None if recipe is None else quantizer(recipe, "grad", *products)
 
     def op_forward(
         self,

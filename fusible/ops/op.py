@@ -13,6 +13,7 @@ from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
+from fusible.recipes.tensor import QuantizedTensor
 
 Grads = Sequence[Tensor | None]
 
@@ -109,7 +110,13 @@ class FusibleOperation(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with attributes_kept(self):
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            # No format is nominally FP64: its values are left.
+            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
+                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
+                self._parameters[name] = plain
+        return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         if type(self).get_extra_state is nn.Module.get_extra_state:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
@@ -22,9 +23,12 @@ from fusible.ops.wgrad import (
     main_grads,
     placeholders,
 )
+from fusible.recipes.autocast import current_recipe
+from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.model_init import current_model_init, weight_parameter
-from fusible.recipes.product import Operand, Product, encode_operand, is_quantized
-from fusible.recipes.recipe import Recipe
+from fusible.recipes.product import Operand, Product, encode_operand, is_quantized, quantizer
+from fusible.recipes.quantizer import Quantizer
+from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.state import register_state_hooks
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -39,6 +43,8 @@ class WeightedOperation(BasicOperation):
     that of every fused op that covers it, gives the weights' gradient to :meth:`weight_grads`.
     """
 
+    num_groups: int | None = None
+    """Groups of rows that are quantized apart, if any."""
     in_features: int
     out_features: int
 
@@ -193,6 +199,25 @@ class WeightedOperation(BasicOperation):
 
     # --- encoding --------------------------------------------------------------------------------
 
+    def get_input_quantizer(self) -> Quantizer | None:
+        """Row-wise for the forward, column-wise if the weight will need its gradient."""
+        wgrad = torch.is_grad_enabled() and self.weights()[0].requires_grad
+        return self._quantizer("input", "forward", "wgrad" if wgrad else "forward")
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
+        wgrad = self.weights()[0].requires_grad
+        return self._quantizer("grad", "dgrad", "wgrad" if wgrad else "dgrad")
+
+    def _quantizer(self, role: Role, *products: Product) -> Quantizer | None:
+        recipe = current_recipe()
+        made = None if recipe is None else quantizer(recipe, role, *products)
+        if made is None or self.num_groups is None:
+            return made
+        return GroupedQuantizer(
+            made.format, self.num_groups, rowwise=made.rowwise, columnwise=made.columnwise
+        )
+
     def encoded_weights(
         self, ctx: OperationContext, laid_out: Callable[[list[Operand]], Any] = list
     ) -> Any:
@@ -267,7 +292,7 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
     """
     ops = {
         op
-        for m in module.modules()
+        for _, m in named_modules(module)
         if isinstance(m, FusibleOperation)
         for op in m.basic_ops
         if isinstance(op, WeightedOperation)

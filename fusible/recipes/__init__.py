@@ -1,7 +1,13 @@
 """What numbers look like: formats, quantizers, quantized tensors, recipes."""
 
 from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
-from fusible.recipes.grouped import GroupedTensor, group, group_dequantize, group_quantize
+from fusible.recipes.grouped import (
+    GroupedQuantizer,
+    GroupedTensor,
+    group,
+    group_dequantize,
+    group_quantize,
+)
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import (
     SAVED,
@@ -37,6 +43,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
     "Format",
+    "GroupedQuantizer",
     "GroupedTensor",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",

@@ -274,6 +274,47 @@ def group_quantize(
     return GroupedTensor(pieces, fmt, x.shape, x.dtype, first_dims is None)
 
 
+class GroupedQuantizer(Quantizer):
+    """Quantizes each of ``num_groups`` groups of rows apart: what a grouped op asks of others."""
+
+    def __init__(
+        self,
+        format: NumberFormat,
+        num_groups: int,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(format, rowwise=rowwise, columnwise=columnwise)
+        self.num_groups = num_groups
+
+    def __call__(  # type: ignore[override]
+        self, x: Tensor, first_dims: Tensor | None = None
+    ) -> GroupedTensor:
+        """Quantize ``x`` as ``group_quantize`` with ``first_dims``, the rows of each group.
+
+        A tensor that already is in this format, in as many groups, for these uses, is returned as
+        it is. Raises TypeError for one in another format, ValueError without ``first_dims``.
+        """
+        if isinstance(x, GroupedTensor) and x.format is not None:
+            return self._accept(x)
+        if first_dims is None:
+            raise ValueError(
+                f"groups must be told apart by first_dims, the rows of each of the "
+                f"{self.num_groups}, got None; pass the split sizes of the grouped op"
+            )
+        if isinstance(x, GroupedTensor):
+            x = x.dequantize()
+        return group_quantize(x, self, self.num_groups, first_dims)
+
+    def _accept(self, x: Any) -> Any:
+        if x.num_tensors != self.num_groups:
+            raise ValueError(
+                f"a tensor for this quantizer must have {self.num_groups} groups, got {x!r}"
+            )
+        return super()._accept(x)
+
+
 def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:
     """Return the grouped tensor of the values of ``g``, not quantized."""
     values = g.dequantize(dtype)

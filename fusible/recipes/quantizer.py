@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,8 @@ class Quantizer:
             x, self.format, rowwise=self.rowwise, columnwise=self.columnwise
         )
 
-    def _accept(self, x: QuantizedTensor) -> QuantizedTensor:
+    def _accept(self, x: Any) -> Any:
+        """Return ``x``, quantized already, if that was done as this quantizer would."""
         if x.format != self.format:
             raise TypeError(
                 f"a tensor for this quantizer must be in {self.format.name} or not quantized, "

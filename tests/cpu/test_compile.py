@@ -293,6 +293,22 @@ def test_users_fused_op(own_fusions):
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.cos(x.detach()))
 
 
+class CastToItsOwn(fz.ops.BasicOperation):
+    """Gives what a cast returned that had nothing to do."""
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return (input_ * 2).to(input_.dtype)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+def test_an_output_that_a_cast_returned_unchanged():
+    op, x = CastToItsOwn(), torch.randn(3, requires_grad=True)
+    torch.compile(op, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
 def test_modules_changed_after_compilation():
     seq = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
     _, compiled = counted(seq)

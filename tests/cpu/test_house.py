@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fusible"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 # Each may import itself and those before it; the matching core of the fuser imports none of them.
 LAYERS = ("formulas", "recipes", "kernels", "ops", "fused")
@@ -98,7 +99,7 @@ def test_readme_table_is_the_rules() -> None:
     assert tables.with_table(text) == text, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/blackwell.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other; what they print is on the page."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -108,7 +109,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with contextlib.redirect_stdout(printed):
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             exec(block, names)
-    assert printed.getvalue() in text
+    assert printed.getvalue().rstrip() in text
     if page == "README.md":
         assert (tmp_path / "graph.svg").stat().st_size > 1000
 

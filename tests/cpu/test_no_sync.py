@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fusible as fz
+from fusible import formulas
 from fusible.kernels import grouped
+from fusible.kernels.moe import permute, routing
 from fusible.testing import assume_target
 
 aten = torch.ops.aten
@@ -175,6 +177,29 @@ def test_dense_ops(no_sync):
         x = on_device(6, 8)
         seq(x).sum().backward()
     assert_gradients(x, *seq.parameters())
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_moe_block(capacity, no_sync, monkeypatch):
+    """By the definitions, which also serve what the kernels do not take on CUDA."""
+    for name in ("permutation", "scatter_rows", "gather_sum", "row_dots"):
+        monkeypatch.setattr(permute, name, getattr(permute, f"{name}_definition"))
+    monkeypatch.setattr(routing, "route", routing.route_definition)
+    monkeypatch.setattr(routing, "route_backward", formulas.router_probs_backward)
+    options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+    with assume_target("sm100"):
+        block = fz.Sequential(
+            fz.TopKRouter(16, 4, 2, num_groups=2, top_groups=1, expert_bias=True),
+            fz.Dispatch(4, capacity_factor=capacity),
+            fz.GroupedLinear(4, 16, 48, **options),
+            fz.SwiGLU(),
+            fz.GroupedLinear(4, 24, 16, **options),
+            fz.Combine(weighted=True),
+        )
+        x = on_device(10, 16)
+        block(x).sum().backward()
+        block[0].update_expert_bias(torch.ones(4))
+    assert_gradients(x, *block.parameters())
 
 
 def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):

@@ -522,6 +522,19 @@ def test_an_e5m2_input_is_never_read_as_e4m3():
         run(fz.Linear(64, 32), MX, given)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_module_in_fp64_holds_the_values(grouped):
+    with fz.quantized_model_init(recipe=MX):
+        module = fz.GroupedLinear(2, 64, 64) if grouped else fz.Linear(64, 64)
+    want = [p.detach().to(torch.float64) for p in module.parameters()]
+    module.double()
+    for p, values in zip(module.parameters(), want, strict=True):
+        assert type(p) is nn.Parameter
+        assert torch.equal(p, values)
+    extra = (torch.tensor([3, 5]),) if grouped else ()
+    assert module(torch.randn(8, 64, dtype=torch.float64), *extra).dtype == torch.float64
+
+
 # --- Quantize ------------------------------------------------------------------------------------
 
 
@@ -539,6 +552,58 @@ def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
         results.append([y, *all_grads(module, x)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.equal(explicit(x), plain(x))  # without a recipe it is the identity
+
+
+@each_recipe
+def test_quantize_hands_over_groups(recipe):
+    first, second = (fz.GroupedLinear(4, 128, 128, bias=False) for _ in range(2))
+    plain = fz.Sequential(first, second)
+    explicit = fz.Sequential(
+        fz.Quantize(num_groups=4), first, fz.Quantize(True, True, num_groups=4), second
+    )
+    splits, results = torch.tensor(SIZES), []
+    for module, extra in ((plain, 2), (explicit, 4)):
+        x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module.zero_grad()
+        y = run(module, recipe, x, *[splits] * extra)
+        y.square().sum().backward()
+        results.append([y, *all_grads(module, x)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(explicit(x, *[splits] * 4), plain(x, splits, splits))  # without a recipe
+
+
+def test_quantize_between_groups_asks_for_their_rows():
+    x, splits = torch.randn(70, 128), torch.tensor(SIZES)
+    linear = fz.GroupedLinear(4, 128, 128)
+    with pytest.raises(ValueError, match=r"GroupedLinear of 4 groups must .*num_groups=4"):
+        run(fz.Sequential(fz.Quantize(), linear), MX, x, splits)
+    with pytest.raises(ValueError, match=r"first_dims must be of shape \(4,\), got \(3,\)"):
+        run(fz.Sequential(fz.Quantize(num_groups=3), linear), MX, x, splits[:3], splits)
+
+
+def test_a_grouped_linear_says_how_it_wants_tensors():
+    linear, x, splits = fz.GroupedLinear(4, 128, 128), torch.randn(70, 128), torch.tensor(SIZES)
+    assert linear.get_input_quantizer() is None
+    with fz.autocast(recipe=HYBRID):
+        of_input, of_grad = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
+        linear.requires_grad_(False)
+        frozen = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
+    assert (of_input.rowwise, of_input.columnwise) == (of_grad.rowwise, of_grad.columnwise)
+    assert of_input.columnwise
+    assert not any(q.columnwise for q in frozen)
+    assert of_input.format == HYBRID.format("input")
+    assert of_grad.format == HYBRID.format("grad")
+    g = of_input(x, splits)
+    assert of_input(g) is g
+    assert torch.equal(of_input(recipes.group(x, 4, splits), splits).dequantize(), g.dequantize())
+    with pytest.raises(TypeError, match="must be in mxfp8_e5m2"):
+        of_grad(g)
+    with pytest.raises(ValueError, match="must have 4 groups"):
+        of_input(recipes.group_quantize(x, recipes.MXFP8Quantizer(), 2))
+    with pytest.raises(ValueError, match="column-wise use needs"):
+        of_input(frozen[0](x, splits))
+    with pytest.raises(ValueError, match=r"first_dims, the rows of each of the 4, got None"):
+        of_input(x)
 
 
 def test_quantize_asks_for_the_uses_that_will_be_read():
@@ -638,16 +703,6 @@ def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
 
 # torch.compile itself instantiates an autograd function, against its own advice.
 compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-
-@compiles
-def test_a_compiler_that_gave_wrong_gradients_is_refused(monkeypatch, fresh_compiler):
-    monkeypatch.setattr("fusible.fuser.run._TRACES_RECIPES", False)
-    layer = torch.compile(fz.Linear(32, 32), fullgraph=True, backend="aot_eager")
-    x = torch.randn(32, 32)
-    with pytest.raises(Exception, match=r"torch must be at least 2\.13 .* call the module unc"):
-        run(layer, MX, x)
-    layer(x)  # without a recipe it compiles
 
 
 @compiles

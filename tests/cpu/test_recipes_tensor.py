@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -322,14 +323,19 @@ def test_a_high_precision_state_loads_into_a_quantized_parameter():
     same(layer.weight.pieces(), make(mxfp8(), values(seed=7)).pieces())
 
 
-def test_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    layer = Layer(nvfp4())
-    safetensors.save_file(layer.state_dict(), tmp_path / "state.safetensors")
-    target = Layer(nvfp4())
-    target.weight.data.zero_()
-    target.load_state_dict(safetensors.load_file(tmp_path / "state.safetensors"))
+@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+def test_safetensors(fmt, tmp_path):
+    layer = Layer(fmt)
+    safetensors.torch.save_file(layer.state_dict(), tmp_path / "state.safetensors")
+    state = safetensors.torch.load_file(tmp_path / "state.safetensors")
+    target = Layer(fmt)
+    with torch.no_grad():
+        target.weight.zero_()
+    target.load_state_dict(dict(state))
     same(target.weight.pieces(), layer.weight.pieces())
+    plain = Layer()
+    plain.load_state_dict(state)
+    assert torch.equal(plain.weight, layer.weight.dequantize())
 
 
 def test_pickling_is_refused_and_unknown_formats_too():

@@ -33,9 +33,9 @@ def grouped_case(*ops):
     return fz.Sequential(*ops), (dense(12, ops[0].in_features), *extra)
 
 
-def moe_case(**options):
+def moe_case():
     experts = fz.Sequential(
-        fz.Dispatch(4, **options),
+        fz.Dispatch(4),
         fz.GroupedLinear(4, 16, 32, **GROUPED),
         fz.ScaledSwiGLU(glu_interleave_size=8),
         fz.GroupedLinear(4, 16, 24, **GROUPED),
@@ -47,7 +47,7 @@ def moe_case(**options):
 
 # rule: (a module that it takes whole and its inputs, the target)
 FITS = {
-    "moe_experts_sm90": (lambda: moe_case(recompute_rows=True), "sm90"),
+    "moe_experts_sm90": (moe_case, "sm90"),
     "linear_bias_activation": (
         lambda: (fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()), (dense(6, 16),)),
         "cpu",
@@ -115,6 +115,22 @@ FITS = {
         lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
         "sm90",
     ),
+    "recipe_mlp_sm90": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 64, 128, **GROUPED),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 64, 96, **GROUPED),
+        ),
+        "sm90",
+    ),
+    "recipe_linear_forward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
+    "recipe_linear_backward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
     "grouped_mlp_sm100": (
         lambda: grouped_case(
             fz.GroupedLinear(4, 64, 128, **GROUPED),
@@ -132,6 +148,12 @@ FITS = {
         "sm100",
     ),
 }
+
+
+def scope_of(name):
+    """The recipe that a rule fires under."""
+    recipe = fz.recipes.MXFP8BlockScaling() if name.startswith("recipe_") else None
+    return fz.autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def randomised(module):
@@ -159,7 +181,8 @@ def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
     monkeypatch.setattr(Rule, "why_not", spy)
     make, target = FITS[name]
     module, inputs = make()
-    plans = fz.explain(module, *inputs, target=target).plans
+    with scope_of(name):
+        plans = fz.explain(module, *inputs, target=target).plans
     assert name in [n for plan in plans for n in plan.fired]
     monkeypatch.undo()
     return seen[0]
@@ -283,8 +306,9 @@ def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
     module, inputs = make()
     randomised(module)
     exact = unfused(own_fusions, copy.deepcopy(module).double(), doubled(inputs))
-    plain = unfused(own_fusions, module, inputs)
-    fused = run(module, inputs, target)
+    with scope_of(name):
+        plain = unfused(own_fusions, module, inputs)
+        fused = run(module, inputs, target)
     assert name in module.plan.fired
     for mine, theirs, right in zip(fused, plain, exact, strict=True):
         assert mine.dtype == theirs.dtype

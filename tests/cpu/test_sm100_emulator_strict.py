@@ -122,6 +122,11 @@ def rows_of_128(call: dict) -> dict:
     return call | cut | {"sfa_tensor": call["sfa_tensor"][:, :, :3].contiguous()}
 
 
+def of_depth(make: Callable, k: int) -> Callable[[dict], dict]:
+    """The same call with another reduced dimension."""
+    return lambda call: call | make(M, N, k, ENDS)[0]
+
+
 def nan_padding(call: dict) -> dict:
     """K = 96 has three blocks of scales; the fourth, padding, holds NaN."""
     call = mxfp8_call(M, N, 96, ENDS)[0] | {"norm_const_tensor": torch.ones(1), "d_dtype": F8}
@@ -172,6 +177,8 @@ ANY = [  # (wrappers, kind, change, sentence)
     ("glu dglu plain", "bf16", change(prob_tensor=None), "prob_tensor"),
     ("glu dglu plain", "bf16", change(prob_tensor=lambda x: x.to(BF16)), "prob_tensor must be"),
     ("glu quant", "mxfp8", nan_padding, "must be finite"),
+    ("glu dglu quant", "nvfp4", of_depth(nvfp4_call, 48), "a_tensor: .* multiple of 32"),
+    ("glu dglu plain", "bf16", of_depth(bf16_call, 12), "a_tensor: .* multiple of 8"),
     ("glu dglu", "bf16", change(norm_const_tensor=torch.ones(1)), "forbid norm_const"),
     ("glu dglu", "bf16", change(discrete_col_sfd=True), "forbid discrete_col_sfd"),
     ("glu dglu", "bf16", change(sf_vec_size=32), "forbid sf_vec_size"),
@@ -247,6 +254,7 @@ POINTERS = [
     (change(b_ptrs=lambda x: x * 0), "non-null"),
     (change(sfb_ptrs=lambda x: x[:1]), "2 entries"),
     (change(sfb_ptrs=None), "sfb_ptrs is required"),
+    (change(b_ptrs=lambda x: x[:1].repeat(1025)), "at most 1024 experts"),
     (change(n=None), "needs n"),
     (change(b_dtype=torch.float8_e5m2), "b_dtype must be"),
     (change(b_major="m"), "b_major"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import re
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ def test_weights_are_used_where_they_lie() -> None:
         model = make_model(family)
         logits_and_grads(model, "fusible")
         experts = experts_of(model)
-        (weight,) = experts._fusible_block.up.weights()
+        (weight,) = experts._fusible_block.mlp[1].weights()
         assert weight.data_ptr() == experts.gate_up_proj.data_ptr()
         assert weight.is_contiguous() != experts.is_transposed
         # A new parameter is seen, as after load_state_dict(assign=True).
         experts.gate_up_proj = nn.Parameter(torch.zeros_like(experts.gate_up_proj))
-        assert not experts._fusible_block.up.weights()[0].any()
+        assert not experts._fusible_block.mlp[1].weights()[0].any()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -97,7 +97,22 @@ def test_bf16_training_step_and_copies() -> None:
     # A copy's block reads the copy's parameters.
     other = copy.deepcopy(model)
     experts = experts_of(other)
-    assert experts._fusible_block.up.weights()[0] is experts.gate_up_proj
+    assert experts._fusible_block.mlp[1].weights()[0] is experts.gate_up_proj
+
+
+def test_saved_and_checkpointed_models(tmp_path: Path) -> None:
+    model = make_model("gpt_oss")
+    expected = logits_and_grads(model, "fusible")
+    assert torch.equal(
+        logits_and_grads(pickle.loads(pickle.dumps(model)), "fusible")[0], expected[0]
+    )
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
+    assert torch.equal(forward_backward(loaded, loaded)[0], expected[0])
+    model.train()
+    newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
+    (newer or model.gradient_checkpointing_enable)()
+    assert_same(logits_and_grads(model, "fusible"), expected)
 
 
 def test_autocast_and_recipes() -> None:
@@ -112,11 +127,23 @@ def test_autocast_and_recipes() -> None:
     torch.testing.assert_close(quantized, expected, rtol=0.2, atol=0.2)
 
 
+def test_quantized_weights_are_reused() -> None:
+    model = make_model("mixtral", hidden_size=64, intermediate_size=64)
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        expected = logits_and_grads(model, "fusible")
+        with fz.reuse_quantized_weights(model):
+            for _ in range(2):
+                assert torch.equal(logits_and_grads(model, "fusible")[0], expected[0])
+            linears = [experts_of(model)._fusible_block.mlp[i] for i in (1, 3)]
+            assert all(len(linear._reused) == 1 for linear in linears)
+
+
 def test_explain_takes_a_whole_model() -> None:
     model = make_model("mixtral", num_hidden_layers=1).to(torch.bfloat16)
     explanation = fz.explain(model, torch.zeros(2, 11, dtype=torch.int64), target="sm90")
     assert "grouped_mlp_sm90" in explanation.fired
-    assert str(explanation).startswith("Dispatch to Combine: sm90")
+    place = "MixtralForCausalLM.model.layers.0.mlp.experts.mlp"
+    assert str(explanation).startswith(f"{place}.0 to {place}.4: sm90")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -222,21 +249,8 @@ def test_import_needs_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.reload(integration).NAME == "fusible"
 
 
-# The page of the docs, and the example.
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-    assert f"prints `{capsys.readouterr().out.strip()}`" in page
-
-
 def test_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     example = importlib.import_module("transformers_moe")
     before, after = example.main(["--steps", "6"])
     assert after < before - 0.3

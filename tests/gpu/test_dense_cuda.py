@@ -188,6 +188,20 @@ def test_sums_in_place_on_cuda():
     ref.assert_accurate(y, exact.detach(), 2)
 
 
+@pytest.mark.parametrize("make", [fz.GELU, fz.ReLU, fz.SiLU])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_linear_bias_activation_in_inference(make, dtype):
+    seq = fz.Sequential(fz.Linear(128, 72, device="cuda", dtype=dtype), make())
+    torch.nn.init.normal_(seq[0].bias)
+    x = torch.randn(2, 33, 128, device="cuda", dtype=dtype)
+    rows = x.double() @ seq[0].weight.double().mT + seq[0].bias.double()
+    plain = {"GELU": lambda t: F.gelu(t, approximate="tanh"), "ReLU": F.relu, "SiLU": F.silu}
+    with torch.inference_mode():
+        y = seq(x)
+    ref.assert_accurate(y, plain[make.__name__](rows).detach(), 6)
+    assert seq.plan.fired == ("linear_bias_activation",)
+
+
 def test_capture_in_a_graph():
     options = {"device": "cuda", "dtype": torch.bfloat16}
     seq = fz.Sequential(

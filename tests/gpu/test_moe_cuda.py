@@ -180,11 +180,11 @@ def test_opcheck():
 HIDDEN, EXPERTS, INNER, TOP_K = 256, 16, 128, 4
 
 
-def make_block(shared=False, weighted=False, **router):
+def make_block(shared=False, weighted=False, recompute=False, **router):
     options = {"bias": False, "single_grouped_weight": True}
     ops = [
         fz.TopKRouter(HIDDEN, EXPERTS, TOP_K, **router),
-        fz.Dispatch(EXPERTS),
+        fz.Dispatch(EXPERTS, recompute_rows=recompute),
         fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
         fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
         fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
@@ -246,6 +246,17 @@ def test_bitwise_over_20_runs():
     for _ in range(20):
         for a, b in zip(step(block, x, dy), first, strict=True):
             assert torch.equal(a, b)
+
+
+def test_recomputed_rows_give_the_same_bits():
+    one, two = make_block().bfloat16().cuda(), make_block(recompute=True).bfloat16().cuda()
+    two.load_state_dict(one.state_dict())
+    x = torch.randn(900, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    for a, b in zip(step(one, x, dy), step(two, x, dy), strict=True):
+        assert torch.equal(a, b)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert one.plan.fired == two.plan.fired == ("moe_experts_sm90",)
 
 
 def test_no_synchronisation():

@@ -44,21 +44,17 @@ def inputs(device):
 
 def step(module, recipe, x, splits, scales):
     """Output and gradients of one forward and backward."""
-    with fz.autocast(recipe=recipe):
+    with fz.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x, splits, scales, splits)
     grads = torch.autograd.grad(y.float().square().sum(), [x, *module.parameters()])
     return [y.detach(), *grads]
 
 
-@each_recipe
-def test_values_are_those_of_the_cpu(recipe):
-    module = block()
-    for p in module.parameters():
-        if p.dim() == 1:
-            nn.init.normal_(p)
-    want = step(module, recipe, *inputs("cpu"))
-    got = step(module.cuda(), recipe, *inputs("cuda"))
-    # Parameters' gradients together: an empty group's are zero, and a small one's are noisy.
+def errors(got, want):
+    """Relative errors of output, input gradient, and the parameters' gradients together.
+
+    Together, since an empty group's are zero, and a small one's are noisy.
+    """
     got, want = (
         [
             t[0].cpu().float(),
@@ -67,11 +63,25 @@ def test_values_are_those_of_the_cpu(recipe):
         ]
         for t in (got, want)
     )
-    for mine, theirs in zip(got, want, strict=True):
-        error = (mine - theirs).norm() / theirs.norm()
-        # The activation between products is in BF16, and quantizing it turns its last bit into
-        # one of the format, now and then.
-        assert float(error) < (0.15 if recipe.name == "nvfp4" else 0.05)
+    return [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+
+
+@each_recipe
+def test_values_are_those_of_the_cpu(recipe):
+    module = block()
+    for p in module.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p)
+    exact = step(module, None, *inputs("cpu"))
+    want = step(module, recipe, *inputs("cpu"))
+    got = step(module.cuda(), recipe, *inputs("cuda"))
+    # The activation between products is in BF16, and quantizing it turns its last bit into one of
+    # the format, now and then; that of a tensor's maximum moves the whole tensor. So the two may
+    # differ as each differs from what is not quantized, and neither is worse than the other.
+    of_cpu, of_gpu = errors(want, exact), errors(got, exact)
+    for between, theirs, mine in zip(errors(got, want), of_cpu, of_gpu, strict=True):
+        assert mine < 1.1 * theirs
+        assert between < 1.2 * theirs
 
 
 @each_recipe

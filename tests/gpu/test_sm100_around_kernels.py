@@ -9,6 +9,7 @@ import fusible as fz
 from fusible import recipes
 from fusible.kernels import emulator_sm100
 from fusible.kernels.sm100 import padding
+from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.library import encode
 from fusible.testing import assume_target
@@ -53,6 +54,38 @@ def packed(device, fmt, x):
 def test_packed_bytes_are_those_of_the_host(fmt):
     x = torch.randn(ROWS, HIDDEN, dtype=BF16)
     for mine, theirs in zip(packed("cuda", fmt, x), packed("cpu", fmt, x), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+ROWS_OF_GROUPS = {
+    "ragged": (SIZES, ROWS),
+    "whole tiles": ((256, 0, 512), 1024),
+    "one group": ((31,), 31),
+    "many": ((1, 0, 2, 255, 0, 257, 33) * 20, 11_000),
+    "all empty": ((0, 0), 40),
+}
+
+
+@pytest.mark.parametrize("splits", ROWS_OF_GROUPS)
+@pytest.mark.parametrize("columns", [64, 192, 1088, 2048])
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+def test_the_kernel_that_does_it_all_gives_the_same_bytes(splits, columns, uses):
+    sizes, rows = ROWS_OF_GROUPS[splits]
+    x = torch.randn(rows, columns, dtype=BF16) * torch.randn(rows, 1).exp().to(BF16)
+    if rows > 3:
+        x[1, 5], x[2, 6], x[3] = float("nan"), float("inf"), 0
+    x[sum(sizes) :] = float("nan")
+    made = []
+    for device in ("cpu", "cuda"):
+        ends = torch.tensor(sizes, device=device).cumsum(0).int()
+        aligned = splits == "whole tiles"
+        places = padding.places_of(ends, rows, aligned)
+        # Memory that was used before must not show.
+        poison = torch.full((1 << 26,), 255, dtype=torch.uint8, device=device)
+        del poison
+        pieces = quantized(x.to(device), ends, places, *uses)
+        made.append([piece.view(torch.uint8).cpu() for piece in pieces])
+    for mine, theirs in zip(*made, strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -177,9 +177,7 @@ def written_scales(scales: Tensor) -> Tensor:
     return physical.view(torch.uint8).view(-1)
 
 
-def destination(
-    rows: Rows, columns: int, dtype: torch.dtype, *amax: int, d: Tensor | None = None
-) -> WideD | QuantizedD:
+def destination(rows: Rows, columns: int, dtype: torch.dtype, *amax: int) -> WideD | QuantizedD:
     """D of a block-scaled GLU or dGLU kernel, or of a BF16 one: which follows from its operands."""
     call = rows.call
     need_pitch(dtype, columns, "D")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusible.kernels.cache import kept
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.recipes.formats import Encoded, dequantize
 from fusible.recipes.grouped import group_offsets
@@ -75,6 +77,13 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
 
 
 @cache
+def _kernel(kernel: str, spec: EncodeSpec | DecodeSpec, capability: tuple[int, int]) -> Any:
+    """The compiled kernel for GPUs of ``capability``: from memory, disk or the compiler."""
+    name = f"{kernel} {spec} {capability}"
+    return kept(Path(__file__).parent, name, lambda: compiled(kernel, spec))
+
+
+@cache
 def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
     """Compile the offsets kernel; called with first_dims, offsets, ends, columns."""
     import cutlass
@@ -106,6 +115,7 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
     all_rows, pitch = x.numel() // columns, x.stride(-2)
     where = x.data_ptr(), 0 if ends is None else ends.data_ptr()
+    capability = _capability(x.device)
     with torch.cuda.device(x.device):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         largest = 0
@@ -113,11 +123,10 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
             amax = x.new_zeros(groups, dtype=torch.int32)
             largest = amax.data_ptr()
             sizes = all_rows, columns, pitch, groups, rows
-            compiled("amax", spec._replace(rowwise=True, columnwise=True))(
-                *where, largest, *sizes, stream
-            )
+            maximum = _kernel("amax", spec._replace(rowwise=True, columnwise=True), capability)
+            maximum(*where, largest, *sizes, stream)
         col_blocks = pieces[4].numel() // columns
-        compiled("encode", spec)(
+        _kernel("encode", spec, capability)(
             *where, largest, *[p.data_ptr() for p in pieces],
             all_rows, columns, pitch, groups, rows, col_blocks, stream,
         )  # fmt: skip
@@ -161,7 +170,7 @@ def _dequantize(
     groups = data.shape[:-2].numel() if ends is None else len(ends)
     spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
     with torch.cuda.device(data.device):
-        compiled("decode", spec)(
+        _kernel("decode", spec, _capability(data.device))(
             data.data_ptr(),
             scale.data_ptr(),
             0 if tensor_scale is None else tensor_scale.data_ptr(),

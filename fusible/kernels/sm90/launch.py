@@ -4,18 +4,17 @@ Nothing here reads a tensor's values: group ends, scales and pointers stay on th
 """
 
 import functools
-import hashlib
-import os
-import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fusible.kernels.cache import kept
 from fusible.kernels.sm90.spec import Spec
 
+_HERE = Path(__file__).parent
 _MAX_POINTER_TABLES = 1024
 _pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
 # Sources of tables made while a CUDA graph was captured: a replay copies from them again.
@@ -63,50 +62,19 @@ def _compile(function: Any, kinds: list[Any], options: str):
 @functools.cache
 def kernel(spec: Spec):
     """The compiled kernel of a spec: from memory, disk or the compiler."""
-    return _kept(repr(spec), functools.partial(compile_spec, spec))
+    return kept(_HERE, repr(spec), functools.partial(compile_spec, spec))
 
 
 @functools.cache
 def _group_ends(dtype: torch.dtype):
     name = str(dtype).removeprefix("torch.")
-    return _kept(f"group_ends {name}", functools.partial(compile_group_ends, name))
+    return kept(_HERE, f"group_ends {name}", functools.partial(compile_group_ends, name))
 
 
 @functools.cache
 def _tile_sums(dtype: torch.dtype):
     name = str(dtype).removeprefix("torch.")
-    return _kept(f"tile_sums {name}", functools.partial(compile_tile_sums, name))
-
-
-def _kept(name: str, compile_it: Callable[[], Any]):
-    """What ``name`` stands for: from disk, else compiled and written to disk."""
-    from cutlass import cute
-
-    path = cache_directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
-    if not path.exists():
-        compiled = compile_it()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Written under another name first: another process may be looking.
-            handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
-        except OSError:  # nowhere to keep it
-            return compiled
-        os.close(handle)
-        compiled.export_to_c(object_file_path=partial, function_name="launch")
-        Path(partial).replace(path)
-    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
-
-
-@functools.cache
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: one folder for each version of this code and the DSL."""
-    from importlib.metadata import version
-
-    digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
-    here = Path(__file__).parent
-    for source in [*sorted((here / "device").glob("*.py")), here / "spec.py", Path(__file__)]:
-        digest.update(source.read_bytes())
-    return Path.home() / ".cache" / "fusible" / "sm90" / digest.hexdigest()[:16]
+    return kept(_HERE, f"tile_sums {name}", functools.partial(compile_tile_sums, name))
 
 
 class Start:

@@ -54,6 +54,43 @@ def _place(kind, tokens, spec):
     return places
 
 
+def _my_choices():
+    """The first choice of a thread and the distance to its next."""
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    return cta * THREADS + thread, ctas * THREADS
+
+
+@cute.jit
+def _values_to_rows(
+    values: Int64,
+    row_map: Int64,
+    out: Int64,
+    choices: Int32,
+    rows: Int32,
+    dtype: cutlass.Constexpr,
+):
+    """One number of each choice to its row, zeros to the rows of the tail."""
+    first, step = _my_choices()
+    for choice in cutlass.range(first, choices, step, unroll=1):
+        entry = _row(row_map, choice, True)
+        value = _number(values, choice, entry >= 0, dtype)
+        row = cutlass.max(entry, ~entry)
+        _put(out, row, value, row < rows, dtype)
+
+
+@cute.jit
+def _values_to_choices(
+    values: Int64, row_map: Int64, out: Int64, choices: Int32, dtype: cutlass.Constexpr
+):
+    """One number of each row to its choice, zeros where there is no row."""
+    first, step = _my_choices()
+    for choice in cutlass.range(first, choices, step, unroll=1):
+        row = _row(row_map, choice, True)
+        _put(out, choice, _number(values, row, row >= 0, dtype), True, dtype)
+
+
 def _weight(weights, token, j, row, computed, spec):
     """Weight of a choice, zero if it is not computed."""
     index = row if spec.weights == "row" else token * spec.top_k + j
@@ -71,6 +108,8 @@ def _scatter(
     rows: Int32,
     spec: cutlass.Constexpr,
 ):
+    if cutlass.const_expr(spec.weights == "choice"):
+        _values_to_rows(weights, row_map, moved, tokens * spec.top_k, rows, spec.weight_dtype)
     places = _place("scatter", tokens, spec)
     loaded = []
     for token, column, exists in places:
@@ -84,13 +123,9 @@ def _scatter(
             row = cutlass.max(entry, ~entry)
             inside = Boolean(exists) & (row < rows)
             kept = words
-            if cutlass.const_expr(spec.weights != ""):
-                weight = _weight(weights, token, j, row, Boolean(inside) & computed, spec)
-                if cutlass.const_expr(spec.scale):
-                    kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
-                if cutlass.const_expr(spec.weights == "choice"):
-                    first = Boolean(inside) & (column == 0)
-                    _put(moved, row, weight, first, spec.weight_dtype)
+            if cutlass.const_expr(spec.scale):
+                weight = _weight(weights, token, j, row, inside & computed, spec)
+                kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
             kept = [bits.select(computed, word, 0) for word in kept]
             bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
 
@@ -106,6 +141,8 @@ def _gather(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
+    if cutlass.const_expr(spec.values != ""):
+        _values_to_choices(values, row_map, picked, tokens * spec.top_k, spec.values)
     places = _place("gather", tokens, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
@@ -116,7 +153,7 @@ def _gather(
                 at = rows + (Int64(row) * spec.vectors + column) * 16
                 loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
         at = iter(loaded)
-        for i, (token, column, exists) in enumerate(places):
+        for i, (token, _, _) in enumerate(places):
             for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
                 row, words = next(at)
                 numbers = bits.unpack(words, spec.dtype)
@@ -124,10 +161,6 @@ def _gather(
                     weight = _weight(weights, token, j, row, row >= 0, spec)
                     numbers = [bits.mul(n, weight) for n in numbers]
                 totals[i] = [bits.add(t, n) for t, n in zip(totals[i], numbers, strict=True)]
-                if cutlass.const_expr(spec.values != ""):
-                    value = _number(values, row, row >= 0, spec.values)
-                    first = Boolean(exists) & (column == 0)
-                    _put(picked, token * spec.top_k + j, value, first, spec.values)
     for (token, column, exists), total in zip(places, totals, strict=True):
         at = out + (Int64(token) * spec.vectors + column) * 16
         bits.store(at, bits.pack(total, spec.dtype), Int32(exists))

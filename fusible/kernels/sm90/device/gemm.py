@@ -7,7 +7,6 @@ accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory
 """
 
 import cuda.bindings.driver as cuda
-import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
@@ -17,6 +16,7 @@ from cutlass.utils import hopper_helpers as hopper
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts
 from fusible.kernels.sm90.device.parts import (
+    DTYPES,
     WARPGROUP,
     Operands,
     Outputs,
@@ -28,12 +28,6 @@ from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
-_DTYPES = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-    "float64": cutlass.Float64,
-}
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
 _LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
@@ -43,7 +37,7 @@ class GroupedGemm:
 
     def __init__(self, spec: Spec):
         self.spec, self.tile = spec, spec.tile
-        self.dtype, self.out_dtype = _DTYPES[spec.dtype], _DTYPES[spec.out_dtype]
+        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
 
@@ -149,7 +143,7 @@ class GroupedGemm:
             self._vector(Int64, table, groups) if const_expr(spec.table) else None,
             b if const_expr(spec.by_rows) else out,
             self._rows(self.dtype, bias, groups, bias_columns) if const_expr(spec.bias) else None,
-            self._vector(_DTYPES[spec.scale], scales, total_rows)
+            self._vector(DTYPES[spec.scale], scales, total_rows)
             if const_expr(spec.scale)
             else None,
             self._rows(Float32, partials, tiles, total_rows)

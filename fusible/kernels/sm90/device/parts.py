@@ -2,12 +2,21 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Int32, Int64, cute, select_
 
 from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, Spec
 
 WARPGROUP = 128  # threads
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "float64": cutlass.Float64,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
 
 
 class Problem(NamedTuple):

@@ -5,15 +5,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
+from fusible.kernels.sm90.device.parts import DTYPES
+
 _LANES = 32
 _THREADS = 256
-_SIZES = {"int32": cutlass.Int32, "int64": cutlass.Int64}
-_SCALES = {
-    "float32": cutlass.Float32,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float64": cutlass.Float64,
-}
 
 
 def _vector(dtype, address, size):
@@ -25,7 +20,7 @@ class GroupEnds:
     """One warp scans group sizes of ``dtype``; negative ones count as none, ends stop at rows."""
 
     def __init__(self, dtype: str):
-        self.dtype = _SIZES[dtype]
+        self.dtype = DTYPES[dtype]
 
     @cute.jit
     def __call__(
@@ -63,7 +58,7 @@ class TileSums:
     """Sums over the tiles of a row, always in the same order, as ``dtype``."""
 
     def __init__(self, dtype: str):
-        self.dtype = _SCALES[dtype]
+        self.dtype = DTYPES[dtype]
 
     @cute.jit
     def __call__(

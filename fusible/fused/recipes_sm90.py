@@ -1,0 +1,217 @@
+"""Grouped linears and grouped MLPs on Hopper under a recipe: our SM90 kernels on what it decodes.
+
+Operands are encoded in the recipe's formats, saved so, and decoded to BF16, in one launch each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusible.formulas import cast
+from fusible.fused.grouped_sm90 import (
+    _INTERLEAVES,
+    ScaledGLU,
+    _features,
+    _operands,
+    _options,
+    _readable,
+    _rows,
+    _shaped,
+    _vector,
+    weight_grads,
+)
+from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.context import OperationContext
+from fusible.fuser.rules import rule
+from fusible.kernels.provider import provider
+from fusible.kernels.sm90 import limits
+from fusible.ops import FusedOperation, GroupedLinear
+from fusible.ops.activation import check_row_scales
+from fusible.ops.op import Grads
+
+_RECIPE = (
+    equal(this.sm, limits.ARCHITECTURE),
+    one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
+    equal(this.dtype, "bfloat16"),
+)
+
+
+class RecipeLinearForwardSm90(FusedOperation):
+    """Forward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """One grouped product."""
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        return _product(linear, ctx, input_, basic_op_extra_inputs[0], basic_op_kwargs[0]), [()]
+
+
+class RecipeLinearBackwardSm90(FusedOperation):
+    """Backward of one ``GroupedLinear``."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__([linear])
+        self._parts = (linear,)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Two grouped products."""
+        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        return _backward(linear, ctx, grad_output)
+
+
+class RecipeMLPSm90(FusedOperation):
+    """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
+
+    Saves what the ops alone save, where the activation between them is FC2's quantized input.
+    """
+
+    saves = "quantized inputs and weights, pre-activation, scales, end rows of the groups"
+
+    def __init__(self, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> None:
+        super().__init__([fc1, act, fc2])
+        self._parts = fc1, act, fc2
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Two products, the first with the activation taken from its accumulators."""
+        kernels = provider("sm90")
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = basic_op_ctxs
+        x, ends, _, weights = _operands(kernels, fc1, ctx1, input_, *basic_op_extra_inputs[0])
+        fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
+        scales = basic_op_extra_inputs[1][0]
+        check_row_scales(scales, input_, type(act).__name__)
+        assert scales is not None
+        preact, hidden = kernels.grouped_gemm_glu(
+            x,
+            weights,
+            ends,
+            _vector(scales),
+            bias=fc1.stacked_bias(x.dtype),
+            store_preact=ctx_act.requires_grad,
+            **_options(act),
+        )
+        if ctx_act.requires_grad:
+            ctx_act.save_for_backward(_shaped(preact, input_.shape[:-1]), scales)
+        hidden = _shaped(cast(hidden, ctx1.dtype), input_.shape[:-1])
+        y = _product(fc2, ctx2, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
+        return y, [(), (), ()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Four products, FC2's data gradient with that of the activation."""
+        kernels = provider("sm90")
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = basic_op_ctxs
+        preact, scales = ctx_act.saved_tensors
+        shape = grad_output.shape[:-1]
+        given = fc2.grad_operands(ctx2, grad_output)
+        dpreact, _, dscales = kernels.grouped_gemm_dglu(
+            _rows(kernels, given.rows),
+            _readable(kernels, given.weights),
+            given.ends,
+            _rows(kernels, preact),
+            _vector(scales),
+            **_options(act),
+        )
+        dweights = weight_grads(fc2, ctx2, given.columns, given.x, given.ends)
+        (params2,), (extra2,) = fc2.other_grads(ctx2, given, dweights, shape)
+        del given  # its memory serves what follows
+        dx, (params1,), (extra1,) = _backward(fc1, ctx1, _shaped(dpreact, shape))
+        return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
+
+
+def _product(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    input_: Tensor,
+    extra_inputs: Sequence[Tensor | None],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Output of one linear, which saves its operands."""
+    kernels = provider("sm90")
+    x, ends, row_scale, weights = _operands(kernels, linear, ctx, input_, *extra_inputs)
+    bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
+    y = cast(kernels.grouped_gemm(x, weights, ends, bias, row_scale), ctx.dtype)
+    y = _shaped(y, input_.shape[:-1])
+    return y if output is None else output.copy_(y)
+
+
+def _backward(
+    linear: GroupedLinear, ctx: OperationContext, grad_output: Tensor
+) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    """Gradients of one linear, from what it saved."""
+    kernels = provider("sm90")
+    given, shape = linear.grad_operands(ctx, grad_output), grad_output.shape[:-1]
+    dx = None
+    if ctx.needs.input:
+        weights = _readable(kernels, given.weights)
+        dx = kernels.grouped_gemm(_rows(kernels, given.rows), weights, given.ends, transpose_w=True)
+        dx = _shaped(cast(dx, ctx.dtype), shape)
+        buffer = linear.grad_input_buffer(ctx, grad_output)
+        dx = dx if buffer is None else buffer.copy_(dx)
+    dweights = weight_grads(linear, ctx, given.columns, given.x, given.ends)
+    return dx, *linear.other_grads(ctx, given, dweights, shape)
+
+
+@rule(
+    *_RECIPE,
+    *_features(this.fc1, this.fc2),
+    equal(this.fc1.num_groups, this.fc2.num_groups),
+    equal(this.fc1.out_features, 2 * this.fc2.in_features),
+    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
+    equal(this.fc1.scale_bias, False),
+    equal(this.fc1.requires_grad, this.fc2.requires_grad),
+    equal(this.act.requires_grad, this.fc2.requires_grad),
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+)
+def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> RecipeMLPSm90:
+    """The kernels of BF16 on decoded operands; activations are not read again to be made."""
+    return RecipeMLPSm90(fc1, act, fc2)
+
+
+@rule(*_RECIPE, *_features(this.linear), phase="forward")
+def recipe_linear_forward_sm90(linear: GroupedLinear) -> RecipeLinearForwardSm90:
+    """One launch over device-side groups, tail included, of decoded operands."""
+    return RecipeLinearForwardSm90(linear)
+
+
+@rule(*_RECIPE, *_features(this.linear), phase="backward")
+def recipe_linear_backward_sm90(linear: GroupedLinear) -> RecipeLinearBackwardSm90:
+    """Two launches: data gradient and weight gradient of decoded operands."""
+    return RecipeLinearBackwardSm90(linear)
