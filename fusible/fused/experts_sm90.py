@@ -78,7 +78,8 @@ class MoEExpertsSm90(FusedOperation):
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(extra)]
             for op, extra in zip(self._parts, basic_op_extra_inputs, strict=True)
         ]
-        first.gives_scales = basic_op_extra_inputs[2][0] is None
+        # Which of the activation and FC2's bias take its scales.
+        first.gives_scales = [of_op[-1] is None for of_op in basic_op_extra_inputs[2:4]]
         y, _ = run(self._mlp, middle, rows, slice(1, 4), given[1:4])
         y, _ = run(combine, [last], y, slice(4, 5), given[4:])
         if first.requires_grad and dispatch.recompute_rows:
@@ -110,8 +111,9 @@ class MoEExpertsSm90(FusedOperation):
         drows = data_grad(fc1, ctx1, dpreact, ends, weights1, dpreact)
         assert drows is not None
         dmoved = basic_op_grad_extra_outputs[0][1]
-        if first.gives_scales:
-            dmoved = dscales if dmoved is None else dscales + dmoved
+        for mine, given in zip((dscales, extra2[-1]), first.gives_scales, strict=True):
+            if given and mine is not None:
+                dmoved = mine if dmoved is None else mine + dmoved
         dx, none, extra0 = dispatch.fuser_backward(
             [first], drows, basic_op_grad_extra_outputs=[(None, dmoved, None)]
         )
@@ -127,7 +129,6 @@ class MoEExpertsSm90(FusedOperation):
     equal(this.dispatch.scale_input, False),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
-    equal(this.fc2.scale_bias, False),
     *MLP_NEEDS,
 )
 def moe_experts_sm90(

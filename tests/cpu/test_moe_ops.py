@@ -487,8 +487,9 @@ class Means(fz.BasicOperation):
         return grad_output + dmeans.to(grad_output.dtype) / grad_output.shape[1], [()], [()]
 
 
+@pytest.mark.parametrize("scale_bias", [False, True])
 @pytest.mark.parametrize("own_scales", [False, True])
-def test_recomputed_rows(own_scales):
+def test_recomputed_rows(own_scales, scale_bias):
     """Fused, the tokens are saved, not their copies; nothing else changes."""
     results = []
     for recompute in (False, True):
@@ -502,7 +503,9 @@ def test_recomputed_rows(own_scales):
             fz.Dispatch(EXPERTS, recompute_rows=recompute).set_extra_output_channel(1, "weights"),
             fz.GroupedLinear(EXPERTS, 64, 32, **options),
             act,
-            fz.GroupedLinear(EXPERTS, 16, 64, **options),
+            fz.GroupedLinear(
+                EXPERTS, 16, 64, **{**options, "bias": scale_bias}, scale_bias=scale_bias
+            ),
             fz.Combine(),
         )
         x = torch.randn(40, 64).bfloat16().requires_grad_()
@@ -517,6 +520,12 @@ def test_recomputed_rows(own_scales):
         assert fired == ("moe_experts_sm90",)
         assert ((160, 64) in saved) != recompute
         results.append((*outputs, *grads))
+        if not recompute:
+            with assume_target("sm80"):
+                outputs = seq(x, probs, ids)
+                loss = sum(t.float().sin().sum() for t in outputs)
+                unfused = torch.autograd.grad(loss, [x, probs, *seq.parameters()])
+            torch.testing.assert_close(grads, unfused, rtol=0.02, atol=0.02)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from fusible.kernels import bits
 
 THREADS = 256
-UNROLL = {"scatter": 4, "gather": 2}  # tokens a thread has in flight
+UNROLL = 4  # tokens a thread has in flight
 TOGETHER = 8  # choices a thread has in flight
 
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -42,13 +42,13 @@ def _row(row_map, index, inside):
     return Int32(bits.select(inside, found, 0xFFFFFFFF))
 
 
-def _place(kind, tokens, spec):
+def _place(tokens, spec):
     """For each of a thread's tokens: token, 16-byte column, whether it exists."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     places = []
-    for u in range(UNROLL[kind]):
-        vector = (cta * UNROLL[kind] + u) * THREADS + thread
+    for u in range(UNROLL):
+        vector = (cta * UNROLL + u) * THREADS + thread
         token, column = vector // spec.vectors, vector % spec.vectors
         places.append((token, column, token < tokens))
     return places
@@ -110,7 +110,7 @@ def _scatter(
 ):
     if cutlass.const_expr(spec.weights == "choice"):
         _values_to_rows(weights, row_map, moved, tokens * spec.top_k, rows, spec.weight_dtype)
-    places = _place("scatter", tokens, spec)
+    places = _place(tokens, spec)
     loaded = []
     for token, column, exists in places:
         at = x + (Int64(token) * spec.vectors + column) * 16
@@ -141,9 +141,7 @@ def _gather(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
-    if cutlass.const_expr(spec.values != ""):
-        _values_to_choices(values, row_map, picked, tokens * spec.top_k, spec.values)
-    places = _place("gather", tokens, spec)
+    places = _place(tokens, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
         loaded = []
@@ -164,6 +162,8 @@ def _gather(
     for (token, column, exists), total in zip(places, totals, strict=True):
         at = out + (Int64(token) * spec.vectors + column) * 16
         bits.store(at, bits.pack(total, spec.dtype), Int32(exists))
+    if cutlass.const_expr(spec.values != ""):
+        _values_to_choices(values, row_map, picked, tokens * spec.top_k, spec.values)
 
 
 @cute.kernel
@@ -210,8 +210,8 @@ def _dots(
             _put(out, index, total, inside, "f32")
 
 
-def _blocks(kind, tokens, spec):
-    per_block = THREADS * UNROLL[kind]
+def _blocks(tokens, spec):
+    per_block = THREADS * UNROLL
     return (tokens * spec.vectors + per_block - 1) // per_block
 
 
@@ -229,7 +229,7 @@ def scatter(
 ):
     """Launch: addresses of contiguous tensors, as ``permute.scatter_rows`` names them."""
     _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
-        grid=[_blocks("scatter", tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
 
@@ -247,7 +247,7 @@ def gather(
 ):
     """Launch: addresses of contiguous tensors, as ``permute.gather_sum`` names them."""
     _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
-        grid=[_blocks("gather", tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
 
