@@ -198,8 +198,14 @@ def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, 
     }
 
 
+# Clock ticks, about 0.6 ms, for which the GPU spins before a call is timed, so that all of the call
+# is enqueued by then. With less, the first contestant of a turn, before which the GPU is idle,
+# would be timed with its host's work and the others without.
+_SPIN = 1_000_000
+
+
 def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:
-    """Median milliseconds of each call, interleaved, from a flushed L2 cache."""
+    """Median milliseconds on the device of each call, interleaved, from a flushed L2 cache."""
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -210,7 +216,7 @@ def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:
     for turn in range(runs + warm):
         for name, call in calls.items():
             flush.zero_()
-            torch.cuda._sleep(100_000)  # the call is enqueued before its turn comes
+            torch.cuda._sleep(_SPIN)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()

@@ -1,21 +1,76 @@
-"""Write the table of fusion rules into README.md, from the rules themselves."""
+"""Write the tables of README.md: the fusion rules, and what was measured of the grouped MLP."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import fusible.fused
 from fusible.fuser.rules import support_table
 
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- rules: written by make docs -->", "<!-- end of rules -->"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+MEASURED = ROOT / "benchmarks" / "results" / "grouped_mlp.json"
+PASSES = ("forward", "forward + backward")
+
+
+def measured_table(report: dict[str, Any]) -> str:
+    """Times of ``benchmarks/grouped_mlp.py`` and those of its peers over them, as Markdown."""
+    cells = {(c["config"], c["split"], c["pass"]): c["ms"] for c in report["cells"]}
+    columns = [f"{what}: ours, ms | torch / ours | quack / ours" for what in PASSES]
+    lines = [f"| shape | splits | {' | '.join(columns)} |", "|" + "---|" * 8]
+    shapes = dict.fromkeys((config, split) for config, split, _ in cells)
+    for config, split in shapes:
+        graph = f"{PASSES[1]}, graph" if (config, split, f"{PASSES[1]}, graph") in cells else ""
+        row = [f"{config}, in a CUDA graph" if graph else config, split]
+        for what in PASSES:
+            ms = cells.get((config, split, f"{what}, graph" if graph else what))
+            row += [
+                f"{ms['fused']:.4g}" if ms else "",
+                *[f"{ms[who] / ms['fused']:.2f}" if ms else "" for who in ("torch", "quack")],
+            ]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, "", _sentences(report)])
+
+
+def _sentences(report: dict[str, Any]) -> str:
+    where, host, found = report["environment"], report["host_us"], []
+    found.append(
+        f"Commit {where['commit']}, torch {where['torch']}, {where['date'].partition('T')[0]}."
+    )
+    for key, what in (("saved_mb", "Saved for the backward"), ("peak_mb", "Peak of both passes")):
+        sizes = [f"{v['fused'][key]:.0f} MB ({v['torch'][key]:.0f})" for v in _large(report)]
+        found.append(f"{what}, with PyTorch's in brackets: {', '.join(sizes)}.")
+    times = [f"{w} {host[w]['fused']:.0f} us ({host[w]['torch']:.0f})" for w in PASSES]
+    found.append(f"Host time at a tiny shape: {', '.join(times)}.")
+    if phases := host.get("phases"):
+        found.append(
+            f"Of it an empty autograd node takes {phases['autograd']:.0f} us, the launches with "
+            f"their allocations {phases['launches']:.0f} us."
+        )
+    return " ".join(found)
+
+
+def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Memory of the shapes, in the table's order, but for the small one."""
+    return [sizes for config, sizes in report["memory"].items() if config != "small"]
+
+
+TABLES = {
+    "rules": lambda: support_table(fusible.fused.RULES),
+    "measured": lambda: measured_table(json.loads(MEASURED.read_text(encoding="utf-8"))),
+}
 
 
 def with_table(text: str) -> str:
-    """``text`` with the table of rules between its markers brought up to date."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{support_table(fusible.fused.RULES)}\n{END}{tail}"
+    """``text`` with the tables between their markers brought up to date."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n{table()}\n{end}{tail}"
+    return text
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from fusible.fused.grouped_sm90 import (
     grouped_mlp_sm90,
 )
 from fusible.fused.grouped_sm100 import (
-    grouped_linear_backward_sm100,
-    grouped_linear_forward_sm100,
+    grouped_linear_sm100,
     grouped_mlp_sm100,
 )
 from fusible.fused.linear_add import backward_linear_add, linear_add
@@ -33,8 +32,7 @@ RULES = (
     recipe_linear_forward_sm90,
     recipe_linear_backward_sm90,
     grouped_mlp_sm100,
-    grouped_linear_forward_sm100,
-    grouped_linear_backward_sm100,
+    grouped_linear_sm100,
     linear_bias_activation,
     linear_add,
     backward_linear_add,

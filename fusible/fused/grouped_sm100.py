@@ -26,12 +26,9 @@ from fusible.ops.weights import matrix
 from fusible.ops.wgrad import add_or_copy
 from fusible.recipes.formats import mxfp8
 from fusible.recipes.product import (
-    SAVED,
     Operand,
     Product,
-    columnwise_only,
     encode_operand,
-    from_columnwise,
     is_quantized,
     values,
 )
@@ -73,6 +70,12 @@ def _recipe(ctx: OperationContext) -> Recipe:
 def _places(linear: GroupedLinear, ends: Tensor, rows: int) -> sm100.Places:
     aligned = linear.split_alignment % limits.GROUP_ROWS == 0
     return sm100.places_of(ends, rows, aligned)
+
+
+def _known_places(ends: Tensor, rows: Tensor | None, count: int) -> sm100.Places:
+    """The places of ``count`` rows that the forward has found."""
+    size = count if rows is None else sm100.padded_size(count, ends.shape[0])
+    return sm100.Places(ends, rows, size)
 
 
 def _in_place(places: sm100.Places) -> sm100.Places:
@@ -192,8 +195,16 @@ def _moved_scales(scales: Tensor | None, places: sm100.Places) -> Tensor | None:
 # --- one grouped linear ---------------------------------------------------------------------------
 
 
-class GroupedLinearForwardSm100(FusedOperation):
-    """Forward of one ``GroupedLinear``."""
+class GroupedLinearSm100(FusedOperation):
+    """One ``GroupedLinear``, forward and backward.
+
+    Saves what the gradients read of the input and of the weights, in the kernels' layouts.
+    """
+
+    saves = (
+        "x as the weight gradient reads it, end rows and places of the groups, row scales, weights "
+        "as the data gradient reads them"
+    )
 
     def __init__(self, linear: GroupedLinear) -> None:
         super().__init__([linear])
@@ -214,40 +225,27 @@ class GroupedLinearForwardSm100(FusedOperation):
         x, ends, row_scale = linear.rows(ctx, input_, *basic_op_extra_inputs[0])
         output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
         places = _places(linear, ends, x.shape[0])
-        wgrad, dgrad = ctx.needs.params[0], ctx.needs.input
-        encoded = _encoded(x, ctx, "input", {"forward": True, "wgrad": wgrad}, ends)
-        if encoded.format is None:
-            weights = linear.weights_in(ctx.dtype)
-            ctx.save_for_backward(encoded.plain, ends, row_scale, *weights)
-            packed = _plain_weights(weights)
-        else:
-            operands = linear.encoded_weights(ctx)
-            packed, _ = _forward_use(operands)
-            ctx.save_for_backward(
-                *columnwise_only(encoded, needed=wgrad),
-                ends,
-                row_scale,
-                *[t for operand in operands for t in columnwise_only(operand, needed=dgrad)],
-            )
-        row = sm100.pack(encoded._replace(column=None), ends, places).row
-        assert row is not None
+        wgrad = ctx.needs.params[0]
+        xq = _packed(x, ctx, "input", {"forward": True, "wgrad": wgrad}, ends, places)
+        weights, transposed = _weights(linear, ctx)
+        assert xq.row is not None
         y = sm100.gemm(
-            row,
-            packed,
+            xq.row,
+            weights,
             places,
             bias=linear.stacked_bias(ctx.dtype),
             row_scale=_moved_scales(row_scale, places),
             out=_as_rows(output),
         )
+        ctx.save_for_backward(
+            ends,
+            row_scale,
+            places.ends,
+            places.rows,
+            *_flat(xq.column if wgrad else None),
+            *_flat_weights(transposed if ctx.needs.input else None),
+        )
         return _like(input_, y), [()]
-
-
-class GroupedLinearBackwardSm100(FusedOperation):
-    """Backward of one ``GroupedLinear``."""
-
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
 
     def fuser_backward(
         self,
@@ -258,33 +256,17 @@ class GroupedLinearBackwardSm100(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        fmt = _recipe(ctx).format("input")
-        head = 1 if fmt is None else SAVED
-        saved, ends, row_scale, *rest = (
-            ctx.saved_tensors[:head],
-            *ctx.saved_tensors[head : head + 2],
-            *ctx.saved_tensors[head + 2 :],
-        )
-        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
+        ends, row_scale, padded, rows, *saved = ctx.saved_tensors
         dy = matrix(grad_output, ctx.dtype)
-        places = _places(linear, ends, dy.shape[0])
+        places = _known_places(padded, rows, dy.shape[0])
+        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
         dyq = _packed(dy, ctx, "grad", {"dgrad": dgrad, "wgrad": wgrad}, ends, places)
         dx = None
         if dgrad:
             assert dyq.row is not None
-            if fmt is None:
-                packed = _plain_weights(rest)
-            else:
-                weight_format = _recipe(ctx).format("weight")
-                parts = [rest[i : i + SAVED] for i in range(0, len(rest), SAVED)]
-                operands = [from_columnwise(part, weight_format) for part in parts]
-                packed = sm100.pack_weights(operands, transposed=True)
-            dx = _data_grad(linear, ctx, dyq.row, packed, places, grad_output)
-        column = None
-        if wgrad:
-            x = Operand(None, plain=saved[0]) if fmt is None else from_columnwise(saved, fmt)
-            column = sm100.pack_columns(x, ends, places)
-        dweights = _weight_grads(linear, ctx, dyq.column, column, places)
+            weights = _saved_weights(saved[3:], ctx)
+            dx = _data_grad(linear, ctx, dyq.row, weights, places, grad_output)
+        dweights = _weight_grads(linear, ctx, dyq.column, sm100.Use(*saved[:3]), places)
         dy = values(dy)
         return (
             dx,
@@ -383,9 +365,9 @@ class GroupedMLPSm100(FusedOperation):
         ends, padded, rows = ctx1.saved_tensors[:3]
         c, prob = ctx_act.saved_tensors
         row_scale = ctx2.saved_tensors[0]
-        places = sm100.Places(padded, rows, c.shape[0])
         shape = grad_output.shape[:-1]
         dy = matrix(grad_output, ctx2.dtype)
+        places = _known_places(padded, rows, dy.shape[0])
         wgrad1, wgrad2 = ctx1.needs.params[0], ctx2.needs.params[0]
         dyq = _packed(dy, ctx2, "grad", {"dgrad": True, "wgrad": wgrad2}, ends, places)
         assert dyq.row is not None
@@ -481,13 +463,7 @@ def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) ->
     return GroupedMLPSm100(fc1, act, fc2)
 
 
-@rule(*_MACHINE, *_linears(this.linear), phase="forward")
-def grouped_linear_forward_sm100(linear: GroupedLinear) -> GroupedLinearForwardSm100:
-    """One launch over device-side groups, from operands in the recipe's own format."""
-    return GroupedLinearForwardSm100(linear)
-
-
-@rule(*_MACHINE, *_linears(this.linear), phase="backward")
-def grouped_linear_backward_sm100(linear: GroupedLinear) -> GroupedLinearBackwardSm100:
-    """Two launches: data gradient and weight gradient, in the recipe's own format."""
-    return GroupedLinearBackwardSm100(linear)
+@rule(*_MACHINE, *_linears(this.linear))
+def grouped_linear_sm100(linear: GroupedLinear) -> GroupedLinearSm100:
+    """One launch forward and two backward, on operands in the recipe's own format."""
+    return GroupedLinearSm100(linear)

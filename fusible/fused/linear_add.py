@@ -62,8 +62,7 @@ class LinearAdd(FusedOperation):
         linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
         addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
-        in_place = add.in_place and not torch.compiler.is_compiling()
-        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
+        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=add.writes())
         return y, [()] * len(basic_op_ctxs)
 
 

@@ -36,10 +36,12 @@ class BackwardLinearScale(FusedOperation):
         dy = cast(grad_output, ctx.dtype)
         dx = None
         if ctx.needs.input:
+            buffer = linear.grad_input_buffer(ctx, grad_output)
             rows = dy.reshape(-1, dy.shape[-1])
             # With beta=0 what it would add to is not read.
-            dx = torch.addmm(dy.new_empty(1), rows, weight, beta=0, alpha=scale.scale)
-            dx = dx.view(*dy.shape[:-1], weight.shape[1])
+            given = {} if buffer is None else {"out": buffer.view(-1, weight.shape[1])}
+            dx = torch.addmm(dy.new_empty(1), rows, weight, beta=0, alpha=scale.scale, **given)
+            dx = dx.view(*dy.shape[:-1], weight.shape[1]) if buffer is None else buffer
         dweight = linear.weight_grads(ctx, dense_gradient(dy, x, scale.scale))
         return dx, [dweight, ()], [(), ()]
 

@@ -37,6 +37,7 @@ def cache_directory(package: Path) -> Path:
 
     digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
     device = sorted((package / "device").glob("*.py"))
-    for source in [*device, package / "spec.py", package / "launch.py"]:
+    shared = package.parent / "bits.py"
+    for source in [shared, *device, package / "spec.py", package / "launch.py"]:
         digest.update(source.read_bytes())
     return Path.home() / ".cache" / "fusible" / package.name / digest.hexdigest()[:16]

@@ -104,8 +104,8 @@ class AddExtraInput(BasicOperation):
     Args:
         in_place: write the sum into the extra input, of which the output is an alias, in its
             dtype: no new memory. Autograd refuses the backward of whatever saved the extra input
-            before, and a run that saves it itself is refused in the forward. Compiled code makes
-            a new tensor.
+            before; a run that saves it itself is refused in the forward, and so is a checkpoint,
+            which would add twice. Compiled code makes a new tensor.
     """
 
     num_extra_inputs = 1
@@ -129,7 +129,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """``x + extra``."""
         addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
-        if self.in_place and not torch.compiler.is_compiling():
+        if self.writes():
             return addend.detach().add_(input_), [()]
         return input_ + addend, [()]
 
@@ -142,6 +142,21 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """``dy``, twice."""
         return grad_output, [()], [(grad_output,)]
+
+    def writes(self) -> bool:
+        """Whether the sum is to be written into the extra input.
+
+        Raises:
+            RuntimeError: it is, inside a backward, which is a forward that checkpointing repeats.
+        """
+        if not self.in_place or torch.compiler.is_compiling():
+            return False
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "AddExtraInput must have in_place=False inside torch.utils.checkpoint, got True; "
+                "the forward that it repeats would add to the extra input once more"
+            )
+        return True
 
     def extra_repr(self) -> str:
         """Whether in place."""

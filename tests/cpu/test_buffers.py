@@ -33,13 +33,15 @@ MODULES = {
     ),
     "mlp": lambda **options: ref.grouped_mlp(4, WIDTH, 64, bias=True, **options),
     "dense": lambda dtype=None: dense().to(dtype),
+    "scaled": lambda dtype=None: fz.Sequential(
+        fz.BasicLinear(WIDTH, WIDTH), fz.ConstantScale(0.5), fz.BasicLinear(WIDTH, WIDTH)
+    ).to(dtype),
 }
 
 
 def extra_inputs(kind, splits, scales):
-    return {"one": [splits], "two": [splits] * 2, "mlp": [splits, scales, splits], "dense": []}[
-        kind
-    ]
+    of_kind = {"one": [splits], "two": [splits] * 2, "mlp": [splits, scales, splits]}
+    return of_kind.get(kind, [])
 
 
 def run(path, module, kind, shape=(ROWS, WIDTH), op_kwargs=None):
@@ -59,7 +61,7 @@ def run(path, module, kind, shape=(ROWS, WIDTH), op_kwargs=None):
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, 5, WIDTH)], ids=["2-D", "3-D"])
 def test_same_bits_in_the_callers_memory(path, kind, shape):
-    if kind == "dense" and path == "mxfp8":
+    if kind in ("dense", "scaled") and path == "mxfp8":
         shape = (32, WIDTH)  # whole blocks
     dtype = PATHS[path][0]
     module = MODULES[kind](dtype=dtype)

@@ -34,6 +34,13 @@ def test_rms_norm_backward_op(add):
     torch.library.opcheck(definitions.rms_norm_backward, args)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strip"), [((1, 8), 4), ((256, 1024), 4), ((4096, 4096), 28), ((99999, 8192), 128)]
+)
+def test_strips_of_rows(shape, strip):
+    assert launch.strip_rows(*shape, 132) == strip
+
+
 KERNELS = [
     *(("activation_bias", ActivationBias(name, "bf16")) for name in definitions.ACTIVATIONS),
     ("activation_bias", ActivationBias("gelu", "f16")),

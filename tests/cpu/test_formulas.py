@@ -20,23 +20,91 @@ GLUS = [
         functools.partial(ref.clamped_qgeglu, limit=0.5, alpha=1.3, offset=0.25),
         id="clamped_qgeglu",
     ),
+    pytest.param(
+        functools.partial(formulas.situglu, beta1=0.7, beta2=1.5),
+        functools.partial(formulas.situglu_backward, beta1=0.7, beta2=1.5),
+        functools.partial(ref.situglu, beta1=0.7, beta2=1.5),
+        id="situglu",
+    ),
 ]
+UNARY = {
+    "gelu": (formulas.GELU, ref.gelu),
+    "qgelu": (formulas.QGELU, ref.qgelu),
+    "relu": (formulas.RELU, ref.relu),
+    "srelu": (formulas.SRELU, ref.srelu),
+    "silu": (formulas.SILU, ref.silu),
+    "sigmoid": (formulas.SIGMOID, ref.sigmoid),
+}
 
 
-@pytest.mark.parametrize(
-    ("formula", "independent"),
-    [
-        (
-            formulas.gelu,
-            lambda x: x * ref.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
-        ),
-        (formulas.relu, lambda x: torch.where(x > 0, x, 0)),
-        (formulas.silu, lambda x: x * ref.sigmoid(x)),
-    ],
-)
-def test_activations_equal_their_closed_forms(formula, independent):
+@pytest.mark.parametrize(("unary", "independent"), UNARY.values(), ids=UNARY)
+def test_functions_of_one_element_equal_their_closed_forms(unary, independent):
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
-    torch.testing.assert_close(formula(x), independent(x), rtol=1e-12, atol=1e-14)
+    y, (dx,) = ref.gradients(independent, [x], torch.cos(x))
+    torch.testing.assert_close(unary.value(x), y, rtol=1e-12, atol=1e-14)
+    _, derivative = torch.func.vjp(unary.value, x)
+    for mine in (unary.backward(torch.cos(x), x), derivative(torch.cos(x))[0]):
+        torch.testing.assert_close(mine, dx, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ref.LOW_PRECISION)
+@pytest.mark.parametrize(("unary", "independent"), UNARY.values(), ids=UNARY)
+def test_functions_of_one_element_round_once(unary, independent, dtype):
+    x, dy = torch.randn(64, 32).to(dtype), torch.randn(64, 32).to(dtype)
+    y, (dx,) = ref.gradients(independent, [x], dy)
+    # The slope of sigmoid is taken from its rounded value; ops use it on FP32 only.
+    roundings = 8 if unary is formulas.SIGMOID else 1
+    for mine, exact in ((unary.value(x), y), (unary.backward(dy, x), dx)):
+        assert mine.dtype == dtype
+        tolerance = roundings * torch.finfo(dtype).eps
+        torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance / 8)
+
+
+@pytest.mark.parametrize(("unary", "independent"), UNARY.values(), ids=UNARY)
+def test_gated_by_any(unary, independent):
+    x, dy = (torch.randn(5, n, dtype=torch.float64) for n in (12, 6))
+    y, (dx,) = ref.gradients(lambda x: ref.glu(independent)(x, 2), [x], dy)
+    torch.testing.assert_close(formulas.gated(x, None, 2, unary), y, rtol=1e-12, atol=1e-14)
+    mine, none = formulas.gated_backward(dy, x, None, 2, unary)
+    assert none is None
+    torch.testing.assert_close(mine, dx, rtol=1e-11, atol=1e-13)
+
+
+def test_scaled_srelu():
+    x, dy = (torch.randn(5, 12, dtype=torch.float64) for _ in range(2))
+    scales = torch.rand(5, dtype=torch.float64)
+    y, grads = ref.gradients(ref.scaled_srelu, [x, scales], dy)
+    torch.testing.assert_close(formulas.scaled_srelu(x, scales), y)
+    for mine, exact in zip(formulas.scaled_srelu_backward(dy, x, scales), grads, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_norms_and_their_backwards(name, zero_centered):
+    x, dy = (torch.randn(7, 12, dtype=torch.float64) for _ in range(2))
+    params = [torch.randn(12, dtype=torch.float64) for _ in range(1 + (name == "layer_norm"))]
+    formula, backward = getattr(formulas, name), getattr(formulas, f"{name}_backward")
+
+    def independent(x, w, *b):
+        return getattr(F, name)(x, (12,), 1 + w if zero_centered else w, *b, eps=1e-3)
+
+    y, grads = ref.gradients(independent, [x, *params], dy)
+    mine, *statistics = formula(x, *params, 1e-3, zero_centered)
+    torch.testing.assert_close(mine, y)
+    _, derivative = torch.func.vjp(lambda *a: formula(*a, 1e-3, zero_centered)[0], x, *params)
+    by_hand = backward(dy, x, *statistics, params[0], zero_centered)
+    for a, b, exact in zip(by_hand, derivative(dy), grads, strict=True):
+        torch.testing.assert_close(a, exact, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(b, exact, rtol=1e-11, atol=1e-13)
+
+
+def test_l2_normalize_and_its_backward():
+    x, dy = (torch.randn(7, 12, dtype=torch.float64) for _ in range(2))
+    y, (dx,) = ref.gradients(ref.l2_normalize, [x], dy)
+    mine, rnorm = formulas.l2_normalize(x, 1e-6)
+    torch.testing.assert_close(mine, y)
+    torch.testing.assert_close(formulas.l2_normalize_backward(dy, x, rnorm), dx)
 
 
 @pytest.mark.parametrize("interleave", LAYOUTS)

@@ -212,6 +212,19 @@ def test_a_sum_into_what_the_run_saved_is_refused():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_does_not_add_twice(fused, reentrant):
+    op = fz.BasicLinear(8, 8) if fused else fz.GELU()
+    seq = fz.Sequential(op, fz.AddExtraInput(in_place=True))
+    x, addend = torch.randn(3, 8, requires_grad=True), torch.zeros(3, 8)
+    y = checkpoint(seq, x, addend, use_reentrant=reentrant)
+    once = addend.clone()
+    with pytest.raises(RuntimeError, match=r"in_place=False inside|modified by an inplace"):
+        y.sum().backward()
+    assert torch.equal(addend, once)
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_gradients_summed_in_place_are_the_branchs(fused):
     module = fz.BasicLinear(8, 8) if fused else fz.GELU()
     x = torch.randn(4, 8, requires_grad=True)

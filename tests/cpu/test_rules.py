@@ -139,11 +139,7 @@ FITS = {
         ),
         "sm100",
     ),
-    "grouped_linear_forward_sm100": (
-        lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
-        "sm100",
-    ),
-    "grouped_linear_backward_sm100": (
+    "grouped_linear_sm100": (
         lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
         "sm100",
     ),

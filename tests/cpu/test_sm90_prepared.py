@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusible.kernels.sm90 import launch, mlp, ops
+from fusible.kernels.sm90.spec import Spec, Tile
 
 NO_OPTIONS = ("swiglu", 0, 0.0, 0.0, 0.0)
 QGEGLU = ("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
@@ -32,6 +33,17 @@ def launches(monkeypatch):
     yield made
     launch.prepared.cache_clear()
     mlp._mlp.cache_clear()
+
+
+def test_kernels_are_kept_by_the_source_they_are_made_from(monkeypatch):
+    kept = {}
+    monkeypatch.setattr(launch, "kept", lambda folder, name, _: kept.setdefault(name, folder))
+    launch.kernel.__wrapped__(Spec("store", Tile(128, 128)))
+    launch._group_ends.__wrapped__(torch.int64)
+    launch._tile_sums.__wrapped__(torch.float32)
+    assert len(kept) == 3
+    for folder in kept.values():
+        assert (folder / "device" / "gemm.py").exists()
 
 
 def equal(one, other):

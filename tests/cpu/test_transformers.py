@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible.integrations import transformers as integration
@@ -85,6 +86,18 @@ def test_compiled_models(family: str, fresh_compiler: None) -> None:
     assert "_fusible_block" not in vars(experts_of(model))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(forward_backward(model, compiled), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_once_for_any_number_of_tokens(fresh_compiler: None) -> None:
+    model = make_model("mixtral", num_hidden_layers=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (11, 13, 29, 17):  # the second makes the number of tokens symbolic
+        ids = torch.randint(0, 64, (2, length))
+        got = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(got, model(ids, use_cache=False).logits)
+    assert counter.frame_count == 2
 
 
 def test_bf16_training_step_and_copies() -> None:

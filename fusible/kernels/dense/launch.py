@@ -17,7 +17,8 @@ from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense import definitions
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, VECTOR, ActivationBias, RMSNorm
 
-_STRIP = 32  # rows of one partial sum of the activation's kernel
+_STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
+_MIN_STRIP, _MAX_STRIP = 4, 128  # rows
 
 
 @cache
@@ -56,7 +57,7 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
     from fusible.kernels.dense.device import activation_bias, rms_norm
 
     functions = {
-        "activation_bias": (activation_bias.activation_bias, [Int64] * 4 + [Int32] * 2),
+        "activation_bias": (activation_bias.activation_bias, [Int64] * 4 + [Int32] * 3),
         "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
@@ -92,10 +93,18 @@ def _activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[T
     dy, x = _aligned(dy), _aligned(x)
     rows, features = x.shape
     dx = torch.empty_like(x)
-    partial = x.new_empty(-(-rows // _STRIP), features, dtype=torch.float32)
+    strip = strip_rows(rows, features, _multiprocessors(x.device))
+    partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
     spec = ActivationBias(activation, DTYPES[x.dtype])
-    _launch("activation_bias", spec, x.device, dy, x, dx, partial, rows, features)
+    _launch("activation_bias", spec, x.device, dy, x, dx, partial, rows, features, strip)
     return dx, partial.sum(0)
+
+
+def strip_rows(rows: int, features: int, multiprocessors: int) -> int:
+    """Rows of a partial sum: few enough that every multiprocessor has work, a multiple of four."""
+    across = -(-features // (32 * VECTOR))
+    share = rows * across // (multiprocessors * _STRIPS_PER_MULTIPROCESSOR)
+    return max(_MIN_STRIP, min(_MAX_STRIP, share // 4 * 4))
 
 
 def _rms_norm_backward(

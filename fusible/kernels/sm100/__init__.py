@@ -17,14 +17,13 @@ from fusible.kernels.sm100.operands import (
     gemm,
     glu,
     pack,
-    pack_columns,
     pack_weights,
     quantize,
     takes_wgrad,
     wgrad,
     wgrad_,
 )
-from fusible.kernels.sm100.padding import Places, moved, places_of, returned
+from fusible.kernels.sm100.padding import Places, moved, padded_size, places_of, returned
 
 __all__ = [
     "Packed",
@@ -38,8 +37,8 @@ __all__ = [
     "moved",
     "ops",
     "pack",
-    "pack_columns",
     "pack_weights",
+    "padded_size",
     "places_of",
     "quantize",
     "returned",

@@ -71,13 +71,6 @@ def quantize(x: Tensor, ends: Tensor, places: Places, *, rowwise: bool, columnwi
     )
 
 
-def pack_columns(column: Operand, ends: Tensor, places: Places) -> Use:
-    """The column-wise use alone, of what an op has saved."""
-    use = pack(column, ends, places).column
-    assert use is not None
-    return use
-
-
 def pack_weights(operands: list[Operand], *, transposed: bool) -> PackedWeights:
     """Weights ``[E, N, K]``, or E of ``[N, K]``, for the forward, or for the data gradient."""
     uses = [_weight_use(operand, transposed) for operand in operands]

@@ -7,6 +7,7 @@ packed for the MMA (``recipes.layout``). Rows past the last group are not comput
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -52,6 +53,13 @@ def _define(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., A
         return function
 
     return register
+
+
+def _run(device: torch.device, wrapper: str, **arguments: Any) -> Any:
+    """Call the front end, which launches on the current stream of the current device."""
+    function = getattr(provider("sm100"), f"{wrapper}_wrapper_sm100")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return function(**arguments)
 
 
 # --- arguments that all kernels share -------------------------------------------------------------
@@ -225,7 +233,9 @@ def glu(
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
     prepare(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
-    out = provider("sm100").grouped_gemm_glu_wrapper_sm100(
+    out = _run(
+        x.device,
+        "grouped_gemm_glu",
         **_common(x, x_scales, ends, alpha, weights.groups),
         **_weight_arguments(w, w_scales, weights, n_major=False),
         **_quantizing(x),
@@ -317,7 +327,9 @@ def dglu(
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
     prepare(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
-    out = provider("sm100").grouped_gemm_dglu_wrapper_sm100(
+    out = _run(
+        x.device,
+        "grouped_gemm_dglu",
         **_common(x, x_scales, ends, root, weights.groups),
         **_weight_arguments(w, w_scales, weights, n_major),
         **_quantizing(x),
@@ -382,11 +394,11 @@ def gemm(
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
-        provider("sm100").grouped_gemm_wrapper_sm100(**arguments, prob_tensor=prob)
+        _run(x.device, "grouped_gemm", **arguments, prob_tensor=prob)
     else:
         # The maximum per group that the kernel can find costs a fill and atomics.
-        provider("sm100").grouped_gemm_quant_wrapper_sm100(
-            **arguments, prob_tensor=row_scale, generate_amax=False
+        _run(
+            x.device, "grouped_gemm_quant", **arguments, prob_tensor=row_scale, generate_amax=False
         )
     return out
 
@@ -472,7 +484,9 @@ def wgrad_(
     dense = "wgrad_tensor" in arguments
     features = left.depth, right.depth
     prepare(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
-    provider("sm100").grouped_gemm_wgrad_wrapper_sm100(
+    _run(
+        x.device,
+        "grouped_gemm_wgrad",
         a_tensor=a,
         b_tensor=b,
         sfa_tensor=dy_scales,

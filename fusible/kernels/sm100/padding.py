@@ -3,7 +3,7 @@
 The kernels take groups of whole 256 rows. Each group of a matrix of ``rows`` rows is followed by
 rows of zeros, and the matrix by as many more as its static size needs: at most 255 a group, rounded
 down to 256, since the sum of whole 256 rows is one. Nothing is read on the host. Everything here is
-plain PyTorch; a kernel that does it in one pass must give the same bytes.
+plain PyTorch: the definition of what ``quantizer`` does in one pass.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: i
         function(source.data_ptr(), target.data_ptr(), *sizes, stream)
 
 
-class _Here:
+class _Current:
     """The context of a device that is current already."""
 
     def __enter__(self):
@@ -197,11 +197,11 @@ class _Here:
         return None
 
 
-_HERE = _Here()
+_CURRENT = _Current()
 
 
 def _on(index: int):
-    return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
+    return _CURRENT if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
 
 
 @functools.cache

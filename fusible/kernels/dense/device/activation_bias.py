@@ -2,7 +2,7 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """An activation's gradient and its sums over rows in one pass over both inputs (CuTe DSL).
 
-A thread owns eight neighbouring columns of ``ROWS`` rows, of which ``UNROLL`` are in flight, and
+A thread owns eight neighbouring columns of a strip of rows, of which ``UNROLL`` are in flight, and
 their sums in FP32 registers. A warp's sums are a row of the partial sums, which are added up after.
 """
 
@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from fusible.kernels import bits
 from fusible.kernels.dense.spec import VECTOR
 
-WARPS, ROWS, UNROLL = 4, 32, 4
+WARPS, UNROLL = 4, 4
 _LOG2_E = 1.4426950408889634
 
 
@@ -39,8 +39,7 @@ def _qgelu(x):
 
 
 def _srelu(x):
-    positive = cute.arch.fmax(x, Float32(0.0))
-    return positive + positive
+    return _relu(x) * (x + x)
 
 
 def _relu(x):
@@ -58,6 +57,7 @@ def _activation_bias(
     partial: Int64,
     rows: Int32,
     columns: Int32,
+    strip_rows: Int32,
     chunks: Int32,
     spec: cutlass.Constexpr,
 ):
@@ -67,10 +67,11 @@ def _activation_bias(
     strip = (cta // chunks) * WARPS + thread // 32
     column = ((cta % chunks) * 32 + thread % 32) * VECTOR
     sums = [Float32(0) for _ in range(VECTOR)]
-    for step in cutlass.range(0, ROWS, UNROLL, unroll=1):
+    first = strip * strip_rows
+    for start in cutlass.range(first, first + strip_rows, UNROLL, unroll=1):
         places, loaded = [], []
         for u in cutlass.range_constexpr(UNROLL):
-            row = strip * ROWS + step + u
+            row = start + u
             inside = Int32(Boolean(row < rows) & (column < columns))
             offset = (Int64(row) * Int64(columns) + Int64(column)) * 2
             places.append((offset, inside))
@@ -83,7 +84,7 @@ def _activation_bias(
                 sums[i] = sums[i] + grads[i]
             bits.store(dx + offset, bits.pack(grads, spec.dtype), inside)
     at = partial + (Int64(strip) * Int64(columns) + Int64(column)) * 4
-    exists = Int32(Boolean(strip * ROWS < rows) & (column < columns))
+    exists = Int32(Boolean(first < rows) & (column < columns))
     bits.store(at, bits.pack(sums, "f32"), exists)
 
 
@@ -95,12 +96,13 @@ def activation_bias(
     partial: Int64,
     rows: Int32,
     columns: Int32,
+    strip_rows: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous ``[rows, columns]``; ``ROWS`` rows to a partial sum."""
+    """Launch: addresses of contiguous ``[rows, columns]``; a strip of rows to a partial sum."""
     chunks = (columns + 32 * VECTOR - 1) // (32 * VECTOR)
-    strips = (rows + WARPS * ROWS - 1) // (WARPS * ROWS)
-    _activation_bias(dy, x, dx, partial, rows, columns, chunks, spec).launch(
-        grid=[chunks * strips, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+    tall = WARPS * strip_rows
+    _activation_bias(dy, x, dx, partial, rows, columns, strip_rows, chunks, spec).launch(
+        grid=[chunks * ((rows + tall - 1) // tall), 1, 1], block=[32 * WARPS, 1, 1], stream=stream
     )

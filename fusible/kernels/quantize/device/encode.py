@@ -40,21 +40,24 @@ class Rows(NamedTuple):
     """Which of the parts of the block's rows it is."""
     first: Int32
     count: Int32
-    """Rows that exist, which may be none or negative."""
+    """Its rows that exist, which may be none or negative."""
+    rows: Int32
+    """Rows of the whole block, none in a spare one."""
     live: Int32
     column: Int32
     in_columns: Boolean
 
 
-def _rows_of_thread(block, chunk, rows, columns, groups, matrix_rows, ends, spec):
+def _rows_of_thread(block, chunk, all_rows, columns, groups, matrix_rows, ends, spec):
     thread, _, _ = cute.arch.thread_idx()
     width = THREADS // spec.parts
     part = thread // width
     column = (chunk * width + thread % width) * spec.vector
-    place = place_of(block, rows, groups, matrix_rows, ends, spec)
+    place = place_of(block, all_rows, groups, matrix_rows, ends, spec)
     first = place.first + part * spec.thread_rows
     count = place.end - first
-    return Rows(block, place.group, part, first, count, place.live, column, column < columns)
+    rows = place.end - place.first
+    return Rows(block, place.group, part, first, count, rows, place.live, column, column < columns)
 
 
 def _load(x, pitch, mine, spec):
@@ -169,17 +172,20 @@ def _square_factor(rows, mine, columns, row_scale, spec):
     return factor
 
 
-def _store_elements(data, values, factors, r, mine, columns, spec):
+def _store_elements(data, values, signs, factors, r, mine, columns, spec):
     fmt = spec.format
-    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
-    if spec.grouped and spec.has_matrix_scales:
-        # Rows of no group are zero whatever the scale of the last group, NaN even.
-        live = mine.live != 0
-        scaled = [bits.to_float(bits.select(live, bits.to_bits(v), 0)) for v in scaled]
     offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
     inside = Int32(Boolean(r < mine.count) & mine.in_columns)
-    words = numbers.pack_elements(scaled, fmt)
+    words = numbers.encode_elements(values, signs, factors, fmt)
     bits.store(data + offset // fmt.element.per_byte, words, inside)
+
+
+def _factors(values, mine, spec):
+    """Factors of a row's elements; zero for rows of no group, whatever the last group's scale."""
+    if spec.grouped and spec.has_matrix_scales:
+        live = mine.live != 0
+        values = [bits.to_float(bits.select(live, bits.to_bits(v), 0)) for v in values]
+    return numbers.factors_of(values, spec.vector, spec.format)
 
 
 def _matrix_scales(amax, mine, fmt):
@@ -198,20 +204,36 @@ def _stored_matrix_scale(amax, fmt):
     return numbers.encode_scale(amax, None, fmt)[0]
 
 
-def _encode_rows(words, mine, outer, common, out, columns, col_blocks, spec):
+def _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
     """Scales and elements of a thread's rows; ``common`` is the factor of all of them, if any."""
-    col_factors = None
+    words = _load(x, pitch, mine, spec)
+    if not spec.format.directional and common is None:
+        common = _square_factor(words, mine, columns, out.row_scale, spec)
+    of_columns = None
     if spec.columnwise:
-        col_factors = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
+        made = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
+        of_columns = _factors(made, mine, spec)
     for r in range(spec.thread_rows):
         values = bits.unpack(words[r], spec.dtype)
+        signs = numbers.signs_of(values, spec.format)
         if spec.rowwise:
             factor = common
             if common is None:
                 factor = _row_factor(words[r], r, mine, outer, columns, out.row_scale, spec)
-            _store_elements(out.row_data, values, [factor] * spec.vector, r, mine, columns, spec)
+            factors = _factors([factor], mine, spec)
+            _store_elements(out.row_data, values, signs, factors, r, mine, columns, spec)
         if spec.columnwise:
-            _store_elements(out.col_data, values, col_factors, r, mine, columns, spec)
+            _store_elements(out.col_data, values, signs, of_columns, r, mine, columns, spec)
+
+
+def _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec):
+    """Column-wise scales of a block of no rows."""
+    fmt = spec.format
+    scale, _ = numbers.encode_scale(Uint32(0), outer, fmt)
+    offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
+    inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
+    address = col_scale + offset * numbers.scale_bytes(fmt)
+    _store_scales(address, [scale] * spec.vector, fmt, inside)
 
 
 @cute.jit
@@ -253,15 +275,15 @@ def _encode(
     # Backwards: what the pass for the largest magnitude read last is still in the cache.
     block = blocks - 1 - cta // chunks
     mine = _rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
-    words = _load(x, pitch, mine, spec)
     out = Out(row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale)
     outer, common = _matrix_scales(amax, mine, spec.format)
     if cutlass.const_expr(spec.has_matrix_scales):
         if cta == 0:
             _store_matrix_scales(amax, out, groups, spec)
-    elif cutlass.const_expr(not spec.format.directional):
-        common = _square_factor(words, mine, columns, row_scale, spec)
-    _encode_rows(words, mine, outer, common, out, columns, col_blocks, spec)
+    if mine.rows > 0:
+        _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec)
+    elif cutlass.const_expr(spec.columnwise):
+        _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
