@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.dense.definitions import activation_bias_backward
-from fusible.kernels.dense.spec import VECTOR
+from fusible.kernels.dense.spec import MIN_SM, VECTOR
 from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
 from fusible.ops.handover import accept_grad, hand_over
 from fusible.ops.op import Grads
@@ -42,7 +42,7 @@ class BackwardActivationBias(FusedOperation):
 
 
 @rule(
-    equal(this.device, "cuda"),
+    at_least(this.sm, MIN_SM),
     one_of(this.dtype, "bfloat16", "float16"),
     multiple_of(this.bias.size, VECTOR),
     equal(this.bias.params_require_grad, True),

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusible.formulas import gain
-from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this
+from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.dense.definitions import rms_norm_backward
-from fusible.kernels.dense.spec import MAX_FEATURES, VECTOR
+from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
 from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
 from fusible.ops.handover import accept_grad
 from fusible.ops.op import Grads
@@ -48,7 +48,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 
 @rule(
-    equal(this.device, "cuda"),
+    at_least(this.sm, MIN_SM),
     one_of(this.dtype, "bfloat16", "float16"),
     multiple_of(this.norm.features, VECTOR),
     at_most(this.norm.features, MAX_FEATURES),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusible import formulas
@@ -44,12 +43,6 @@ class LinearBiasActivation(FusedOperation):
                 basic_op_ctxs[-1], y, prev_op_grad_output_quantizer, next_op_input_quantizer
             )
         return y, [()] * len(basic_op_ctxs)
-
-
-def _in_epilogue(x: Tensor, activation: GELU | ReLU | SiLU | None) -> bool:
-    """Whether cuBLASLt applies the activation to the product's FP32 accumulators."""
-    low = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and low and isinstance(activation, GELU | ReLU)
 
 
 @rule(

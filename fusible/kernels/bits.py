@@ -143,6 +143,15 @@ def divide(a, b):
     )
 
 
+def smaller(a, b):
+    """The smaller of two FP32 numbers; the other one of a NaN."""
+    return inline_ptx(
+        "min.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[Float32(a), Float32(b)],
+    )
+
+
 def larger_magnitude(a, b, dtype):
     """The larger magnitudes of two words of one or two numbers, NaN if one is NaN.
 

@@ -129,7 +129,8 @@ class Dispatch(BasicOperation):
         check_dtype(x, "input", "Dispatch")
         integers = (torch.int64, torch.int32)
         tokens = x.shape[:-1]
-        if ids is None or ids.dtype not in integers or ids.dim() == 0 or ids.shape[:-1] != tokens:
+        fits = ids is not None and ids.dtype in integers and ids.dim() == x.dim()
+        if ids is None or not fits or ids.shape[:-1] != tokens or ids.shape[-1] == 0:
             sizes = "".join([f"{size}, " for size in tokens])
             raise ValueError(
                 f"expert_ids of Dispatch must be int64 or int32 of shape ({sizes}k), for the "

@@ -52,7 +52,8 @@ class Sequential(nn.Sequential):
 
         Args:
             input: input of the first module.
-            *extra_inputs: the ops' extra inputs, in order, less those fed by channels.
+            *extra_inputs: the ops' extra inputs, in order, less those fed by earlier ops, through
+                channels or by name.
             op_kwargs: keyword arguments for single ops, by op or by index. A linear op that is the
                 last of its run takes ``"output"``, one that is the first ``"grad_input"``: the
                 tensor to write its output, or its input's gradient, to.

@@ -702,6 +702,7 @@ def good(tokens=4):
     [
         ({"ids": torch.zeros(4, 2)}, "expert_ids of Dispatch must be int64 or int32"),
         ({"ids": torch.zeros(3, 3, dtype=torch.int64)}, r"of shape \(4, k\).* got torch.int64"),
+        ({"ids": torch.zeros(4, 0, dtype=torch.int64)}, r"of shape \(4, k\).* got torch.int64"),
         ({"probs": torch.zeros(4, 2)}, r"probs of Dispatch must be floating of the shape \(4, 3\)"),
         ({"probs": torch.zeros(4, 3).int()}, "probs of Dispatch must be floating"),
         ({"x": torch.zeros(4, HIDDEN).int()}, "input of Dispatch must be one of"),

@@ -1,11 +1,13 @@
 """Every op between two linears under every recipe: what it hands on quantized, and the values."""
 
+import functools
 import itertools
 
 import pytest
 import reference as ref
 import torch
 from every_op import ACTIVATIONS, NORMS, SCALED, SMALL, extra_inputs, randomised
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
@@ -157,3 +159,28 @@ def test_no_use_is_handed_on_that_no_product_reads():
         with torch.no_grad():
             seq(torch.randn(32, 64))
     assert seen == [(True, True), (True, False), (True, False)]
+
+
+def mlp():
+    return fz.Sequential(
+        *(fz.RMSNorm(64), fz.Linear(64, 128), fz.SwiGLU(), fz.Linear(64, 64)),
+        *(fz.GELU(cache_quantized_input=True), fz.BasicLinear(64, 64)),
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("way", ["checkpointed", "compiled"])
+def test_the_same_bits_checkpointed_and_compiled(way):
+    seq, x = mlp(), torch.randn(2, 16, 64, requires_grad=True)
+    if way == "compiled":
+        again = torch.compile(seq, fullgraph=True, backend="aot_eager")
+    else:
+        again = functools.partial(checkpoint, seq, use_reentrant=False)
+    results = []
+    for call in (seq, again):
+        with fz.autocast(recipe=RECIPES["mxfp8"]):
+            y = call(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), (x, *seq.parameters()))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusible.recipes.blocks import column_block_bound, column_block_ends
@@ -80,7 +80,7 @@ IDS = [f.name + f.scale for f in GROUPED]
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("fmt", GROUPED, ids=IDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=6),
     tail=st.integers(0, 40),

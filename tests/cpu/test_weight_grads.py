@@ -13,7 +13,7 @@ from fusible.fused.grouped_sm90 import GroupedLinearBackwardSm90
 from fusible.kernels import reference
 from fusible.testing import assume_target
 
-SIZES, ROWS = (3, 0, 4, 1), 10
+SIZES, ROWS, WIDTH = (3, 0, 4, 1), 10, 64
 FP32, BF16 = torch.float32, torch.bfloat16
 MX = fz.recipes.MXFP8BlockScaling()
 
@@ -23,6 +23,8 @@ PATHS = {
     "sm90": (BF16, None, "sm90", ("grouped_mlp_sm90",)),
     "mxfp8": (FP32, MX, None, ()),
     "mxfp8 in bf16": (BF16, MX, None, ()),
+    "sm100": (BF16, None, "sm100", ("grouped_mlp_sm100",)),
+    "sm100 mxfp8": (BF16, MX, "sm100", ("grouped_mlp_sm100",)),
 }
 paths = pytest.mark.parametrize("path", PATHS)
 layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
@@ -35,7 +37,8 @@ def build(path, single, **options):
         "single_grouped_bias": single,
     } | options
     torch.manual_seed(1)
-    mlp = ref.grouped_mlp(4, 32, 64, dtype=PATHS[path][0], **options)
+    mlp = ref.grouped_mlp(4, WIDTH, 64, dtype=PATHS[path][0], **options)
+    mlp[1] = fz.ScaledSwiGLU(32)
     for fc in (mlp[0], mlp[2]):
         for bias in fc.biases():
             torch.nn.init.normal_(bias)
@@ -44,15 +47,21 @@ def build(path, single, **options):
 
 def run(path, mlp, seed=2):
     """Forward and backward; the gradients of the inputs."""
-    dtype, recipe, machine, fired = PATHS[path]
+    dtype, recipe, _, fired = PATHS[path]
     torch.manual_seed(seed)
-    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, 32, dtype)
-    with assume_target(machine, reference) if machine else nullcontext():
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, dtype)
+    with machine_of(path):
         with fz.autocast(enabled=recipe is not None, recipe=recipe):
             y = mlp(x, splits, scales, splits)
         assert mlp.plan.fired == fired
         y.backward(torch.randn_like(y))
     return x.grad, scales.grad
+
+
+def machine_of(path):
+    """Where the kernels of a path are found, by the delayed products too."""
+    machine = PATHS[path][2]
+    return assume_target(machine) if machine else nullcontext()
 
 
 def weights(mlp):
@@ -236,7 +245,7 @@ def test_dense(dtype, main_dtype, recipe, overwrite):
 def test_where_pytorch_rounds_is_explained():
     mlp = build("unfused", True, accumulate_into_main_grad=True).bfloat16()
     inputs = [
-        t.bfloat16() if t.is_floating_point() else t for t in ref.grouped_mlp_inputs(hidden=32)
+        t.bfloat16() if t.is_floating_point() else t for t in ref.grouped_mlp_inputs(hidden=WIDTH)
     ]
     inputs.append(inputs[1])
     said = "weight gradients are rounded to bfloat16 before they are added to main_grad"
@@ -266,9 +275,10 @@ def test_delayed(path, single):
         (*inputs, *(b.grad for b in biases(mlp))), (*want_inputs, *want_biases), strict=True
     ):
         assert torch.equal(mine, theirs)
-    for _ in range(2):  # the second time for nothing
-        fc2.backward_dw()
-        fc1.backward_dw()
+    with machine_of(path):
+        for _ in range(2):  # the second time for nothing
+            fc2.backward_dw()
+            fc1.backward_dw()
     for w, grad in zip(weights(mlp), want, strict=True):
         assert w.grad.dtype == w.dtype
         assert torch.equal(w.grad, grad)
@@ -285,12 +295,10 @@ def test_delayed_micro_batches(path):
     first, *_ = expected(path, True)
     both, *_ = expected(path, True, (2, 3))
     for fc, one, two in zip((mlp[0], mlp[2]), first, both, strict=True):
-        fc.backward_dw()
-        assert torch.equal(fc.weight.grad, one)
-        fc.backward_dw()
-        assert torch.equal(fc.weight.grad, two)
-        fc.backward_dw()
-        assert torch.equal(fc.weight.grad, two)
+        for want in (one, two, two):
+            with machine_of(path):
+                fc.backward_dw()
+            assert torch.equal(fc.weight.grad, want)
 
 
 @paths
@@ -306,8 +314,9 @@ def test_delayed_into_main_grad(path, single):
     # The flag and the buffer are those of the backward.
     del weights(mlp)[0].overwrite_main_grad
     buffers = [w.main_grad for w in weights(mlp)]
-    for fc in (mlp[0], mlp[2], mlp[0]):
-        fc.backward_dw()
+    with machine_of(path):
+        for fc in (mlp[0], mlp[2], mlp[0]):
+            fc.backward_dw()
     want, *_ = expected(path, single)
     for buffer, old, grad in zip(buffers, before, want, strict=True):
         total = grad.double() + (0 if buffer is buffers[0] else old.double())
@@ -373,11 +382,11 @@ class TestCompiled:
     @pytest.mark.parametrize("path", ["unfused", "sm90"])
     @layouts
     def test_main_grad(self, path, single):
-        dtype, _, machine, fired = PATHS[path]
+        dtype, _, _, fired = PATHS[path]
         mlp = build(path, single, accumulate_into_main_grad=True, bias=False)
         compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-        x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, 32, dtype)
-        dy = torch.randn(ROWS, 32).to(dtype)
+        x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, dtype)
+        dy = torch.randn(ROWS, WIDTH).to(dtype)
         for overwrite in (False, True):
             results = []
             for call in (mlp, compiled, compiled):
@@ -386,7 +395,7 @@ class TestCompiled:
                 for w in weights(mlp):
                     w.overwrite_main_grad = overwrite
                     w.grad, w.grad_added_to_main_grad = None, False
-                with assume_target(machine, reference) if machine else nullcontext():
+                with machine_of(path):
                     call(x, splits, scales, splits).backward(dy)
                     assert mlp.plan.fired == fired
                 for w in weights(mlp):  # a tensor of no meaning is said to be one

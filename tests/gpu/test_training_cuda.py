@@ -32,6 +32,7 @@ PATHS = {
     "fused": (None, None, ("grouped_mlp_sm90",)),
     "unfused": (None, "sm80", ()),
     "mxfp8": (fz.recipes.MXFP8BlockScaling(), "sm80", ()),
+    "mxfp8 fused": (fz.recipes.MXFP8BlockScaling(), None, ("recipe_mlp_sm90",)),
     "fp8 block": (fz.recipes.Float8BlockScaling(), "sm80", ()),
 }
 paths = pytest.mark.parametrize("path", PATHS)

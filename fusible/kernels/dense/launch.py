@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense import definitions
-from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, VECTOR, ActivationBias, RMSNorm
+from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
@@ -23,7 +23,7 @@ _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
 
 @cache
 def _machine(device: torch.device) -> bool:
-    fits = torch.cuda.get_device_capability(device) >= (8, 0)
+    fits = torch.cuda.get_device_capability(device) >= divmod(MIN_SM, 10)
     return fits and importlib.util.find_spec("cutlass") is not None
 
 

@@ -9,6 +9,7 @@ import torch
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """PTX names."""
 
+MIN_SM = 80  # BF16 arithmetic
 VECTOR = 8  # neighbouring columns of a thread: 16 bytes
 MAX_FEATURES = 8192  # of a norm: 512 threads, each with two vectors of a row
 

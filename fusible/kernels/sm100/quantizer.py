@@ -1,7 +1,8 @@
 """Rows of ragged groups quantized into the layout of the SM100 kernels, in one pass on CUDA.
 
 The op's definition is ``encode`` and ``packed_rows`` and ``packed_columns``, on any device; the
-kernel for CUDA, which Hopper runs too, gives the same bytes.
+kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but for elements
+of padding under a scale that is NaN.
 """
 
 from __future__ import annotations

@@ -172,20 +172,21 @@ def _square_factor(rows, mine, columns, row_scale, spec):
     return factor
 
 
-def _store_elements(data, values, signs, factors, r, mine, columns, spec):
+def _store_elements(data, values, factors, r, mine, columns, spec):
     fmt = spec.format
+    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
     offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
     inside = Int32(Boolean(r < mine.count) & mine.in_columns)
-    words = numbers.encode_elements(values, signs, factors, fmt)
+    words = numbers.pack_elements(scaled, fmt)
     bits.store(data + offset // fmt.element.per_byte, words, inside)
 
 
 def _factors(values, mine, spec):
-    """Factors of a row's elements; zero for rows of no group, whatever the last group's scale."""
-    if spec.grouped and spec.has_matrix_scales:
-        live = mine.live != 0
-        values = [bits.to_float(bits.select(live, bits.to_bits(v), 0)) for v in values]
-    return numbers.factors_of(values, spec.vector, spec.format)
+    """Factors from value to element, zero for rows of no group, whatever the last group's scale."""
+    if not (spec.grouped and spec.has_matrix_scales):
+        return values
+    live = mine.live != 0
+    return [bits.to_float(bits.select(live, bits.to_bits(value), 0)) for value in values]
 
 
 def _matrix_scales(amax, mine, fmt):
@@ -215,15 +216,14 @@ def _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec)
         of_columns = _factors(made, mine, spec)
     for r in range(spec.thread_rows):
         values = bits.unpack(words[r], spec.dtype)
-        signs = numbers.signs_of(values, spec.format)
         if spec.rowwise:
             factor = common
             if common is None:
                 factor = _row_factor(words[r], r, mine, outer, columns, out.row_scale, spec)
-            factors = _factors([factor], mine, spec)
-            _store_elements(out.row_data, values, signs, factors, r, mine, columns, spec)
+            factors = _factors([factor], mine, spec) * spec.vector
+            _store_elements(out.row_data, values, factors, r, mine, columns, spec)
         if spec.columnwise:
-            _store_elements(out.col_data, values, signs, of_columns, r, mine, columns, spec)
+            _store_elements(out.col_data, values, of_columns, r, mine, columns, spec)
 
 
 def _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec):

@@ -1,8 +1,6 @@
 # mypy: ignore-errors
 """Scales and elements of every format on the device: ``recipes.encoding``, bit for bit."""
 
-from typing import Any, NamedTuple
-
 import cutlass
 from cutlass import Float32, Uint32
 from cutlass.cute.arch import inline_ptx
@@ -13,6 +11,7 @@ from fusible.kernels.bits import (
     ONE,
     divide,
     select,
+    smaller,
     to_bits,
     to_float,
     unpack_f16,
@@ -106,41 +105,11 @@ def scale_bytes(fmt):
     return 4 if fmt.scale.startswith("fp32") else 1
 
 
-class Factors(NamedTuple):
-    """Factors from a thread's values of a row to elements."""
-
-    values: list
-    signs: Any
-    """A word with the sign bits of the elements that have one: those that are not NaN."""
-
-
-def factors_of(values, count, fmt):
-    """``values``, one for all or ``count``, as ``encode_elements`` takes them."""
-    values = values * (count // len(values))
-    if fmt.element.per_byte == 1:
-        return Factors(values, None)
-    signs = Uint32(0)
-    for i, value in enumerate(values):
-        signs = signs | select(to_bits(value) > INF, 0, 8 << 4 * i)
-    return Factors(values, signs)
-
-
-def signs_of(values, fmt):
-    """The sign bits of eight numbers where E2M1 has them; None for other elements."""
-    if fmt.element.per_byte == 1:
-        return None
-    word = Uint32(0)
-    for i, value in enumerate(values):
-        word = word | ((to_bits(value) >> (28 - 4 * i)) & Uint32(8 << 4 * i))
-    return word
-
-
-def encode_elements(values, signs, factors, fmt):
+def pack_elements(values, fmt):
     """Words of saturated elements, rounded to nearest even, the first lowest."""
     if fmt.element.per_byte == 2:
-        return [_pack_e2m1(values, factors.values) | (signs & factors.signs)]
-    scaled = [value * factor for value, factor in zip(values, factors.values, strict=True)]
-    return [pack_fp8(scaled[i : i + 4], fmt.element) for i in range(0, len(scaled), 4)]
+        return [pack_e2m1(values[i : i + 8]) for i in range(0, len(values), 8)]
+    return [pack_fp8(values[i : i + 4], fmt.element) for i in range(0, len(values), 4)]
 
 
 def unpack_elements(words, fmt):
@@ -173,29 +142,26 @@ def unpack_fp8(word, count, element):
     return [value for pair in pairs for value in unpack_f16(pair)][:count]
 
 
-def _pack_e2m1(values, factors):
-    """Eight FP32 numbers times their factors to the eight elements of a word, without signs."""
-    words = [_e2m1(value, factor) for value, factor in zip(values, factors, strict=True)]
-    word = words[-1]
-    for lower in words[-2::-1]:
-        word = (word << 4) + lower
-    return word - Uint32(0x4B000000 + 0xB0000000)  # what 2^23 adds to the codes
+def pack_e2m1(values):
+    """Eight FP32 numbers to the eight elements of a word; NaN, which has no sign here, is 6."""
+    word = Uint32(0)
+    for i, value in enumerate(values):
+        word = word | (_e2m1(value) << (4 * i))
+    return word
 
 
-def _e2m1(value, factor):
-    """Bits of 2^23 + the code of one magnitude; NaN, whose scale carries it, is 6.
+def _e2m1(value):
+    """Code of one number, by an addition that leaves its code in the lowest bits of the sum.
 
-    Codes stand on three lines, 2 v below 2, v + 2 below 4, v / 2 + 4 below 6, of which the lowest
-    holds, and at most 7. Added to 2^23 each is rounded to an integer, once, nearest even.
+    Adding 2^(22 + e) rounds a number of exponent e to steps of 2^(e - 1), nearest even; below 1
+    the step stays 1/2, and every binade begins two codes after the one before.
     """
-    return inline_ptx(
-        "{ .reg .f32 v, a, b; abs.f32 v, {$r0}; mul.rn.f32 v, v, {$r1}; "
-        "fma.rn.f32 a, v, 0f40000000, 0f4B000000; add.rn.f32 b, v, 0f4B000002; min.f32 a, a, b; "
-        "fma.rn.f32 b, v, 0f3F000000, 0f4B000004; min.f32 a, a, b; min.f32 a, a, 0f4B000007; "
-        "mov.b32 {$w0}, a; }",
-        write_only_types=[Uint32],
-        read_only_args=[value, factor],
-    )
+    bits = to_bits(value)
+    magnitude = smaller(to_float(bits & 0x7FFFFFFF), 6.0)
+    binade = cutlass.max(to_bits(magnitude) & INF, Uint32(ONE))
+    shift = binade + (22 << 23)
+    steps = to_bits(magnitude + to_float(shift)) - shift
+    return steps + ((binade - ONE) >> 22) | (bits >> 28) & 8
 
 
 def unpack_e2m1(word):

@@ -3,7 +3,8 @@
 
 A thread takes 32 rows by 8 columns of the padded matrix, that is one block of rows of one group:
 groups begin at multiples of 256. Rows that do not exist are loaded as zeros, which is what is
-stored for them; so every element is written, and every scale of a column that exists.
+stored for them (or NaN, for the column-wise use, under a scale that is NaN: the value is NaN in
+both cases); so every element is written, and every scale of a column that exists.
 """
 
 import cutlass
@@ -97,17 +98,18 @@ def _store_elements(
     """Every element of a thread for each use, and the scales of its rows."""
     for r in range(ROWS):
         values, row = bits.unpack(words[r], spec.dtype), first + r
+        offset = Int64(row) * Int64(columns) + Int64(column)
         if spec.rowwise:
             factor = _row_scale(words[r], row, column, columns, row_scales, inside, spec)
-            _store(row_data, [v * factor for v in values], row, column, columns, inside, spec)
+            packed = _elements([v * factor for v in values], spec.format)
+            bits.store(row_data + offset, packed, inside)
         if spec.columnwise:
             scaled = [v * factor for v, factor in zip(values, col_factors, strict=True)]
-            _store(col_data, scaled, row, column, columns, inside, spec)
+            bits.store(col_data + offset, _elements(scaled, spec.format), inside)
 
 
-def _store(data, values, row, column, columns, inside, spec):
-    offset = Int64(row) * Int64(columns) + Int64(column)
-    bits.store(data + offset, numbers.pack_elements(values, spec.format), inside)
+def _elements(values, fmt):
+    return [numbers.pack_fp8(values[i : i + 4], fmt.element) for i in range(0, len(values), 4)]
 
 
 def _row_scale(words, row, column, columns, scales, inside, spec):
