@@ -35,16 +35,16 @@ PERCENT = 1.0
 def train(
     name: str, seed: int, arguments: list[str], text: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[moe_block.History, str]:
-    """One run; its history, and the explained plan of what its experts ran as."""
+    """One run; its history, and the explained plan of what its first MoE block ran as."""
     options = moe_block.parse_options([*arguments, "--seed", str(seed), "--recipe", name])
     torch.manual_seed(seed)
     model = moe_block.LanguageModel(options).to(options.device)
     with moe_block.under_recipe(name):
         history = moe_block.train(model, *text, options)
-        plan = moe_block.explain_experts(model, options, None)
-    ran = model.blocks[0].moe.mlp.plan.recipe
+        plan = moe_block.explain_block(model, options, None)
+    ran = model.blocks[0].moe.plan.recipe
     if ran != moe_block.RECIPES[name]:
-        raise RuntimeError(f"the experts must have run under {name}, got {ran}")
+        raise RuntimeError(f"the MoE block must have run under {name}, got {ran}")
     return history, str(plan)
 
 
