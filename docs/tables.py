@@ -1,8 +1,9 @@
-"""Write the tables of README.md: the fusion rules, and what was measured of the grouped MLP."""
+"""Write the tables of the pages: the fusion rules, and what was measured of the grouped MLP."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import fusible.fused
 from fusible.fuser.rules import support_table
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 MEASURED = ROOT / "benchmarks" / "results" / "grouped_mlp.json"
 PASSES = ("forward", "forward + backward")
 
@@ -57,21 +57,29 @@ def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [sizes for config, sizes in report["memory"].items() if config != "small"]
 
 
-TABLES = {
-    "rules": lambda: support_table(fusible.fused.RULES),
-    "measured": lambda: measured_table(json.loads(MEASURED.read_text(encoding="utf-8"))),
+# By page, and by the name between the page's markers.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "rules": lambda: support_table(fusible.fused.RULES, needs=False),
+        "measured": lambda: measured_table(json.loads(MEASURED.read_text(encoding="utf-8"))),
+    },
+    "docs/rules.md": {"rules": lambda: support_table(fusible.fused.RULES)},
 }
 
 
-def with_table(text: str) -> str:
-    """``text`` with the tables between their markers brought up to date."""
-    for name, table in TABLES.items():
+def with_tables(page: str) -> str:
+    """A page's text with the tables between their markers brought up to date."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
         begin, end = f"<!-- {name}: written by make docs -->", f"<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{page} must have the lines {begin} and {end}")
         text = f"{head}{begin}\n{table()}\n{end}{tail}"
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in TABLES:
+        (ROOT / page).write_text(with_tables(page), encoding="utf-8")

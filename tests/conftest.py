@@ -6,6 +6,14 @@ import torch
 from fusible.fuser.registry import registry
 
 
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `gpu` on a machine without one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

@@ -101,13 +101,13 @@ def _slot(name: str, hint: Any) -> Slot:
     return Slot(name, found, len(found) < len(members))
 
 
-def support_table(rules: Sequence[Rule]) -> str:
+def support_table(rules: Sequence[Rule], *, needs: bool = True) -> str:
     """What fuses where, as a Markdown table with one row a rule, in order of priority."""
-    rows = ["| rule | pass | pattern | needs | worth |", "|---|---|---|---|---|"]
+    columns = ["rule", "pass", "pattern", *(["needs"] if needs else []), "worth"]
+    rows = [columns, ["---"] * len(columns)]
     for r in rules:
-        needs = "; ".join(map(str, r.needs)) or "nothing"
-        pattern = str(r).replace("|", "\\|")
-        rows.append(
-            f"| `{r.name}` | {r.phase} | {pattern} | {needs} | {' '.join(r.worth.split())} |"
-        )
-    return "\n".join(rows)
+        conditions = "; ".join(map(str, r.needs)) or "nothing"
+        rows.append([f"`{r.name}`", r.phase, str(r).replace("|", "\\|")])
+        rows[-1] += [conditions] if needs else []
+        rows[-1].append(" ".join(r.worth.split()))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -7,10 +7,7 @@ import fusible as fz
 from fusible import formulas
 from fusible.kernels.moe import launch, permute, routing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

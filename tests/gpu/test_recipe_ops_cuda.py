@@ -7,10 +7,7 @@ from torch import nn
 import fusible as fz
 from fusible import recipes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 ALL = [
     recipes.MXFP8BlockScaling(),

@@ -16,10 +16,7 @@ from fusible.recipes.formats import (
 )
 from fusible.recipes.library import quantize_by_formulas
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 FORMATS = {
     "mxfp8": mxfp8(),

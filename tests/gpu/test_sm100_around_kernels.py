@@ -14,10 +14,7 @@ from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.library import encode
 from fusible.testing import assume_target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 SIZES = (300, 0, 20, 256, 1)

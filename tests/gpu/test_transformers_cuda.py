@@ -8,10 +8,7 @@ import torch
 pytest.importorskip("transformers")
 from hf_models import experts_of, logits_and_grads, make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2}
 
 
