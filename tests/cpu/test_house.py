@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -63,9 +64,15 @@ def test_no_environment_variables(path: Path) -> None:
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """What a fresh interpreter prints; it keeps compiled modules, as that of a user does."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=environment,
     )
     return done.stdout
 
