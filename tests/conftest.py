@@ -1,9 +1,17 @@
 """Fixtures of all tests."""
 
+import os
+
 import pytest
 import torch
 
 from fusible.fuser.registry import registry
+
+
+def pytest_configure():
+    """Workers share the cores: more threads than those make each other slow."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def pytest_collection_modifyitems(items):

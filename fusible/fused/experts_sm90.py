@@ -11,11 +11,11 @@ from fusible.formulas import cast
 from fusible.fused.grouped_sm90 import (
     MLP_NEEDS,
     GroupedMLPSm90,
-    ScaledGLU,
     activation_grad,
     data_grad,
     param_grads,
 )
+from fusible.fused.sm90_operands import ScaledGLU
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule

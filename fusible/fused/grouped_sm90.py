@@ -9,18 +9,28 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.fused.sm90_operands import (
+    INTERLEAVES,
+    ScaledGLU,
+    as_matrix,
+    as_rows,
+    as_vector,
+    features_fit,
+    glu_options,
+    kernel_operands,
+    readable,
+    with_shape,
+)
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
-from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.wgrad import add_or_copy
-
-ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 _MACHINE = (
@@ -28,68 +38,6 @@ _MACHINE = (
     equal(this.recipe, "none"),
     one_of(this.dtype, *limits.DTYPES),
 )
-_INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
-
-
-def _features(*linears: Any) -> tuple[Any, ...]:
-    return tuple(
-        multiple_of(size, limits.MULTIPLE_OF)
-        for linear in linears
-        for size in (linear.in_features, linear.out_features)
-    )
-
-
-def _readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors in a layout that TMA reads: as they are, or copied where they have another."""
-    fits = kernels.has_matrix_layout
-    if all([fits(t) for t in tensors]):
-        return tensors
-    return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
-
-
-def _rows(kernels: Any, t: Tensor) -> Tensor:
-    """``t`` as ``[rows, features]``, contiguous in its features."""
-    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
-    return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
-
-
-def _vector(t: Tensor) -> Tensor:
-    """``t`` as one contiguous dimension."""
-    return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
-
-
-def _as_rows(t: Tensor | None) -> Tensor | None:
-    """A contiguous ``t`` as ``[rows, features]``."""
-    return None if t is None else t.view(-1, t.shape[-1])
-
-
-def _shaped(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """``t``, whose first dimension counts rows, with ``shape`` in its place."""
-    return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
-
-
-def _operands(
-    kernels: Any,
-    linear: GroupedLinear,
-    ctx: OperationContext,
-    input_: Tensor,
-    split_sizes: Tensor | None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
-    """What ``linear.operands`` gives, as the kernels read it."""
-    x, ends, row_scale, weights = linear.operands(
-        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
-    )
-    return _rows(kernels, x), ends, row_scale, _readable(kernels, weights)
-
-
-def _options(act: ScaledGLU) -> dict[str, Any]:
-    formula, _, options = act.glu()
-    return {
-        "activation": formula.__name__,
-        "interleave": act.glu_interleave_size or 0,
-        **options,
-    }
 
 
 class GroupedLinearForwardSm90(FusedOperation):
@@ -112,13 +60,13 @@ class GroupedLinearForwardSm90(FusedOperation):
         """One grouped product."""
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        x, ends, row_scale, weights = _operands(
+        x, ends, row_scale, weights = kernel_operands(
             kernels, linear, ctx, input_, *basic_op_extra_inputs[0]
         )
         bias = linear.stacked_bias(ctx.dtype)
         output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
-        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
-        return _shaped(y, input_.shape[:-1]), [()]
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=as_rows(output))
+        return with_shape(y, input_.shape[:-1]), [()]
 
 
 class GroupedLinearBackwardSm90(FusedOperation):
@@ -139,7 +87,7 @@ class GroupedLinearBackwardSm90(FusedOperation):
         kernels = provider("sm90")
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale, *weights = ctx.saved_tensors
-        dy = _rows(kernels, cast(grad_output, ctx.dtype))
+        dy = as_matrix(kernels, cast(grad_output, ctx.dtype))
         rows = grad_output.shape[:-1]
         params, extra = param_grads(linear, ctx, dy, x, ends, row_scale, rows)
         return data_grad(linear, ctx, dy, ends, weights, grad_output), [params], [extra]
@@ -157,14 +105,14 @@ def data_grad(
     """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
-    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
+    buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
     if prepared is not None and buffer is None:
         dx = prepared(dy, weights[0], ends)
     else:
         kernels = provider("sm90")
-        w = _readable(kernels, weights)
+        w = readable(kernels, weights)
         dx = kernels.grouped_gemm(dy, w, ends, transpose_w=True, out=buffer)
-    return _shaped(dx, grad_output.shape[:-1])
+    return with_shape(dx, grad_output.shape[:-1])
 
 
 def activation_grad(
@@ -178,12 +126,12 @@ def activation_grad(
     preact, scales = ctx.saved_tensors
     return kernels.grouped_gemm_dglu(
         dy,
-        _readable(kernels, weights),
+        readable(kernels, weights),
         ends,
-        _rows(kernels, preact),
-        _vector(scales),
+        as_matrix(kernels, preact),
+        as_vector(scales),
         overwrite=not keeps_graph(),
-        **_options(act),
+        **glu_options(act),
     )
 
 
@@ -220,7 +168,7 @@ def weight_grads(
     def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
         if out is None and prepared is not None:
             return prepared(dy, x, ends)
-        rows = _rows(kernels, x)
+        rows = as_matrix(kernels, x)
         if out is None:
             return kernels.grouped_wgrad(dy, rows, ends)
         if kernels.takes_wgrad(out, dy.dtype):
@@ -266,7 +214,7 @@ def linear_glu(
 ) -> Tensor:
     """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
-    x, ends, _, weights = _operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
+    x, ends, _, weights = kernel_operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
     linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
     scales = _scales(act, input_, extra_inputs[1])
     keep, shape = ctxs[1].requires_grad, input_.shape[:-1]
@@ -274,13 +222,13 @@ def linear_glu(
         x,
         weights,
         ends,
-        _vector(scales),
+        as_vector(scales),
         bias=linear.stacked_bias(ctxs[0].dtype),
         store_preact=keep,
-        **_options(act),
+        **glu_options(act),
     )
     _keep(ctxs[1], preact, scales, shape)
-    return _shaped(out, shape)
+    return with_shape(out, shape)
 
 
 def _scales(act: ScaledGLU, input_: Tensor, extra_inputs: Sequence[Tensor | None]) -> Tensor:
@@ -294,7 +242,7 @@ def _keep(ctx: OperationContext, preact: Tensor, scales: Tensor, shape: Sequence
     """Save what the activation documents, if its backward will run."""
     ctx.dtype = preact.dtype
     if ctx.requires_grad:
-        ctx.save_for_backward(_shaped(preact, shape), scales)
+        ctx.save_for_backward(with_shape(preact, shape), scales)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -330,15 +278,15 @@ class GroupedMLPSm90(FusedOperation):
         hidden = linear_glu(
             fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
         )
-        x, ends, row_scale, weights = _operands(
+        x, ends, row_scale, weights = kernel_operands(
             kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
         )
         bias = fc2.stacked_bias(ctx.dtype)
         output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
-        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=_as_rows(output))
+        y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=as_rows(output))
         # Not the activation, which the backward computes again.
         ctx.save_for_backward(row_scale, *weights)
-        return _shaped(y, input_.shape[:-1]), [(), (), ()]
+        return with_shape(y, input_.shape[:-1]), [(), (), ()]
 
     def _prepared(
         self,
@@ -352,7 +300,7 @@ class GroupedMLPSm90(FusedOperation):
         fc1, act, fc2 = self._parts
         if fc1.has_bias or fc2.has_bias:
             return None
-        return kernels.prepared_mlp(rows, weights1, weights2, scales, **_options(act))
+        return kernels.prepared_mlp(rows, weights1, weights2, scales, **glu_options(act))
 
     def _forward_prepared(
         self,
@@ -376,7 +324,7 @@ class GroupedMLPSm90(FusedOperation):
         _keep(ctx_act, preact, scales, shape)
         ctx2.dtype = x.dtype
         ctx2.save_for_backward(None, *weights2)
-        return _shaped(products.fc2(hidden, weights2[0], ends), shape)
+        return with_shape(products.fc2(hidden, weights2[0], ends), shape)
 
     def fuser_backward(
         self,
@@ -393,8 +341,8 @@ class GroupedMLPSm90(FusedOperation):
         preact, scales = ctx_act.saved_tensors
         row_scale2, *weights2 = ctx2.saved_tensors
         shape = grad_output.shape[:-1]
-        dy = _rows(kernels, cast(grad_output, ctx2.dtype))
-        preact = _rows(kernels, preact)
+        dy = as_matrix(kernels, cast(grad_output, ctx2.dtype))
+        preact = as_matrix(kernels, preact)
         products = self._prepared(kernels, [x, dy, preact], weights1, weights2, scales)
         if products is None:
             dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
@@ -408,12 +356,12 @@ class GroupedMLPSm90(FusedOperation):
         params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, shape, wgrad1)
         dgrad = products.dgrad1 if products else None
         dx = data_grad(fc1, ctx1, dpreact, ends, weights1, grad_output, dgrad)
-        return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
+        return dx, [params1, (), params2], [extra1, (with_shape(dscales, shape),), extra2]
 
 
 MLP_NEEDS = (
     *_MACHINE,
-    *_features(this.fc1, this.fc2),
+    *features_fit(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
@@ -421,7 +369,7 @@ MLP_NEEDS = (
     # Its backward reads what the first two ops save, which ops without a backward do not.
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
 
@@ -434,9 +382,9 @@ def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> 
 
 @rule(
     *_MACHINE,
-    *_features(this.linear),
+    *features_fit(this.linear),
     equal(this.linear.scale_bias, False),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )
@@ -445,13 +393,13 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
     return GroupedLinearGLUSm90(linear, act)
 
 
-@rule(*_MACHINE, *_features(this.linear), phase="forward")
+@rule(*_MACHINE, *features_fit(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*_MACHINE, *_features(this.linear), phase="backward")
+@rule(*_MACHINE, *features_fit(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
     return GroupedLinearBackwardSm90(linear)

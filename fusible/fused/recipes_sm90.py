@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.fused.grouped_sm90 import (
-    _INTERLEAVES,
+from fusible.fused.grouped_sm90 import weight_grads
+from fusible.fused.sm90_operands import (
+    INTERLEAVES,
     ScaledGLU,
-    _features,
-    _operands,
-    _options,
-    _readable,
-    _rows,
-    _shaped,
-    _vector,
-    weight_grads,
+    as_matrix,
+    as_vector,
+    features_fit,
+    glu_options,
+    kernel_operands,
+    readable,
+    with_shape,
 )
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
@@ -106,7 +106,7 @@ class RecipeMLPSm90(FusedOperation):
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = basic_op_ctxs
-        x, ends, _, weights = _operands(kernels, fc1, ctx1, input_, *basic_op_extra_inputs[0])
+        x, ends, _, weights = kernel_operands(kernels, fc1, ctx1, input_, *basic_op_extra_inputs[0])
         fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
         scales = basic_op_extra_inputs[1][0]
         check_row_scales(scales, input_, type(act).__name__)
@@ -115,14 +115,14 @@ class RecipeMLPSm90(FusedOperation):
             x,
             weights,
             ends,
-            _vector(scales),
+            as_vector(scales),
             bias=fc1.stacked_bias(x.dtype),
             store_preact=ctx_act.requires_grad,
-            **_options(act),
+            **glu_options(act),
         )
         if ctx_act.requires_grad:
-            ctx_act.save_for_backward(_shaped(preact, input_.shape[:-1]), scales)
-        hidden = _shaped(cast(hidden, ctx1.dtype), input_.shape[:-1])
+            ctx_act.save_for_backward(with_shape(preact, input_.shape[:-1]), scales)
+        hidden = with_shape(cast(hidden, ctx1.dtype), input_.shape[:-1])
         y = _product(fc2, ctx2, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
         return y, [(), (), ()]
 
@@ -141,18 +141,18 @@ class RecipeMLPSm90(FusedOperation):
         shape = grad_output.shape[:-1]
         given = fc2.grad_operands(ctx2, grad_output)
         dpreact, _, dscales = kernels.grouped_gemm_dglu(
-            _rows(kernels, given.rows),
-            _readable(kernels, given.weights),
+            as_matrix(kernels, given.rows),
+            readable(kernels, given.weights),
             given.ends,
-            _rows(kernels, preact),
-            _vector(scales),
-            **_options(act),
+            as_matrix(kernels, preact),
+            as_vector(scales),
+            **glu_options(act),
         )
         dweights = weight_grads(fc2, ctx2, given.columns, given.x, given.ends)
         (params2,), (extra2,) = fc2.other_grads(ctx2, given, dweights, shape)
         del given  # its memory serves what follows
-        dx, (params1,), (extra1,) = _backward(fc1, ctx1, _shaped(dpreact, shape))
-        return dx, [params1, (), params2], [extra1, (_shaped(dscales, shape),), extra2]
+        dx, (params1,), (extra1,) = _backward(fc1, ctx1, with_shape(dpreact, shape))
+        return dx, [params1, (), params2], [extra1, (with_shape(dscales, shape),), extra2]
 
 
 def _product(
@@ -164,10 +164,10 @@ def _product(
 ) -> Tensor:
     """Output of one linear, which saves its operands."""
     kernels = provider("sm90")
-    x, ends, row_scale, weights = _operands(kernels, linear, ctx, input_, *extra_inputs)
+    x, ends, row_scale, weights = kernel_operands(kernels, linear, ctx, input_, *extra_inputs)
     bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
     y = cast(kernels.grouped_gemm(x, weights, ends, bias, row_scale), ctx.dtype)
-    y = _shaped(y, input_.shape[:-1])
+    y = with_shape(y, input_.shape[:-1])
     return y if output is None else output.copy_(y)
 
 
@@ -179,9 +179,11 @@ def _backward(
     given, shape = linear.grad_operands(ctx, grad_output), grad_output.shape[:-1]
     dx = None
     if ctx.needs.input:
-        weights = _readable(kernels, given.weights)
-        dx = kernels.grouped_gemm(_rows(kernels, given.rows), weights, given.ends, transpose_w=True)
-        dx = _shaped(cast(dx, ctx.dtype), shape)
+        weights = readable(kernels, given.weights)
+        dx = kernels.grouped_gemm(
+            as_matrix(kernels, given.rows), weights, given.ends, transpose_w=True
+        )
+        dx = with_shape(cast(dx, ctx.dtype), shape)
         buffer = linear.grad_input_buffer(ctx, grad_output)
         dx = dx if buffer is None else buffer.copy_(dx)
     dweights = weight_grads(linear, ctx, given.columns, given.x, given.ends)
@@ -190,14 +192,14 @@ def _backward(
 
 @rule(
     *_RECIPE,
-    *_features(this.fc1, this.fc2),
+    *features_fit(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
 def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> RecipeMLPSm90:
@@ -205,13 +207,13 @@ def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> R
     return RecipeMLPSm90(fc1, act, fc2)
 
 
-@rule(*_RECIPE, *_features(this.linear), phase="forward")
+@rule(*_RECIPE, *features_fit(this.linear), phase="forward")
 def recipe_linear_forward_sm90(linear: GroupedLinear) -> RecipeLinearForwardSm90:
     """One launch over device-side groups, tail included, of decoded operands."""
     return RecipeLinearForwardSm90(linear)
 
 
-@rule(*_RECIPE, *_features(this.linear), phase="backward")
+@rule(*_RECIPE, *features_fit(this.linear), phase="backward")
 def recipe_linear_backward_sm90(linear: GroupedLinear) -> RecipeLinearBackwardSm90:
     """Two launches: data gradient and weight gradient of decoded operands."""
     return RecipeLinearBackwardSm90(linear)
