@@ -23,6 +23,8 @@ class Tile(NamedTuple):
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
+    blocks: int = 0
+    options: str = ""
 
     @property
     def teams(self) -> int:
@@ -36,7 +38,10 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
+        return (
+            f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
+            f"/{self.ahead}/{self.blocks}/{self.options}"
+        )
 
 
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
@@ -102,6 +107,16 @@ class Spec(NamedTuple):
         return WARPGROUP_ROWS * self.block_columns * (4 if self.out_dtype == "float32" else 2)
 
     @property
+    def fills(self) -> bool:
+        """Whether groups without rows get zeros by a warp of their own (wgrad)."""
+        return self.kind == "wgrad" and not self.accumulate and "z" in self.tile.options
+
+    @property
+    def zero_bytes(self) -> int:
+        """Shared memory that holds the zeros."""
+        return self.block_bytes // 4 if self.fills else 0
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""
         return (self.tile.m + self.tile.n) * TILE_K * 2
@@ -119,13 +134,15 @@ class Spec(NamedTuple):
     @property
     def _least_out_blocks(self) -> int:
         """Output blocks that a warpgroup needs; dglu's epilogue makes do with one."""
+        if self.tile.blocks:
+            return self.tile.blocks
         return 1 if self.kind == "dglu" else 2
 
     @property
     def stages(self) -> int:
         """Pipeline stages: what fits beside the blocks that the epilogue needs."""
         blocks = 2 * (self._least_out_blocks + self.preact_slots)
-        left = SHARED_BYTES - _BARRIER_BYTES - blocks * self.block_bytes
+        left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - blocks * self.block_bytes
         return left // self.stage_bytes
 
     @property
@@ -133,5 +150,5 @@ class Spec(NamedTuple):
         """Output blocks of shared memory for each warpgroup: up to 4, where room is left."""
         if self.kind == "dglu":
             return self._least_out_blocks
-        left = SHARED_BYTES - _BARRIER_BYTES - self.stages * self.stage_bytes
+        left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - self.stages * self.stage_bytes
         return min(left // (2 * self.block_bytes), 4)

@@ -7,23 +7,20 @@ from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS
 
-_EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
-_WARPGROUP = 128
+WARP_ROWS = 16  # of a block of 64: a warp reads, puts together and stores its own
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
 class BlockWriter:
-    """One warpgroup's way out: its ring of blocks, and its threads' part in each.
+    """One warp's way out: its rows of a ring of blocks, and its threads' part in each.
 
-    A ring of ``n > 1`` blocks needs one barrier a block: the warp that stores waits, before the
-    barrier of block ``i``, until the store of block ``i - n + 1`` has left shared memory, so that
-    past the barrier every warp may write block ``i + 1`` over it. A single block is vacated first.
+    A warp waits for nothing but its own stores: no other warp touches its rows of a block.
     """
 
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
-        self.dtype, self.out_dtype = dtype, out_dtype
-        self.thread, self.team, self.blocks = thread, team, blocks
+        self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
+        self.warp = cute.arch.make_warp_uniform(thread // 32)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
             dtype,
@@ -52,63 +49,55 @@ class BlockWriter:
 
     def put(self, values, block, piece):
         """Write a thread's 8 values of 16 columns of a block to shared memory."""
-        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
+        self.put_rounded(self.rounded(values, block.element_type), block, piece)
+
+    def rounded(self, values, dtype):
+        """A thread's 8 values of 16 columns as ``dtype``, in half the registers if it has 16 bits."""
+        fragment = cute.make_rmem_tensor(self.shape, dtype)
         for i, value in enumerate(values):
-            fragment[i] = value.to(block.element_type)
+            fragment[i] = value.to(dtype)
+        return fragment
+
+    def put_rounded(self, fragment, block, piece):
+        """`put` of values that `rounded` gave."""
         copy = self.to_shared.get_slice(self.thread)
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
 
-    def block(self, count):
-        """Where the tile's ``count``-th block is put together."""
+    @cute.jit
+    def block(self, count: cutlass.Constexpr):
+        """Where the tile's ``count``-th block is put together, once its last store has left it."""
+        if const_expr(count >= self.ring):
+            self.settle(self.ring - 1)
         return self.blocks[None, None, self.team * self.ring + count % self.ring]
 
     @cute.jit
-    def begin(self):
-        """Vacate the ring before a tile, whose blocks are numbered from 0."""
-        self._settle(0)
-        self._barrier()
+    def settle(self, pending: cutlass.Constexpr):
+        """Wait until all but ``pending`` of the warp's stores have left shared memory."""
+        cute.arch.cp_async_bulk_wait_group(pending, read=True)
+        cute.arch.sync_warp()
 
     @cute.jit
-    def vacate(self, release):
-        """Wait until all that was stored has left shared memory; release the slot of a pipeline."""
-        self._settle(0)
-        if self.thread == 0:
-            release[0].consumer_release(release[1])
-        self._barrier()
+    def write(self, stores):
+        """Store the warp's rows of blocks that it has put together.
 
-    @cute.jit
-    def write(self, stores, vacated: cutlass.Constexpr = False):
-        """Store the tile's next block and whatever else was put together with it.
-
-        ``stores`` lists ``(atom, tensor, row, column, block)``; ``vacated`` if `vacate` has seen
-        to the ring.
+        ``stores`` lists ``(atom, tensor, row, column, block)``.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(not vacated):
-            self._settle(self.ring - 2)
-        self._barrier()
-        if self.thread < 32:
-            for atom, tensor, row, column, block in stores:
-                box = cute.local_tile(
-                    cute.domain_offset((row, column), tensor),
-                    (WARPGROUP_ROWS, self.columns),
-                    (0, 0),
-                )
-                source, target = cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(block, 0, 2),
-                    cute.group_modes(box, 0, 2),
-                )
-                cute.copy(atom, source, target)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _settle(self, pending: cutlass.Constexpr):
-        if self.thread < 32:
-            cute.arch.cp_async_bulk_wait_group(pending, read=True)
-
-    def _barrier(self):
-        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)
+        cute.arch.sync_warp()
+        for atom, tensor, row, column, block in stores:
+            rows = cute.local_tile(block, (WARP_ROWS, self.columns), (self.warp, 0))
+            box = cute.local_tile(
+                cute.domain_offset((row + self.warp * WARP_ROWS, column), tensor),
+                (WARP_ROWS, self.columns),
+                (0, 0),
+            )
+            source, target = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(rows, 0, 2),
+                cute.group_modes(box, 0, 2),
+            )
+            cute.copy(atom, source, target)
+        cute.arch.cp_async_bulk_commit_group()

@@ -16,6 +16,7 @@ from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
+    behind,
     gate_column,
     give_turn,
     take_turn,
@@ -55,11 +56,10 @@ class Epilogue:
         self.problem, self.preacts, self.outputs = problem, preacts, outputs
         self.dtype, self.thread, self.team = dtype, thread, team
 
-    def states(self):
-        """Where reading and releasing pre-activations begin."""
+    def preact_state(self):
+        """Where reading pre-activations begins."""
         slots = max(self.spec.preact_slots, 1)
-        consumer = pipeline.PipelineUserType.Consumer
-        return tuple(pipeline.make_pipeline_state(consumer, slots) for _ in range(2))
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
 
     @cute.jit
     def row_scales(self, place: Place):
@@ -76,14 +76,14 @@ class Epilogue:
         return values
 
     @cute.jit
-    def write(self, accumulator, row_scales, place: Place, preact_state, preact_release):
+    def write(self, accumulator, row_scales, place: Place, preact_state):
         """Write a tile."""
         spec, tile = self.spec, self.tile
         out_blocks = self.outputs.blocks
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
         )
-        writer.begin()
+        writer.settle(0)
         out, both = self._targets(place)
         if const_expr(spec.kind == "dglu" and tile.pingpong):
             take_turn(PREACT_TURN, self.team)
@@ -100,17 +100,14 @@ class Epilogue:
             elif const_expr(spec.kind == "glu"):
                 self._glu(writer, accumulator, m, row_scales, out, both, slab, place, m * per_slab)
             else:
-                preact_state, preact_release = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place,
-                    preact_state, preact_release, m * per_slab,
+                preact_state = self._dglu(
+                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state,
+                    m * per_slab,
                 )  # fmt: skip
         if const_expr(spec.kind == "dglu"):
-            if self.thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if self.thread == 0:
-                    self.preacts.pipeline.consumer_release(preact_release)
-            preact_release.advance()
-        return preact_state, preact_release
+            writer.settle(0)
+            self.preacts.pipeline.consumer_release(behind(preact_state, 1))
+        return preact_state
 
     def _targets(self, place):
         """Where the output and, if there are any, the gate and linear columns are written."""
@@ -227,8 +224,8 @@ class Epilogue:
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
-        preact_state, preact_release, count: cutlass.Constexpr,
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place, preact_state,
+        count: cutlass.Constexpr,
     ):  # fmt: skip
         """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
         spec, ring = self.spec, self.preacts.pipeline
@@ -242,12 +239,14 @@ class Epilogue:
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            block = writer.block(count + index)
             # The gradients can be put down at once, the activations when their block is vacant.
             activations = [
                 self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
                 for piece in range(self.columns // PIECE)
             ]
+            block = writer.block(count + index)
+            if const_expr(count + index > 0):
+                ring.consumer_release(behind(preact_state, 1))
             column = place.column + index * self.columns
             first = gate_column(spec, column, self.problem.glu_block)
             stores = [(*out, slab, column, block)]
@@ -256,15 +255,12 @@ class Epilogue:
                 stores.append(
                     (*both[view], slab, first + (side - view) * self.columns, sides[side])
                 )
-            if const_expr(count + index > 0):
-                writer.vacate((ring, preact_release))
-                preact_release.advance()
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                writer.put(activations[piece], block, piece)
-            writer.write(stores, vacated=True)
+                writer.put_rounded(activations[piece], block, piece)
+            writer.write(stores)
             preact_state.advance()
         self._sum_up(scale_grads, m, place)
-        return preact_state, preact_release
+        return preact_state
 
     def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
         """16 activation columns: their gradients of gate and linear, put where those were.
@@ -294,7 +290,7 @@ class Epilogue:
             activations.append(value * scale)
         for at, part in values.items():
             writer.put(part, sides[at // pieces], at % pieces)
-        return activations
+        return writer.rounded(activations, self.dtype)
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):

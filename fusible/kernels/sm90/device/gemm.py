@@ -14,6 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
+from fusible.kernels.sm90.device.blocks import WARP_ROWS
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
@@ -29,7 +30,7 @@ from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule,
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
-_LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
+_LOAD_REGISTERS, _MATH_REGISTERS = 40, 232
 
 
 class GroupedGemm:
@@ -40,6 +41,7 @@ class GroupedGemm:
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
+        self.stored = (WARP_ROWS, spec.block_columns)  # the part of a block that a warp stores
 
     @cute.jit
     def __call__(
@@ -120,8 +122,8 @@ class GroupedGemm:
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),
                     address_rows_by_group(view, 0),
-                    self._block_layout(self.dtype, 1),
-                    self.block,
+                    self._rows_layout(self.dtype),
+                    self.stored,
                 )
                 for view in self._views(
                     d_preact, glu_block, (total_rows, glu_columns), d_preact_pitch
@@ -137,7 +139,9 @@ class GroupedGemm:
             self._load(tensor_a, layout_a, (tile.m, TILE_K), tile.cluster_n),
             self._load(tensor_b, layout_b, (part, TILE_K), tile.cluster_m),
             load_preact,
-            cpasync.make_tiled_tma_atom(store_op, tensor_out, layout_block, self.block),
+            cpasync.make_tiled_tma_atom(
+                store_op, tensor_out, self._rows_layout(self.out_dtype), self.stored
+            ),
             store_preact,
             self._vector(Int32, ends, groups),
             self._vector(Int64, table, groups) if const_expr(spec.table) else None,
@@ -202,11 +206,16 @@ class GroupedGemm:
         per_element = self.dtype.width // 8
         return [self._matrix(address + shift * per_element, shape, (pitch, 1)) for shift in shifts]
 
-    def _block_layout(self, dtype, count):
-        atom = warpgroup.make_smem_layout_atom(
+    def _block_atom(self, dtype):
+        return warpgroup.make_smem_layout_atom(
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, self.block[1]), dtype
         )
-        return cute.tile_to_shape(atom, (*self.block, count), order=(0, 1, 2))
+
+    def _block_layout(self, dtype, count):
+        return cute.tile_to_shape(self._block_atom(dtype), (*self.block, count), order=(0, 1, 2))
+
+    def _rows_layout(self, dtype):
+        return cute.tile_to_shape(self._block_atom(dtype), self.stored, order=(0, 1))
 
     @staticmethod
     def _load(tensor, layout, box, multicast):
@@ -301,7 +310,7 @@ class GroupedGemm:
                 barrier_storage=shared.preact_barriers.data_ptr(),
                 num_stages=spec.preact_slots,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
                 tx_count=2 * spec.block_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,

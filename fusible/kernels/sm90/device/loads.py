@@ -112,7 +112,6 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
 def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, preacts: Preacts):
     """Keep the pre-activation blocks filled, in the order the epilogue reads them; by one warp."""
     tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
-    box = (WARPGROUP_ROWS, spec.block_columns)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
     drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
     tile_index = walk.first
@@ -123,20 +122,35 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
             row = problem.total_rows  # out of bounds: zeros for the rows past the last group
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
         for block in cutlass.range(spec.preact_blocks, unroll=1):
-            down, right = block // (tile.n // box[1]), block % (tile.n // box[1])
-            at = gate_column(spec, column + right * box[1], problem.glu_block)
+            if const_expr("p" in tile.options):  # noqa: SIM102
+                if block + spec.preact_slots < spec.preact_blocks:
+                    for side in cutlass.range_constexpr(2):
+                        atom, source, _ = _preact_box(
+                            spec, problem, preacts, row, column, block + spec.preact_slots, side
+                        )
+                        cute.prefetch(atom, source)
             ring.producer_acquire(state)
             for side in cutlass.range_constexpr(2):
-                load = preacts.loads[side if const_expr(spec.paired) else 0]
-                shift = 0 if const_expr(spec.paired) else side * box[1]
-                offset = (row + down * box[0], at + shift)
-                to_block, from_block = _boxes(load, preacts.blocks, load.tma_tensor, box, offset)
+                atom, source, targets = _preact_box(
+                    spec, problem, preacts, row, column, block, side
+                )
                 cute.copy(
-                    load.atom,
-                    from_block[None, 0],
-                    to_block[None, 2 * state.index + side],
+                    atom,
+                    source,
+                    targets[None, 2 * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
             state.advance()
         tile_index, drawn = walk.next(drawn, tile_index)
         schedule, valid, group, m, n, start, _ = schedule.seek(tile_index)
+
+
+def _preact_box(spec, problem, preacts, row, column, block, side):
+    """Gate or linear columns of a block of a tile: TMA atom, where they are, where they may go."""
+    box = (WARPGROUP_ROWS, spec.block_columns)
+    across = spec.tile.n // box[1]
+    load = preacts.loads[side if spec.paired else 0]
+    at = gate_column(spec, column + block % across * box[1], problem.glu_block)
+    offset = (row + block // across * box[0], at + (0 if spec.paired else side * box[1]))
+    to_block, from_block = _boxes(load, preacts.blocks, load.tma_tensor, box, offset)
+    return load.atom, from_block[None, 0], to_block

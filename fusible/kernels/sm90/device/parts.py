@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute, select_
+from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, Spec
@@ -89,6 +89,13 @@ def gate_column(spec: Spec, column, glu_block):
     if spec.paired:
         return (column // glu_block) * 2 * glu_block + column % glu_block
     return column * 2
+
+
+def behind(state, count):
+    """A pipeline's stage ``count`` before that of ``state``, to be released."""
+    index = state.index - count
+    index = Int32(select_(index < 0, index + state.stages, index))
+    return pipeline.PipelineState(state.stages, state.count, index, state.phase)
 
 
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.

@@ -14,6 +14,7 @@ from fusible.kernels.sm90.device.parts import (
     Preacts,
     Problem,
     Walk,
+    behind,
     give_turn,
     steps_of,
     take_turn,
@@ -75,8 +76,7 @@ def multiply(
     scales_of, write = epilogue.row_scales, epilogue.write
 
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
-    release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
-    preact_state, preact_release = epilogue.states()
+    preact_state = epilogue.preact_state()
     if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
         if team == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
@@ -106,26 +106,21 @@ def multiply(
             if const_expr(spec.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
                 # Where a group ends within the first 64 rows, the others need no products.
                 if rows - row > WARPGROUP_ROWS:
-                    state, release = _mainloop(*loop, state, release, 2)
+                    state = _mainloop(*loop, state, 2)
                 else:
-                    state, release = _mainloop(*loop, state, release, 1)
+                    state = _mainloop(*loop, state, 1)
             else:
-                state, release = _mainloop(*loop, state, release, tile.slabs)
+                state = _mainloop(*loop, state, tile.slabs)
             if const_expr(tile.pingpong):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, team)
-            release = _drain(operands.pipeline, release, steps)
-            preact_state, preact_release = write(
-                accumulator, row_scales, place, preact_state, preact_release
-            )
+            _drain(operands.pipeline, state, steps)
+            preact_state = write(accumulator, row_scales, place, preact_state)
         else:
             if steps > 0:
                 state.advance(steps)
-                release.advance(steps)
             if const_expr(spec.kind == "dglu"):
-                skipped = Int32(spec.preact_blocks)
-                preact_state.advance(skipped)
-                preact_release.advance(skipped)
+                preact_state.advance(Int32(spec.preact_blocks))
         if const_expr(tile.pingpong):
             turn = 1 - turn
         tile_index, drawn = walk.next(drawn, tile_index)
@@ -135,8 +130,7 @@ def multiply(
 
 @cute.jit
 def _mainloop(
-    mma, accumulator, fragment_a, fragment_b, ring, steps, state, release,
-    slabs: cutlass.Constexpr,
+    mma, accumulator, fragment_a, fragment_b, ring, steps, state, slabs: cutlass.Constexpr
 ):  # fmt: skip
     """Issue a tile's products; a stage is released once those of the next one are issued.
 
@@ -158,16 +152,13 @@ def _mainloop(
         state.advance()
         if step > 0:
             warpgroup.wait_group(1)
-            ring.consumer_release(release)
-            release.advance()
-    return state, release
+            ring.consumer_release(behind(state, 2))
+    return state
 
 
 @cute.jit
-def _drain(ring, release, steps):
+def _drain(ring, state, steps):
     """Wait for the last products of a tile."""
     warpgroup.wait_group(0)
     if steps > 0:
-        ring.consumer_release(release)
-        release.advance()
-    return release
+        ring.consumer_release(behind(state, 1))
