@@ -5,7 +5,11 @@ from cutlass import Float32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.sm90.device.addressing import at_distance
+from fusible.kernels.sm90.device.schedule import group_end
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS
+
+_FILLS = 8  # boxes of zeros on their way at once
 
 WARP_ROWS = 16  # of a block of 64: a warp reads, puts together and stores its own
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
@@ -101,3 +105,47 @@ class BlockWriter:
             )
             cute.copy(atom, source, target)
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def fill_empty(
+    spec: cutlass.Constexpr, problem, ends: cute.Tensor, total_rows, columns, store, zeros
+):
+    """Write zeros to the output matrices of groups without rows; by one warp of every block.
+
+    Few are under way at once, so that they do not delay what the other warps wait for.
+    """
+    lane = cute.arch.lane_idx()
+    vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))
+    for i in cutlass.range_constexpr(cute.size(zeros) // 32):
+        vector[lane + 32 * i] = zeros.element_type(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    box = (WARP_ROWS, spec.block_columns)
+    down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
+    for group in cutlass.range(problem.groups, unroll=1):
+        start = group_end(ends, group - 1, total_rows)
+        if group_end(ends, group, total_rows) <= start:
+            out = output_of(spec, problem, store, group)
+            for index in cutlass.range(block, down * across, blocks, unroll=1):
+                offset = (index // across * box[0], index % across * box[1])
+                target = cute.local_tile(cute.domain_offset(offset, out), box, (0, 0))
+                source, target = cpasync.tma_partition(
+                    store.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(zeros, 0, 2),
+                    cute.group_modes(target, 0, 2),
+                )
+                cute.copy(store.atom, source, target)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def output_of(spec, problem, store, group):
+    """The output matrix of a group that the reduction is grouped by."""
+    if spec.table:
+        return at_distance(store.tma_tensor, problem.table[group] - problem.base)
+    return store.tma_tensor[None, None, group]

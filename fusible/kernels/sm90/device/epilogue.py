@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
 from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
-from fusible.kernels.sm90.device.addressing import at_distance, group_rows
-from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
+from fusible.kernels.sm90.device.addressing import group_rows
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter, output_of
 from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
@@ -119,11 +119,8 @@ class Epilogue:
                     (side.atom, group_rows(side.tma_tensor, 0, place.start, place.rows))
                     for side in self.outputs.store_preact
                 ]
-        elif self.spec.table:
-            distance = self.problem.table[place.group] - self.problem.base
-            out = at_distance(store.tma_tensor, distance)
         else:
-            out = store.tma_tensor[None, None, place.group]
+            out = output_of(self.spec, self.problem, store, place.group)
         return (store.atom, out), both
 
     def _row(self, m, half):

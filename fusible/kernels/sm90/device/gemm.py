@@ -14,7 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.blocks import WARP_ROWS
+from fusible.kernels.sm90.device.blocks import WARP_ROWS, fill_empty
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
@@ -26,7 +26,7 @@ from fusible.kernels.sm90.device.parts import (
     Walk,
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
-from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
+from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
@@ -273,7 +273,8 @@ class GroupedGemm:
             ]
             preact: cute.struct.Align[
                 cute.struct.MemRange[
-                    self.dtype, cute.cosize(layout_preact) if spec.preact_slots else 8
+                    self.dtype,
+                    cute.cosize(layout_preact) if spec.preact_slots else spec.zero_bytes // 2 or 8,
                 ],
                 1024,
             ]
@@ -340,20 +341,22 @@ class GroupedGemm:
 
         if const_expr(spec.by_rows):
             across = cute.ceil_div(columns, spec.width * tile.cluster_n)
-            schedule = RowSchedule(ends, total_rows, groups, across, tile.m * tile.cluster_m)
+            down = Int32(0)
         else:
-            schedule = ReductionSchedule(
-                ends,
-                total_rows,
-                groups,
-                cute.ceil_div(columns, tile.m * tile.cluster_m),
-                cute.ceil_div(depth, tile.n * tile.cluster_n),
-            )
+            across = cute.ceil_div(depth, tile.n * tile.cluster_n)
+            down = cute.ceil_div(columns, tile.m * tile.cluster_m)
+        tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
+        keep = not (spec.fills or spec.accumulate)
+        schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, keep)
         problem = Problem(total_rows, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
         tile_step = cute.arch.grid_dim()[0] // cute.size(self.cluster)
         walk = Walk(schedule, queue, first_tile, tile_step, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
+        zeros = cute.make_tensor(
+            cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
+            self._rows_layout(self.out_dtype).outer,
+        )
         outputs = Outputs(store, store_preact, blocks, bias, scales, partials, constants)
 
         if warpgroup_index == 0:
@@ -366,6 +369,9 @@ class GroupedGemm:
             if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
+            if const_expr(spec.fills):  # noqa: SIM102 (decided when compiling)
+                if warp_index == 3:
+                    fill_empty(spec, problem, ends, total_rows, columns, store, zeros)
         else:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
             multiply(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
+from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, Spec
 
 WARPGROUP = 128  # threads
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 class Walk(NamedTuple):
     """A block's way over the tiles, in units of cluster tiles."""
 
-    schedule: RowSchedule | ReductionSchedule
+    schedule: Schedule
     queue: TileQueue | None  # where tiles are drawn; else each cluster steps over the others'
     first: Int32
     step: Int32

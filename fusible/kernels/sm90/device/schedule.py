@@ -8,7 +8,7 @@ units of cluster tiles, the group's first row and its number of rows.
 """
 
 import cutlass
-from cutlass import Boolean, Int32, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 _LANES = 32
@@ -26,24 +26,24 @@ def group_end(ends: cute.Tensor, group: Int32, total_rows: Int32) -> Int32:
     return end
 
 
-class RowSchedule:
-    """Tiles of an output whose rows are grouped.
+class Schedule:
+    """Tiles, group by group.
 
-    Group ``groups`` stands for the rows past the last end, whose output is zero. Lane ``i`` of a
-    warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
-    32 groups when the tile lies past theirs.
+    Where rows are grouped, a group has ``tiles_down(rows)`` rows of tiles, and group ``groups``
+    stands for the rows past the last end, whose output is zero. Where the reduction is grouped,
+    every group with rows has ``down`` rows of tiles, whatever their number. Lane ``i`` of a warp
+    knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next 32
+    groups when the tile lies past theirs.
     """
 
-    def __init__(self, ends, total_rows, groups, columns, tile_rows, state=None):
+    def __init__(self, ends, total_rows, groups, columns, tile_rows, down, keep=False, state=None):
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
-        self.tile_rows = tile_rows
-        self.base, self.first, self.last, self.start, self.rows = state or self._look(
-            Int32(0), Int32(0)
-        )
+        self.tile_rows, self.down, self.keep = tile_rows, down, keep
+        self.base, self.last, self.start, self.rows = state or self._look(Int32(0), Int32(0))
 
     def __extract_mlir_values__(self):
-        values = [self.total_rows, self.groups, self.columns]
-        values += [self.base, self.first, self.last, self.start, self.rows]
+        values = [self.total_rows, self.groups, self.columns, self.down]
+        values += [self.base, self.last, self.start, self.rows]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -51,13 +51,32 @@ class RowSchedule:
     def __new_from_mlir_values__(self, values):
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        total_rows, groups, columns, *state = (Int32(v) for v in values[width:])
-        return RowSchedule(ends, total_rows, groups, columns, self.tile_rows, tuple(state))
+        total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
+        return Schedule(
+            ends, total_rows, groups, columns, self.tile_rows, down, self.keep, tuple(state)
+        )
 
     def _with(self, state):
-        return RowSchedule(
-            self.ends, self.total_rows, self.groups, self.columns, self.tile_rows, state
+        return Schedule(
+            self.ends,
+            self.total_rows,
+            self.groups,
+            self.columns,
+            self.tile_rows,
+            self.down,
+            self.keep,
+            state,
         )
+
+    @cute.jit
+    def _tiles_down(self, group, rows):
+        """Rows of tiles of a group."""
+        tiles = self.down
+        if const_expr(self.tile_rows):
+            tiles = cute.ceil_div(rows, self.tile_rows)
+        elif ((rows == 0) & (not self.keep)) | (group >= self.groups):
+            tiles = Int32(0)
+        return tiles
 
     @cute.jit
     def _look(self, base: Int32, first: Int32):
@@ -71,63 +90,31 @@ class RowSchedule:
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
-        last = cute.ceil_div(rows, self.tile_rows) * self.columns
+        last = self._tiles_down(group, rows) * self.columns
         for step in cutlass.range_constexpr(5):
             below = shuffle_sync_up(last, 1 << step)
             if lane >= (1 << step):
                 last += below
-        return base, first, first + last, start, rows
+        return base, first + last, start, rows
 
     @cute.jit
     def seek(self, tile: Int32):
         """The tile's coordinates; tiles are asked for in ascending order."""
-        base, first, last = self.base, self.first, self.last
-        start, rows = self.start, self.rows
+        base, last, start, rows = self.base, self.last, self.start, self.rows
         end = shuffle_sync(last, _LANES - 1)
         while (tile >= end) & (base + _LANES <= self.groups):
-            base, first, last, start, rows = self._look(base + _LANES, end)
+            base, last, start, rows = self._look(base + _LANES, end)
             end = shuffle_sync(last, _LANES - 1)
-        moved = self._with((base, first, last, start, rows))
+        moved = self._with((base, last, start, rows))
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(last <= tile))
         valid = lane < _LANES
         lane = cutlass.min(lane, Int32(_LANES - 1))
+        group = base + lane
         group_start, group_rows = shuffle_sync(start, lane), shuffle_sync(rows, lane)
-        tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
+        tiles_down = cutlass.max(self._tiles_down(group, group_rows), Int32(1))
         index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
         m, n = _in_bands(index, tiles_down, self.columns)
-        return moved, valid, base + lane, m, n, group_start, group_rows
-
-
-class ReductionSchedule:
-    """Tiles of an output that every group has one of, reduced over the group's rows."""
-
-    def __init__(self, ends, total_rows, groups, tiles_down, columns):
-        self.ends, self.total_rows, self.groups = ends, total_rows, groups
-        self.tiles_down, self.columns = tiles_down, columns
-
-    def __extract_mlir_values__(self):
-        values = [self.total_rows, self.groups, self.tiles_down, self.columns]
-        return cutlass.extract_mlir_values(self.ends) + [
-            v for value in values for v in cutlass.extract_mlir_values(value)
-        ]
-
-    def __new_from_mlir_values__(self, values):
-        width = len(cutlass.extract_mlir_values(self.ends))
-        ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        return ReductionSchedule(ends, *(Int32(v) for v in values[width:]))
-
-    @cute.jit
-    def seek(self, tile: Int32):
-        """The tile's coordinates."""
-        tiles = self.tiles_down * self.columns
-        group = tile // tiles
-        start, rows = Int32(0), Int32(0)
-        if group < self.groups:
-            start = group_end(self.ends, group - 1, self.total_rows)
-            rows = group_end(self.ends, group, self.total_rows) - start
-        m, n = _in_bands(tile - group * tiles, self.tiles_down, self.columns)
-        rows = cutlass.max(rows, Int32(0))
-        return self, Boolean(group < self.groups), group, m, n, start, rows
+        return moved, valid, group, m, n, group_start, group_rows
 
 
 class TileQueue:
