@@ -15,7 +15,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
 from fusible.kernels.sm90.device.blocks import WARP_ROWS, fill_empty
-from fusible.kernels.sm90.device.loads import load_operands, load_preacts
+from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
     WARPGROUP,
@@ -334,22 +334,25 @@ class GroupedGemm:
                 queue.initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
-        # What is above ran under the end of the kernel before, what is below reads its results.
-        # The next kernel may come as soon as a block of this one leaves it room.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
         if const_expr(spec.by_rows):
             across = cute.ceil_div(columns, spec.width * tile.cluster_n)
             down = Int32(0)
         else:
             across = cute.ceil_div(depth, tile.n * tile.cluster_n)
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
+        problem = Problem(total_rows, depth, groups, glu_block, table, base)
+        first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
+        if const_expr("w" in tile.options and spec.by_rows and not spec.table):
+            if warp_index == 0:
+                prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
+        # What is above ran under the end of the kernel before, what is below reads its results.
+        # The next kernel may come as soon as a block of this one leaves it room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
         tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
         keep = not (spec.fills or spec.accumulate)
         schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, keep)
-        problem = Problem(total_rows, depth, groups, glu_block, table, base)
-        first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
         tile_step = cute.arch.grid_dim()[0] // cute.size(self.cluster)
         walk = Walk(schedule, queue, first_tile, tile_step, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)

@@ -16,6 +16,8 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
+_PREFETCHED = 8  # stages, of 16 KB each: 17 MB over all blocks
+
 
 def _boxes(load, shared, tensor, tile, offset, multicast=(1, 0)):
     """Partition for a TMA load of one box at ``offset``, walking the second mode.
@@ -31,6 +33,48 @@ def _boxes(load, shared, tensor, tile, offset, multicast=(1, 0)):
         cute.group_modes(shared, 0, 2),
         cute.group_modes(boxes, 0, 2),
     )
+
+
+def _weight_boxes(spec, problem, operands, group, column, in_cluster):
+    """Partition of a group's weight, of its gate and its linear columns if they lie apart."""
+    tile, tensor = spec.tile, operands.load_b.tma_tensor
+    weight = cutlass.min(group, problem.groups - 1)
+    if spec.table:
+        tensor = at_distance(tensor, problem.table[weight] - problem.base)
+    else:
+        tensor = tensor[None, None, weight]
+    if spec.kind == "glu":
+        column = gate_column(spec, column, problem.glu_block)
+    box, sharing = (tile.n // spec.b_parts, TILE_K), (tile.cluster_m, in_cluster[0])
+    return [
+        _boxes(
+            operands.load_b,
+            operands.b,
+            tensor,
+            box,
+            (column + part * problem.glu_block, 0),
+            sharing,
+        )
+        for part in range(spec.b_parts)
+    ]
+
+
+@cute.jit
+def prefetch_weights(
+    spec: cutlass.Constexpr[Spec], problem: Problem, operands: Operands, first, in_cluster, across
+):
+    """Bring weights to the L2 cache under the end of the kernel before; by one warp.
+
+    Those of a block's first tile, if groups have as many rows as a tile.
+    """
+    group = first // across
+    column = (first % across * spec.tile.cluster_n + in_cluster[1]) * spec.width
+    if group < problem.groups:
+        boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
+        steps = cutlass.min(cute.ceil_div(problem.depth, TILE_K), _PREFETCHED)
+        for step in cutlass.range(steps, unroll=1):
+            for part in cutlass.range_constexpr(spec.b_parts):
+                cute.prefetch(operands.load_b.atom, boxes[part][1][None, step])
 
 
 @cute.jit
@@ -57,31 +101,15 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
         if const_expr(spec.by_rows):
             tensor_a, offset_a = load_a.tma_tensor, (start + row, 0)
-            tensor_b, offset_b = load_b.tma_tensor, (column, 0)
-            weight = cutlass.min(group, problem.groups - 1)
-            if const_expr(spec.table):
-                tensor_b = at_distance(tensor_b, problem.table[weight] - problem.base)
-            else:
-                tensor_b = tensor_b[None, None, weight]
-            if const_expr(spec.kind == "glu"):
-                offset_b = (gate_column(spec, column, problem.glu_block), 0)
+            boxes_b = _weight_boxes(spec, problem, operands, group, column, in_cluster)
         else:
             tensor_a = group_rows(load_a.tma_tensor, 1, start, rows)
             tensor_b = group_rows(load_b.tma_tensor, 1, start, rows)
-            offset_a, offset_b = (row, 0), (column, 0)
+            offset_a = (row, 0)
+            sharing_b = (tile.cluster_m, in_cluster[0])
+            boxes_b = [_boxes(load_b, operands.b, tensor_b, tile_b, (column, 0), sharing_b)]
         shared_by = (tile.cluster_n, in_cluster[1])
         to_a, from_a = _boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)
-        boxes_b = [
-            _boxes(
-                load_b,
-                operands.b,
-                tensor_b,
-                tile_b,
-                (offset_b[0] + part * problem.glu_block, 0),
-                (tile.cluster_m, in_cluster[0]),
-            )
-            for part in range(spec.b_parts)
-        ]
         for step in cutlass.range(steps_of(spec, problem, group, rows), unroll=1):
             ring.producer_acquire(state)
             barrier = ring.producer_get_barrier(state)
