@@ -51,7 +51,8 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     are better spent on pipeline stages.
     """
     width = tile.n // 2 if kind == "glu" else tile.n
-    return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
+    wide = kind != "dglu" or "c" in tile.options
+    return 64 if width % 64 == 0 and out_dtype != "float32" and wide else 32
 
 
 class Spec(NamedTuple):
