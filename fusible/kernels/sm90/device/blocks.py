@@ -56,7 +56,7 @@ class BlockWriter:
         self.put_rounded(self.rounded(values, block.element_type), block, piece)
 
     def rounded(self, values, dtype):
-        """A thread's 8 values of 16 columns as ``dtype``, in half the registers if it has 16 bits."""
+        """A thread's 8 values of 16 columns as ``dtype``: 16 bits need half the registers."""
         fragment = cute.make_rmem_tensor(self.shape, dtype)
         for i, value in enumerate(values):
             fragment[i] = value.to(dtype)

@@ -342,7 +342,7 @@ class GroupedGemm:
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
         problem = Problem(total_rows, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
-        if const_expr("w" in tile.options and spec.by_rows and not spec.table):
+        if const_expr("w" in tile.options and spec.by_rows and not spec.table):  # noqa: SIM102
             if warp_index == 0:
                 prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
         # What is above ran under the end of the kernel before, what is below reads its results.
