@@ -200,8 +200,10 @@ class TileQueue:
 
 @cute.jit
 def _in_bands(index: Int32, tiles_down: Int32, columns: Int32):
-    band = index // (_BAND * columns)
-    index -= band * _BAND * columns
-    height = cutlass.min(tiles_down - band * _BAND, Int32(_BAND))
-    column = index // height
-    return band * _BAND + index - column * height, column
+    """Row and column of a tile, in bands of like heights: a low one would use weights little."""
+    height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, _BAND))
+    band = index // (height * columns)
+    index -= band * height * columns
+    rest = cutlass.min(tiles_down - band * height, height)
+    column = index // rest
+    return band * height + index - column * rest, column
