@@ -24,7 +24,7 @@ class BlockWriter:
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
-        self.warp = cute.arch.make_warp_uniform(thread // 32)
+        self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
             dtype,

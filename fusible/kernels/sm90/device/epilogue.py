@@ -125,7 +125,8 @@ class Epilogue:
 
     def _row(self, m, half):
         """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup."""
-        first = (self.thread // 32) * 16 + (self.thread % 32) // 4 + half * 8
+        # Shifts: a division of signed numbers takes many instructions.
+        first = (self.thread >> 5) * 16 + ((self.thread & 31) >> 2) + half * 8
         if self.tile.teams == 2:
             first += self.team * WARPGROUP_ROWS
         return first + m * self.tile.teams * WARPGROUP_ROWS
@@ -151,7 +152,7 @@ class Epilogue:
     def _add_bias(self, accumulator, m, row_scales, place: Place):
         """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
         spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
-        within = 2 * (self.thread % 4)
+        within = 2 * (self.thread & 3)
         columns = cute.size(bias, mode=[1])
         if place.group < self.problem.groups:
             for eight in cutlass.range_constexpr(self.tile.n // 8):
@@ -300,5 +301,5 @@ class Epilogue:
             total += cute.arch.shuffle_sync_bfly(total, 2)
             at = place.row + self._row(m, half)
             # A cluster across an odd number of tiles has a block past the last column.
-            if (self.thread % 4 == 0) & (at < place.rows) & (tile < tiles):
+            if ((self.thread & 3) == 0) & (at < place.rows) & (tile < tiles):
                 partials[tile, place.start + at] = total

@@ -71,7 +71,7 @@ def multiply(
     fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
     accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
-    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread % WARPGROUP, team)
+    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread & (WARPGROUP - 1), team)
     # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
     scales_of, write = epilogue.row_scales, epilogue.write
 
