@@ -265,7 +265,9 @@ class GroupedGemm:
             barriers: cute.struct.MemRange[Int64, 2 * spec.stages]
             preact_barriers: cute.struct.MemRange[Int64, max(2 * spec.preact_slots, 1)]
             queue_barriers: cute.struct.MemRange[Int64, 2 * TileQueue.SLOTS]
-            queue: cute.struct.MemRange[Int32, TileQueue.SLOTS]
+            queue: cute.struct.Align[
+                cute.struct.MemRange[Int32, TileQueue.SLOTS * TileQueue.WORDS], 16
+            ]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
             blocks: cute.struct.Align[
@@ -321,17 +323,16 @@ class GroupedGemm:
                 shared.preact.get_tensor(layout_preact.outer, swizzle=layout_preact.inner),
                 preact_ring,
             )
-        queue = None
-        if const_expr(tile.dynamic):
-            queue = TileQueue(
-                counter,
-                shared.queue.data_ptr(),
-                shared.queue_barriers.data_ptr(),
-                10 if const_expr(spec.kind == "dglu") else 9,
-                cute.size(self.cluster),
-            )
-            if warp_index == 0:
-                queue.initialise()
+        queue = TileQueue(
+            counter,
+            shared.queue.data_ptr(),
+            shared.queue_barriers.data_ptr(),
+            tile.dynamic,
+            10 if const_expr(spec.kind == "dglu") else 9,
+            cute.size(self.cluster),
+        )
+        if warp_index == 0:
+            queue.initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
         if const_expr(spec.by_rows):
@@ -350,11 +351,7 @@ class GroupedGemm:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
-        keep = not (spec.fills or spec.accumulate)
-        schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, keep)
-        tile_step = cute.arch.grid_dim()[0] // cute.size(self.cluster)
-        walk = Walk(schedule, queue, first_tile, tile_step, in_cluster)
+        walk = Walk(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
         zeros = cute.make_tensor(
             cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
@@ -364,9 +361,13 @@ class GroupedGemm:
 
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
-            if const_expr(tile.dynamic):  # noqa: SIM102 (decided when compiling)
-                if (warp_index == 2) & (rank == 0):
-                    queue.serve(schedule, first_tile, tile_step)
+            if (warp_index == 2) & (rank == 0):
+                tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
+                keep = not (spec.fills or spec.accumulate)
+                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, keep)
+                queue.serve(
+                    schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
+                )
             if warp_index == 0:
                 load_operands(spec, problem, walk, operands)
             if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)

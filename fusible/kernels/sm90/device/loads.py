@@ -13,7 +13,6 @@ from fusible.kernels.sm90.device.parts import (
     gate_column,
     steps_of,
 )
-from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 _PREFETCHED = 8  # stages, of 16 KB each: 17 MB over all blocks
@@ -93,9 +92,7 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         mask_b = cutlass.Int16(every << (in_cluster[1] * tile.cluster_m))
 
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.stages)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
@@ -130,8 +127,7 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
                     mcast_mask=mask_b,
                 )
             state.advance()
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+        read, valid, group, m, n, start, rows = walk.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
     ring.producer_tail(state)
 
@@ -141,9 +137,7 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
     """Keep the pre-activation blocks filled, in the order the epilogue reads them; by one warp."""
     tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, _ = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, _ = walk.next(walk.begin())
     while valid:
         row = start + (m * tile.cluster_m + in_cluster[0]) * tile.m
         if group >= problem.groups:
@@ -169,8 +163,7 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
             state.advance()
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, _ = schedule.seek(tile_index)
+        read, valid, group, m, n, start, _ = walk.next(read)
 
 
 def _preact_box(spec, problem, preacts, row, column, block, side):

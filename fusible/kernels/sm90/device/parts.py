@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
+from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, Spec
 
 WARPGROUP = 128  # threads
@@ -31,19 +31,18 @@ class Problem(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A block's way over the tiles, in units of cluster tiles."""
+    """A block's way over the tiles."""
 
-    schedule: Schedule
-    queue: TileQueue | None  # where tiles are drawn; else each cluster steps over the others'
-    first: Int32
-    step: Int32
+    queue: TileQueue
     in_cluster: tuple[Int32, Int32]  # the block's place in its cluster
 
-    def next(self, state, tile_index):
-        """Number of the tile after ``tile_index``, and the state of the queue behind it."""
-        if self.queue is not None:
-            return self.queue.next(state)
-        return tile_index + self.step, state
+    def begin(self):
+        """Where a warp begins to read the queue."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
+
+    def next(self, state):
+        """See `TileQueue.next`."""
+        return self.queue.next(state)
 
 
 class Operands(NamedTuple):

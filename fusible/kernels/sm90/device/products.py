@@ -19,7 +19,6 @@ from fusible.kernels.sm90.device.parts import (
     steps_of,
     take_turn,
 )
-from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 _MULTIPLY_TURN = 3  # and 4: named barriers of whose turn it is, in ping-pong, to multiply
@@ -84,9 +83,7 @@ def multiply(
                 give_turn(PREACT_TURN, Int32(1))
 
     turn = Int32(0)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         steps = steps_of(spec, problem, group, rows)
         mine = Boolean(True)
@@ -134,8 +131,7 @@ def multiply(
                 preact_state.advance(Int32(spec.preact_blocks))
         if const_expr(tile.pingpong):
             turn = 1 - turn
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+        read, valid, group, m, n, start, rows = walk.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 

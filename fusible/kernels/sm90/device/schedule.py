@@ -1,14 +1,11 @@
 """Which output tile a cluster computes next, from group ends that only the device knows.
 
-The grid is persistent: cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles
-differ in length, tile ``c`` and then whichever is next when it is ready for one (`TileQueue`).
-Every warp decodes tile numbers for itself. Both schedules give
-``(schedule, valid, group, m, n, start, rows)``: the schedule to ask next, tile coordinates in
-units of cluster tiles, the group's first row and its number of rows.
+The grid is persistent. One warp of a cluster finds its tiles (`Schedule`) and tells all the others
+(`TileQueue`).
 """
 
 import cutlass
-from cutlass import Int32, const_expr, cute, pipeline
+from cutlass import Boolean, Int32, const_expr, cute, pipeline
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 _LANES = 32
@@ -118,19 +115,22 @@ class Schedule:
 
 
 class TileQueue:
-    """Tile numbers from one counter in global memory, for every warp of every cluster.
+    """Tiles for every warp of every block of a cluster, found by one warp of its first block.
 
-    A warp of the cluster's first block draws numbers ahead of their use and sends each to a ring
-    in every block of the cluster; a slot is drawn for again when all its readers have read it.
-    The counter is two integers, 0 before and after every launch: numbers drawn, clusters done.
+    Cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles differ in length, tile
+    ``c`` and then whichever is next, drawn from a counter, when it is ready for one. Tiles are
+    found ahead of their use and sent to a ring in every block; a slot is filled again when all its
+    readers have read it. The counter is two integers, 0 before and after every launch: numbers
+    drawn, clusters done.
     """
 
     SLOTS = 2
+    WORDS = 8  # of a slot: group, row and column in units of cluster tiles, start, rows; 3 unused
 
-    def __init__(self, counter, slots, barriers, readers, blocks):
+    def __init__(self, counter, slots, barriers, dynamic, readers, blocks):
         """``readers`` warps in each of ``blocks`` blocks of a cluster."""
         self.counter, self.slots, self.barriers = counter, slots, barriers
-        self.readers, self.blocks = readers, blocks
+        self.dynamic, self.readers, self.blocks = dynamic, readers, blocks
 
     def __extract_mlir_values__(self):
         return [
@@ -145,7 +145,7 @@ class TileQueue:
             width = len(cutlass.extract_mlir_values(part))
             parts.append(cutlass.new_from_mlir_values(part, values[:width]))
             values = values[width:]
-        return TileQueue(*parts, self.readers, self.blocks)
+        return TileQueue(*parts, self.dynamic, self.readers, self.blocks)
 
     @cute.jit
     def initialise(self):
@@ -158,44 +158,53 @@ class TileQueue:
                 )
 
     @cute.jit
-    def serve(self, schedule, first: Int32, clusters: Int32):
-        """One warp of the cluster's first block: draw numbers until they lie past the last tile."""
+    def serve(self, schedule, tile: Int32, clusters: Int32):
+        """One warp of the cluster: send tiles, from ``tile`` on, then that none is left."""
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.SLOTS)
-        schedule, valid, *_ = schedule.seek(first)
-        while valid:
-            tile = Int32(0)
-            if lane == 0:
-                tile = clusters + cute.arch.atomic_add(self.counter, Int32(1))
-            tile = shuffle_sync(tile, 0)
+        left = Boolean(True)
+        while left:
+            schedule, left, group, m, n, start, rows = schedule.seek(tile)
             cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
             if lane < self.blocks:
                 full = self.barriers + state.index
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 4, lane)
-                cute.arch.store_async_dsmem(self.slots + state.index, tile, full, lane)
+                slot = (self.slots + state.index * self.WORDS).align(16)
+                group = group if left else Int32(-1)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 20, lane)
+                cute.arch.store_async_dsmem(slot, (group, m, n, start), full, lane)
+                cute.arch.store_async_dsmem(slot + 4, rows, full, lane)
             state.advance()
-            schedule, valid, *_ = schedule.seek(tile)
+            if const_expr(self.dynamic):
+                if lane == 0:
+                    tile = clusters + cute.arch.atomic_add(self.counter, Int32(1))
+                tile = shuffle_sync(tile, 0)
+            else:
+                tile += clusters
         # The other blocks' readers arrive at this block's barriers: stay until they have.
         for _ in cutlass.range_constexpr(self.SLOTS):
             cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
             state.advance()
-        if lane == 0:
-            done = self.counter + 1
-            if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
-                cute.arch.store(self.counter, Int32(0))
-                cute.arch.store(done, Int32(0))
+        if const_expr(self.dynamic):  # noqa: SIM102 (decided when compiling)
+            if lane == 0:
+                done = self.counter + 1
+                if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
+                    cute.arch.store(self.counter, Int32(0))
+                    cute.arch.store(done, Int32(0))
 
     @cute.jit
     def next(self, state):
-        """A reading warp's next tile."""
+        """A reading warp's next tile: ``(state, left, group, m, n, start, rows)``.
+
+        ``left`` is whether there is one; ``state`` is where to read the tile after.
+        """
         cute.arch.mbarrier_wait(self.barriers + state.index, state.phase)
-        slot = cute.make_tensor(self.slots + state.index, cute.make_layout(1))
-        tile = slot[0]
+        slot = cute.make_tensor(self.slots + state.index * self.WORDS, cute.make_layout(self.WORDS))
+        group, m, n, start, rows = (cute.arch.make_warp_uniform(slot[i]) for i in range(5))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers + self.SLOTS + state.index, 0)
         state.advance()
-        return tile, state
+        return state, group >= 0, group, m, n, start, rows
 
 
 @cute.jit
