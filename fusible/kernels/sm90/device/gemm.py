@@ -343,14 +343,6 @@ class GroupedGemm:
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
         problem = Problem(total_rows, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
-        if const_expr("w" in tile.options and spec.by_rows and not spec.table):  # noqa: SIM102
-            if warp_index == 0:
-                prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
-        # What is above ran under the end of the kernel before, what is below reads its results.
-        # The next kernel may come as soon as a block of this one leaves it room.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
         walk = Walk(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
         zeros = cute.make_tensor(
@@ -359,8 +351,15 @@ class GroupedGemm:
         )
         outputs = Outputs(store, store_preact, blocks, bias, scales, partials, constants)
 
+        # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
+            if const_expr("w" in tile.options and spec.by_rows and not spec.table):  # noqa: SIM102
+                if warp_index == 0:
+                    prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
+            cute.arch.griddepcontrol_wait()
+            # The next kernel may come as soon as a block of this one leaves it room.
+            cute.arch.griddepcontrol_launch_dependents()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
                 keep = not (spec.fills or spec.accumulate)
@@ -378,6 +377,7 @@ class GroupedGemm:
                     fill_empty(spec, problem, ends, total_rows, columns, store, zeros)
         else:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
+            cute.arch.griddepcontrol_wait()
             multiply(
                 spec, problem, walk, operands, preacts, outputs, thread - WARPGROUP,
                 warpgroup_index - 1,
