@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusible.formulas import cast, math_dtype
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
@@ -364,7 +364,7 @@ class GroupedLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
-        gradient = grouped_gradient(given.columns, given.x, given.ends)
+        gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
         dweights = self.weight_grads(ctx, gradient)
         return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
@@ -428,12 +428,10 @@ class GroupedLinear(WeightedOperation):
         """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
         if not self.scale_bias:
             return ()
-        bias = self.stacked_bias(math_dtype(ctx.dtype))
+        bias = self.stacked_bias(dy.dtype)
         if bias is None or not ctx.needs.extra_inputs[1]:
             return (None,)
-        group, live = grouped.row_groups(ends, dy.shape[0])
-        dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
-        return (torch.where(live, dots, 0).view(shape),)
+        return (grouped.grouped_dots(dy, bias, ends).view(shape),)
 
     def extra_repr(self) -> str:
         """Sizes, and the options that are on."""
