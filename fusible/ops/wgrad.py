@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,12 +23,9 @@ class WeightGradient(Protocol):
         """
 
 
-class GroupedProduct(Protocol):
-    """``a[rows of e].T @ b[rows of e]`` for each group e: returned, or written or added."""
-
-    def __call__(
-        self, a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
-    ) -> Tensor | None: ...
+GroupedProduct = Callable[[Tensor, Tensor, Sequence[Tensor] | None, bool], Tensor | None]
+"""Takes ``(a, b, out, accumulate)``: gives ``a[rows of e].T @ b[rows of e]`` for each group e, or
+writes it to ``out``, or adds it there."""
 
 
 class MainGrads(NamedTuple):
@@ -81,9 +78,7 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Wei
     return laid_out_as(weight, product, dy, x)
 
 
-def laid_out_as(
-    weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor
-) -> WeightGradient:
+def laid_out_as(weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
     A weight that is the transpose of what lies in memory has a gradient that is: ``x.T @ dy``.

@@ -5,6 +5,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from cutlass import cute
+
 from fusible.kernels.sm90.device import stripes
 
 LANES = np.arange(32)
@@ -39,3 +41,22 @@ def test_every_thread_gets_gates_and_linears_of_its_columns(stripe, monkeypatch)
             row, column = LANES // 4 + 8 * (i // 2), 2 * (LANES % 4) + i % 2
             at = column // stripe * 2 * stripe + column % stripe + side * stripe
             assert (sides[side][i] == pair[row, at]).all()
+
+
+@pytest.mark.parametrize("stripe", [1, 2, 4])
+def test_every_thread_copies_gates_and_linears_of_its_columns(stripe):
+    def check():
+        layout, _ = stripes.fragment_layout(stripe)
+        for thread in range(128):
+            for i, place in enumerate(stripes.fragment_order(stripe)):
+                warp, lane = divmod(thread, 32)
+                row = 16 * warp + lane // 4 + 8 * (i // 2 % 2)
+                column = 2 * (lane % 4) + i % 2
+                at = column // stripe * 2 * stripe + column % stripe + i // 4 * stripe
+                assert cute.crd2idx((thread, place), layout) == row + 64 * at
+
+    @cute.jit
+    def compiled():
+        check()
+
+    cute.compile(compiled)  # layouts exist while something is compiled

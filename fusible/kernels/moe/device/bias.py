@@ -30,9 +30,7 @@ def _sums(
     first = bits.load(ends + Int64(group) * 4 - 4, Int32(group > 0), 1)[0]
     last = Int32(bits.load(ends + Int64(group) * 4, Int32(1), 1)[0])
     sums = [Float32(0) for _ in range(spec.per_vector)]
-    for start in cutlass.range(
-        Int32(first) + thread // LANES, last, ROWS * UNROLL, unroll=1
-    ):
+    for start in cutlass.range(Int32(first) + thread // LANES, last, ROWS * UNROLL, unroll=1):
         loaded = []
         for u in cutlass.range_constexpr(UNROLL):
             row = start + u * ROWS
@@ -89,9 +87,7 @@ def _dots(
     for column in cutlass.range(lane, spec.vectors, 32, unroll=UNROLL):
         a = bits.load(dy + (Int64(row) * spec.vectors + column) * 16, Int32(live), 4)
         b = bits.load(bias + (Int64(group) * spec.vectors + column) * 16, Int32(live), 4)
-        for mine, other in zip(
-            bits.unpack(a, spec.dtype), bits.unpack(b, spec.dtype), strict=True
-        ):
+        for mine, other in zip(bits.unpack(a, spec.dtype), bits.unpack(b, spec.dtype), strict=True):
             total = total + mine * other
     for step in cutlass.range_constexpr(5):
         total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
