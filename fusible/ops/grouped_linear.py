@@ -415,11 +415,19 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
     ) -> Grads:
         """Gradients of the bias parameters."""
+        wanted = self.needs_bias_grads(ctx)
+        return self.as_bias_grads(grouped.grouped_sum(dy, ends, row_scale) if wanted else None)
+
+    def needs_bias_grads(self, ctx: OperationContext) -> bool:
+        """Whether there are biases, and they need gradients."""
+        return self.has_bias and ctx.needs.params[-1]
+
+    def as_bias_grads(self, dbias: Tensor | None) -> Grads:
+        """``dbias`` ``[num_groups, out_features]``, if it was needed, as the parameters have it."""
         if not self.has_bias:
             return ()
-        if not ctx.needs.params[-1]:
+        if dbias is None:
             return (None,) * len(self.biases())
-        dbias = grouped.grouped_sum(dy, ends, row_scale)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
     def scale_grad(
