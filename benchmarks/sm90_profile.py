@@ -27,6 +27,8 @@ COUNTERS = {
     "DRAM written": "dram__bytes_write.sum",
     "DRAM %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "L2 %": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "L2 to SM %": "l1tex__m_xbar2l1tex_read_sectors.avg.pct_of_peak_sustained_elapsed",
+    "SM to L2 %": "l1tex__m_l1tex2xbar_write_sectors.avg.pct_of_peak_sustained_elapsed",
     "L1/shared %": "l1tex__throughput.avg.pct_of_peak_sustained_active",
     "shared banks read %": "l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed",
     "shared banks written %": "l1tex__data_bank_writes.avg.pct_of_peak_sustained_elapsed",

@@ -115,7 +115,11 @@ class Spec(NamedTuple):
     @property
     def zero_bytes(self) -> int:
         """Shared memory that holds the zeros."""
-        return self.block_bytes // 4 if self.fills else 0
+        return (
+            (self.block_bytes if "W" in self.tile.options else self.block_bytes // 4)
+            if self.fills
+            else 0
+        )
 
     @property
     def stage_bytes(self) -> int:

@@ -1,12 +1,13 @@
 """Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
 
 import cutlass
-from cutlass import Float32, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import at_distance
 from fusible.kernels.sm90.device.schedule import group_end
+from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS
 
 _FILLS = 8  # boxes of zeros on their way at once
@@ -24,6 +25,7 @@ class BlockWriter:
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
+        self.whole = "W" in spec.tile.options
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
@@ -42,6 +44,7 @@ class BlockWriter:
         from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
         self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
+        self.stripe = spec.stripe
 
     def read(self, block, piece):
         """A thread's 8 values of 16 columns of a block of 16-bit values."""
@@ -68,18 +71,61 @@ class BlockWriter:
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
 
+    def read_preacts(self, block, piece):
+        """`read` of gates and linears, in the order that stripes of 8 have."""
+        if self.stripe >= 8:
+            return self.read(block, piece)
+        copy, part, values = self._narrow(block, piece)
+        cute.copy(copy, part, values)
+        return [values[i].to(Float32) for i in fragment_order(self.stripe)]
+
+    def put_preacts(self, values, block, piece):
+        """Write what `read_preacts` has read, or its gradient, to where it was."""
+        if self.stripe >= 8:
+            self.put(values, block, piece)
+            return
+        copy, part, fragment = self._narrow(block, piece)
+        for i, value in zip(fragment_order(self.stripe), values, strict=True):
+            fragment[i] = value.to(self.dtype)
+        cute.copy(copy, fragment, part)
+
+    def _narrow(self, block, piece):
+        """How stripes of less than 8 are copied: a thread's part of 16 columns, and as registers.
+
+        Words of 4 or 8 bytes; a bank serves two of them, as it does in ldmatrix.
+        """
+        layout, columns = fragment_layout(self.stripe)
+        atom = cute.make_copy_atom(
+            CopyUniversalOp(), self.dtype, num_bits_per_copy=columns * self.dtype.width
+        )
+        copy = cute.make_tiled_copy(atom, layout, (WARPGROUP_ROWS, PIECE))
+        part = copy.get_slice(self.thread).partition_S(block)[None, 0, piece]
+        return copy, part, cute.make_rmem_tensor(part.shape, self.dtype)
+
     @cute.jit
     def block(self, count: cutlass.Constexpr):
         """Where the tile's ``count``-th block is put together, once its last store has left it."""
-        if const_expr(count >= self.ring):
+        if const_expr(count >= self.ring and (not self.whole or self.ring == 1)):
             self.settle(self.ring - 1)
         return self.blocks[None, None, self.team * self.ring + count % self.ring]
 
     @cute.jit
     def settle(self, pending: cutlass.Constexpr):
-        """Wait until all but ``pending`` of the warp's stores have left shared memory."""
-        cute.arch.cp_async_bulk_wait_group(pending, read=True)
-        cute.arch.sync_warp()
+        """Wait until all but ``pending`` of the stores have left shared memory."""
+        if const_expr(self.whole):
+            self._settle_first(pending)
+            self._barrier()
+        else:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def _settle_first(self, pending: cutlass.Constexpr):
+        if self.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+    def _barrier(self):
+        cute.arch.barrier(barrier_id=1 + self.team, number_of_threads=128)
 
     @cute.jit
     def write(self, stores):
@@ -88,12 +134,22 @@ class BlockWriter:
         ``stores`` lists ``(atom, tensor, row, column, block)``.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
+        if const_expr(self.whole):
+            if const_expr(self.ring > 1):
+                self._settle_first(self.ring - 2)
+            self._barrier()
+            if self.warp == 0:
+                self._store(stores, 64, Int32(0))
+        else:
+            cute.arch.sync_warp()
+            self._store(stores, WARP_ROWS, self.warp)
+
+    def _store(self, stores, height, which):
         for atom, tensor, row, column, block in stores:
-            rows = cute.local_tile(block, (WARP_ROWS, self.columns), (self.warp, 0))
+            rows = cute.local_tile(block, (height, self.columns), (which, 0))
             box = cute.local_tile(
-                cute.domain_offset((row + self.warp * WARP_ROWS, column), tensor),
-                (WARP_ROWS, self.columns),
+                cute.domain_offset((row + which * height, column), tensor),
+                (height, self.columns),
                 (0, 0),
             )
             source, target = cpasync.tma_partition(
@@ -122,7 +178,7 @@ def fill_empty(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    box = (WARP_ROWS, spec.block_columns)
+    box = (64 if "W" in spec.tile.options else WARP_ROWS, spec.block_columns)
     down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
     for group in cutlass.range(problem.groups, unroll=1):
         start = group_end(ends, group - 1, total_rows)

@@ -30,7 +30,7 @@ from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
-_LOAD_REGISTERS, _MATH_REGISTERS = 40, 232
+_LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
 
 class GroupedGemm:
@@ -41,7 +41,10 @@ class GroupedGemm:
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
-        self.stored = (WARP_ROWS, spec.block_columns)  # the part of a block that a warp stores
+        self.stored = (
+            64 if "W" in spec.tile.options else WARP_ROWS,
+            spec.block_columns,
+        )  # the part of a block that a warp stores
 
     @cute.jit
     def __call__(

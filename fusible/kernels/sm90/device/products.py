@@ -100,10 +100,13 @@ def multiply(
             if const_expr(tile.pingpong):
                 take_turn(_MULTIPLY_TURN, team)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
-            if const_expr(spec.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
-                # Where a group ends within the first 64 rows, the others need no products.
-                if rows - row > WARPGROUP_ROWS:
+            if const_expr(spec.by_rows and tile.pingpong):
+                # Where a group ends within the tile, the rows behind need no products.
+                slabs = cute.ceil_div(rows - row, WARPGROUP_ROWS)
+                if const_expr(tile.slabs == 3) and slabs == 2:
                     state = _mainloop(*loop, state, 2)
+                elif slabs >= tile.slabs:
+                    state = _mainloop(*loop, state, tile.slabs)
                 else:
                     state = _mainloop(*loop, state, 1)
             elif const_expr(not spec.by_rows and "t" in tile.options):
