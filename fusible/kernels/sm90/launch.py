@@ -28,7 +28,7 @@ def compile_spec(spec: Spec, options: str = ""):
     from fusible.kernels.sm90.device.gemm import GroupedGemm
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
-    kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
+    kinds = [Int64] * 12 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
     return _compile(GroupedGemm(spec), kinds, options)
 
 
@@ -129,6 +129,7 @@ class Start:
         bias: int = 0,
         scales: int = 0,
         partials: int = 0,
+        index: int = 0,
     ) -> None:
         """Start the kernel on the device's current stream."""
         device, tiles = self._device, self._groups
@@ -141,7 +142,8 @@ class Start:
         counter = tile_counter(device, stream) if self._dynamic else 0
         with _on(index):
             self._function(
-                a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
+                a, b, preact, out, d_preact, ends, table, bias, scales, partials, index,
+                counter,
                 total_rows, *self._constant, clusters, stream,
             )  # fmt: skip
 

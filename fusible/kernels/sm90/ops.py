@@ -32,19 +32,21 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "sm90_grouped_gemm_glu(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor scales, "
-    "str activation, int interleave, float limit, float alpha, float offset, bool store_preact) "
-    "-> (Tensor, Tensor)"
+    "str activation, int interleave, float limit, float alpha, float offset, bool store_preact, "
+    "Tensor? index=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "sm90_grouped_gemm_dglu(Tensor dy, Tensor[] w, Tensor ends, Tensor preact, Tensor scales, "
-    "str activation, int interleave, float limit, float alpha, float offset) "
+    "str activation, int interleave, float limit, float alpha, float offset, Tensor? index=None) "
     "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "sm90_grouped_wgrad(Tensor dy, Tensor x, Tensor ends, ScalarType? out_dtype) -> Tensor"
+    "sm90_grouped_wgrad(Tensor dy, Tensor x, Tensor ends, ScalarType? out_dtype, "
+    "Tensor? dy_index=None, Tensor? x_index=None) -> Tensor"
 )
 _LIBRARY.define(
-    "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) -> ()"
+    "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate, "
+    "Tensor? dy_index=None, Tensor? x_index=None) -> ()"
 )
 
 _INPUTS = (torch.bfloat16, torch.float16)
@@ -142,6 +144,18 @@ def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> N
             f"{name} must be contiguous with one value for each of the {rows} rows, "
             f"got shape {tuple(vector.shape)} with strides {vector.stride()}"
         )
+
+
+def _check_index(name: str, index: Tensor, x: Tensor) -> int:
+    """The number of rows that are found by index."""
+    if index.dtype != torch.int32 or index.ndim != 1 or not index.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous int32 tensor of 1 dimension, got {index.dtype} of shape "
+            f"{tuple(index.shape)} with strides {index.stride()}"
+        )
+    if index.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {index.device}")
+    return index.shape[0]
 
 
 def _check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
@@ -285,6 +299,7 @@ def spec_of(
     activation: str = "",
     interleave: int = 0,
     flag: bool = False,
+    gather: str = "",
 ) -> Spec:
     """The kernel for operands of these kinds; ``flag``: glu keeps, wgrad accumulates."""
     paired, stripe = False, 0
@@ -307,11 +322,12 @@ def spec_of(
         keep=kind == "glu" and flag,
         out_dtype=_NAMES[out_dtype],
         accumulate=kind == "wgrad" and flag,
+        gather=gather,
     )
 
 
-def _tile(kind: str, rows: int, groups: int, columns: int) -> Tile:
-    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns)
+def _tile(kind: str, rows: int, groups: int, columns: int, gather: str = "") -> Tile:
+    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns, gather)
 
 
 def glu_layout(interleave: int, columns: int) -> tuple[int, int]:
@@ -334,19 +350,21 @@ def _multiply(
     preact: tuple[int, int] = (0, 0),
     d_preact: tuple[int, int] = (0, 0),
     partials: int = 0,
+    index: Tensor | None = None,
 ) -> None:
     """Start a product of grouped rows and weights.
 
     ``glu``: activation, interleave, and whether the pre-activation is kept; pre-activations are
     given as address and pitch.
     """
+    gather = "" if index is None else "a"
     address, w_pitch, group_pitch, major, _, depth, groups, pointers = weights
     dtype, device = x.dtype, x.device
     table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
     rows, columns = out.shape
     start = prepared(
-        spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
+        spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu, gather),
         device,
         columns,
         depth,
@@ -372,6 +390,7 @@ def _multiply(
         bias=0 if bias is None else bias.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
         partials=partials,
+        index=0 if index is None else index.data_ptr(),
     )
 
 
@@ -422,10 +441,12 @@ def grouped_gemm_(out, x, w, ends, bias, row_scale, transpose_w) -> None:
 
 def grouped_gemm_glu(
     x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact,
-    tile: Tile | None = None,
+    index=None, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
     rows, depth, pitch = _check_matrix("x", x)
+    if index is not None:
+        rows = _check_index("index", index, x)
     weights = _matrices("w", w, x.device, transpose=False)
     columns = weights.rows // 2
     _check_product("x", x, depth, w[0], weights)
@@ -442,7 +463,7 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or _tile("glu", rows, weights.groups, columns)
+        tile = tile or _tile("glu", rows, weights.groups, columns, "a" if index is not None else "")
         _multiply(
             "glu",
             tile,
@@ -456,16 +477,19 @@ def grouped_gemm_glu(
             (activation, interleave, store_preact),
             (limit, alpha, offset),
             d_preact=((preact if store_preact else out).data_ptr(), weights.rows),
+            index=index,
         )
     return preact, out
 
 
 def grouped_gemm_dglu(
-    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset,
+    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index=None,
     tile: Tile | None = None, overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
     rows, depth, pitch = _check_matrix("dy", dy)
+    if index is not None:
+        rows = _check_index("index", index, dy)
     device = dy.device
     weights = _matrices("w", w, device, transpose=True)
     columns = weights.rows
@@ -484,7 +508,7 @@ def grouped_gemm_dglu(
     act = dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
-    tile = tile or _tile("dglu", rows, weights.groups, columns)
+    tile = tile or _tile("dglu", rows, weights.groups, columns, "a" if index is not None else "")
     across = -(-columns // tile.n)
     partials = dy.new_empty(across * rows, dtype=torch.float32)
     _multiply(
@@ -502,6 +526,7 @@ def grouped_gemm_dglu(
         (preact.data_ptr(), preact_pitch),
         (d_preact.data_ptr(), preact_pitch if overwrite else 2 * columns),
         partials.data_ptr(),
+        index,
     )
     return d_preact, act, sum_up(partials, rows, scales.dtype)
 
@@ -518,19 +543,28 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
+def grouped_wgrad(dy, x, ends, out_dtype, dy_index=None, x_index=None) -> Tensor:
     """See `fusible.kernels.sm90.grouped_wgrad`."""
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     out = x.new_empty(shape, dtype=out_dtype or x.dtype)
-    grouped_wgrad_([out], dy, x, ends, accumulate=False)
+    grouped_wgrad_([out], dy, x, ends, False, dy_index, x_index)
     return out
 
 
-def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
+def grouped_wgrad_(
+    out, dy, x, ends, accumulate, dy_index=None, x_index=None, tile: Tile | None = None
+) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
     rows, columns, dy_pitch = _check_matrix("dy", dy)
     x_rows, depth, x_pitch = _check_matrix("x", x)
     device = x.device
+    index, gather = None, ""
+    if dy_index is not None:
+        rows, index, gather = _check_index("dy_index", dy_index, x), dy_index, "a"
+    if x_index is not None:
+        if gather:
+            raise ValueError("one of dy_index and x_index must be None, got both")
+        x_rows, index, gather = _check_index("x_index", x_index, x), x_index, "b"
     if dy.dtype != x.dtype or rows != x_rows or dy.device != device:
         raise ValueError(
             f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
@@ -550,10 +584,12 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    tile = tile or _tile("wgrad", rows, grads.groups, depth)
+    tile = tile or _tile("wgrad", rows, grads.groups, depth, gather)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
     start = prepared(
-        spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
+        spec_of(
+            "wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate, gather=gather
+        ),
         device,
         columns,
         depth,
@@ -570,6 +606,7 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
         out=grads.address,
         ends=ends.data_ptr(),
         table=table,
+        index=0 if index is None else index.data_ptr(),
     )
 
 
@@ -589,26 +626,28 @@ def _fake_gemm_(out, x, w, ends, bias, row_scale, transpose_w):
     return None
 
 
-def _fake_glu(x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact):
-    features = _features(w, transpose=False)
-    preact = x.new_empty(x.shape[0] if store_preact else 0, features)
-    return preact, x.new_empty(x.shape[0], features // 2)
+def _fake_glu(
+    x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact, index
+):
+    rows, features = scales.shape[0], _features(w, transpose=False)
+    preact = x.new_empty(rows if store_preact else 0, features)
+    return preact, x.new_empty(rows, features // 2)
 
 
-def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset):
-    features = _features(w, transpose=True)
+def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index):
+    rows, features = scales.shape[0], _features(w, transpose=True)
     return (
-        dy.new_empty(dy.shape[0], 2 * features),
-        dy.new_empty(dy.shape[0], features),
+        dy.new_empty(rows, 2 * features),
+        dy.new_empty(rows, features),
         torch.empty_like(scales),
     )
 
 
-def _fake_wgrad(dy, x, ends, out_dtype):
+def _fake_wgrad(dy, x, ends, out_dtype, dy_index, x_index):
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
 
 
-def _fake_wgrad_(out, dy, x, ends, accumulate):
+def _fake_wgrad_(out, dy, x, ends, accumulate, dy_index, x_index):
     return None
 
 
