@@ -6,7 +6,7 @@ import pytest
 
 from fusible.kernels.sm90.launch import compile_group_ends, compile_spec, compile_tile_sums
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
-from fusible.kernels.sm90.tiles import TILES
+from fusible.kernels.sm90.tiles import GATHER_TILES, TILES
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -34,13 +34,22 @@ def variants(kind):
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
 
 
+# Gathered operands: A of grouped rows, and either one of a weight gradient.
+GATHERED = [
+    Spec(kind, tile, gather=gather, **options)
+    for gather, choices in GATHER_TILES.items()
+    for tile in choices
+    for kind in (("glu", "dglu", "wgrad") if gather == "a" else ("wgrad",))
+    for options in list(variants(kind))[-1:]
+]
+
 # Every tile with the options that need the most registers, the last; one tile with all of them.
 KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
     for options in list(variants(kind))[0 if tile is choices[0] else -1 :]
-]
+] + GATHERED
 
 
 def resources(cubin):
@@ -70,7 +79,9 @@ def resources(cubin):
 
 
 every_kernel = pytest.mark.parametrize(
-    "spec", KERNELS, ids=[f"{spec.kind}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)]
+    "spec",
+    KERNELS,
+    ids=[f"{spec.kind}{spec.gather}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)],
 )
 
 
@@ -99,6 +110,30 @@ def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path):
     assert len(registers) == 1
     assert registers[0] <= 40
     assert stack == [0]
+
+
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_a_stage_is_lines_of_128_bytes(major):
+    """What copies of rows found by index assume of the layout that WGMMA reads."""
+    from cutlass import BFloat16, cute
+
+    from fusible.kernels.sm90.device.products import operand_layout
+
+    found = []
+
+    @cute.jit
+    def look():
+        layout = operand_layout(major, 128, BFloat16, 3)
+        assert str(layout.inner) == "S<3,4,3>"
+        for line in range(128):
+            row, column = (line, 0) if major == "k" else (line // 64 * 64, line % 64)
+            found.append(cute.crd2idx((row, column, 2), layout.outer))
+            row, column = (line, 9) if major == "k" else (row + 9, column)
+            found.append(cute.crd2idx((row, column, 2), layout.outer))
+
+    look()
+    start = 2 * 128 * 64
+    assert found == [start + line * 64 + shift for line in range(128) for shift in (0, 9)]
 
 
 @every_kernel

@@ -121,7 +121,7 @@ def test_activation_backward(tile, how):
 @pytest.mark.parametrize("which", ["dy", "x"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weight_gradient(tile, which, out_dtype):
-    if tile.cluster_n > 1 and which == "dy" or tile.cluster_m > 1 and which == "x":
+    if (tile.cluster_n > 1 and which == "dy") or (tile.cluster_m > 1 and which == "x"):
         pytest.skip("blocks that share rows would each need them all")
     hidden, inner, live = 328, 264, sum(SIZES)
     index, ends = index_of(), ends_of(SIZES)

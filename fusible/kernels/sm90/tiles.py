@@ -32,7 +32,7 @@ _TABLE = {
 }
 
 # Where an operand is gathered, each block copies its own; the other one is shared.
-_GATHERED = {
+GATHER_TILES = {
     "a": (Tile(128, 128, True, 2, 1), Tile(128, 128, True, 2, 1, dynamic=True)),
     "b": (Tile(128, 128, True, 1, 2), Tile(128, 128, True, 1, 2, dynamic=True)),
 }
@@ -49,7 +49,7 @@ def has_many_rows(rows: int, groups: int) -> bool:
 def choose(kind: str, many_rows: bool, columns: int, gather: str = "") -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns."""
     if gather:
-        return _GATHERED[gather][many_rows]
+        return GATHER_TILES[gather][many_rows]
     few, many, odd = _TABLE[kind]
     across = -(-columns // (few.n // 2 if kind == "glu" else few.n))
     if across % 2 and across < _FEW_COLUMNS:
