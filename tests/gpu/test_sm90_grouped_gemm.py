@@ -364,6 +364,51 @@ def _block(sizes, separate):
     return x, stored(w1, how), stored(w2, how), ends_of(sizes), scales
 
 
+@pytest.fixture
+def margins(monkeypatch):
+    """What the kernels' outputs lie between: filled with a pattern that no kernel may touch."""
+    pattern, width, kept = 77, 4096, []
+    new_empty = torch.Tensor.new_empty
+
+    def in_margins(self, *size, **options):
+        size = torch.Size(size[0] if isinstance(size[0], tuple | list | torch.Size) else size)
+        whole = new_empty(self, size.numel() + 2 * width, **options).fill_(pattern)
+        kept.append((whole, size.numel()))
+        return whole[width : width + size.numel()].view(size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", in_margins)
+
+    def untouched():
+        assert kept, "no output was made by new_empty"
+        for whole, size in kept:
+            assert (whole[:width] == pattern).all(), f"written before {size} elements"
+            assert (whole[width + size :] == pattern).all(), f"written past {size} elements"
+
+    return untouched
+
+
+@every_tile
+@pytest.mark.parametrize("interleave", [0, 8])
+@pytest.mark.parametrize("inner", [264, 520])  # 3 and 5 tiles across: no whole number of clusters
+def test_writes_nothing_beside_its_outputs(kind, tile, interleave, inner, margins):
+    sizes, hidden = SIZES, 136
+    ends = ends_of(sizes)
+    x, dy, scales = rows(sizes, TAIL, hidden), rows(sizes, TAIL, hidden), rows(sizes, TAIL, 1)[:, 0]
+    up, down = random(len(sizes), 2 * inner, hidden), random(len(sizes), hidden, inner)
+    options = ("swiglu", interleave, 0.0, 0.0, 0.0)
+    if kind == "store":
+        ops.grouped_gemm(x, [up], ends, None, None, False, tile=tile)
+    elif kind == "wgrad":
+        out = x.new_empty(len(sizes), inner, hidden)
+        ops.grouped_wgrad_([out], rows(sizes, TAIL, inner), x, ends, False, tile=tile)
+    elif kind == "glu":
+        ops.grouped_gemm_glu(x, [up], ends, None, scales, *options, True, tile=tile)
+    else:
+        preact = rows(sizes, TAIL, 2 * inner)
+        ops.grouped_gemm_dglu(dy, [down], ends, preact, scales, *options, tile=tile)
+    margins()
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_always_the_same_bits(separate):
     arguments = _block(SIZES, separate)

@@ -299,11 +299,13 @@ class Epilogue:
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):
         """Sum a row's gradients of its scale over the four threads that hold it."""
-        partials = self.outputs.partials
+        partials, tile = self.outputs.partials, place.column // self.tile.n
+        tiles = cute.size(partials, mode=[0])
         for half in cutlass.range_constexpr(2):
             total = scale_grads[half]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
             at = place.row + self._row(m, half)
-            if (self.thread % 4 == 0) & (at < place.rows):
-                partials[place.column // self.tile.n, place.start + at] = total
+            # A cluster across an odd number of tiles has a block past the last column.
+            if (self.thread % 4 == 0) & (at < place.rows) & (tile < tiles):
+                partials[tile, place.start + at] = total
