@@ -137,10 +137,10 @@ class Start:
             # Every group, and the rows past the last, may end in a part of a tile.
             tiles += total_rows // self._rows + 1
         clusters = min(self._clusters, tiles * self._across)
-        index = device.index
-        stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
+        current = device.index
+        stream = torch._C._cuda_getCurrentRawStream(current)  # a tenth of the public call's time
         counter = tile_counter(device, stream) if self._dynamic else 0
-        with _on(index):
+        with _on(current):
             self._function(
                 a, b, preact, out, d_preact, ends, table, bias, scales, partials, index,
                 counter,
