@@ -116,11 +116,17 @@ def data_grad(
 
 
 def activation_grad(
-    act: ScaledGLU, ctx: OperationContext, dy: Tensor, ends: Tensor, weights: Sequence[Tensor]
+    act: ScaledGLU,
+    ctx: OperationContext,
+    dy: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation, the activation once more, gradient of the scales.
 
     From the next linear's rows ``dy`` and its weights; the first may overwrite what was saved.
+    ``index`` finds the rows among those of ``dy``.
     """
     kernels = provider("sm90")
     preact, scales = ctx.saved_tensors
@@ -131,6 +137,7 @@ def activation_grad(
         as_matrix(kernels, preact),
         as_vector(scales),
         overwrite=not keeps_graph(),
+        index=index,
         **glu_options(act),
     )
 
@@ -144,11 +151,13 @@ def param_grads(
     row_scale: Tensor | None,
     shape: Sequence[int],
     prepared: Callable[..., Tensor] | None = None,
+    **index: Tensor,
 ) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs, the latter of ``shape``."""
     dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
     dscales = linear.scale_grad(ctx, dy, ends, shape)
-    return (*weight_grads(linear, ctx, dy, x, ends, prepared), *dbiases), (None, *dscales)
+    dweights = weight_grads(linear, ctx, dy, x, ends, prepared, **index)
+    return (*dweights, *dbiases), (None, *dscales)
 
 
 def weight_grads(
@@ -158,10 +167,12 @@ def weight_grads(
     x: Tensor,
     ends: Tensor,
     prepared: Callable[..., Tensor] | None = None,
+    **index: Tensor,
 ) -> Grads:
     """Gradients of the weight parameters: all that this module computes are made here.
 
-    ``prepared`` is the product for operands that need no look at their layout.
+    ``prepared`` is the product for operands that need no look at their layout. ``x_index`` or
+    ``dy_index`` finds an operand's rows.
     """
     kernels = provider("sm90")
 
@@ -170,12 +181,12 @@ def weight_grads(
             return prepared(dy, x, ends)
         rows = as_matrix(kernels, x)
         if out is None:
-            return kernels.grouped_wgrad(dy, rows, ends)
+            return kernels.grouped_wgrad(dy, rows, ends, **index)
         if kernels.takes_wgrad(out, dy.dtype):
-            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate)
+            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate, **index)
             return None
         buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32)
+        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32, **index)
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
@@ -211,13 +222,20 @@ def linear_glu(
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
     kwargs: Sequence[dict[str, Any]],
+    index: Tensor | None = None,
 ) -> Tensor:
-    """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
+    """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document.
+
+    ``index`` finds the rows among those of the input.
+    """
     kernels = provider("sm90")
-    x, ends, _, weights = kernel_operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
+    num_rows = None if index is None else index.shape[0]
+    x, ends, _, weights = kernel_operands(
+        kernels, linear, ctxs[0], input_, *extra_inputs[0], num_rows=num_rows
+    )
     linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
-    scales = _scales(act, input_, extra_inputs[1])
-    keep, shape = ctxs[1].requires_grad, input_.shape[:-1]
+    scales = _scales(act, input_, extra_inputs[1], index)
+    keep, shape = ctxs[1].requires_grad, scales.shape
     preact, out = kernels.grouped_gemm_glu(
         x,
         weights,
@@ -225,17 +243,22 @@ def linear_glu(
         as_vector(scales),
         bias=linear.stacked_bias(ctxs[0].dtype),
         store_preact=keep,
+        index=index,
         **glu_options(act),
     )
     _keep(ctxs[1], preact, scales, shape)
     return with_shape(out, shape)
 
 
-def _scales(act: ScaledGLU, input_: Tensor, extra_inputs: Sequence[Tensor | None]) -> Tensor:
+def _scales(
+    act: ScaledGLU,
+    input_: Tensor,
+    extra_inputs: Sequence[Tensor | None],
+    index: Tensor | None,
+) -> Tensor:
     (scales,) = extra_inputs
-    check_row_scales(scales, input_, type(act).__name__)
-    assert scales is not None
-    return scales
+    rows = input_ if index is None else index[:, None]
+    return check_row_scales(scales, rows, type(act).__name__)
 
 
 def _keep(ctx: OperationContext, preact: Tensor, scales: Tensor, shape: Sequence[int]) -> None:
@@ -268,25 +291,34 @@ class GroupedMLPSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two launches."""
-        if not any(basic_op_kwargs):
-            y = self._forward_prepared(basic_op_ctxs, input_, basic_op_extra_inputs)
+        y = self.run(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+        return y, [(), (), ()]
+
+    def run(
+        self,
+        ctxs: Sequence[OperationContext],
+        input_: Tensor,
+        extra_inputs: Sequence[Sequence[Tensor | None]],
+        kwargs: Sequence[dict[str, Any]],
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """The output; ``index`` finds the rows among those of the input."""
+        if not any(kwargs):
+            y = self._run_prepared(ctxs, input_, extra_inputs, index)
             if y is not None:
-                return y, [(), (), ()]
+                return y
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
-        ctx = basic_op_ctxs[2]
-        hidden = linear_glu(
-            fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
-        )
+        hidden = linear_glu(fc1, act, ctxs[:2], input_, extra_inputs[:2], kwargs, index)
         x, ends, row_scale, weights = kernel_operands(
-            kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
+            kernels, fc2, ctxs[2], hidden, *extra_inputs[2]
         )
-        bias = fc2.stacked_bias(ctx.dtype)
-        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
+        bias = fc2.stacked_bias(ctxs[2].dtype)
+        output = fc2.output_buffer(ctxs[2], hidden, kwargs[2])
         y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=as_rows(output))
         # Not the activation, which the backward computes again.
-        ctx.save_for_backward(row_scale, *weights)
-        return with_shape(y, input_.shape[:-1]), [(), (), ()]
+        ctxs[2].save_for_backward(row_scale, *weights)
+        return with_shape(y, hidden.shape[:-1])
 
     def _prepared(
         self,
@@ -295,32 +327,36 @@ class GroupedMLPSm90(FusedOperation):
         weights1: Sequence[Tensor],
         weights2: Sequence[Tensor],
         scales: Tensor,
+        gathers: bool = False,
     ) -> Any:
         """The kernels with all that layouts decide behind them, or None where that takes more."""
         fc1, act, fc2 = self._parts
         if fc1.has_bias or fc2.has_bias:
             return None
-        return kernels.prepared_mlp(rows, weights1, weights2, scales, **glu_options(act))
+        options = glu_options(act)
+        return kernels.prepared_mlp(rows, weights1, weights2, scales, gathers=gathers, **options)
 
-    def _forward_prepared(
+    def _run_prepared(
         self,
         ctxs: Sequence[OperationContext],
         input_: Tensor,
         extra_inputs: Sequence[Sequence[Tensor | None]],
+        index: Tensor | None,
     ) -> Tensor | None:
-        """The forward by prepared launches, if the operands allow it; else None."""
+        """The output by prepared launches, if the operands allow it; else None."""
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = ctxs
-        weights2, scales = fc2.weights(), _scales(act, input_, extra_inputs[1])
+        weights2, scales = fc2.weights(), _scales(act, input_, extra_inputs[1], index)
+        num_rows = None if index is None else index.shape[0]
         x, ends, _, weights1 = fc1.operands(
-            ctx1, input_, *extra_inputs[0], ends_of=kernels.group_ends
+            ctx1, input_, *extra_inputs[0], ends_of=kernels.group_ends, num_rows=num_rows
         )
-        products = self._prepared(kernels, [x], weights1, weights2, scales)
+        products = self._prepared(kernels, [x], weights1, weights2, scales, index is not None)
         if products is None:
             return None
-        shape = input_.shape[:-1]
-        preact, hidden = products.glu(x, weights1[0], ends, scales, ctx_act.requires_grad)
+        shape = scales.shape
+        preact, hidden = products.glu(x, weights1[0], ends, scales, ctx_act.requires_grad, index)
         _keep(ctx_act, preact, scales, shape)
         ctx2.dtype = x.dtype
         ctx2.save_for_backward(None, *weights2)

@@ -63,10 +63,12 @@ def kernel_operands(
     input_: Tensor,
     split_sizes: Tensor | None,
     scales: Tensor | None = None,
+    *,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
     """What ``linear.operands`` gives, as the kernels read it."""
     x, ends, row_scale, weights = linear.operands(
-        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
+        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends, num_rows=num_rows
     )
     return as_matrix(kernels, x), ends, row_scale, readable(kernels, weights)
 

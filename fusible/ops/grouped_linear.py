@@ -254,18 +254,22 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
         *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
+        num_rows: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets,
         decoded if they are quantized. Under a recipe they are what its formats hold, decoded to
         ``compute_dtype``, and are saved encoded. ``ends_of(split_sizes, rows)`` may compute
-        ``ends`` in the place of ``kernels.grouped.group_ends``.
+        ``ends`` in the place of ``kernels.grouped.group_ends``. ``num_rows``: how many rows there
+        are, where they are found by index among those of the input.
         """
         if ctx.recipe is not None and ctx.recipe.quantizes:
             x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
             return self._encoded(ctx, x, ends, scales)
-        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
+        x, ends, scales = self.rows(
+            ctx, values(input_), split_sizes, scales, ends_of=ends_of, num_rows=num_rows
+        )
         weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
@@ -302,13 +306,15 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
         *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
+        num_rows: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
+        num_rows = x.shape[0] if num_rows is None else num_rows
+        ends = group_ends(split_sizes, x.device, num_rows, self.num_groups, ctx.memo, ends_of)
         if self.split_alignment > 1:
             grouped.check_alignment(split_sizes, self.split_alignment)
         return x, ends, scales
@@ -471,22 +477,23 @@ def _product(
 
 def group_ends(
     split_sizes: Tensor | None,
-    x: Tensor,
+    device: torch.device,
+    num_rows: int,
     num_groups: int,
     memo: dict[Any, Any],
     ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
-    """Int32 end rows of the groups on the device of ``x``, from their sizes.
+    """Int32 end rows of the groups on the input's device, from their sizes.
 
     ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
     does so in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
-            negative or of more rows than ``x`` has.
+            negative or of more rows than there are.
     """
     rows, known = memo.get(split_sizes, (None, None))
-    if rows == x.shape[0] and known.shape[0] == num_groups:
+    if rows == num_rows and known.shape[0] == num_groups:
         return known
     integers = (torch.int64, torch.int32)
     if (
@@ -501,13 +508,13 @@ def group_ends(
             f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
             f"({num_groups},), the rows of each group, got {got}"
         )
-    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
+    if split_sizes.device != device and split_sizes.device.type != "cpu":
         raise ValueError(
-            f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
+            f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
-    if ends.device != x.device:
-        ends = ends.to(x.device, non_blocking=True)
-    memo[split_sizes] = x.shape[0], ends
+    ends = (ends_of or grouped.group_ends)(split_sizes, num_rows)
+    if ends.device != device:
+        ends = ends.to(device, non_blocking=True)
+    memo[split_sizes] = num_rows, ends
     return ends

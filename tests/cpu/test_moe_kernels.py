@@ -14,6 +14,8 @@ KERNELS = [
     ("scatter", RowsSpec("f16", 896, 8, "choice", "bf16", scale=True)),
     ("scatter", RowsSpec("bf16", 3, 1)),
     ("scatter", RowsSpec("f32", 128, 5, "row", scale=True)),
+    ("tokens", RowsSpec("", 0, 8, "choice")),
+    ("tokens", RowsSpec("", 0, 3, "choice", "bf16")),
     ("gather", RowsSpec("bf16", 256, 8, values="f32")),
     ("gather", RowsSpec("f16", 896, 12, "row", "f16")),
     ("gather", RowsSpec("f32", 5, 2, "choice", values="bf16")),

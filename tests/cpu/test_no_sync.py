@@ -182,7 +182,7 @@ def test_dense_ops(no_sync):
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_moe_block(capacity, no_sync, monkeypatch):
     """By the definitions, which also serve what the kernels do not take on CUDA."""
-    for name in ("permutation", "scatter_rows", "gather_sum", "row_dots"):
+    for name in ("permutation", "scatter_rows", "row_tokens", "gather_sum", "row_dots"):
         monkeypatch.setattr(permute, name, getattr(permute, f"{name}_definition"))
     monkeypatch.setattr(routing, "route", routing.route_definition)
     monkeypatch.setattr(routing, "route_backward", formulas.router_probs_backward)

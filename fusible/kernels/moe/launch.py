@@ -79,6 +79,7 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
         "route": [Int64] * 4 + [Int32],
         "route_backward": [Int64] * 4 + [Int32],
         "scatter": [Int64] * 5 + [Int32] * 2,
+        "tokens": [Int64] * 4 + [Int32] * 2,
         "gather": [Int64] * 6 + [Int32],
         "dots": [Int64] * 4 + [Int32] * 2,
     }
@@ -179,6 +180,18 @@ def _scatter_rows(
     return out, moved
 
 
+def _row_tokens(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    fits = 0 < row_map.numel() < _INDEX and weights.dtype in DTYPES and row_map.shape[1] > 0
+    if not (rows and fits and all(_machine(row_map.device).values())):
+        return permute.row_tokens_definition(row_map, weights, rows)
+    row_map, weights = row_map.contiguous(), weights.contiguous()
+    found, moved = row_map.new_empty(rows), weights.new_empty(rows)
+    spec = RowsSpec("", 0, row_map.shape[1], "choice", DTYPES[weights.dtype])
+    sizes = row_map.numel(), rows
+    _launch("tokens", spec, row_map.device, row_map, weights, found, moved, *sizes)
+    return found, moved
+
+
 def _gather_sum(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -266,6 +279,7 @@ def _route_backward(
 _library = torch.library.Library("fusible", "IMPL")
 _library.impl("permutation", _permutation, "CUDA")
 _library.impl("scatter_rows", _scatter_rows, "CUDA")
+_library.impl("row_tokens", _row_tokens, "CUDA")
 _library.impl("gather_sum", _gather_sum, "CUDA")
 _library.impl("row_dots", _row_dots, "CUDA")
 _library.impl("route", _route, "CUDA")

@@ -91,6 +91,25 @@ def _values_to_choices(
         _put(out, choice, _number(values, row, row >= 0, dtype), True, dtype)
 
 
+@cute.kernel
+def _tokens(
+    row_map: Int64,
+    weights: Int64,
+    found: Int64,
+    moved: Int64,
+    choices: Int32,
+    rows: Int32,
+    spec: cutlass.Constexpr,
+):
+    _values_to_rows(weights, row_map, moved, choices, rows, spec.weight_dtype)
+    first, step = _my_choices()
+    for choice in cutlass.range(first, choices, step, unroll=1):
+        entry = _row(row_map, choice, True)
+        row = cutlass.max(entry, ~entry)
+        token = bits.select(entry >= 0, choice // spec.top_k, 0xFFFFFFFF)
+        bits.store(found + Int64(row) * 4, [token], Int32(row < rows))
+
+
 def _weight(weights, token, j, row, computed, spec):
     """Weight of a choice, zero if it is not computed."""
     index = row if spec.weights == "row" else token * spec.top_k + j
@@ -230,6 +249,23 @@ def scatter(
     """Launch: addresses of contiguous tensors, as ``permute.scatter_rows`` names them."""
     _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+@cute.jit
+def tokens(
+    row_map: Int64,
+    weights: Int64,
+    found: Int64,
+    moved: Int64,
+    choices: Int32,
+    rows: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``permute.row_tokens`` names them."""
+    _tokens(row_map, weights, found, moved, choices, rows, spec).launch(
+        grid=[(choices + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
 
