@@ -627,14 +627,16 @@ def _fake_gemm_(out, x, w, ends, bias, row_scale, transpose_w):
 
 
 def _fake_glu(
-    x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact, index
+    x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact, index=None
 ):
     rows, features = scales.shape[0], _features(w, transpose=False)
     preact = x.new_empty(rows if store_preact else 0, features)
     return preact, x.new_empty(rows, features // 2)
 
 
-def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index):
+def _fake_dglu(
+    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index=None
+):
     rows, features = scales.shape[0], _features(w, transpose=True)
     return (
         dy.new_empty(rows, 2 * features),
@@ -643,11 +645,11 @@ def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha
     )
 
 
-def _fake_wgrad(dy, x, ends, out_dtype, dy_index, x_index):
+def _fake_wgrad(dy, x, ends, out_dtype, dy_index=None, x_index=None):
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
 
 
-def _fake_wgrad_(out, dy, x, ends, accumulate, dy_index, x_index):
+def _fake_wgrad_(out, dy, x, ends, accumulate, dy_index=None, x_index=None):
     return None
 
 
