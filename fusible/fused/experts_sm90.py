@@ -15,26 +15,25 @@ from fusible.fused.grouped_sm90 import (
     data_grad,
     param_grads,
 )
-from fusible.fused.sm90_operands import ScaledGLU, as_matrix
+from fusible.fused.sm90_operands import ScaledGLU
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.moe import permute
-from fusible.kernels.provider import provider
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.op import Grads
+from fusible.recipes.product import values
 
 
 class MoEExpertsSm90(FusedOperation):
     """``Dispatch``, the fused grouped MLP and ``Combine``.
 
-    Rows, the ``top_k`` copies of each token, would be the largest tensors of a block. Here the
-    products find them among the tokens, and those of the output's gradient among that of the
-    tokens, so that neither exists; those of FC2's output and of the tokens' gradient do, between
-    the product and the sum.
+    Rows, the ``top_k`` copies of each token, are the largest tensors of a block. Here those of the
+    backward live only as long as they are read, and with ``recompute_rows`` those of the forward
+    are not kept for it.
     """
 
-    saves = "tokens, row map, token of each row, pre-activation, scales, end rows, weights"
+    saves = "x or tokens, row map, pre-activation, scales, end rows of the groups, weights"
 
     def __init__(
         self,
@@ -58,17 +57,22 @@ class MoEExpertsSm90(FusedOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """Row map, tokens of the rows, two products, sums."""
+        """Row map, rows, two products, sums."""
         first, *middle, last = basic_op_ctxs
         dispatch, *_, combine = self._parts
-        tokens, probs, row_map, split_sizes, num_rows = dispatch.placed(
-            first, input_, *basic_op_extra_inputs[0]
-        )
-        index, scales = permute.row_tokens(row_map, probs, num_rows)
-        first.save_for_backward(row_map)
-        row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
-        outputs = split_sizes, scales, row_map
-        own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
+
+        def run(op: Any, ctxs: Any, x: Tensor, places: slice, extra: Any) -> Any:
+            return op.fuser_forward(
+                ctxs,
+                x,
+                basic_op_extra_inputs=extra,
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=basic_op_kwargs[places],
+            )
+
+        rows, outputs = run(dispatch, [first], input_, slice(0, 1), basic_op_extra_inputs[:1])
+        own = dict(zip(dispatch.extra_output_names, outputs[0], strict=True))
         # What the dispatch gives to the others arrives as None.
         given = [
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(extra)]
@@ -76,17 +80,12 @@ class MoEExpertsSm90(FusedOperation):
         ]
         # Which of the activation and FC2's bias take its scales.
         first.gives_scales = [of_op[-1] is None for of_op in basic_op_extra_inputs[2:4]]
-        y = self._mlp.run(middle, tokens, given[1:4], basic_op_kwargs[1:4], index)
-        middle[0].save_for_backward(*middle[0].to_save, index)
-        y, _ = combine.fuser_forward(
-            [last],
-            y,
-            basic_op_extra_inputs=given[4:],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=basic_op_kwargs[4:],
-        )
-        return y, [outputs, (), (), (), ()]
+        y, _ = run(self._mlp, middle, rows, slice(1, 4), given[1:4])
+        y, _ = run(combine, [last], y, slice(4, 5), given[4:])
+        if first.requires_grad and dispatch.recompute_rows:
+            tokens = cast(values(input_), rows.dtype).reshape(-1, rows.shape[1])
+            middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
+        return y, [*outputs, (), (), (), ()]
 
     def fuser_backward(
         self,
@@ -96,21 +95,17 @@ class MoEExpertsSm90(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """As the parts would, in the order that needs the least memory."""
-        first, ctx1, ctx_act, ctx2, _ = basic_op_ctxs
-        dispatch, fc1, act, fc2, _ = self._parts
-        tokens, ends, row_scale1, *weights1, index = ctx1.saved_tensors
-        row_scale2, *weights2 = ctx2.saved_tensors
-        shape = index.shape
-
+        first, ctx1, ctx_act, ctx2, last = basic_op_ctxs
+        dispatch, fc1, act, fc2, combine = self._parts
         (row_map,) = first.saved_tensors
-        dy, found = as_matrix(provider("sm90"), cast(grad_output, ctx2.dtype)), {"dy_index": index}
-        if fc2.has_bias:  # its gradient is a sum over rows
-            dy, _ = permute.scatter_rows(dy, row_map, None, shape[0], False)
-            found = {}
-        dpreact, hidden, dscales = activation_grad(
-            act, ctx_act, dy, ends, weights2, found.get("dy_index")
-        )
-        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, shape, **found)
+        x, ends, row_scale1, *weights1 = ctx1.saved_tensors
+        row_scale2, *weights2 = ctx2.saved_tensors
+
+        dy, _, _ = combine.fuser_backward([last], grad_output, basic_op_grad_extra_outputs=[()])
+        assert dy is not None
+        dy = cast(dy, ctx2.dtype)
+        dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
+        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, dy.shape[:1])
         del dy, hidden  # their memory serves what follows
 
         drows = data_grad(fc1, ctx1, dpreact, ends, weights1, dpreact)
@@ -123,9 +118,10 @@ class MoEExpertsSm90(FusedOperation):
             [first], drows, basic_op_grad_extra_outputs=[(None, dmoved, None)]
         )
         del drows
-        params1, extra1 = param_grads(
-            fc1, ctx1, dpreact, tokens, ends, row_scale1, shape, x_index=index
-        )
+
+        if dispatch.recompute_rows:
+            x, _ = permute.scatter_rows(x, row_map, None, last.num_rows, False)
+        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, x.shape[:1])
         return dx, [*none, params1, (), params2, ()], [*extra0, extra1, (dscales,), extra2, (None,)]
 
 

@@ -30,7 +30,7 @@ from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
-from fusible.ops.wgrad import add_or_copy
+from fusible.ops.wgrad import add_or_copy, laid_out_as
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 _MACHINE = (
@@ -116,17 +116,11 @@ def data_grad(
 
 
 def activation_grad(
-    act: ScaledGLU,
-    ctx: OperationContext,
-    dy: Tensor,
-    ends: Tensor,
-    weights: Sequence[Tensor],
-    index: Tensor | None = None,
+    act: ScaledGLU, ctx: OperationContext, dy: Tensor, ends: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation, the activation once more, gradient of the scales.
 
     From the next linear's rows ``dy`` and its weights; the first may overwrite what was saved.
-    ``index`` finds the rows among those of ``dy``.
     """
     kernels = provider("sm90")
     preact, scales = ctx.saved_tensors
@@ -137,7 +131,6 @@ def activation_grad(
         as_matrix(kernels, preact),
         as_vector(scales),
         overwrite=not keeps_graph(),
-        index=index,
         **glu_options(act),
     )
 
@@ -151,13 +144,11 @@ def param_grads(
     row_scale: Tensor | None,
     shape: Sequence[int],
     prepared: Callable[..., Tensor] | None = None,
-    **index: Tensor,
 ) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs, the latter of ``shape``."""
     dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
     dscales = linear.scale_grad(ctx, dy, ends, shape)
-    dweights = weight_grads(linear, ctx, dy, x, ends, prepared, **index)
-    return (*dweights, *dbiases), (None, *dscales)
+    return (*weight_grads(linear, ctx, dy, x, ends, prepared), *dbiases), (None, *dscales)
 
 
 def weight_grads(
@@ -167,30 +158,30 @@ def weight_grads(
     x: Tensor,
     ends: Tensor,
     prepared: Callable[..., Tensor] | None = None,
-    **index: Tensor,
 ) -> Grads:
     """Gradients of the weight parameters: all that this module computes are made here.
 
-    ``prepared`` is the product for operands that need no look at their layout. ``x_index`` or
-    ``dy_index`` finds an operand's rows.
+    ``prepared`` is the product for operands that need no look at their layout.
     """
     kernels = provider("sm90")
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def product(
+        a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
+    ) -> Tensor | None:
         if out is None and prepared is not None:
-            return prepared(dy, x, ends)
-        rows = as_matrix(kernels, x)
+            return prepared(a, b, ends)
+        a, b = as_matrix(kernels, a), as_matrix(kernels, b)
         if out is None:
-            return kernels.grouped_wgrad(dy, rows, ends, **index)
-        if kernels.takes_wgrad(out, dy.dtype):
-            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate, **index)
+            return kernels.grouped_wgrad(a, b, ends)
+        if kernels.takes_wgrad(out, a.dtype):
+            kernels.grouped_wgrad_(list(out), a, b, ends, accumulate)
             return None
         buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32, **index)
+        dw = kernels.grouped_wgrad(a, b, ends, torch.float32)
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, gradient)
+    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], product, dy, x))
 
 
 class GroupedLinearGLUSm90(FusedOperation):
@@ -222,20 +213,13 @@ def linear_glu(
     input_: Tensor,
     extra_inputs: Sequence[Sequence[Tensor | None]],
     kwargs: Sequence[dict[str, Any]],
-    index: Tensor | None = None,
 ) -> Tensor:
-    """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document.
-
-    ``index`` finds the rows among those of the input.
-    """
+    """Scaled activation of a grouped product, ``[..., F]``; saves what both ops document."""
     kernels = provider("sm90")
-    num_rows = None if index is None else index.shape[0]
-    x, ends, _, weights = kernel_operands(
-        kernels, linear, ctxs[0], input_, *extra_inputs[0], num_rows=num_rows
-    )
+    x, ends, _, weights = kernel_operands(kernels, linear, ctxs[0], input_, *extra_inputs[0])
     linear.output_buffer(ctxs[0], input_, kwargs[0])  # none: it is not the last op
-    scales = _scales(act, input_, extra_inputs[1], index)
-    keep, shape = ctxs[1].requires_grad, scales.shape
+    scales = _scales(act, input_, extra_inputs[1])
+    keep, shape = ctxs[1].requires_grad, input_.shape[:-1]
     preact, out = kernels.grouped_gemm_glu(
         x,
         weights,
@@ -243,22 +227,17 @@ def linear_glu(
         as_vector(scales),
         bias=linear.stacked_bias(ctxs[0].dtype),
         store_preact=keep,
-        index=index,
         **glu_options(act),
     )
     _keep(ctxs[1], preact, scales, shape)
     return with_shape(out, shape)
 
 
-def _scales(
-    act: ScaledGLU,
-    input_: Tensor,
-    extra_inputs: Sequence[Tensor | None],
-    index: Tensor | None,
-) -> Tensor:
+def _scales(act: ScaledGLU, input_: Tensor, extra_inputs: Sequence[Tensor | None]) -> Tensor:
     (scales,) = extra_inputs
-    rows = input_ if index is None else index[:, None]
-    return check_row_scales(scales, rows, type(act).__name__)
+    check_row_scales(scales, input_, type(act).__name__)
+    assert scales is not None
+    return scales
 
 
 def _keep(ctx: OperationContext, preact: Tensor, scales: Tensor, shape: Sequence[int]) -> None:
@@ -291,34 +270,25 @@ class GroupedMLPSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two launches."""
-        y = self.run(basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
-        return y, [(), (), ()]
-
-    def run(
-        self,
-        ctxs: Sequence[OperationContext],
-        input_: Tensor,
-        extra_inputs: Sequence[Sequence[Tensor | None]],
-        kwargs: Sequence[dict[str, Any]],
-        index: Tensor | None = None,
-    ) -> Tensor:
-        """The output; ``index`` finds the rows among those of the input."""
-        if not any(kwargs):
-            y = self._run_prepared(ctxs, input_, extra_inputs, index)
+        if not any(basic_op_kwargs):
+            y = self._forward_prepared(basic_op_ctxs, input_, basic_op_extra_inputs)
             if y is not None:
-                return y
+                return y, [(), (), ()]
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
-        hidden = linear_glu(fc1, act, ctxs[:2], input_, extra_inputs[:2], kwargs, index)
-        x, ends, row_scale, weights = kernel_operands(
-            kernels, fc2, ctxs[2], hidden, *extra_inputs[2]
+        ctx = basic_op_ctxs[2]
+        hidden = linear_glu(
+            fc1, act, basic_op_ctxs[:2], input_, basic_op_extra_inputs[:2], basic_op_kwargs
         )
-        bias = fc2.stacked_bias(ctxs[2].dtype)
-        output = fc2.output_buffer(ctxs[2], hidden, kwargs[2])
+        x, ends, row_scale, weights = kernel_operands(
+            kernels, fc2, ctx, hidden, *basic_op_extra_inputs[2]
+        )
+        bias = fc2.stacked_bias(ctx.dtype)
+        output = fc2.output_buffer(ctx, hidden, basic_op_kwargs[2])
         y = kernels.grouped_gemm(x, weights, ends, bias, row_scale, out=as_rows(output))
         # Not the activation, which the backward computes again.
-        ctxs[2].save_for_backward(row_scale, *weights)
-        return with_shape(y, hidden.shape[:-1])
+        ctx.save_for_backward(row_scale, *weights)
+        return with_shape(y, input_.shape[:-1]), [(), (), ()]
 
     def _prepared(
         self,
@@ -327,36 +297,32 @@ class GroupedMLPSm90(FusedOperation):
         weights1: Sequence[Tensor],
         weights2: Sequence[Tensor],
         scales: Tensor,
-        gathers: bool = False,
     ) -> Any:
         """The kernels with all that layouts decide behind them, or None where that takes more."""
         fc1, act, fc2 = self._parts
         if fc1.has_bias or fc2.has_bias:
             return None
-        options = glu_options(act)
-        return kernels.prepared_mlp(rows, weights1, weights2, scales, gathers=gathers, **options)
+        return kernels.prepared_mlp(rows, weights1, weights2, scales, **glu_options(act))
 
-    def _run_prepared(
+    def _forward_prepared(
         self,
         ctxs: Sequence[OperationContext],
         input_: Tensor,
         extra_inputs: Sequence[Sequence[Tensor | None]],
-        index: Tensor | None,
     ) -> Tensor | None:
-        """The output by prepared launches, if the operands allow it; else None."""
+        """The forward by prepared launches, if the operands allow it; else None."""
         kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = ctxs
-        weights2, scales = fc2.weights(), _scales(act, input_, extra_inputs[1], index)
-        num_rows = None if index is None else index.shape[0]
+        weights2, scales = fc2.weights(), _scales(act, input_, extra_inputs[1])
         x, ends, _, weights1 = fc1.operands(
-            ctx1, input_, *extra_inputs[0], ends_of=kernels.group_ends, num_rows=num_rows
+            ctx1, input_, *extra_inputs[0], ends_of=kernels.group_ends
         )
-        products = self._prepared(kernels, [x], weights1, weights2, scales, index is not None)
+        products = self._prepared(kernels, [x], weights1, weights2, scales)
         if products is None:
             return None
-        shape = scales.shape
-        preact, hidden = products.glu(x, weights1[0], ends, scales, ctx_act.requires_grad, index)
+        shape = input_.shape[:-1]
+        preact, hidden = products.glu(x, weights1[0], ends, scales, ctx_act.requires_grad)
         _keep(ctx_act, preact, scales, shape)
         ctx2.dtype = x.dtype
         ctx2.save_for_backward(None, *weights2)

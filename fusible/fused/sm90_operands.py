@@ -15,7 +15,7 @@ from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # Layouts of gate and linear columns that the kernels take: halves, or blocks of these columns.
-INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
+INTERLEAVES = (None, *(1 << i for i in range(11)))
 
 
 def features_fit(*linears: Any) -> tuple[Any, ...]:
@@ -63,12 +63,10 @@ def kernel_operands(
     input_: Tensor,
     split_sizes: Tensor | None,
     scales: Tensor | None = None,
-    *,
-    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
     """What ``linear.operands`` gives, as the kernels read it."""
     x, ends, row_scale, weights = linear.operands(
-        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends, num_rows=num_rows
+        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
     )
     return as_matrix(kernels, x), ends, row_scale, readable(kernels, weights)
 

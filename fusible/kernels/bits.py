@@ -28,15 +28,6 @@ def load(address, inside, count):
     return words
 
 
-def copy_async(shared, address, inside):
-    """Start a copy of 16 bytes to an address in shared memory; zeros where not ``inside``."""
-    inline_ptx(
-        "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, {$r2}, 0; selp.b32 n, 16, 0, p; "
-        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, n; }",
-        read_only_args=[shared, address, inside],
-    )
-
-
 def load_byte(address, inside):
     """One byte, zero where not ``inside``."""
     return inline_ptx(

@@ -49,12 +49,11 @@ def grouped_gemm_glu(
     activation: str = "swiglu",
     interleave: int = 0,
     store_preact: bool = True,
-    index: Tensor | None = None,
     **options: float,
 ) -> tuple[Tensor, Tensor]:
     """The pre-activation (without rows unless it is to be stored), and the scaled activation."""
     glu, _ = _glu(activation)
-    preact = grouped.grouped_mm(_found(x, index), w, ends, bias, None, False)
+    preact = grouped.grouped_mm(x, w, ends, bias, None, False)
     out = glu(preact, scales, interleave or None, **options)
     return preact if store_preact else preact[:0], _live(out, ends)
 
@@ -69,27 +68,21 @@ def grouped_gemm_dglu(
     activation: str = "swiglu",
     interleave: int = 0,
     overwrite: bool = False,
-    index: Tensor | None = None,
     **options: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pre-activation's gradient, the scaled activation once more, the scales' gradient."""
     glu, backward = _glu(activation)
-    d = grouped.grouped_mm(_found(dy, index), w, ends, None, None, True)
+    d = grouped.grouped_mm(dy, w, ends, None, None, True)
     dpreact, dscales = backward(d, preact, scales, interleave or None, **options)
     act = glu(preact, scales, interleave or None, **options)
     return _live(dpreact, ends), _live(act, ends), _live(dscales, ends)
 
 
 def grouped_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype | None = None,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e."""
-    dw = grouped.grouped_wgrad(_found(dy, dy_index), _found(x, x_index), ends)
+    dw = grouped.grouped_wgrad(dy, x, ends)
     return dw if out_dtype is None else dw.to(out_dtype)
 
 
@@ -99,21 +92,10 @@ def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
 
 
 def grouped_wgrad_(
-    out: list[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    accumulate: bool = False,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
+    out: list[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
 ) -> None:
     """``grouped_wgrad`` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    grouped.grouped_wgrad_(out, _found(dy, dy_index), _found(x, x_index), ends, accumulate)
-
-
-def _found(x: Tensor, index: Tensor | None) -> Tensor:
-    """The rows that the index names; any past the last group, where it holds anything."""
-    return x if index is None else x[index.long().clamp(0, max(x.shape[0] - 1, 0))]
+    grouped.grouped_wgrad_(out, dy, x, ends, accumulate)
 
 
 def _glu(activation: str) -> tuple[Callable[..., Tensor], Callable[..., Any]]:

@@ -103,21 +103,7 @@ class Dispatch(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """The row map, then the rows."""
         (ctx,) = basic_op_ctxs
-        x, probs, row_map, split_sizes, rows = self.placed(ctx, input_, *basic_op_extra_inputs[0])
-        y, scales = permute.scatter_rows(x, row_map, probs, rows, self.scale_input)
-        if self.scale_input:
-            ctx.save_for_backward(row_map, x, probs)
-        else:
-            ctx.save_for_backward(row_map)
-        row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
-        middle = () if self.scale_input else (scales,)
-        return y, [(split_sizes, *middle, row_map)]
-
-    def placed(
-        self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Tokens ``[T, H]``, probabilities and row map ``[T, k]``, split sizes, number of rows."""
-        x, probs, ids = self._operands(ctx, values(input_), probs, ids)
+        x, probs, ids = self._operands(ctx, values(input_), *basic_op_extra_inputs[0])
         row_map, split_sizes, ends = permute.permutation(
             ids, self.num_experts, self.capacity(ids.numel())
         )
@@ -125,8 +111,16 @@ class Dispatch(BasicOperation):
         if (capacity := self.capacity(rows)) is not None:
             rows = min(rows, self.num_experts * capacity)
         ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        ctx.dtype, ctx.shape = probs.dtype, input_.shape
-        return x, probs, row_map, split_sizes, rows
+        y, scales = permute.scatter_rows(x, row_map, probs, rows, self.scale_input)
+        ctx.dtype = probs.dtype
+        ctx.shape = input_.shape
+        if self.scale_input:
+            ctx.save_for_backward(row_map, x, probs)
+        else:
+            ctx.save_for_backward(row_map)
+        row_map = row_map.view(*input_.shape[:-1], ids.shape[1])
+        middle = () if self.scale_input else (scales,)
+        return y, [(split_sizes, *middle, row_map)]
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusible.formulas import cast, math_dtype
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
@@ -254,22 +254,18 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
         *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
-        num_rows: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
 
         ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets,
         decoded if they are quantized. Under a recipe they are what its formats hold, decoded to
         ``compute_dtype``, and are saved encoded. ``ends_of(split_sizes, rows)`` may compute
-        ``ends`` in the place of ``kernels.grouped.group_ends``. ``num_rows``: how many rows there
-        are, where they are found by index among those of the input.
+        ``ends`` in the place of ``kernels.grouped.group_ends``.
         """
         if ctx.recipe is not None and ctx.recipe.quantizes:
             x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
             return self._encoded(ctx, x, ends, scales)
-        x, ends, scales = self.rows(
-            ctx, values(input_), split_sizes, scales, ends_of=ends_of, num_rows=num_rows
-        )
+        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
         weights = self.weights_in(ctx.dtype)
         ctx.save_for_backward(x, ends, scales, *weights)
         return x, ends, scales, weights
@@ -306,15 +302,13 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
         *,
         ends_of: Callable[[Tensor, int], Tensor] | None = None,
-        num_rows: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
-        num_rows = x.shape[0] if num_rows is None else num_rows
-        ends = group_ends(split_sizes, x.device, num_rows, self.num_groups, ctx.memo, ends_of)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
         if self.split_alignment > 1:
             grouped.check_alignment(split_sizes, self.split_alignment)
         return x, ends, scales
@@ -370,7 +364,7 @@ class GroupedLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
-        gradient = grouped_gradient(given.columns, given.x, given.ends)
+        gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
         dweights = self.weight_grads(ctx, gradient)
         return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
@@ -421,11 +415,19 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
     ) -> Grads:
         """Gradients of the bias parameters."""
+        wanted = self.needs_bias_grads(ctx)
+        return self.as_bias_grads(grouped.grouped_sum(dy, ends, row_scale) if wanted else None)
+
+    def needs_bias_grads(self, ctx: OperationContext) -> bool:
+        """Whether there are biases, and they need gradients."""
+        return self.has_bias and ctx.needs.params[-1]
+
+    def as_bias_grads(self, dbias: Tensor | None) -> Grads:
+        """``dbias`` ``[num_groups, out_features]``, if it was needed, as the parameters have it."""
         if not self.has_bias:
             return ()
-        if not ctx.needs.params[-1]:
+        if dbias is None:
             return (None,) * len(self.biases())
-        dbias = grouped.grouped_sum(dy, ends, row_scale)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
     def scale_grad(
@@ -434,12 +436,10 @@ class GroupedLinear(WeightedOperation):
         """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
         if not self.scale_bias:
             return ()
-        bias = self.stacked_bias(math_dtype(ctx.dtype))
+        bias = self.stacked_bias(dy.dtype)
         if bias is None or not ctx.needs.extra_inputs[1]:
             return (None,)
-        group, live = grouped.row_groups(ends, dy.shape[0])
-        dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
-        return (torch.where(live, dots, 0).view(shape),)
+        return (grouped.grouped_dots(dy, bias, ends).view(shape),)
 
     def extra_repr(self) -> str:
         """Sizes, and the options that are on."""
@@ -477,23 +477,22 @@ def _product(
 
 def group_ends(
     split_sizes: Tensor | None,
-    device: torch.device,
-    num_rows: int,
+    x: Tensor,
     num_groups: int,
     memo: dict[Any, Any],
     ends_of: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
-    """Int32 end rows of the groups on the input's device, from their sizes.
+    """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
     ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
     does so in the place of ``kernels.grouped.group_ends``.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
-            negative or of more rows than there are.
+            negative or of more rows than ``x`` has.
     """
     rows, known = memo.get(split_sizes, (None, None))
-    if rows == num_rows and known.shape[0] == num_groups:
+    if rows == x.shape[0] and known.shape[0] == num_groups:
         return known
     integers = (torch.int64, torch.int32)
     if (
@@ -508,13 +507,13 @@ def group_ends(
             f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
             f"({num_groups},), the rows of each group, got {got}"
         )
-    if split_sizes.device != device and split_sizes.device.type != "cpu":
+    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
         raise ValueError(
-            f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
+            f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = (ends_of or grouped.group_ends)(split_sizes, num_rows)
-    if ends.device != device:
-        ends = ends.to(device, non_blocking=True)
-    memo[split_sizes] = num_rows, ends
+    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
+    if ends.device != x.device:
+        ends = ends.to(x.device, non_blocking=True)
+    memo[split_sizes] = x.shape[0], ends
     return ends

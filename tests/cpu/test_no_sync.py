@@ -61,8 +61,9 @@ def no_sync(monkeypatch):
     for name in ("grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
         cuda = {"grouped_wgrad_": "_grouped_wgrad_out_cuda"}.get(name, f"_{name}_cuda")
         monkeypatch.setattr(grouped, name, getattr(grouped, cuda))
-    for name in ("group_ends", "grouped_sum"):
-        monkeypatch.setattr(grouped, name, getattr(grouped, f"_{name}"))
+    monkeypatch.setattr(grouped, "group_ends", grouped._group_ends)
+    for name in ("grouped_sum", "grouped_dots"):
+        monkeypatch.setattr(grouped, name, getattr(grouped, f"{name}_definition"))
     with torch.device("meta"), NoSync():
         yield
 
@@ -182,7 +183,7 @@ def test_dense_ops(no_sync):
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_moe_block(capacity, no_sync, monkeypatch):
     """By the definitions, which also serve what the kernels do not take on CUDA."""
-    for name in ("permutation", "scatter_rows", "row_tokens", "gather_sum", "row_dots"):
+    for name in ("permutation", "scatter_rows", "gather_sum", "row_dots"):
         monkeypatch.setattr(permute, name, getattr(permute, f"{name}_definition"))
     monkeypatch.setattr(routing, "route", routing.route_definition)
     monkeypatch.setattr(routing, "route_backward", formulas.router_probs_backward)

@@ -6,7 +6,7 @@ import pytest
 
 from fusible.kernels.sm90.launch import compile_group_ends, compile_spec, compile_tile_sums
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
-from fusible.kernels.sm90.tiles import GATHER_TILES, TILES
+from fusible.kernels.sm90.tiles import TILES
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -14,6 +14,7 @@ SWIGLU = {"activation": "swiglu", "scale": "float32"}
 QGEGLU = {"activation": "clamped_qgeglu", "scale": "bfloat16"}
 HALVES = {"glu": {"paired": True, "stripe": 64}, "dglu": {"paired": True, "stripe": 32}}
 BLOCKS_OF_16 = {"paired": False, "stripe": 16}
+SINGLE_COLUMNS = {"paired": False, "stripe": 1}
 
 
 def variants(kind):
@@ -26,22 +27,15 @@ def variants(kind):
         yield {**SWIGLU, **HALVES[kind], "keep": True}
         yield {**SWIGLU, **BLOCKS_OF_16, "keep": False, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "keep": True, "bias": True, "table": True}
+        yield {**QGEGLU, **SINGLE_COLUMNS, "keep": True, "bias": True, "weight_major": "n"}
     elif kind == "dglu":
         yield {**SWIGLU, **HALVES[kind], "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
+        yield {**QGEGLU, **SINGLE_COLUMNS, "weight_major": "n"}
     else:
         yield {}
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
 
-
-# Gathered operands: A of grouped rows, and either one of a weight gradient.
-GATHERED = [
-    Spec(kind, tile, gather=gather, **options)
-    for gather, choices in GATHER_TILES.items()
-    for tile in choices
-    for kind in (("glu", "dglu", "wgrad") if gather == "a" else ("wgrad",))
-    for options in list(variants(kind))[-1:]
-]
 
 # Every tile with the options that need the most registers, the last; one tile with all of them.
 KERNELS = [
@@ -49,7 +43,7 @@ KERNELS = [
     for kind, choices in TILES.items()
     for tile in choices
     for options in list(variants(kind))[0 if tile is choices[0] else -1 :]
-] + GATHERED
+]
 
 
 def resources(cubin):
@@ -79,9 +73,7 @@ def resources(cubin):
 
 
 every_kernel = pytest.mark.parametrize(
-    "spec",
-    KERNELS,
-    ids=[f"{spec.kind}{spec.gather}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)],
+    "spec", KERNELS, ids=[f"{spec.kind}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)]
 )
 
 
@@ -110,29 +102,6 @@ def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path):
     assert len(registers) == 1
     assert registers[0] <= 40
     assert stack == [0]
-
-
-@pytest.mark.parametrize("major", ["k", "n"])
-def test_a_stage_is_lines_of_128_bytes(major):
-    """What copies of rows found by index assume of the layout that WGMMA reads."""
-    from cutlass import BFloat16, cute
-
-    from fusible.kernels.sm90.device.products import operand_layout
-
-    found = []
-    places = [(line, shift) for line in range(128) for shift in (0, 9, 63)]
-    if major == "n":
-        places = [(line // 64 * 64 + shift, line % 64) for line, shift in places]
-
-    @cute.jit
-    def look():
-        layout = operand_layout(major, 128, BFloat16, 3)
-        found.append(str(layout.inner))
-        found.extend([cute.crd2idx((*place, 2), layout.outer) for place in places])
-
-    look()
-    lines = [(2 * 128 + line) * 64 + shift for line in range(128) for shift in (0, 9, 63)]
-    assert found == ["S<3,4,3>", *lines]
 
 
 @every_kernel

@@ -11,9 +11,7 @@ from fusible.kernels.sm90.spec import Spec, Tile
 NO_OPTIONS = ("swiglu", 0, 0.0, 0.0, 0.0)
 QGEGLU = ("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
 OUTPUTS = {"out", "d_preact", "partials"}
-ADDRESSES = (
-    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "index",
-)  # fmt: skip
+ADDRESSES = ("a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials")
 
 
 @pytest.fixture
@@ -94,36 +92,6 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, options):
         for one, other in zip(*map(_as_tuple, results), strict=True):
             assert one.shape == other.shape
             assert one.dtype == other.dtype
-
-
-def test_rows_are_found_where_the_index_lies(launches):
-    groups, hidden, inner, rows, tokens = 4, 64, 128, 96, 10
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=torch.bfloat16)
-
-    x, w1, w2 = (
-        random(tokens, hidden),
-        random(groups, 2 * inner, hidden),
-        random(groups, hidden, inner),
-    )
-    index, ends, scales = torch.zeros(rows).int(), torch.zeros(groups).int(), torch.rand(rows)
-    options = dict(zip(("activation", "interleave"), NO_OPTIONS[:2], strict=True))
-    it = mlp.prepared_mlp([x], [w1], [w2], scales, gathers=True, **options)
-    preact, out = it.glu(x, w1, ends, scales, True, index)
-    assert preact.shape == (rows, 2 * inner)
-    assert out.shape == (rows, inner)
-    ops.grouped_gemm_glu(x, [w1], ends, None, scales, *NO_OPTIONS, True, index)
-    assert equal(*launches)
-    ops.grouped_gemm_dglu(x, [w2], ends, preact, scales, *NO_OPTIONS, index)
-    ops.grouped_wgrad(preact, x, ends, None, None, index)
-    ops.grouped_wgrad(x, out, ends, None, index, None)
-    for (spec, arguments), gather in zip(launches, "aaaba", strict=True):
-        given = dict(zip(ADDRESSES, arguments, strict=False))
-        assert spec.gather == gather
-        assert given["index"] == index.data_ptr()
-        assert given[gather] == x.data_ptr()
-        assert arguments[len(ADDRESSES) + 1] == rows
 
 
 def _as_tuple(result):

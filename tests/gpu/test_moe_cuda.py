@@ -81,9 +81,6 @@ def test_rows(dtype, weights, k):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
         row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
         assert launch.why_not(x.cuda(), row_map.cuda(), w) is None
-        if w is not None and w.dim() == 2:
-            args = (row_map, w, rows)
-            same(permute.row_tokens(*cuda(*args)), permute.row_tokens_definition(*args))
         for scale in (False, True) if w is not None else (False,):
             args = (x, row_map, w, rows, scale)
             same(permute.scatter_rows(*cuda(*args)), permute.scatter_rows_definition(*args))
@@ -171,7 +168,6 @@ def test_opcheck():
     w, v = torch.rand(6, 2, device="cuda"), torch.rand(12, device="cuda")
     torch.library.opcheck(permute.permutation, (ids, 4, 3))
     torch.library.opcheck(permute.scatter_rows, (x, row_map, w, 12, True))
-    torch.library.opcheck(permute.row_tokens, (row_map, w, 12))
     torch.library.opcheck(permute.gather_sum, (y, row_map, w, v))
     torch.library.opcheck(permute.row_dots, (y, x, row_map, False))
 

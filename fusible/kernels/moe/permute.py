@@ -108,30 +108,6 @@ define(
     scatter_rows_definition,
 )
 
-# --- row_tokens -----------------------------------------------------------------------------------
-
-
-def row_tokens_definition(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The token of each row, int32 ``[rows]``, for products that find their rows by index.
-
-    Weights by choice ``[T, k]`` are given as ``[rows]``, as `scatter_rows` does. Past the last
-    group's end tokens are -1 and weights zero.
-    """
-    choice, live = _choices(row_map, rows)
-    tokens = torch.where(live, choice // row_map.shape[1], -1)
-    return tokens.int(), torch.where(live, weights.reshape(-1)[choice], 0)
-
-
-def _row_tokens_fake(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return row_map.new_empty(rows), weights.new_empty(rows)
-
-
-define(
-    "row_tokens(Tensor row_map, Tensor weights, SymInt rows) -> (Tensor, Tensor)",
-    _row_tokens_fake,
-    row_tokens_definition,
-)
-
 # --- gather_sum -----------------------------------------------------------------------------------
 
 
@@ -209,6 +185,5 @@ define(
 
 permutation = torch.ops.fusible.permutation.default
 scatter_rows = torch.ops.fusible.scatter_rows.default
-row_tokens = torch.ops.fusible.row_tokens.default
 gather_sum = torch.ops.fusible.gather_sum.default
 row_dots = torch.ops.fusible.row_dots.default

@@ -73,18 +73,16 @@ def grouped_gemm_glu(
     alpha: float = 0.0,
     offset: float = 0.0,
     store_preact: bool = True,
-    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, in one kernel.
 
     Gates are the first half of ``preact``'s columns, or the even ones of its blocks of
     ``interleave`` columns. Without ``store_preact`` the first result has no rows. ``limit``,
-    ``alpha`` and ``offset`` belong to ``clamped_qgeglu``. With ``index``, int32 ``[rows]``, row r
-    is row ``index[r]`` of x, which may have any number; past the last end it is not read.
+    ``alpha`` and ``offset`` belong to ``clamped_qgeglu``.
     """
     call = ops.grouped_gemm_glu if is_direct(x) else _ops.sm90_grouped_gemm_glu.default
     return call(
-        x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact, index
+        x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact
     )
 
 
@@ -101,45 +99,30 @@ def grouped_gemm_dglu(
     alpha: float = 0.0,
     offset: float = 0.0,
     overwrite: bool = False,
-    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the activation between two grouped linears, in the second one's data gradient.
 
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout), the activation
     ``glu(preact) * scales`` once more (for the weight gradient of the second linear), and the
     gradient of ``scales``, always with the same bits. With ``overwrite`` the gradient may take the
-    memory of ``preact``. With ``index`` rows of dy are found as those of x by `grouped_gemm_glu`.
+    memory of ``preact``.
     """
-    given = (dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index)
+    given = (dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset)
     if is_direct(dy):
         return ops.grouped_gemm_dglu(*given, overwrite=overwrite)
     return _ops.sm90_grouped_gemm_dglu.default(*given)
 
 
 def grouped_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    out_dtype: torch.dtype | None = None,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows.
-
-    One of dy and x may be given by index, as x to `grouped_gemm_glu`.
-    """
+    """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
     call = ops.grouped_wgrad if is_direct(dy) else _ops.sm90_grouped_wgrad.default
-    return call(dy, x, ends, out_dtype, dy_index, x_index)
+    return call(dy, x, ends, out_dtype)
 
 
 def grouped_wgrad_(
-    out: list[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    ends: Tensor,
-    accumulate: bool = False,
-    dy_index: Tensor | None = None,
-    x_index: Tensor | None = None,
+    out: list[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    _ops.sm90_grouped_wgrad_.default(out, dy, x, ends, accumulate, dy_index, x_index)
+    _ops.sm90_grouped_wgrad_.default(out, dy, x, ends, accumulate)

@@ -28,7 +28,7 @@ def compile_spec(spec: Spec, options: str = ""):
     from fusible.kernels.sm90.device.gemm import GroupedGemm
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
-    kinds = [Int64] * 12 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
+    kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
     return _compile(GroupedGemm(spec), kinds, options)
 
 
@@ -129,7 +129,6 @@ class Start:
         bias: int = 0,
         scales: int = 0,
         partials: int = 0,
-        index: int = 0,
     ) -> None:
         """Start the kernel on the device's current stream."""
         device, tiles = self._device, self._groups
@@ -137,13 +136,12 @@ class Start:
             # Every group, and the rows past the last, may end in a part of a tile.
             tiles += total_rows // self._rows + 1
         clusters = min(self._clusters, tiles * self._across)
-        current = device.index
-        stream = torch._C._cuda_getCurrentRawStream(current)  # a tenth of the public call's time
+        index = device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = tile_counter(device, stream) if self._dynamic else 0
-        with _on(current):
+        with _on(index):
             self._function(
-                a, b, preact, out, d_preact, ends, table, bias, scales, partials, index,
-                counter,
+                a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
                 total_rows, *self._constant, clusters, stream,
             )  # fmt: skip
 

@@ -30,9 +30,7 @@ class PreparedMLP:
         activation: str,
         interleave: int,
         constants: tuple[float, float, float],
-        gathers: bool,
     ) -> None:
-        self._gather = "a" if gathers else ""  # how the input's rows are found
         self._device, self._dtype, self._scale, self._many_rows = device, dtype, scale, many_rows
         self._groups, self._hidden, self._inner = sizes
         self._glu, self._constants = (activation, interleave), constants
@@ -42,10 +40,9 @@ class PreparedMLP:
         self, kind: str, columns: int, depth: int, major: str, keep: bool = False
     ) -> Start:
         """A product of grouped rows, ``[rows, depth]``, into ``columns`` columns."""
-        gather = self._gather if kind == "glu" else ""
-        tile, dtype = tiles.choose(kind, self._many_rows, columns, gather), self._dtype
+        tile, dtype = tiles.choose(kind, self._many_rows, columns), self._dtype
         gated = kind != "store"
-        glu = (self._scale, *self._glu, keep, gather) if gated else ()
+        glu = (self._scale, *self._glu, keep) if gated else ()
         weight_rows = 2 * columns if kind == "glu" else columns
         return prepared(
             spec_of(kind, tile, dtype, dtype, major, False, False, *glu),
@@ -106,16 +103,10 @@ class PreparedMLP:
         return self._weight_gradient(self._hidden, self._inner)
 
     def glu(
-        self,
-        x: Tensor,
-        w1: Tensor,
-        ends: Tensor,
-        scales: Tensor,
-        keep: bool,
-        index: Tensor | None = None,
+        self, x: Tensor, w1: Tensor, ends: Tensor, scales: Tensor, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        """`grouped_gemm_glu`; with an index where the MLP was prepared for one."""
-        rows, inner = scales.shape[0], self._inner
+        """`grouped_gemm_glu`."""
+        rows, inner = x.shape[0], self._inner
         preact, out = x.new_empty(rows if keep else 0, 2 * inner), x.new_empty(rows, inner)
         (self._glu_keep if keep else self._glu_drop)(
             rows,
@@ -125,7 +116,6 @@ class PreparedMLP:
             ends=ends.data_ptr(),
             d_preact=(preact if keep else out).data_ptr(),
             scales=scales.data_ptr(),
-            index=0 if index is None else index.data_ptr(),
         )
         return preact, out
 
@@ -192,12 +182,10 @@ def prepared_mlp(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
-    gathers: bool = False,
 ) -> PreparedMLP | None:
     """The products of a grouped MLP over these operands, or None if it takes more to run them.
 
-    ``rows`` lists the matrices of as many rows as ``scales`` has that are at hand, the input first;
-    its rows may be others if the first product ``gathers`` them.
+    ``rows`` lists the matrices of as many rows as ``scales`` has that are at hand: the input first.
     """
     if len(w1) != 1 or len(w2) != 1 or not is_direct(rows[0]):
         return None
@@ -208,7 +196,6 @@ def prepared_mlp(
         len(shape) != 3
         or b.shape != (shape[0], shape[2], shape[1] // 2)
         or x.shape[0] == 0
-        or scales.shape[0] == 0
         or scales.dim() != 1
         or not scales.is_contiguous()
         or not all(
@@ -229,9 +216,8 @@ def prepared_mlp(
         dtype,
         scales.dtype,
         (groups, hidden, wide // 2),
-        tiles.has_many_rows(scales.shape[0], groups),
+        tiles.has_many_rows(x.shape[0], groups),
         activation,
         interleave,
         (limit, alpha, offset),
-        gathers,
     )

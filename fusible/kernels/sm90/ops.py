@@ -32,21 +32,19 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "sm90_grouped_gemm_glu(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor scales, "
-    "str activation, int interleave, float limit, float alpha, float offset, bool store_preact, "
-    "Tensor? index=None) -> (Tensor, Tensor)"
+    "str activation, int interleave, float limit, float alpha, float offset, bool store_preact) "
+    "-> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "sm90_grouped_gemm_dglu(Tensor dy, Tensor[] w, Tensor ends, Tensor preact, Tensor scales, "
-    "str activation, int interleave, float limit, float alpha, float offset, Tensor? index=None) "
+    "str activation, int interleave, float limit, float alpha, float offset) "
     "-> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "sm90_grouped_wgrad(Tensor dy, Tensor x, Tensor ends, ScalarType? out_dtype, "
-    "Tensor? dy_index=None, Tensor? x_index=None) -> Tensor"
+    "sm90_grouped_wgrad(Tensor dy, Tensor x, Tensor ends, ScalarType? out_dtype) -> Tensor"
 )
 _LIBRARY.define(
-    "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate, "
-    "Tensor? dy_index=None, Tensor? x_index=None) -> ()"
+    "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) -> ()"
 )
 
 _INPUTS = (torch.bfloat16, torch.float16)
@@ -144,18 +142,6 @@ def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> N
             f"{name} must be contiguous with one value for each of the {rows} rows, "
             f"got shape {tuple(vector.shape)} with strides {vector.stride()}"
         )
-
-
-def _check_index(name: str, index: Tensor, x: Tensor) -> int:
-    """The number of rows that are found by index."""
-    if index.dtype != torch.int32 or index.ndim != 1 or not index.is_contiguous():
-        raise ValueError(
-            f"{name} must be a contiguous int32 tensor of 1 dimension, got {index.dtype} of shape "
-            f"{tuple(index.shape)} with strides {index.stride()}"
-        )
-    if index.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, got {index.device}")
-    return index.shape[0]
 
 
 def _check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
@@ -278,11 +264,11 @@ def _check_glu(activation: str, interleave: int, columns: int) -> None:
         raise ValueError(
             f"activation must be one of {', '.join(limits.ACTIVATIONS)}, got {activation!r}"
         )
-    power_of_two = interleave >= limits.MIN_INTERLEAVE and interleave & (interleave - 1) == 0
-    if interleave and (not power_of_two or columns % interleave):
+    power_of_two = interleave >= 0 and interleave & (interleave - 1) == 0
+    if not power_of_two or (interleave and columns % interleave):
         raise ValueError(
-            f"interleave must be 0 (halves) or a power of two, at least {limits.MIN_INTERLEAVE}, "
-            f"that divides the {columns} activation columns, got {interleave}"
+            f"interleave must be 0 (halves) or a power of two that divides the {columns} "
+            f"activation columns, got {interleave}"
         )
 
 
@@ -299,7 +285,6 @@ def spec_of(
     activation: str = "",
     interleave: int = 0,
     flag: bool = False,
-    gather: str = "",
 ) -> Spec:
     """The kernel for operands of these kinds; ``flag``: glu keeps, wgrad accumulates."""
     paired, stripe = False, 0
@@ -322,12 +307,11 @@ def spec_of(
         keep=kind == "glu" and flag,
         out_dtype=_NAMES[out_dtype],
         accumulate=kind == "wgrad" and flag,
-        gather=gather,
     )
 
 
-def _tile(kind: str, rows: int, groups: int, columns: int, gather: str = "") -> Tile:
-    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns, gather)
+def _tile(kind: str, rows: int, groups: int, columns: int) -> Tile:
+    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns)
 
 
 def glu_layout(interleave: int, columns: int) -> tuple[int, int]:
@@ -350,21 +334,19 @@ def _multiply(
     preact: tuple[int, int] = (0, 0),
     d_preact: tuple[int, int] = (0, 0),
     partials: int = 0,
-    index: Tensor | None = None,
 ) -> None:
     """Start a product of grouped rows and weights.
 
     ``glu``: activation, interleave, and whether the pre-activation is kept; pre-activations are
     given as address and pitch.
     """
-    gather = "" if index is None else "a"
     address, w_pitch, group_pitch, major, _, depth, groups, pointers = weights
     dtype, device = x.dtype, x.device
     table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
     rows, columns = out.shape
     start = prepared(
-        spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu, gather),
+        spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
         device,
         columns,
         depth,
@@ -390,7 +372,6 @@ def _multiply(
         bias=0 if bias is None else bias.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
         partials=partials,
-        index=0 if index is None else index.data_ptr(),
     )
 
 
@@ -441,12 +422,10 @@ def grouped_gemm_(out, x, w, ends, bias, row_scale, transpose_w) -> None:
 
 def grouped_gemm_glu(
     x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact,
-    index=None, tile: Tile | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
     rows, depth, pitch = _check_matrix("x", x)
-    if index is not None:
-        rows = _check_index("index", index, x)
     weights = _matrices("w", w, x.device, transpose=False)
     columns = weights.rows // 2
     _check_product("x", x, depth, w[0], weights)
@@ -463,7 +442,7 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or _tile("glu", rows, weights.groups, columns, "a" if index is not None else "")
+        tile = tile or _tile("glu", rows, weights.groups, columns)
         _multiply(
             "glu",
             tile,
@@ -477,19 +456,16 @@ def grouped_gemm_glu(
             (activation, interleave, store_preact),
             (limit, alpha, offset),
             d_preact=((preact if store_preact else out).data_ptr(), weights.rows),
-            index=index,
         )
     return preact, out
 
 
 def grouped_gemm_dglu(
-    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index=None,
+    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset,
     tile: Tile | None = None, overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
     rows, depth, pitch = _check_matrix("dy", dy)
-    if index is not None:
-        rows = _check_index("index", index, dy)
     device = dy.device
     weights = _matrices("w", w, device, transpose=True)
     columns = weights.rows
@@ -508,7 +484,7 @@ def grouped_gemm_dglu(
     act = dy.new_empty(rows, columns)
     if rows == 0:
         return d_preact, act, torch.empty_like(scales)
-    tile = tile or _tile("dglu", rows, weights.groups, columns, "a" if index is not None else "")
+    tile = tile or _tile("dglu", rows, weights.groups, columns)
     across = -(-columns // tile.n)
     partials = dy.new_empty(across * rows, dtype=torch.float32)
     _multiply(
@@ -526,7 +502,6 @@ def grouped_gemm_dglu(
         (preact.data_ptr(), preact_pitch),
         (d_preact.data_ptr(), preact_pitch if overwrite else 2 * columns),
         partials.data_ptr(),
-        index,
     )
     return d_preact, act, sum_up(partials, rows, scales.dtype)
 
@@ -543,28 +518,19 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def grouped_wgrad(dy, x, ends, out_dtype, dy_index=None, x_index=None) -> Tensor:
+def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
     """See `fusible.kernels.sm90.grouped_wgrad`."""
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     out = x.new_empty(shape, dtype=out_dtype or x.dtype)
-    grouped_wgrad_([out], dy, x, ends, False, dy_index, x_index)
+    grouped_wgrad_([out], dy, x, ends, accumulate=False)
     return out
 
 
-def grouped_wgrad_(
-    out, dy, x, ends, accumulate, dy_index=None, x_index=None, tile: Tile | None = None
-) -> None:
+def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
     rows, columns, dy_pitch = _check_matrix("dy", dy)
     x_rows, depth, x_pitch = _check_matrix("x", x)
     device = x.device
-    index, gather = None, ""
-    if dy_index is not None:
-        rows, index, gather = _check_index("dy_index", dy_index, x), dy_index, "a"
-    if x_index is not None:
-        if gather:
-            raise ValueError("one of dy_index and x_index must be None, got both")
-        x_rows, index, gather = _check_index("x_index", x_index, x), x_index, "b"
     if dy.dtype != x.dtype or rows != x_rows or dy.device != device:
         raise ValueError(
             f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
@@ -584,12 +550,10 @@ def grouped_wgrad_(
             for one in out:
                 one.zero_()
         return
-    tile = tile or _tile("wgrad", rows, grads.groups, depth, gather)
+    tile = tile or _tile("wgrad", rows, grads.groups, depth)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
     start = prepared(
-        spec_of(
-            "wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate, gather=gather
-        ),
+        spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
         device,
         columns,
         depth,
@@ -606,7 +570,6 @@ def grouped_wgrad_(
         out=grads.address,
         ends=ends.data_ptr(),
         table=table,
-        index=0 if index is None else index.data_ptr(),
     )
 
 
@@ -626,30 +589,26 @@ def _fake_gemm_(out, x, w, ends, bias, row_scale, transpose_w):
     return None
 
 
-def _fake_glu(
-    x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact, index=None
-):
-    rows, features = scales.shape[0], _features(w, transpose=False)
-    preact = x.new_empty(rows if store_preact else 0, features)
-    return preact, x.new_empty(rows, features // 2)
+def _fake_glu(x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact):
+    features = _features(w, transpose=False)
+    preact = x.new_empty(x.shape[0] if store_preact else 0, features)
+    return preact, x.new_empty(x.shape[0], features // 2)
 
 
-def _fake_dglu(
-    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset, index=None
-):
-    rows, features = scales.shape[0], _features(w, transpose=True)
+def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset):
+    features = _features(w, transpose=True)
     return (
-        dy.new_empty(rows, 2 * features),
-        dy.new_empty(rows, features),
+        dy.new_empty(dy.shape[0], 2 * features),
+        dy.new_empty(dy.shape[0], features),
         torch.empty_like(scales),
     )
 
 
-def _fake_wgrad(dy, x, ends, out_dtype, dy_index=None, x_index=None):
+def _fake_wgrad(dy, x, ends, out_dtype):
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
 
 
-def _fake_wgrad_(out, dy, x, ends, accumulate, dy_index=None, x_index=None):
+def _fake_wgrad_(out, dy, x, ends, accumulate):
     return None
 
 

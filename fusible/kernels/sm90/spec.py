@@ -23,7 +23,6 @@ class Tile(NamedTuple):
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
-    gatherers: int = 4  # warps that load rows by index, where an operand is gathered
 
     @property
     def teams(self) -> int:
@@ -66,7 +65,6 @@ class Spec(NamedTuple):
     keep: bool = False  # glu: the pre-activation is stored as well
     out_dtype: str = "bfloat16"
     accumulate: bool = False
-    gather: str = ""  # operand whose rows are found by index: a, b (wgrad), or neither
 
     @property
     def by_rows(self) -> bool:
@@ -107,11 +105,6 @@ class Spec(NamedTuple):
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""
         return (self.tile.m + self.tile.n) * TILE_K * 2
-
-    @property
-    def gathered_lines(self) -> int:
-        """Lines of 128 bytes that a stage has of the gathered operand."""
-        return {"": 0, "a": self.tile.m, "b": self.tile.n}[self.gather]
 
     @property
     def preact_slots(self) -> int:

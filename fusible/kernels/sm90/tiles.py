@@ -31,12 +31,6 @@ _TABLE = {
     "wgrad": _CHOICES,
 }
 
-# Where an operand is gathered, each block copies its own; the other one is shared.
-GATHER_TILES = {
-    "a": (Tile(128, 128, True, 2, 1), Tile(128, 128, True, 2, 1, dynamic=True)),
-    "b": (Tile(128, 128, True, 1, 2), Tile(128, 128, True, 1, 2, dynamic=True)),
-}
-
 # Every tile that a kernel may get; tests compile and run each.
 TILES = {kind: tuple(dict.fromkeys(choices)) for kind, choices in _TABLE.items()}
 
@@ -46,10 +40,8 @@ def has_many_rows(rows: int, groups: int) -> bool:
     return rows >= _MANY_ROWS * groups
 
 
-def choose(kind: str, many_rows: bool, columns: int, gather: str = "") -> Tile:
+def choose(kind: str, many_rows: bool, columns: int) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns."""
-    if gather:
-        return GATHER_TILES[gather][many_rows]
     few, many, odd = _TABLE[kind]
     across = -(-columns // (few.n // 2 if kind == "glu" else few.n))
     if across % 2 and across < _FEW_COLUMNS:

@@ -14,7 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.loads import gather_rows, load_operands, load_preacts
+from fusible.kernels.sm90.device.loads import load_operands, load_preacts
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
     WARPGROUP,
@@ -22,17 +22,14 @@ from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
-    Source,
     Walk,
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
-# Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups, 24 + 56 + 2 * 216 for
-# four, of which one gathers.
-_LOAD_REGISTERS, _GATHER_REGISTERS = 24, 56
-_MATH_REGISTERS = {1: 240, 2: 216}  # by the number of loading warpgroups
+# Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
+_LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
 
 
 class GroupedGemm:
@@ -43,7 +40,6 @@ class GroupedGemm:
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
-        self.loaders = 2 if spec.gather else 1  # warpgroups before those that multiply
 
     @cute.jit
     def __call__(
@@ -58,7 +54,6 @@ class GroupedGemm:
         bias: Int64,
         scales: Int64,
         partials: Int64,
-        index: Int64,
         counter: Int64,
         total_rows: Int32,
         columns: Int32,
@@ -84,8 +79,7 @@ class GroupedGemm:
         grouped: ``a`` [total_rows, columns], ``b`` [total_rows, depth], ``out``
         [groups, columns, depth], the group pitch being the output's. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
-        to its linear column and ``glu_columns`` the bound of gate columns. The rows of a gathered
-        operand, of which there may be any number, are those that ``index`` [total_rows] says.
+        to its linear column and ``glu_columns`` the bound of gate columns.
         """
         spec, tile = self.spec, self.tile
         a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch = (
@@ -137,23 +131,11 @@ class GroupedGemm:
         if const_expr(spec.accumulate):
             store_op = cpasync.CopyReduceBulkTensorTileS2GOp()
 
-        load_a, load_b, source = None, None, None
-        if const_expr(spec.gather != "a"):
-            load_a = self._load(tensor_a, layout_a, (tile.m, TILE_K), tile.cluster_n)
-        if const_expr(spec.gather != "b"):
-            load_b = self._load(tensor_b, layout_b, (part, TILE_K), tile.cluster_m)
-        if const_expr(spec.gather == "a"):
-            width = depth if const_expr(spec.by_rows) else columns
-            source = Source(a, Int32(a_pitch * 2), width, index)
-        elif const_expr(spec.gather == "b"):
-            source = Source(b, Int32(b_pitch * 2), depth, index)
-
         bias_columns = columns * 2 if const_expr(spec.kind == "glu") else columns
         tiles = cute.ceil_div(columns, tile.n)
         self.kernel(
-            load_a,
-            load_b,
-            source,
+            self._load(tensor_a, layout_a, (tile.m, TILE_K), tile.cluster_n),
+            self._load(tensor_b, layout_b, (part, TILE_K), tile.cluster_m),
             load_preact,
             cpasync.make_tiled_tma_atom(store_op, tensor_out, layout_block, self.block),
             store_preact,
@@ -180,7 +162,7 @@ class GroupedGemm:
             (limit, alpha, offset),
         ).launch(
             grid=[clusters * tile.cluster_m * tile.cluster_n, 1, 1],
-            block=[(2 + self.loaders) * WARPGROUP, 1, 1],
+            block=[3 * WARPGROUP, 1, 1],
             cluster=[tile.cluster_m * tile.cluster_n, 1, 1],
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -238,9 +220,8 @@ class GroupedGemm:
     @cute.kernel
     def kernel(
         self,
-        load_a,
-        load_b,
-        source,
+        load_a: cpasync.TmaInfo,
+        load_b: cpasync.TmaInfo,
         load_preact,
         store: cpasync.TmaInfo,
         store_preact,
@@ -290,28 +271,26 @@ class GroupedGemm:
 
         shared = SmemAllocator().allocate(Shared)
         if warp_index == 0:
-            for info in (load_a, load_b, store):
-                if const_expr(info is not None):
-                    cpasync.prefetch_descriptor(info.atom)
+            cpasync.prefetch_descriptor(load_a.atom)
+            cpasync.prefetch_descriptor(load_b.atom)
+            cpasync.prefetch_descriptor(store.atom)
 
         cluster_layout = cute.make_layout((1, *self.cluster, 1))
         shared_loads = tile.cluster_m + tile.cluster_n - 1
-        gatherers = tile.gatherers if spec.gather else 0
         ring = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared.barriers.data_ptr(),
             num_stages=spec.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + gatherers * 32),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, shared_loads * tile.teams * 4
             ),
-            tx_count=spec.stage_bytes - spec.gathered_lines * 128,
+            tx_count=spec.stage_bytes,
             cta_layout_vmnk=cluster_layout,
             defer_sync=True,
         )
         operands = Operands(
             load_a,
             load_b,
-            source,
             shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner),
             shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner),
             ring,
@@ -338,7 +317,7 @@ class GroupedGemm:
                 counter,
                 shared.queue.data_ptr(),
                 shared.queue_barriers.data_ptr(),
-                (10 if const_expr(spec.kind == "dglu") else 9) + gatherers,
+                10 if const_expr(spec.kind == "dglu") else 9,
                 cute.size(self.cluster),
             )
             if warp_index == 0:
@@ -378,14 +357,9 @@ class GroupedGemm:
             if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
-        if warpgroup_index >= self.loaders:
-            cute.arch.setmaxregister_increase(_MATH_REGISTERS[self.loaders])
+        else:
+            cute.arch.setmaxregister_increase(_MATH_REGISTERS)
             multiply(
-                spec, problem, walk, operands, preacts, outputs, thread - self.loaders * WARPGROUP,
-                warpgroup_index - self.loaders,
+                spec, problem, walk, operands, preacts, outputs, thread - WARPGROUP,
+                warpgroup_index - 1,
             )  # fmt: skip
-        if const_expr(spec.gather):  # noqa: SIM102 (decided when compiling)
-            if warpgroup_index == 1:
-                cute.arch.setmaxregister_decrease(_GATHER_REGISTERS)
-                if warp_index < 4 + tile.gatherers:
-                    gather_rows(spec, problem, walk, operands, warp_index - 4)

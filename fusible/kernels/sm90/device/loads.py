@@ -1,10 +1,9 @@
-"""The loading warps: rings of shared memory kept filled by TMA, or by copies of single rows."""
+"""The loading warps: rings of shared memory kept filled by TMA."""
 
 import cutlass
-from cutlass import Int32, Int64, const_expr, cute, pipeline
+from cutlass import const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from fusible.kernels import bits
 from fusible.kernels.sm90.device.addressing import at_distance, group_rows
 from fusible.kernels.sm90.device.parts import (
     Operands,
@@ -36,7 +35,7 @@ def _boxes(load, shared, tensor, tile, offset, multicast=(1, 0)):
 
 @cute.jit
 def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, operands: Operands):
-    """Keep the operand stages filled, but for what is gathered; by one warp."""
+    """Keep the operand stages filled; by one warp."""
     tile, in_cluster = spec.tile, walk.in_cluster
     load_a, load_b, ring = operands.load_a, operands.load_b, operands.pipeline
     tile_a, tile_b = (tile.m, TILE_K), (tile.n // spec.b_parts, TILE_K)
@@ -57,9 +56,8 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
         if const_expr(spec.by_rows):
+            tensor_a, offset_a = load_a.tma_tensor, (start + row, 0)
             tensor_b, offset_b = load_b.tma_tensor, (column, 0)
-            if const_expr(spec.gather != "a"):
-                tensor_a, offset_a = load_a.tma_tensor, (start + row, 0)
             weight = cutlass.min(group, problem.groups - 1)
             if const_expr(spec.table):
                 tensor_b = at_distance(tensor_b, problem.table[weight] - problem.base)
@@ -68,40 +66,34 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
             if const_expr(spec.kind == "glu"):
                 offset_b = (gate_column(spec, column, problem.glu_block), 0)
         else:
+            tensor_a = group_rows(load_a.tma_tensor, 1, start, rows)
+            tensor_b = group_rows(load_b.tma_tensor, 1, start, rows)
             offset_a, offset_b = (row, 0), (column, 0)
-            if const_expr(spec.gather != "a"):
-                tensor_a = group_rows(load_a.tma_tensor, 1, start, rows)
-            if const_expr(spec.gather != "b"):
-                tensor_b = group_rows(load_b.tma_tensor, 1, start, rows)
-        boxes_a, boxes_b = [], []
-        if const_expr(spec.gather != "a"):
-            shared_by = (tile.cluster_n, in_cluster[1])
-            boxes_a = [_boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)]
-        if const_expr(spec.gather != "b"):
-            shared_by = (tile.cluster_m, in_cluster[0])
-            boxes_b = [
-                _boxes(
-                    load_b,
-                    operands.b,
-                    tensor_b,
-                    tile_b,
-                    (offset_b[0] + part * problem.glu_block, 0),
-                    shared_by,
-                )
-                for part in range(spec.b_parts)
-            ]
+        shared_by = (tile.cluster_n, in_cluster[1])
+        to_a, from_a = _boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)
+        boxes_b = [
+            _boxes(
+                load_b,
+                operands.b,
+                tensor_b,
+                tile_b,
+                (offset_b[0] + part * problem.glu_block, 0),
+                (tile.cluster_m, in_cluster[0]),
+            )
+            for part in range(spec.b_parts)
+        ]
         for step in cutlass.range(steps_of(spec, problem, group, rows), unroll=1):
             ring.producer_acquire(state)
             barrier = ring.producer_get_barrier(state)
-            for to_a, from_a in boxes_a:
-                cute.copy(
-                    load_a.atom,
-                    from_a[None, step],
-                    to_a[None, state.index],
-                    tma_bar_ptr=barrier,
-                    mcast_mask=mask_a,
-                )
-            for part, (to_b, from_b) in enumerate(boxes_b):
+            cute.copy(
+                load_a.atom,
+                from_a[None, step],
+                to_a[None, state.index],
+                tma_bar_ptr=barrier,
+                mcast_mask=mask_a,
+            )
+            for part in cutlass.range_constexpr(spec.b_parts):
+                to_b, from_b = boxes_b[part]
                 cute.copy(
                     load_b.atom,
                     from_b[None, step],
@@ -114,73 +106,6 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
     # Wait until the cluster has read what this block sent, before it may exit.
     ring.producer_tail(state)
-
-
-@cute.jit
-def gather_rows(
-    spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, operands: Operands, warp: Int32
-):
-    """Keep one operand's stages filled with rows found by index; by `Tile.gatherers` warps.
-
-    A stage is lines of 128 bytes, each copied by eight threads. Where rows are the operand's own
-    (A of grouped rows) line ``i`` is 64 columns of row ``i``. Where rows are what is reduced, the
-    first 64 lines are 64 columns of 64 rows, and so on for the columns after. WGMMA's swizzle
-    wants 16-byte piece ``p`` of line ``i`` at place ``p ^ i % 8``.
-    """
-    tile, ring, source = spec.tile, operands.pipeline, operands.source
-    lane = cute.arch.lane_idx()
-    line, piece = warp * 4 + lane // 8, lane % 8
-    at_once = 4 * tile.gatherers  # lines, a multiple of 8
-    copies = spec.gathered_lines // at_once
-    # Where rows are reduced, the same rows serve each 64 columns.
-    found = copies if const_expr(spec.by_rows) else TILE_K // at_once
-    shared = operands.a if const_expr(spec.gather == "a") else operands.b
-    place = shared.iterator.toint() + line * 128 + (piece ^ (line % 8)) * 16
-    rows_of = cute.make_rmem_tensor(found, Int32)
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.stages)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
-    while valid:
-        column = piece * 8
-        row = Int32(0)
-        if const_expr(spec.by_rows):
-            row = (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
-        elif const_expr(spec.gather == "a"):
-            column += (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
-        else:
-            column += (n * tile.cluster_n + walk.in_cluster[1]) * tile.n
-        steps = steps_of(spec, problem, group, rows)
-        _find_rows(source, rows_of, start, rows, row + line, at_once)
-        for step in cutlass.range(steps, unroll=1):
-            at, now = column + step * TILE_K, rows_of
-            if const_expr(not spec.by_rows):
-                at, now = column, [rows_of[i] for i in range(found)]
-                # Found before they are needed, under the copies and the wait for room.
-                _find_rows(source, rows_of, start, rows, (step + 1) * TILE_K + line, at_once)
-            ring.sync_object_empty.wait(state.index, state.phase)
-            stage = place + state.index * (spec.gathered_lines * 128)
-            for i in cutlass.range_constexpr(copies):
-                mine = now[i % found]
-                right = at + i // found * TILE_K
-                address = source.address + Int64(mine) * source.pitch + Int64(right) * 2
-                inside = (mine >= 0) & (right < source.columns)
-                bits.copy_async(stage + i * at_once * 128, address, Int32(inside))
-            cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
-            state.advance()
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
-    cute.arch.cp_async_wait_group(0)
-
-
-@cute.jit
-def _find_rows(source, rows_of: cute.Tensor, start: Int32, rows: Int32, row: Int32, step):
-    """Look up ``row``, ``row + step``, ... of a group; -1 past its end."""
-    for i in cutlass.range_constexpr(cute.size(rows_of)):
-        inside = row + i * step < rows
-        at = source.index + Int64(start + row + i * step) * 4
-        found = bits.load(at, Int32(inside), 1)[0]
-        rows_of[i] = Int32(bits.select(inside, found, 0xFFFFFFFF))
 
 
 @cute.jit

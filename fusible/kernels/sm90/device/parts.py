@@ -46,21 +46,11 @@ class Walk(NamedTuple):
         return tile_index + self.step, state
 
 
-class Source(NamedTuple):
-    """A matrix whose rows are found by index."""
-
-    address: Int64
-    pitch: Int32  # bytes
-    columns: Int32
-    index: Int64  # address of an int32 for each of the problem's rows
-
-
 class Operands(NamedTuple):
     """The ring of operand stages."""
 
-    load_a: Any  # TMA descriptors; none of a gathered operand
+    load_a: Any  # TMA descriptors
     load_b: Any
-    source: Source | None  # what is gathered
     a: cute.Tensor  # shared memory
     b: cute.Tensor
     pipeline: Any

@@ -103,15 +103,14 @@ def multiply(
             if const_expr(tile.pingpong):
                 take_turn(_MULTIPLY_TURN, team)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
-            gathered = spec.gather != ""
             if const_expr(spec.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
                 # Where a group ends within the first 64 rows, the others need no products.
                 if rows - row > WARPGROUP_ROWS:
-                    state, release = _mainloop(*loop, state, release, 2, gathered)
+                    state, release = _mainloop(*loop, state, release, 2)
                 else:
-                    state, release = _mainloop(*loop, state, release, 1, gathered)
+                    state, release = _mainloop(*loop, state, release, 1)
             else:
-                state, release = _mainloop(*loop, state, release, tile.slabs, gathered)
+                state, release = _mainloop(*loop, state, release, tile.slabs)
             if const_expr(tile.pingpong):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, team)
@@ -137,18 +136,14 @@ def multiply(
 @cute.jit
 def _mainloop(
     mma, accumulator, fragment_a, fragment_b, ring, steps, state, release,
-    slabs: cutlass.Constexpr, gathered: cutlass.Constexpr,
+    slabs: cutlass.Constexpr,
 ):  # fmt: skip
     """Issue a tile's products; a stage is released once those of the next one are issued.
 
-    ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed. ``gathered``:
-    whether an operand was copied by threads.
+    ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed.
     """
     for step in cutlass.range(steps, unroll=1):
         ring.consumer_wait(state)
-        if const_expr(gathered):
-            # WGMMA reads by another proxy than that by which rows were copied.
-            cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
             for m in cutlass.range_constexpr(slabs):
