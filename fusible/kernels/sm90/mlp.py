@@ -40,8 +40,9 @@ class PreparedMLP:
         self, kind: str, columns: int, depth: int, major: str, keep: bool = False
     ) -> Start:
         """A product of grouped rows, ``[rows, depth]``, into ``columns`` columns."""
-        tile, dtype = tiles.choose(kind, self._many_rows, columns), self._dtype
-        gated = kind != "store"
+        gated, dtype = kind != "store", self._dtype
+        interleave = self._glu[1] if gated else 0
+        tile = tiles.choose(kind, self._many_rows, columns, 0, interleave)
         glu = (self._scale, *self._glu, keep) if gated else ()
         weight_rows = 2 * columns if kind == "glu" else columns
         return prepared(
@@ -61,7 +62,7 @@ class PreparedMLP:
         )
 
     def _weight_gradient(self, columns: int, depth: int) -> Start:
-        tile, dtype = tiles.choose("wgrad", self._many_rows, depth), self._dtype
+        tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
         return prepared(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,

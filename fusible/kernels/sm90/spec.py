@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
+WARP_ROWS = 16  # of which each warp holds
 TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
 SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
@@ -23,8 +24,6 @@ class Tile(NamedTuple):
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
-    blocks: int = 0
-    options: str = ""
 
     @property
     def teams(self) -> int:
@@ -38,10 +37,7 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        return (
-            f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
-            f"/{self.ahead}/{self.blocks}/{self.options}"
-        )
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
 
 
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
@@ -51,8 +47,7 @@ def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     are better spent on pipeline stages.
     """
     width = tile.n // 2 if kind == "glu" else tile.n
-    wide = kind != "dglu" or "c" in tile.options
-    return 64 if width % 64 == 0 and out_dtype != "float32" and wide else 32
+    return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
 
 
 class Spec(NamedTuple):
@@ -108,18 +103,30 @@ class Spec(NamedTuple):
         return WARPGROUP_ROWS * self.block_columns * (4 if self.out_dtype == "float32" else 2)
 
     @property
+    def stored_rows(self) -> int:
+        """Rows that one store takes from a block: what a warp holds, or all.
+
+        Stores of few rows begin early, which counts where products are short; they are many.
+        """
+        return WARP_ROWS if self.kind == "wgrad" else WARPGROUP_ROWS
+
+    @property
     def fills(self) -> bool:
-        """Whether groups without rows get zeros by a warp of their own (wgrad)."""
-        return self.kind == "wgrad" and not self.accumulate and "z" in self.tile.options
+        """Whether zeros are the output of groups without rows (wgrad), by a warp of their own."""
+        return self.kind == "wgrad" and not self.accumulate
 
     @property
     def zero_bytes(self) -> int:
-        """Shared memory that holds the zeros."""
-        return (
-            (self.block_bytes if "W" in self.tile.options else self.block_bytes // 4)
-            if self.fills
-            else 0
-        )
+        """Shared memory that holds the zeros of one store."""
+        return self.block_bytes * self.stored_rows // WARPGROUP_ROWS if self.fills else 0
+
+    @property
+    def fetches_early(self) -> bool:
+        """Whether weights are fetched under the end of the kernel before.
+
+        It pays where reading them is most of the work, which is where tiles are dealt out.
+        """
+        return self.by_rows and not self.table and not self.tile.dynamic
 
     @property
     def stage_bytes(self) -> int:
@@ -139,8 +146,6 @@ class Spec(NamedTuple):
     @property
     def _least_out_blocks(self) -> int:
         """Output blocks that a warpgroup needs; dglu's epilogue makes do with one."""
-        if self.tile.blocks:
-            return self.tile.blocks
         return 1 if self.kind == "dglu" else 2
 
     @property

@@ -25,7 +25,7 @@ class BlockWriter:
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
         self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
-        self.whole = "W" in spec.tile.options
+        self.whole = spec.stored_rows == WARPGROUP_ROWS
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
@@ -178,7 +178,7 @@ def fill_empty(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
     block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    box = (64 if "W" in spec.tile.options else WARP_ROWS, spec.block_columns)
+    box = (spec.stored_rows, spec.block_columns)
     down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
     for group in cutlass.range(problem.groups, unroll=1):
         start = group_end(ends, group - 1, total_rows)

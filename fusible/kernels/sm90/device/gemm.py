@@ -14,7 +14,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.blocks import WARP_ROWS, fill_empty
+from fusible.kernels.sm90.device.blocks import fill_empty
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
@@ -41,10 +41,7 @@ class GroupedGemm:
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
-        self.stored = (
-            64 if "W" in spec.tile.options else WARP_ROWS,
-            spec.block_columns,
-        )  # the part of a block that a warp stores
+        self.stored = (spec.stored_rows, spec.block_columns)
 
     @cute.jit
     def __call__(
@@ -357,7 +354,7 @@ class GroupedGemm:
         # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
-            if const_expr("w" in tile.options and spec.by_rows and not spec.table):  # noqa: SIM102
+            if const_expr(spec.fetches_early):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 0:
                     prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
             cute.arch.griddepcontrol_wait()
@@ -365,8 +362,7 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
-                keep = not (spec.fills or spec.accumulate)
-                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, keep)
+                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down)
                 queue.serve(
                     schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )

@@ -144,13 +144,6 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
             row = problem.total_rows  # out of bounds: zeros for the rows past the last group
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
         for block in cutlass.range(spec.preact_blocks, unroll=1):
-            if const_expr("p" in tile.options):  # noqa: SIM102
-                if block + spec.preact_slots < spec.preact_blocks:
-                    for side in cutlass.range_constexpr(2):
-                        atom, source, _ = _preact_box(
-                            spec, problem, preacts, row, column, block + spec.preact_slots, side
-                        )
-                        cute.prefetch(atom, source)
             ring.producer_acquire(state)
             for side in cutlass.range_constexpr(2):
                 atom, source, targets = _preact_box(
