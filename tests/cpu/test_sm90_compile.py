@@ -45,7 +45,8 @@ KERNELS = [
     for options in [
         options
         for options in variants(kind, tile)
-        if options.get("paired") or kind != "glu" or takes(tile, options["stripe"])
+        if kind != "glu"
+        or takes(tile, 0 if options["paired"] else options["stripe"], "bias" in options)
     ][0 if tile is choices[0] else -1 :]
 ]
 

@@ -45,29 +45,37 @@ def has_many_rows(rows: int, groups: int) -> bool:
     return rows >= _MANY_ROWS * groups
 
 
-def takes(tile: Tile, interleave: int) -> bool:
+def takes(tile: Tile, interleave: int, bias: bool) -> bool:
     """Whether a gated product can be computed in a tile: its stripes must not be cut.
 
-    Stripes of less than 8 columns take more registers than a large tile leaves.
+    Biases, and stripes of less than 8 columns, take more registers than a large tile leaves.
     """
     width = tile.n // 2
-    if tile.n > 128 and 0 < interleave < 8:
+    if tile.n > 128 and (bias or 0 < interleave < 8):
         return False
     return not interleave or width % interleave == 0 or interleave % width == 0
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(kind: str, many_rows: bool, columns: int, rows: int = 0, interleave: int = 0) -> Tile:
+def choose(
+    kind: str,
+    many_rows: bool,
+    columns: int,
+    rows: int = 0,
+    interleave: int = 0,
+    bias: bool = False,
+) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns.
 
-    ``rows`` of the output, where the host knows them (wgrad); ``interleave`` of a gated kind.
+    ``rows`` of the output, where the host knows them (wgrad); ``interleave`` and whether there is a
+    ``bias`` count for glu.
     """
 
     def time(choice: tuple[Tile, float]) -> float:
         tile, relative = choice
         width = tile.n
         if kind == "glu":
-            if not takes(tile, interleave):
+            if not takes(tile, interleave, bias):
                 return float("inf")
             width //= 2
         relative *= _padded(columns, width * tile.cluster_n)
