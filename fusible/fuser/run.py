@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +138,8 @@ class Run:
         unique: dict[Tensor, int] = {}
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
         elif _observation.note is not None:
@@ -149,6 +150,12 @@ class Run:
             self.plan = schedule.plan
         kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
+            if not tracing and torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
+                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+                )
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
@@ -376,14 +383,15 @@ def _forward(
             ]
             for of_op in sources
         ]
-        x, outputs = op.fuser_forward(
-            contexts[start:stop],
-            x,
-            basic_op_extra_inputs=inputs,
-            prev_op_grad_output_quantizer=quantizers[0],
-            next_op_input_quantizer=quantizers[1],
-            basic_op_kwargs=kwargs[start:stop],
-        )
+        with _autocast_off(op, plan, x):
+            x, outputs = op.fuser_forward(
+                contexts[start:stop],
+                x,
+                basic_op_extra_inputs=inputs,
+                prev_op_grad_output_quantizer=quantizers[0],
+                next_op_input_quantizer=quantizers[1],
+                basic_op_kwargs=kwargs[start:stop],
+            )
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -397,6 +405,13 @@ def _forward(
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _autocast_off(op: Any, plan: Plan, x: Tensor) -> AbstractContextManager[Any]:
+    """No ``torch.autocast`` around an op that casts by itself."""
+    if plan.autocast_dtype is None or not op.casts_itself:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _check_complete(
@@ -480,8 +495,13 @@ class _RunFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Not by once_differentiable, which misses second derivatives by what was saved.
+            raise RuntimeError(
+                "the backward of fusible ops cannot be differentiated: create_graph must be False, "
+                "got True; write what needs second derivatives with torch.nn modules"
+            )
         run, schedule, slots, states, dtypes = fctx.call
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.

@@ -23,6 +23,9 @@ class FusibleOperation(nn.Module):
 
     num_extra_inputs: int = 0
     saves: str = ""
+    casts_itself: bool = False
+    """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
+    it: PyTorch's casts would narrow what it keeps wide."""
 
     _run: Run | None = None  # this op alone, once it was called so
 
@@ -245,8 +248,9 @@ class BasicOperation(FusibleOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
-        output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
-        grad_input, *grad_params = derivative(grad_output.to(output.dtype))
+        with ctx.autocast(grad_output.device.type):
+            output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
+            grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 
     def fuser_forward(
@@ -355,6 +359,7 @@ class FusedOperation(FusibleOperation):
         # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
         self._basic_ops = tuple(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
+        self.casts_itself = any(op.casts_itself for op in self._basic_ops)
 
     @property
     def is_fused_op(self) -> bool:

@@ -63,6 +63,7 @@ class TopKRouter(BasicOperation):
     """
 
     saves = "x, weight, logits, expert ids"
+    casts_itself = True
     expert_bias: Tensor | None
     fact_names = (
         "hidden_size",

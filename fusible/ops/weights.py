@@ -43,6 +43,7 @@ class WeightedOperation(BasicOperation):
     that of every fused op that covers it, gives the weights' gradient to :meth:`weight_grads`.
     """
 
+    casts_itself = True
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
     in_features: int

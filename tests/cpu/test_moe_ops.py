@@ -294,6 +294,7 @@ def test_scores_of_low_precision_inputs_are_fp32(dtype):
     assert dx.dtype == dw.dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_router_in_fp32_of_bf16_tokens_and_under_autocast():
     router, x = make_router({}), torch.randn(9, HIDDEN).bfloat16()
     wide = routed(x.double() @ router.weight.double().T, TOP_K)
@@ -301,8 +302,11 @@ def test_router_in_fp32_of_bf16_tokens_and_under_autocast():
     ref.assert_accurate(probs.detach(), wide[0].detach())
     with torch.autocast("cpu", torch.bfloat16):
         _, probs, _ = router(x.float())
+        _, compiled, _ = torch.compile(router, fullgraph=True, backend="aot_eager")(x.float())
     narrow = routed(x.double() @ router.weight.bfloat16().double().T, TOP_K)
-    ref.assert_accurate(probs.detach(), narrow[0].detach())
+    for got in (probs, compiled):
+        assert got.dtype == torch.float32
+        ref.assert_accurate(got.detach(), narrow[0].detach())
 
 
 def test_bias_update_evens_the_load():
