@@ -205,10 +205,7 @@ class Run:
                 )
         made: dict[int, Tensor] = {}
         return tuple(
-            [
-                t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
-                for t in inputs
-            ]
+            [t if isinstance(t, Tensor) else made.setdefault(id(t), _numbers(t)) for t in inputs]
         )
 
     def _key(
@@ -407,6 +404,15 @@ def _forward(
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
 
 
+def _numbers(values: Sequence[Any]) -> Tensor:
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"extra inputs must be tensors or lists of numbers, got {values!r:.80}"
+        ) from error
+
+
 def _autocast_off(op: Any, plan: Plan, x: Tensor) -> AbstractContextManager[Any]:
     """No ``torch.autocast`` around an op that casts by itself."""
     if plan.autocast_dtype is None or not op.casts_itself:
@@ -454,8 +460,8 @@ def _check_not_saved(
 
 
 def memory(t: Tensor) -> int:
-    """Where the storage of ``t`` begins: equal for tensors that share it."""
-    return t.untyped_storage().data_ptr()
+    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    return t.untyped_storage()._cdata
 
 
 class _RunFunction(torch.autograd.Function):

@@ -315,6 +315,7 @@ class _Scaled(BasicOperation):
 
     num_extra_inputs = 1
     extra_input_names = ("scales",)
+    keywords = ()
     saves = "x, scales"
 
     def scaled(self, x: Tensor, scales: Tensor) -> Tensor:

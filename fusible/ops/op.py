@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -92,7 +93,15 @@ class FusibleOperation(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
-        """Run this op alone; keyword arguments go to its (only) basic op."""
+        """Run this op alone; keyword arguments go to its only basic op."""
+        if kwargs:
+            if len(self.basic_ops) != 1:
+                parts = " + ".join(type(op).__name__ for op in self.basic_ops)
+                raise ValueError(
+                    f"keyword arguments must be for one basic op, got {sorted(kwargs)} for "
+                    f"{type(self).__name__}, which is {parts}"
+                )
+            check_kwargs(self.basic_ops[0], kwargs)
         if torch.compiler.is_compiling():
             self._trace_capture()
         elif self._run is None:
@@ -156,6 +165,8 @@ class BasicOperation(FusibleOperation):
             caller.
         extra_output_names: names under which later ops find the extra outputs; in the order of
             the slots, or empty.
+        keywords: names of the keyword arguments that a call may give the op. None for those of
+            its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         saves: what the op saves for its backward, as ``explain`` prints it.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
             its parameters are from: that op, for which fusion rules take it. Not inherited.
@@ -166,6 +177,7 @@ class BasicOperation(FusibleOperation):
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
     extra_output_names: tuple[str, ...] = ()
+    keywords: ClassVar[tuple[str, ...] | None] = None
     saves: str = "x, parameters"
 
     def __init__(self) -> None:
@@ -206,8 +218,36 @@ class BasicOperation(FusibleOperation):
         super().__setattr__(name, value)
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, read anew at every call; gradients are returned in this order."""
+        """The parameters, read anew at every call; gradients are returned in this order.
+
+        Raises:
+            TypeError: by default, one is parametrized, which leaves no order.
+        """
+        if "parametrizations" in self._modules:
+            raise TypeError(
+                f"{type(self).__name__} must define own_parameters for torch.nn.utils.parametrize, "
+                "got a parametrization of an op that does not"
+            )
         return tuple([p for p in self._parameters.values() if p is not None])
+
+    def parameter(self, name: str) -> Any:
+        """A parameter, or what ``torch.nn.utils.parametrize`` makes of it.
+
+        Raises:
+            AttributeError: there is neither.
+        """
+        found = self._parameters.get(name)
+        if found is not None:
+            return found
+        parametrized: Any = self._modules.get("parametrizations", {})
+        if name in parametrized:
+            return parametrized[name]()
+        if name in self.__dict__:  # pruned
+            return self.__dict__[name]
+        raise AttributeError(
+            f"{name} of {type(self).__name__} must be a parameter, or parametrized by "
+            "torch.nn.utils.parametrize, got neither; prune a BasicLinear rather than a Linear"
+        )
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""
@@ -340,6 +380,27 @@ class BasicOperation(FusibleOperation):
                 f"channels of {name} must be bound before it first runs: a run of ops has captured "
                 "them; bind the channels of a new op and build a new Sequential"
             )
+
+
+def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for keyword arguments that the op does not take.
+
+    Here, since a fusion that covers the op may not ask for them.
+    """
+    names = op.keywords
+    if torch.compiler.is_compiling():
+        return
+    if names is None:
+        if type(op).fuser_forward is not BasicOperation.fuser_forward:
+            return
+        parameters = list(inspect.signature(op.op_forward).parameters.values())[4:]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
+        names = tuple(p.name for p in parameters)
+    if unknown := sorted(set(kwargs) - set(names)):
+        raise ValueError(
+            f"keyword arguments of {type(op).__name__} must be among {list(names)}, got {unknown}"
+        )
 
 
 def _drop_extra_state(op: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

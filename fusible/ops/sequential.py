@@ -14,7 +14,7 @@ from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops import buffers
-from fusible.ops.op import BasicOperation, FusibleOperation
+from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 Segment = Run | nn.Module
@@ -33,6 +33,7 @@ class Sequential(nn.Sequential):
             the reasons.
 
     Raises:
+        TypeError: ``require`` is one name, not a list of them.
         ValueError: ``require`` names no rule.
     """
 
@@ -42,6 +43,8 @@ class Sequential(nn.Sequential):
         if named:
             for name, module in modules[0].items():
                 self.add_module(name, module)
+        if isinstance(require, str):
+            raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
         self._captured: _Captured | None = None
 
@@ -62,8 +65,10 @@ class Sequential(nn.Sequential):
             The output, or a tuple of it and the extra outputs that the caller gets.
 
         Raises:
-            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module, or
-                a buffer for an op whose result may stay inside of a fusion.
+            TypeError: ``op_kwargs`` that are no mapping.
+            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module or
+                that an op does not take, or a buffer for an op whose result may stay inside of a
+                fusion.
         """
         x, rest = input, extra_inputs
         extra_outputs: list[Tensor] = []
@@ -212,7 +217,7 @@ def _check_owns_parameters(op: FusibleOperation) -> None:
         return
     owned = {id(p) for p in op.parameters()}
     for part in op.basic_ops:
-        if any(id(p) not in owned for p in part.own_parameters()):
+        if any(p is not None and id(p) not in owned for p in part._parameters.values()):
             raise ValueError(
                 f"a Sequential must hold the basic ops of {type(op).__name__} themselves, which "
                 "own the parameters, got the fused op; fused ops are made by the fuser"
@@ -223,21 +228,40 @@ def _num_extra_inputs(segment: Segment) -> int:
     return segment.num_extra_inputs if isinstance(segment, _OURS) else 0
 
 
+def _types(t: Any) -> str:
+    """What ``t`` is, and what a mapping holds."""
+    inside = f" of {sorted({type(v).__name__ for v in t.values()})}" if isinstance(t, dict) else ""
+    return f"a {type(t).__name__}{inside}"
+
+
 def _by_op(
     sequential: Sequential, segments: Sequence[Segment], op_kwargs: OpKwargs
 ) -> dict[nn.Module, dict[str, Any]]:
-    """``op_kwargs`` by op, refused for anything that is not a basic op of this module."""
+    """``op_kwargs`` by op, refused for what is no basic op of this module or takes no such."""
+    if not isinstance(op_kwargs, Mapping) or not all(
+        isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
+    ):
+        raise TypeError(
+            "op_kwargs must map basic ops, or their indices, to their keyword arguments, such as "
+            f'{{-1: {{"output": t}}}}, got {_types(op_kwargs)}'
+        )
     ops: set[nn.Module] = set()
     for segment in segments:
         ops.update(segment.ops if isinstance(segment, Run) else (segment,))
     by_op: dict[nn.Module, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():
         op = sequential[key] if isinstance(key, int) else key
+        if isinstance(op, FusibleOperation) and len(op.basic_ops) == 1:
+            (op,) = op.basic_ops
         if op not in ops or not isinstance(op, BasicOperation):
+            parts = ""
+            if isinstance(op, FusibleOperation) and op.is_fused_op:
+                parts = f", which is {' + '.join(type(part).__name__ for part in op.basic_ops)}"
             raise ValueError(
                 f"op_kwargs must be keyed by a basic op of this Sequential or its index, got "
-                f"{key if isinstance(key, int) else type(op).__name__}"
+                f"{f'index {key}, ' if isinstance(key, int) else ''}{type(op).__name__}{parts}"
             )
+        check_kwargs(op, kwargs)
         by_op[op] = kwargs
     for segment in segments:
         run = segment.ops if isinstance(segment, Run) else (segment,)

@@ -99,6 +99,13 @@ def test_explaining_changes_nothing():
     assert never_run.plan is None
 
 
+def test_a_sum_in_place():
+    seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(in_place=True))
+    addend = torch.zeros(4, 8)
+    assert fz.explain(seq, torch.randn(4, 8), addend).fired == ("linear_add",)
+    assert torch.equal(addend, torch.zeros(4, 8))
+
+
 def test_runs_are_named_after_their_first_module():
     block = nn.ModuleDict(
         {"up": fz.Sequential(fz.Linear(8, 4), fz.SiLU()), "down": fz.Linear(4, 4)}
