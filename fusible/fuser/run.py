@@ -26,7 +26,7 @@ from fusible.fuser.plan import (
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
@@ -98,6 +98,11 @@ class _Schedule(NamedTuple):
     backward: tuple[_Step, ...]  # the last op first
 
 
+_runs: Alike[Run] = Alike()
+
+# Names of the attributes under which compiled code finds the schedules of calls.
+_traced_names: dict[tuple[Any, ...], str] = {}
+
 # In a step's sources: made and used inside one fused op, which wires it itself.
 _INTERNAL = (-2, 0)
 
@@ -127,6 +132,7 @@ class Run:
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
+        _runs.add(tuple(map(type, self.ops)), self)
         self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
@@ -259,11 +265,23 @@ class Run:
         The recipe as :meth:`Recipe.spelled`, since it takes constants only.
         """
         key = (recipe and Recipe.from_spelled(recipe), *rest)
+        name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
+        self._prepare(key, name)
+        for run in _runs.others(tuple(map(type, self.ops)), self):
+            if name not in vars(run) and run._form() == self._form():
+                run._prepare(key, name)
+        return name
+
+    def _prepare(self, key: tuple[Any, ...], name: str) -> None:
+        """Make a call's schedule where compiled code finds it."""
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
-        name = f"_traced{list(self._schedules).index(key)}"
         setattr(self, name, schedule)
-        return name
+
+    def _form(self) -> tuple[Any, ...]:
+        """What plans depend on, but for the call: equal for runs that have the same plans."""
+        params = [(p.dtype, p.requires_grad) for op in self.ops for p in op.own_parameters()]
+        return self.wiring, self.require, self._facts, params
 
     def _schedule(self, plan: Plan) -> _Schedule:
         forward, backward = (

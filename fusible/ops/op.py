@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -29,6 +29,10 @@ class FusibleOperation(nn.Module):
     it: PyTorch's casts would narrow what it keeps wide."""
 
     _run: Run | None = None  # this op alone, once it was called so
+
+    def __init__(self) -> None:
+        super().__init__()
+        _operations.add(type(self), self)
 
     @property
     def is_fused_op(self) -> bool:
@@ -112,6 +116,9 @@ class FusibleOperation(nn.Module):
     def _trace_capture(self) -> None:
         if self._run is None:
             self._run = Run(self.basic_ops)
+        for other in _operations.others(type(self), self):
+            if other._run is None:
+                other._run = Run(other.basic_ops)
 
     @property
     def plan(self) -> Plan | None:
@@ -146,6 +153,13 @@ class FusibleOperation(nn.Module):
         if "_frozen" in state:
             state["_frozen"] = False
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _operations.add(type(self), self)
+
+
+_operations: Alike[FusibleOperation] = Alike()
 
 
 class BasicOperation(FusibleOperation):

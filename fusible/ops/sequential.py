@@ -12,7 +12,7 @@ from fusible.fuser.plan import NotFused, Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops import buffers
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
 
@@ -47,6 +47,7 @@ class Sequential(nn.Sequential):
             raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
         self._captured: _Captured | None = None
+        _sequentials.add(Sequential, self)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -118,6 +119,9 @@ class Sequential(nn.Sequential):
     def _trace_capture(self) -> None:
         if self._captured is None or not self._captured.holds():
             self._captured = _capture(self)
+        for other in _sequentials.others(Sequential, self):
+            if other._captured is None and _form(other) == _form(self):
+                other._captured = _capture(other)
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -130,6 +134,21 @@ class Sequential(nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own runs, of its own ops.
         return {**self.__dict__, "_captured": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _sequentials.add(Sequential, self)
+
+
+_sequentials: Alike[Sequential] = Alike()
+
+
+def _form(sequential: Sequential) -> tuple[Any, ...]:
+    """What Sequentials that have the same segments share."""
+    modules = [module for module, _ in _flat(sequential)]
+    ops = [op for m in modules if isinstance(m, FusibleOperation) for op in m.basic_ops]
+    channels = [(op.extra_input_channels, op.extra_output_channels) for op in ops]
+    return sequential.require, [type(m) for m in modules], channels
 
 
 class _Captured(NamedTuple):
