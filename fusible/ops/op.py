@@ -117,7 +117,7 @@ class FusibleOperation(nn.Module):
         if self._run is None:
             self._run = Run(self.basic_ops)
         for other in _operations.others(type(self), self):
-            if other._run is None:
+            if other._run is None and channels(other) == channels(self):
                 other._run = Run(other.basic_ops)
 
     @property
@@ -160,6 +160,11 @@ class FusibleOperation(nn.Module):
 
 
 _operations: Alike[FusibleOperation] = Alike()
+
+
+def channels(op: FusibleOperation) -> list[Any]:
+    """The channels of all its basic ops."""
+    return [(basic.extra_input_channels, basic.extra_output_channels) for basic in op.basic_ops]
 
 
 class BasicOperation(FusibleOperation):

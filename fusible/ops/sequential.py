@@ -14,7 +14,7 @@ from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops import buffers
-from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
+from fusible.ops.op import BasicOperation, FusibleOperation, channels, check_kwargs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 Segment = Run | nn.Module
@@ -146,9 +146,8 @@ _sequentials: Alike[Sequential] = Alike()
 def _form(sequential: Sequential) -> tuple[Any, ...]:
     """What Sequentials that have the same segments share."""
     modules = [module for module, _ in _flat(sequential)]
-    ops = [op for m in modules if isinstance(m, FusibleOperation) for op in m.basic_ops]
-    channels = [(op.extra_input_channels, op.extra_output_channels) for op in ops]
-    return sequential.require, [type(m) for m in modules], channels
+    wires = [channels(module) for module in modules if isinstance(module, FusibleOperation)]
+    return sequential.require, [type(module) for module in modules], wires
 
 
 class _Captured(NamedTuple):

@@ -338,6 +338,21 @@ CASES = {
         TypeError,
         ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
     ),
+    "a function to keep a recipe for": (
+        lambda: fz.keep_recipe(3),
+        TypeError,
+        ("takes a function or a module", "got 3"),
+    ),
+    "a rule that is none": (
+        lambda: fz.register_rule(3),
+        TypeError,
+        ("must be made by fusible.fuser.rules.rule", "got 3"),
+    ),
+    "a fusion that is no function": (
+        lambda: fz.register_forward_fusion(3),
+        TypeError,
+        ("must be a function func(ops, *, recipe) -> ops", "got 3"),
+    ),
     "no groups": (
         lambda: fz.GroupedLinear(0, 8, 8),
         ValueError,
