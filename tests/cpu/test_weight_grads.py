@@ -115,6 +115,46 @@ def test_each_weight_has_its_own_flag(path, dtypes, flags):
         assert torch.equal(got, torch.zeros_like(got) if flags[1] else old.to(got.dtype))
 
 
+def transpose_weights(mlp):
+    """The same weights, each with the other dimension contiguous."""
+    for fc in (mlp[0], mlp[2]):
+        for name, p in list(fc.named_parameters()):
+            if name.startswith("weight"):
+                setattr(fc, name, torch.nn.Parameter(p.detach().mT.contiguous().mT))
+    return mlp
+
+
+@pytest.mark.parametrize("path", ["unfused", "sm90", "mxfp8"])
+@layouts
+def test_gradients_lie_as_their_weights(path, single):
+    want, *_ = expected(path, single)
+    mlp = transpose_weights(build(path, single))
+    grads = {}
+    for fc in (mlp[0], mlp[2]):  # what autograd is given, before it copies to the weight's layout
+        divided = fc.divided
+        fc.divided = lambda dw, fc=fc, divided=divided: grads.setdefault(fc, divided(dw))
+    run(path, mlp)
+    got = [grad for fc in (mlp[0], mlp[2]) for grad in grads[fc]]
+    for w, grad, other in zip(weights(mlp), got, want, strict=True):
+        assert w.stride(-2) == 1
+        assert grad.stride() == w.stride()
+        assert_close(grad, other, grad.dtype)
+
+
+@pytest.mark.parametrize("path", ["unfused", "sm90", "mxfp8"])
+@layouts
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_main_grads_lie_anyhow(path, single, dtype):
+    want, *_ = expected(path, single)
+    for turn in (lambda t: t, lambda t: t.mT.contiguous().mT):
+        mlp = transpose_weights(build(path, single, accumulate_into_main_grad=True))
+        for w in weights(mlp):
+            w.main_grad = turn(torch.ones(w.shape, dtype=dtype))
+        run(path, mlp)
+        for w, grad in zip(weights(mlp), want, strict=True):
+            assert_close(w.main_grad, 1 + grad.double(), coarser(dtype, grad.dtype))
+
+
 @layouts
 def test_products_of_bf16_reach_fp32_unrounded(single):
     """The fused backward of one linear, against FP64 products of the same BF16 values."""
