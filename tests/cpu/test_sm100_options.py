@@ -193,7 +193,9 @@ def check(case, module, x, extra, dy, rule):
             error, size = (a.double() - b.double()).norm(), b.double().norm()
             # What was quantized as a whole has blocks along its columns that cross groups: the
             # unfused op takes them, the fused one makes its own.
-            limit = BOUND[case["recipe"]] * (4 if case["input"] == "whole" else 1) * size
+            # A gradient of scales is a sum of either sign, and may be small by chance.
+            loose = case["input"] == "whole" or name.startswith("extra")
+            limit = BOUND[case["recipe"]] * (4 if loose else 1) * size
             assert error <= limit, (name, error / size)
 
 
