@@ -8,6 +8,7 @@ look at the very tensors of the call.
 import copy
 from contextlib import nullcontext
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -125,24 +126,20 @@ def calls_of(module, given, recipe, compiling=True):
     return kernels, launches
 
 
+def sums_in_order(wanted):
+    """Where a kernel can; torch's own switch would import its compiler, which takes seconds."""
+    return mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: wanted)
+
+
 MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
 
 
-@pytest.fixture
-def ordered():
-    """Sums in a fixed order, where a kernel has such a form."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_the_grouped_mlp_is_what_the_front_end_takes(case, request):
+def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     recipe, options, act = CASES[case]
-    if "pointers" in case:
-        request.getfixturevalue("ordered")
     module = module_of(recipe, options, act)
-    kernels, _ = calls_of(module, inputs_of(module), recipe)
+    with sums_in_order("pointers" in case):
+        kernels, _ = calls_of(module, inputs_of(module), recipe)
     assert module.plan.fired == ("grouped_mlp_sm100",)
     wanted = [f"grouped_gemm_{name}_wrapper_sm100" for name in MLP_CALLS]
     if recipe is None:
@@ -198,11 +195,8 @@ def every_configuration(recipe, groups, compiling):
     for single, (bias, ordered, act) in product((True, False), [*mlps, ("scaled", False, SWIGLU)]):
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled")
-        torch.use_deterministic_algorithms(ordered)
-        try:
+        with sums_in_order(ordered):
             run(module, inputs_of(module, sizes, 60))
-        finally:
-            torch.use_deterministic_algorithms(False)
     for single, dtype, overwrite in product((True, False), (torch.float32, BF16), (True, False)):
         linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups)
         run(linear, (torch.randn(60, 128, dtype=BF16), torch.tensor(sizes)))
