@@ -30,7 +30,7 @@ from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
-from fusible.ops.wgrad import add_or_copy
+from fusible.ops.wgrad import add_or_copy, laid_out_as
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 _MACHINE = (
@@ -165,21 +165,23 @@ def weight_grads(
     """
     kernels = provider("sm90")
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def product(
+        a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
+    ) -> Tensor | None:
         if out is None and prepared is not None:
-            return prepared(dy, x, ends)
-        rows = as_matrix(kernels, x)
+            return prepared(a, b, ends)
+        a, b = as_matrix(kernels, a), as_matrix(kernels, b)
         if out is None:
-            return kernels.grouped_wgrad(dy, rows, ends)
-        if kernels.takes_wgrad(out, dy.dtype):
-            kernels.grouped_wgrad_(list(out), dy, rows, ends, accumulate)
+            return kernels.grouped_wgrad(a, b, ends)
+        if kernels.takes_wgrad(out, a.dtype):
+            kernels.grouped_wgrad_(list(out), a, b, ends, accumulate)
             return None
         buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-        dw = kernels.grouped_wgrad(dy, rows, ends, torch.float32)
+        dw = kernels.grouped_wgrad(a, b, ends, torch.float32)
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, gradient)
+    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], product, dy, x))
 
 
 class GroupedLinearGLUSm90(FusedOperation):

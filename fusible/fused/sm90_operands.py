@@ -15,7 +15,7 @@ from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # Layouts of gate and linear columns that the kernels take: halves, or blocks of these columns.
-INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
+INTERLEAVES = (None, *(1 << i for i in range(11)))
 
 
 def features_fit(*linears: Any) -> tuple[Any, ...]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusible.formulas import cast, math_dtype
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_features, product_dtype
+from fusible.ops.checks import check_features, check_sizes, product_dtype
 from fusible.ops.op import Grads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation, matrix
@@ -131,12 +131,14 @@ class GroupedLinear(WeightedOperation):
         split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        if num_groups < 1:
-            raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
-        if split_alignment < 1:
-            raise ValueError(
-                f"split_alignment of GroupedLinear must be at least 1, got {split_alignment}"
-            )
+        check_sizes(
+            "GroupedLinear",
+            dtype,
+            num_groups=num_groups,
+            in_features=in_features,
+            out_features=out_features,
+            split_alignment=split_alignment,
+        )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
@@ -195,8 +197,14 @@ class GroupedLinear(WeightedOperation):
 
     def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
         if single:
-            return [self._parameters[name]]  # type: ignore[list-item]
-        return [self._parameters[f"{name}{group}"] for group in range(self.num_groups)]  # type: ignore[misc]
+            return [self.parameter(name)]
+        return [self.parameter(f"{name}{group}") for group in range(self.num_groups)]
+
+    def own_parameters(self) -> tuple[nn.Parameter, ...]:
+        """``(*weights, *biases)``."""
+        if "parametrizations" in self._modules:
+            return (*self.weights(), *self.biases())  # type: ignore[arg-type]
+        return super().own_parameters()
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""
@@ -364,7 +372,7 @@ class GroupedLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
-        gradient = grouped_gradient(given.columns, given.x, given.ends)
+        gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
         dweights = self.weight_grads(ctx, gradient)
         return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
@@ -436,12 +444,10 @@ class GroupedLinear(WeightedOperation):
         """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
         if not self.scale_bias:
             return ()
-        bias = self.stacked_bias(math_dtype(ctx.dtype))
+        bias = self.stacked_bias(dy.dtype)
         if bias is None or not ctx.needs.extra_inputs[1]:
             return (None,)
-        group, live = grouped.row_groups(ends, dy.shape[0])
-        dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
-        return (torch.where(live, dots, 0).view(shape),)
+        return (grouped.grouped_dots(dy, bias, ends).view(shape),)
 
     def extra_repr(self) -> str:
         """Sizes, and the options that are on."""
