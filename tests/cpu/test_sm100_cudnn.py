@@ -128,7 +128,7 @@ def calls_of(module, given, recipe, compiling=True):
 
 def sums_in_order(wanted):
     """Where a kernel can; torch's own switch would import its compiler, which takes seconds."""
-    return mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: wanted)
+    return mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=wanted)
 
 
 MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
