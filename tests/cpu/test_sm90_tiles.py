@@ -1,8 +1,8 @@
-"""The tile table: large tiles where the output fills them, and where the kernel can take them."""
+"""The tile table: large tiles where the output fills them."""
 
 import pytest
 
-from fusible.kernels.sm90.tiles import TILES, choose, takes
+from fusible.kernels.sm90.tiles import TILES, choose
 
 KINDS = list(TILES)
 
@@ -27,11 +27,3 @@ def test_the_rows_of_a_weight_gradient_count_too():
     high = choose("wgrad", True, columns=2048, rows=1536)
     assert (wide.m, wide.n) == (128, 192)
     assert (high.m, high.n) == (192, 128)
-
-
-@pytest.mark.parametrize("interleave", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_gated_tile_takes_its_stripes(interleave, bias):
-    tile = choose("glu", True, 768, interleave=interleave, bias=bias)
-    assert takes(tile, interleave, bias)
-    assert (tile.n == 192) == (not bias and interleave in (0, 8, 16, 32))

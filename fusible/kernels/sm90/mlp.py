@@ -40,9 +40,8 @@ class PreparedMLP:
         self, kind: str, columns: int, depth: int, major: str, keep: bool = False
     ) -> Start:
         """A product of grouped rows, ``[rows, depth]``, into ``columns`` columns."""
-        gated, dtype = kind != "store", self._dtype
-        interleave = self._glu[1] if gated else 0
-        tile = tiles.choose(kind, self._many_rows, columns, 0, interleave)
+        tile, dtype = tiles.choose(kind, self._many_rows, columns), self._dtype
+        gated = kind != "store"
         glu = (self._scale, *self._glu, keep) if gated else ()
         weight_rows = 2 * columns if kind == "glu" else columns
         return prepared(

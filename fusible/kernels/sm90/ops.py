@@ -5,7 +5,7 @@ Every check is a sentence that names the argument, what it must be, and what it 
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -310,7 +310,7 @@ def spec_of(
     )
 
 
-def _tile(kind: str, rows: int, groups: int, *output: Any) -> Tile:
+def _tile(kind: str, rows: int, groups: int, *output: int) -> Tile:
     return tiles.choose(kind, tiles.has_many_rows(rows, groups), *output)
 
 
@@ -442,7 +442,7 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or _tile("glu", rows, weights.groups, columns, 0, interleave, bias is not None)
+        tile = tile or _tile("glu", rows, weights.groups, columns)
         _multiply(
             "glu",
             tile,

@@ -113,7 +113,14 @@ class Spec(NamedTuple):
     @property
     def fills(self) -> bool:
         """Whether zeros are the output of groups without rows (wgrad), by a warp of their own."""
-        return self.kind == "wgrad" and not self.accumulate
+        return self.skips and not self.accumulate
+
+    @property
+    def skips(self) -> bool:
+        """Whether groups without rows have no tiles: their output is what it was, or `fills`."""
+        if self.kind != "wgrad":
+            return False
+        return self.accumulate or not (self.table or self.out_dtype == "float32")
 
     @property
     def zero_bytes(self) -> int:
@@ -126,7 +133,8 @@ class Spec(NamedTuple):
 
         It pays where reading them is most of the work, which is where tiles are dealt out.
         """
-        return self.by_rows and not self.table and not self.tile.dynamic
+        dealt = not self.tile.dynamic and self.tile.cluster_m == 1
+        return self.by_rows and dealt and not self.table
 
     @property
     def stage_bytes(self) -> int:

@@ -18,19 +18,16 @@ _MANY_ROWS = 256  # of a group, on average
 _SMALL, _ODD = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
 _FEW = ((_SMALL, 1.0), (_ODD, 1.08))
 _MANY = ((_SMALL._replace(dynamic=True), 1.0), (_ODD, 1.08))
+_LARGE = (
+    (Tile(128, 192, True, 2, 1, dynamic=True), 0.98),
+    (Tile(192, 128, True, 1, 2, dynamic=True), 0.98),
+)
 _TABLE = {
     "store": (_FEW, _MANY),
-    "glu": (_FEW, (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True), 0.96))),
+    "glu": (_FEW, _MANY),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
     "dglu": (((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)), _MANY),
-    "wgrad": (
-        _FEW,
-        (
-            *_MANY,
-            (Tile(128, 192, True, 2, 1, dynamic=True), 0.98),
-            (Tile(192, 128, True, 1, 2, dynamic=True), 0.98),
-        ),
-    ),
+    "wgrad": (_MANY, (*_MANY, *_LARGE)),
 }
 
 # Every tile that a kernel may get; tests compile and run each.
@@ -45,39 +42,16 @@ def has_many_rows(rows: int, groups: int) -> bool:
     return rows >= _MANY_ROWS * groups
 
 
-def takes(tile: Tile, interleave: int, bias: bool) -> bool:
-    """Whether a gated product can be computed in a tile: its stripes must not be cut.
-
-    Biases, and stripes of less than 8 columns, take more registers than a large tile leaves.
-    """
-    width = tile.n // 2
-    if tile.n > 128 and (bias or 0 < interleave < 8):
-        return False
-    return not interleave or width % interleave == 0 or interleave % width == 0
-
-
 @functools.lru_cache(maxsize=4096)
-def choose(
-    kind: str,
-    many_rows: bool,
-    columns: int,
-    rows: int = 0,
-    interleave: int = 0,
-    bias: bool = False,
-) -> Tile:
+def choose(kind: str, many_rows: bool, columns: int, rows: int = 0) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns.
 
-    ``rows`` of the output, where the host knows them (wgrad); ``interleave`` and whether there is a
-    ``bias`` count for glu.
+    ``rows`` of the output, where the host knows them (wgrad).
     """
 
     def time(choice: tuple[Tile, float]) -> float:
         tile, relative = choice
-        width = tile.n
-        if kind == "glu":
-            if not takes(tile, interleave, bias):
-                return float("inf")
-            width //= 2
+        width = tile.n // 2 if kind == "glu" else tile.n
         relative *= _padded(columns, width * tile.cluster_n)
         return relative * _padded(rows, tile.m * tile.cluster_m) if rows else relative
 

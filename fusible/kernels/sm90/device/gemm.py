@@ -341,7 +341,7 @@ class GroupedGemm:
         else:
             across = cute.ceil_div(depth, tile.n * tile.cluster_n)
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
-        problem = Problem(total_rows, columns, depth, groups, glu_block, table, base)
+        problem = Problem(total_rows, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
         walk = Walk(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
@@ -362,7 +362,7 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
-                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down)
+                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, spec.skips)
                 queue.serve(
                     schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )

@@ -109,6 +109,17 @@ def multiply(
                     state = _mainloop(*loop, state, tile.slabs)
                 else:
                     state = _mainloop(*loop, state, 1)
+            elif const_expr(not spec.by_rows):
+                # The last stage of a group may hold fewer rows than it has place for.
+                whole = (rows + 15) // TILE_K
+                state = _mainloop(*loop[:-1], whole, state, tile.slabs)
+                rest = cute.ceil_div(rows - whole * TILE_K, 16)
+                if rest == 1:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 1)
+                elif rest == 2:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 2)
+                elif rest == 3:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 3)
             else:
                 state = _mainloop(*loop, state, tile.slabs)
             if const_expr(tile.pingpong):
@@ -131,27 +142,37 @@ def multiply(
 def _mainloop(
     mma, accumulator, fragment_a, fragment_b, ring, steps, state, slabs: cutlass.Constexpr
 ):
-    """Issue a tile's products; a stage is released once those of the next one are issued.
-
-    ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed.
-    """
+    """Issue the products of ``steps`` stages, of ``slabs`` times 64 rows of the accumulator."""
     for step in cutlass.range(steps, unroll=1):
-        ring.consumer_wait(state)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-            for m in cutlass.range_constexpr(slabs):
-                cute.gemm(
-                    mma,
-                    _as_tiles(accumulator[None, m, 0], 3),
-                    _as_tiles(fragment_a[None, m, k, state.index], 2),
-                    _as_tiles(fragment_b[None, 0, k, state.index], 2),
-                    _as_tiles(accumulator[None, m, 0], 3),
-                )
-        warpgroup.commit_group()
-        state.advance()
-        if step > 0:
-            warpgroup.wait_group(1)
-            ring.consumer_release(behind(state, 2))
+        state = _step(
+            mma, accumulator, fragment_a, fragment_b, ring, step, state, slabs,
+            cute.size(fragment_a, mode=[2]),
+        )  # fmt: skip
+    return state
+
+
+@cute.jit
+def _step(
+    mma, accumulator, fragment_a, fragment_b, ring, step, state, slabs: cutlass.Constexpr,
+    depth: cutlass.Constexpr,
+):  # fmt: skip
+    """Issue the products of a stage, of ``depth`` times 16 of the reduction; release the last."""
+    ring.consumer_wait(state)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(depth):
+        for m in cutlass.range_constexpr(slabs):
+            cute.gemm(
+                mma,
+                _as_tiles(accumulator[None, m, 0], 3),
+                _as_tiles(fragment_a[None, m, k, state.index], 2),
+                _as_tiles(fragment_b[None, 0, k, state.index], 2),
+                _as_tiles(accumulator[None, m, 0], 3),
+            )
+    warpgroup.commit_group()
+    state.advance()
+    if step > 0:
+        warpgroup.wait_group(1)
+        ring.consumer_release(behind(state, 2))
     return state
 
 

@@ -28,14 +28,14 @@ class Schedule:
 
     Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
     past the last end, whose output is zero. Where the reduction is grouped, ``tile_rows`` is 0: a
-    group has ``down`` rows of tiles, or none if it has no rows. Lane ``i`` of a warp knows group
-    ``base + i``; a tile is found by a ballot, and the lanes move on to the next 32 groups when the
-    tile lies past theirs.
+    group has ``down`` rows of tiles, or none if it has no rows and such are skipped. Lane ``i`` of
+    a warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
+    32 groups when the tile lies past theirs.
     """
 
-    def __init__(self, ends, total_rows, groups, columns, tile_rows, down, state=None):
+    def __init__(self, ends, total_rows, groups, columns, tile_rows, down, skips, state=None):
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
-        self.tile_rows, self.down = tile_rows, down
+        self.tile_rows, self.down, self.skips = tile_rows, down, skips
         self.base, self.last, self.start, self.rows = state or self._look(Int32(0), Int32(0))
 
     def __extract_mlir_values__(self):
@@ -49,7 +49,9 @@ class Schedule:
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
         total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
-        return Schedule(ends, total_rows, groups, columns, self.tile_rows, down, tuple(state))
+        return Schedule(
+            ends, total_rows, groups, columns, self.tile_rows, down, self.skips, tuple(state)
+        )
 
     def _with(self, state):
         return Schedule(
@@ -59,6 +61,7 @@ class Schedule:
             self.columns,
             self.tile_rows,
             self.down,
+            self.skips,
             state,
         )
 
@@ -68,7 +71,7 @@ class Schedule:
         tiles = self.down
         if const_expr(self.tile_rows):
             tiles = cute.ceil_div(rows, self.tile_rows)
-        elif (rows == 0) | (group >= self.groups):
+        elif ((rows == 0) & self.skips) | (group >= self.groups):
             tiles = Int32(0)
         return tiles
 
