@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fusible.fuser.conditions import multiple_of
 from fusible.fuser.context import OperationContext
+from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
+from fusible.kernels.sm90.prepared import Glu, Products
 from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
@@ -35,9 +37,14 @@ def readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
 
 
+def as_2d(t: Tensor) -> Tensor:
+    """``t`` as ``[rows, features]``."""
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
 def as_matrix(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
-    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+    rows = as_2d(t)
     return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
 
 
@@ -51,9 +58,9 @@ def as_rows(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.view(-1, t.shape[-1])
 
 
-def with_shape(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """``t``, whose first dimension counts rows, with ``shape`` in its place."""
-    return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
+def with_rows_of(t: Tensor, like: Tensor) -> Tensor:
+    """``t``, whose first dimension counts rows, with the leading dimensions of ``like``."""
+    return t if like.dim() == 2 else t.view(*like.shape[:-1], *t.shape[1:])
 
 
 def kernel_operands(
@@ -71,11 +78,94 @@ def kernel_operands(
     return as_matrix(kernels, x), ends, row_scale, readable(kernels, weights)
 
 
-def glu_options(act: ScaledGLU) -> dict[str, Any]:
-    """The kernels' arguments for an activation."""
+class CheckedProducts:
+    """The products of a grouped linear over operands of any layout, each of them checked.
+
+    The methods are those of `fusible.kernels.sm90.prepared.Products`; ``w`` is the weight.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def forward(
+        self,
+        x: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The grouped product."""
+        return self._kernels.grouped_gemm(x, w, ends, bias, row_scale, out=out)
+
+    def glu(
+        self,
+        x: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        bias: Tensor | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """The pre-activation, if it is kept, and the activation."""
+        return self._kernels.grouped_gemm_glu(
+            x, w, ends, scales, bias=bias, store_preact=keep, **glu._asdict()
+        )
+
+    def dgrad(
+        self, dy: Tensor, w: Sequence[Tensor], ends: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """The input's gradient."""
+        return self._kernels.grouped_gemm(dy, w, ends, transpose_w=True, out=out)
+
+    def dglu(
+        self,
+        dy: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        preact: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of the pre-activation, the activation once more, gradient of the scales."""
+        return self._kernels.grouped_gemm_dglu(
+            dy, w, ends, preact, scales, overwrite=overwrite, **glu._asdict()
+        )
+
+    def wgrad(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """The weight's gradient."""
+        return self._kernels.grouped_wgrad(dy, x, ends)
+
+
+class Prepared(NamedTuple):
+    """The products of a linear, and its weight and rows as they take them."""
+
+    products: Products | CheckedProducts
+    w: Any
+    rows: Sequence[Tensor]
+
+
+def prepare(
+    linear: GroupedLinear,
+    weights: Sequence[Tensor],
+    *rows: Tensor,
+    bias: Tensor | None = None,
+) -> Prepared:
+    """The products of a linear over ``rows`` ``[rows, features]``, in the quickest way there is."""
+    kernels = provider("sm90")
+    shape = linear.num_groups, linear.out_features, linear.in_features
+    found = kernels.products(shape, weights, rows, bias)
+    if found is not None:
+        products, w = found
+        return Prepared(products, w, rows)
+    matrices = [as_matrix(kernels, t) for t in rows]
+    return Prepared(CheckedProducts(kernels), readable(kernels, weights), matrices)
+
+
+def glu_of(act: ScaledGLU) -> Glu:
+    """An activation as the kernels take it."""
     formula, _, options = act.glu()
-    return {
-        "activation": formula.__name__,
-        "interleave": act.glu_interleave_size or 0,
-        **options,
-    }
+    return Glu(formula.__name__, act.glu_interleave_size or 0, **options)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,11 @@ class _Call(NamedTuple):
     device: torch.device
     assumed: str | None
     registry_version: int
-    slots: tuple[int, ...]
+    sources: tuple[int, ...]
+    """The first place of each input among the inputs: equal for the same tensor."""
     inputs: tuple[_TensorKey, ...]
-    params: tuple[tuple[torch.dtype, bool], ...]
+    param_dtypes: tuple[torch.dtype, ...]
+    params_require_grad: tuple[bool, ...]
 
 
 class _TensorKey(NamedTuple):
@@ -96,6 +99,7 @@ class _Schedule(NamedTuple):
     plan: Plan
     forward: tuple[_Step, ...]
     backward: tuple[_Step, ...]  # the last op first
+    dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
 
 
 # In a step's sources: made and used inside one fused op, which wires it itself.
@@ -133,23 +137,21 @@ class Run:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
         inputs = self._tensors((x, *extra_inputs))
         params = [p for op in self.ops for p in op.own_parameters()]
-        # The same tensor in two places is passed once and its gradients are summed: autograd
-        # functions under torch.compile do not take it twice.
-        unique: dict[Tensor, int] = {}
-        slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
-        key = self._key(x, inputs, params, slots)
+        key = self._key(inputs, params)
+        kwargs = self._no_kwargs if kwargs is None else kwargs
+        tensors, slots = (*inputs, *params), None
         if torch.compiler.is_compiling():
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
+            tensors, slots = _folded(tensors)
         elif _observation.note is not None:
-            _observation.note(self, key, x.device)
-            schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
+            _observation.note(self, key, inputs[0].device)
+            schedule = self._schedule(self.plan_for(key, targets.target_of(inputs[0].device)), key)
         else:
             schedule = self._schedules.get(key) or self.schedule_for(key)
             self.plan = schedule.plan
-        kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
-            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
+            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *tensors)
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
@@ -204,15 +206,15 @@ class Run:
             ]
         )
 
-    def _key(
-        self, x: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor], slots: tuple[int, ...]
-    ) -> tuple[Any, ...]:
+    def _key(self, inputs: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Any, ...]:
         """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
+        x = inputs[0]
         device = x.device
         kind = device.type
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast_dtype = torch.get_autocast_dtype(kind) if on else None
+        places: dict[Tensor, int] = {}
         # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic,
         # and so does the last size of an input that has one value per row.
         index, dims = operator.index, max(x.dim(), 2)
@@ -223,7 +225,7 @@ class Run:
             device,
             targets.assumed_target(),
             registry.version,
-            slots,
+            tuple([places.setdefault(t, i) for i, t in enumerate(inputs)]),
             tuple(
                 [
                     (
@@ -235,7 +237,8 @@ class Run:
                     for t in inputs
                 ]
             ),
-            tuple([(p.dtype, p.requires_grad) for p in params]),
+            tuple([p.dtype for p in params]),
+            tuple([p.requires_grad for p in params]),
         )
 
     def schedule_for(self, key: tuple[Any, ...]) -> _Schedule:
@@ -243,7 +246,7 @@ class Run:
         if key not in self._schedules:
             made = self.plan_for(key, targets.target_of(_Call(*key).device))
             made.require(self.require)
-            self._schedules[key] = self._schedule(made)
+            self._schedules[key] = self._schedule(made, key)
         return self._schedules[key]
 
     @constant_when_traced
@@ -261,11 +264,15 @@ class Run:
         setattr(self, name, schedule)
         return name
 
-    def _schedule(self, plan: Plan) -> _Schedule:
+    def _schedule(self, plan: Plan, key: tuple[Any, ...]) -> _Schedule:
+        for op, needs in zip(self.ops, plan.grad, strict=True):
+            op.check_needs(needs)
         forward, backward = (
             self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
         )
-        return _Schedule(plan, forward, backward[::-1])
+        call = _Call(*key)
+        dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
+        return _Schedule(plan, forward, backward[::-1], dtypes)
 
     def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
         made, start = [], 0
@@ -296,13 +303,13 @@ class Run:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
         call = _Call(*key)
         inputs = [_TensorKey(*t) for t in call.inputs]
-        params = self._by_op(call.params)
+        params = self._by_op(zip(call.param_dtypes, call.params_require_grad, strict=True))
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
             self._user[user_key] = registry.apply(self.ops, call.recipe)
         dtype = dtype_name(call.autocast_dtype or inputs[0].dtype)
-        known = [t.facts(source, target) for t, source in zip(inputs, call.slots, strict=False)]
+        known = [t.facts(source, target) for t, source in zip(inputs, call.sources, strict=True)]
         return plan(
             self.ops,
             Facts(dtype, known[0], self._op_facts(known[1:], params, target)),
@@ -314,7 +321,7 @@ class Run:
             user=self._user[user_key],
         )
 
-    def _by_op(self, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _by_op(self, params: Iterable[Any]) -> list[tuple[Any, ...]]:
         """Values that belong to the parameters of all ops, divided by op."""
         values = iter(params)
         return [tuple(next(values) for _ in op.own_parameters()) for op in self.ops]
@@ -451,13 +458,17 @@ class _RunFunction(torch.autograd.Function):
         fctx: Any,
         run: Run,
         schedule: _Schedule,
-        slots: tuple[int, ...],
+        slots: tuple[int, ...] | None,
         kwargs: Kwargs,
-        *unique: Tensor,
-    ) -> tuple[Tensor, ...]:
-        inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
+        *tensors: Tensor,
+    ) -> Any:
+        """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
+        inputs: Sequence[Tensor] = tensors[: 1 + run.num_extra_inputs]
+        if slots is not None:
+            inputs = [tensors[slot] for slot in slots[: 1 + run.num_extra_inputs]]
         outputs, contexts = _forward(run, schedule, inputs, kwargs)
         saved: list[Tensor | None] = []
+        # The contexts outlive the forward: only autograd may keep tensors.
         states = []
         for context in contexts:
             first = len(saved)
@@ -466,8 +477,8 @@ class _RunFunction(torch.autograd.Function):
             context.to_save, context.memo = (), {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
-        fctx.call = run, schedule, slots, states, [t.dtype for t in unique]
-        outputs = _distinct(outputs, unique)
+        fctx.call = run, schedule, slots, states
+        outputs = _distinct(outputs, inputs if slots is None else tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -480,61 +491,84 @@ class _RunFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
-        run, schedule, slots, states, dtypes = fctx.call
-        plan, saved = schedule.plan, fctx.saved_tensors
-        # New contexts: nothing that the forward made is changed, so that a second backward works.
-        contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
-        # Gradients of extra outputs, by (op, slot), summed over their uses.
-        flowing: dict[tuple[int, int], Tensor | None] = {
-            output: grad
-            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
-            if plan.grad[output[0]].requires_grad
-        }
-        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
-        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
-        grad: Tensor | None = grad_output
-        for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
-            if not contexts[stop - 1].requires_grad:
-                grad = None
-                break
-            grad, step_params, step_extra = op.fuser_backward(
-                contexts[start:stop],
-                grad,
-                basic_op_grad_extra_outputs=[
-                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
-                    for i, count in enumerate(num_extra_outputs)
-                ],
-            )
-            got = list(map(len, step_params)), list(map(len, step_extra))
-            if got != num_grads:
-                raise RuntimeError(
-                    f"the backward of {type(op).__name__} must return gradients (None where there "
-                    "is none) for each basic op's parameters and extra inputs, numbering "
-                    f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
-                )
-            of_params[start:stop] = step_params
-            for of_op, grads in zip(sources, step_extra, strict=True):
-                for (producer, k), g in zip(of_op, grads, strict=True):
-                    if g is None:
-                        continue
-                    if producer == CALLER:
-                        of_callers[k] = g
-                    elif producer >= 0:
-                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
-        by_tensor: list[Tensor | None] = [None] * len(dtypes)
-        flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
-        for slot, g in zip(slots, flat, strict=True):
-            if g is not None:
-                by_tensor[slot] = _sum(by_tensor[slot], g)
-        return (
-            *(None, None, None, None),
-            *[
-                g if g is None or g.dtype == dtype else g.to(dtype)
-                for g, dtype in zip(by_tensor, dtypes, strict=True)
+    def backward(fctx: Any, *grad_outputs: Tensor) -> Any:
+        # Autograd has gradients off already, except where it records the backward.
+        run_it = _backward_once if torch.is_grad_enabled() else _backward
+        return run_it(fctx, *grad_outputs)
+
+
+def _backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+    run, schedule, slots, states = fctx.call
+    plan, saved = schedule.plan, fctx.saved_tensors
+    # New contexts: nothing that the forward made is changed, so that a second backward works.
+    contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
+    # Gradients of extra outputs, by (op, slot), summed over their uses.
+    flowing: dict[tuple[int, int], Tensor | None] = {
+        output: grad
+        for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
+        if plan.grad[output[0]].requires_grad
+    }
+    of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
+    of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
+    grad: Tensor | None = grad_output
+    for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
+        if not contexts[stop - 1].requires_grad:
+            grad = None
+            break
+        grad, step_params, step_extra = op.fuser_backward(
+            contexts[start:stop],
+            grad,
+            basic_op_grad_extra_outputs=[
+                tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
+                for i, count in enumerate(num_extra_outputs)
             ],
         )
+        got = list(map(len, step_params)), list(map(len, step_extra))
+        if got != num_grads:
+            raise RuntimeError(
+                f"the backward of {type(op).__name__} must return gradients (None where there "
+                "is none) for each basic op's parameters and extra inputs, numbering "
+                f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
+            )
+        of_params[start:stop] = step_params
+        for of_op, grads in zip(sources, step_extra, strict=True):
+            for (producer, k), g in zip(of_op, grads, strict=True):
+                if g is None:
+                    continue
+                if producer == CALLER:
+                    of_callers[k] = g
+                elif producer >= 0:
+                    flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+    flat = grad, *of_callers, *chain(*of_params)
+    grads = [
+        g if g is None or g.dtype == dtype else g.to(dtype)
+        for g, dtype in zip(flat, schedule.dtypes, strict=True)
+    ]
+    if slots is not None:
+        grads = _summed(grads, slots)
+    return (None, None, None, None, *grads)
+
+
+_backward_once = torch.autograd.function.once_differentiable(_backward)
+
+
+def _folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The tensors without repetitions, and the place of each.
+
+    An autograd function under torch.compile does not take a tensor twice.
+    """
+    unique: dict[Tensor, int] = {}
+    slots = tuple([unique.setdefault(t, len(unique)) for t in tensors])
+    return tuple(unique), slots
+
+
+def _summed(grads: Sequence[Tensor | None], slots: Sequence[int]) -> list[Tensor | None]:
+    """The gradients of folded tensors from those of their uses."""
+    total: list[Tensor | None] = [None] * (1 + max(slots))
+    for slot, grad in zip(slots, grads, strict=True):
+        if grad is not None:
+            total[slot] = _sum(total[slot], grad)
+    return total
 
 
 def _sum(total: Tensor | None, grad: Tensor) -> Tensor:

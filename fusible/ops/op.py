@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.plan import Plan
+from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
@@ -204,7 +204,11 @@ class BasicOperation(FusibleOperation):
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters, read anew at every call; gradients are returned in this order."""
-        return tuple([p for p in self._parameters.values() if p is not None])
+        own = self._parameters
+        return tuple([p for p in own.values() if p is not None]) if own else ()
+
+    def check_needs(self, needs: GradNeeds) -> None:
+        """Raise ValueError if the gradients that a plan asks of this op do not go together."""
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""

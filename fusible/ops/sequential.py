@@ -69,9 +69,12 @@ class Sequential(nn.Sequential):
         extra_outputs: list[Tensor] = []
         segments = self.segments()
         kwargs = None if op_kwargs is None else _by_op(self, segments, op_kwargs)
+        if len(segments) == 1 and isinstance(run := segments[0], Run):
+            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in run.ops]
+            return run(x, *rest, kwargs=of_ops)
         for segment in segments:
             if isinstance(segment, Run):
-                taken = len(rest) if len(segments) == 1 else segment.num_extra_inputs
+                taken = segment.num_extra_inputs
                 mine = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
                 x = segment(x, *rest[:taken], kwargs=mine)
             else:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.mlp import prepared_mlp
 from fusible.kernels.sm90.ops import has_matrix_layout, is_direct, takes_wgrad
+from fusible.kernels.sm90.prepared import products
 
 _ops = torch.ops.fusible
 
@@ -26,7 +26,7 @@ __all__ = [
     "grouped_wgrad_",
     "has_matrix_layout",
     "limits",
-    "prepared_mlp",
+    "products",
     "takes_wgrad",
 ]
 

@@ -132,11 +132,16 @@ def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
+def check_scale(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the kernels read scales of ``dtype``."""
+    if _NAMES.get(dtype) not in limits.SCALE_DTYPES:
+        raise ValueError(f"{name} must be a float tensor, got {dtype}")
+
+
 def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> None:
     if vector.device != device:
         raise ValueError(f"{name} must be on {device}, got {vector.device}")
-    if _NAMES.get(vector.dtype) not in limits.SCALE_DTYPES:
-        raise ValueError(f"{name} must be a float tensor, got {vector.dtype}")
+    check_scale(name, vector.dtype)
     if vector.shape != (rows,) or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous with one value for each of the {rows} rows, "
@@ -197,7 +202,7 @@ def _matrices(name: str, w: Sequence[Tensor], device: torch.device, transpose: b
     if len(w) == 1 and len(shape) == 3:
         if address % limits.ALIGNMENT_BYTES:
             raise ValueError(_misaligned(name))
-        return _Matrices(address, *_layout(name, shape, strides, transpose), ())
+        return _Matrices(address, *layout(name, shape, strides, transpose), ())
     pointers = _pointers(name, w)
     # Matrices that were allocated side by side are a dense tensor to the kernel.
     groups, size = len(w), first.element_size()
@@ -205,7 +210,7 @@ def _matrices(name: str, w: Sequence[Tensor], device: torch.device, transpose: b
     if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
         pointers = ()
     shape, strides = (groups, *shape), (step // size, *strides)
-    return _Matrices(address, *_layout(name, shape, strides, transpose, not pointers), pointers)
+    return _Matrices(address, *layout(name, shape, strides, transpose, not pointers), pointers)
 
 
 def _misaligned(name: str) -> str:
@@ -230,7 +235,7 @@ def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(
+def layout(
     name: str,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
