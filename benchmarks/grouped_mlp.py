@@ -190,8 +190,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
     rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
 
     with torch.no_grad():
-        first, at1 = sm90.products(w1.shape, [w1], [x])
-        second, at2 = sm90.products(w2.shape, [w2], [dy])
+        (first, at1), (second, at2) = sm90.products([x], (w1.shape, [w1]), (w2.shape, [w2]))
 
     def autograd() -> None:
         torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)

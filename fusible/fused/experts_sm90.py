@@ -11,14 +11,14 @@ from fusible.formulas import cast
 from fusible.fused.grouped_sm90 import (
     MLP_NEEDS,
     GroupedMLPSm90,
-    activation_grad,
     data_grad,
     param_grads,
 )
-from fusible.fused.sm90_operands import ScaledGLU, prepare
+from fusible.fused.sm90_operands import ScaledGLU, as_vector, prepare
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
+from fusible.fuser.tracing import keeps_graph
 from fusible.kernels.moe import permute
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.op import Grads
@@ -105,13 +105,16 @@ class MoEExpertsSm90(FusedOperation):
         dy, _, _ = combine.fuser_backward([last], grad_output, basic_op_grad_extra_outputs=[()])
         assert dy is not None
         dy = cast(dy, ctx2.dtype)
-        second = prepare(fc2, weights2, dy, preact)
-        dpreact, hidden, dscales = activation_grad(self._mlp.glu, second, ends, scales)
-        second = second._replace(rows=[dy, hidden])
-        params2, extra2 = param_grads(fc2, ctx2, second, ends, row_scale2, dy)
-        del dy, hidden, preact, second  # their memory serves what follows
+        (dy, preact), ((first_product, w1), (second, w2)) = prepare(
+            [dy, preact], (fc1, weights1), (fc2, weights2)
+        )
+        dpreact, hidden, dscales = second.dglu(
+            dy, w2, ends, preact, as_vector(scales), self._mlp.glu, not keeps_graph()
+        )
+        params2, extra2 = param_grads(fc2, ctx2, second, dy, hidden, ends, row_scale2, dy)
+        del dy, hidden  # their memory serves what follows
 
-        drows = data_grad(fc1, ctx1, prepare(fc1, weights1, dpreact), ends, dpreact)
+        drows = data_grad(fc1, ctx1, first_product, w1, dpreact, ends, dpreact)
         assert drows is not None
         dmoved = basic_op_grad_extra_outputs[0][1]
         for mine, given in zip((dscales, extra2[-1]), first.gives_scales, strict=True):
@@ -124,8 +127,10 @@ class MoEExpertsSm90(FusedOperation):
 
         if dispatch.recompute_rows:
             x, _ = permute.scatter_rows(x, row_map, None, last.num_rows, False)
-        prepared = prepare(fc1, weights1, dpreact, x)
-        params1, extra1 = param_grads(fc1, ctx1, prepared, ends, row_scale1, dpreact)
+        (dpreact, x), ((first_product, _),) = prepare([dpreact, x], (fc1, weights1))
+        params1, extra1 = param_grads(
+            fc1, ctx1, first_product, dpreact, x, ends, row_scale1, dpreact
+        )
         return dx, [*none, params1, (), params2, ()], [*extra0, extra1, (dscales,), extra2, (None,)]
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.fused.direct_sm90 import DirectLinear, DirectMLP, is_plain
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
-    Prepared,
     ScaledGLU,
     as_2d,
     as_rows,
@@ -23,6 +23,7 @@ from fusible.fused.sm90_operands import (
 )
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import GradNeeds
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels.provider import provider
@@ -30,7 +31,7 @@ from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
-from fusible.ops.op import Grads
+from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.wgrad import add_or_copy
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
@@ -47,6 +48,12 @@ class GroupedLinearForwardSm90(FusedOperation):
     def __init__(self, linear: GroupedLinear) -> None:
         super().__init__([linear])
         self._parts = (linear,)
+
+    def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> DirectLinear | None:
+        """With its own backward, a plain linear."""
+        (linear,) = self._parts
+        fits = isinstance(backward, GroupedLinearBackwardSm90) and is_plain(linear)
+        return DirectLinear(linear, *needs) if fits else None
 
     def fuser_forward(
         self,
@@ -78,8 +85,8 @@ def grouped_linear(
     )
     bias = linear.stacked_bias(ctx.dtype)
     output = linear.output_buffer(ctx, input_, kwargs)
-    products, w, (x,) = prepare(linear, weights, x, bias=bias)
-    y = products.forward(x, w, ends, bias, row_scale, as_rows(output))
+    (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
+    y = product.forward(x, w, ends, bias, row_scale, as_rows(output))
     return with_rows_of(y, input_)
 
 
@@ -100,55 +107,40 @@ class GroupedLinearBackwardSm90(FusedOperation):
         """Two grouped products."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
         x, ends, row_scale, *weights = ctx.saved_tensors
-        prepared = prepare(linear, weights, as_2d(cast(grad_output, ctx.dtype)), x)
-        params, extra = param_grads(linear, ctx, prepared, ends, row_scale, grad_output)
-        return data_grad(linear, ctx, prepared, ends, grad_output), [params], [extra]
+        dy = as_2d(cast(grad_output, ctx.dtype))
+        (dy, x), ((product, w),) = prepare([dy, x], (linear, weights))
+        params, extra = param_grads(linear, ctx, product, dy, x, ends, row_scale, grad_output)
+        return data_grad(linear, ctx, product, w, dy, ends, grad_output), [params], [extra]
 
 
 def data_grad(
     linear: GroupedLinear,
     ctx: OperationContext,
-    prepared: Prepared,
+    product: Any,
+    w: Any,
+    dy: Tensor,
     ends: Tensor,
     grad_output: Tensor,
 ) -> Tensor | None:
-    """The input's gradient, with the leading dimensions of ``grad_output``.
-
-    ``prepared`` over the rows of the output's gradient.
-    """
+    """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
-    products, w, (dy, *_) = prepared
     buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
-    return with_rows_of(products.dgrad(dy, w, ends, buffer), grad_output)
-
-
-def activation_grad(
-    glu: Glu, prepared: Prepared, ends: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the pre-activation, the activation once more, gradient of the scales.
-
-    ``prepared`` of the next linear, over the rows of its output's gradient and the pre-activation,
-    which the first may overwrite.
-    """
-    products, w, (dy, preact) = prepared
-    return products.dglu(dy, w, ends, preact, as_vector(scales), glu, not keeps_graph())
+    return with_rows_of(product.dgrad(dy, w, ends, buffer), grad_output)
 
 
 def param_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
-    prepared: Prepared,
+    product: Any,
+    dy: Tensor,
+    x: Tensor,
     ends: Tensor,
     row_scale: Tensor | None,
     grad_output: Tensor,
 ) -> tuple[Grads, Grads]:
-    """Gradients of the parameters and of the extra inputs.
-
-    ``prepared`` over the rows of the output's gradient and of the input.
-    """
-    products, _, (dy, x) = prepared
-    dweights = weight_grads(linear, ctx, products, dy, x, ends)
+    """Gradients of the parameters and of the extra inputs."""
+    dweights = weight_grads(linear, ctx, product, dy, x, ends)
     dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
     scales = linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1]) if linear.scale_bias else ()
     return (*dweights, *dbiases), (None, *scales)
@@ -157,7 +149,7 @@ def param_grads(
 def weight_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
-    products: Any,
+    product: Any,
     dy: Tensor,
     x: Tensor,
     ends: Tensor,
@@ -166,7 +158,7 @@ def weight_grads(
 
     def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
         if out is None:
-            return products.wgrad(dy, x, ends)
+            return product.wgrad(dy, x, ends)
         kernels = provider("sm90")
         if kernels.takes_wgrad(out, dy.dtype):
             kernels.grouped_wgrad_(list(out), dy, x, ends, accumulate)
@@ -222,9 +214,9 @@ def linear_glu(
     )
     bias = linear.stacked_bias(ctx.dtype)
     linear.output_buffer(ctx, input_, kwargs[0])  # none: it is not the last op
-    products, w, (x,) = prepare(linear, weights, x, bias=bias)
+    (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     keep = ctx_act.requires_grad
-    preact, out = products.glu(x, w, ends, as_vector(scales), glu, bias, keep)
+    preact, out = product.glu(x, w, ends, as_vector(scales), glu, bias, keep)
     ctx_act.dtype = ctx.dtype
     if keep:
         ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
@@ -243,6 +235,11 @@ class GroupedMLPSm90(FusedOperation):
         super().__init__([fc1, act, fc2])
         self._parts = fc1, act, fc2
         self.glu = glu_of(act)
+
+    def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> DirectMLP | None:
+        """Plain linears."""
+        fc1, _, fc2 = self._parts
+        return DirectMLP(fc1, self.glu, fc2, needs) if is_plain(fc1) and is_plain(fc2) else None
 
     def fuser_forward(
         self,
@@ -280,14 +277,16 @@ class GroupedMLPSm90(FusedOperation):
         preact, scales = ctx_act.saved_tensors
         row_scale2, *weights2 = ctx2.saved_tensors
         dy = as_2d(cast(grad_output, ctx2.dtype))
-        second = prepare(fc2, weights2, dy, as_2d(preact))
-        dpreact, hidden, dscales = activation_grad(self.glu, second, ends, scales)
-        second = second._replace(rows=[second.rows[0], hidden])
-        params2, extra2 = param_grads(fc2, ctx2, second, ends, row_scale2, grad_output)
-        del hidden, second  # its memory serves what follows
-        first = prepare(fc1, weights1, dpreact, x)
-        params1, extra1 = param_grads(fc1, ctx1, first, ends, row_scale1, grad_output)
-        dx = data_grad(fc1, ctx1, first, ends, grad_output)
+        (dy, x, preact), ((first, w1), (second, w2)) = prepare(
+            [dy, x, as_2d(preact)], (fc1, weights1), (fc2, weights2)
+        )
+        dpreact, hidden, dscales = second.dglu(
+            dy, w2, ends, preact, as_vector(scales), self.glu, not keeps_graph()
+        )
+        params2, extra2 = param_grads(fc2, ctx2, second, dy, hidden, ends, row_scale2, grad_output)
+        del hidden  # its memory serves what follows
+        params1, extra1 = param_grads(fc1, ctx1, first, dpreact, x, ends, row_scale1, grad_output)
+        dx = data_grad(fc1, ctx1, first, w1, dpreact, ends, grad_output)
         dscales = with_rows_of(dscales, grad_output)
         return dx, [params1, (), params2], [extra1, (dscales,), extra2]
 

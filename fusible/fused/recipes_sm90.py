@@ -114,9 +114,9 @@ class RecipeMLPSm90(FusedOperation):
         fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
         (scales,) = basic_op_extra_inputs[1]
         scales = check_row_scales(scales, input_, type(act).__name__)
-        products, w, (x,) = prepare(fc1, weights, x, bias=bias)
+        (x,), ((product, w),) = prepare([x], (fc1, weights), bias=bias)
         keep = ctx_act.requires_grad
-        preact, hidden = products.glu(x, w, ends, as_vector(scales), self._glu, bias, keep)
+        preact, hidden = product.glu(x, w, ends, as_vector(scales), self._glu, bias, keep)
         if keep:
             ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
         hidden = with_rows_of(cast(hidden, ctx1.dtype), input_)
@@ -135,10 +135,11 @@ class RecipeMLPSm90(FusedOperation):
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         preact, scales = ctx_act.saved_tensors
         given = fc2.grad_operands(ctx2, grad_output)
-        products, w, (dy, preact) = prepare(fc2, given.weights, given.rows, as_2d(preact))
-        dpreact, _, dscales = products.dglu(dy, w, given.ends, preact, as_vector(scales), self._glu)
+        rows = [given.rows, as_2d(preact)]
+        (dy, preact), ((product, w),) = prepare(rows, (fc2, given.weights))
+        dpreact, _, dscales = product.dglu(dy, w, given.ends, preact, as_vector(scales), self._glu)
         (params2,), (extra2,) = _param_grads(fc2, ctx2, given, grad_output)
-        del given, dy  # its memory serves what follows
+        del given, rows, dy  # its memory serves what follows
         dx, (params1,), (extra1,) = _backward(fc1, ctx1, with_rows_of(dpreact, grad_output))
         return dx, [params1, (), params2], [extra1, (with_rows_of(dscales, grad_output),), extra2]
 
@@ -155,8 +156,8 @@ def _product(
         ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
     )
     bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
-    products, w, (x,) = prepare(linear, weights, x, bias=bias)
-    y = cast(products.forward(x, w, ends, bias, row_scale), ctx.dtype)
+    (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
+    y = cast(product.forward(x, w, ends, bias, row_scale), ctx.dtype)
     y = with_rows_of(y, input_)
     return y if output is None else output.copy_(y)
 
@@ -168,8 +169,8 @@ def _backward(
     given = linear.grad_operands(ctx, grad_output)
     dx = None
     if ctx.needs.input:
-        products, w, (dy,) = prepare(linear, given.weights, given.rows)
-        dx = with_rows_of(cast(products.dgrad(dy, w, given.ends), ctx.dtype), grad_output)
+        (dy,), ((product, w),) = prepare([given.rows], (linear, given.weights))
+        dx = with_rows_of(cast(product.dgrad(dy, w, given.ends), ctx.dtype), grad_output)
         buffer = linear.grad_input_buffer(ctx, grad_output)
         dx = dx if buffer is None else buffer.copy_(dx)
     return dx, *_param_grads(linear, ctx, given, grad_output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from fusible.fuser.conditions import multiple_of
 from fusible.fuser.context import OperationContext
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.prepared import Glu, Products
+from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
@@ -140,29 +140,30 @@ class CheckedProducts:
         return self._kernels.grouped_wgrad(dy, x, ends)
 
 
-class Prepared(NamedTuple):
-    """The products of a linear, and its weight and rows as they take them."""
-
-    products: Products | CheckedProducts
-    w: Any
-    rows: Sequence[Tensor]
+def shape_of(linear: GroupedLinear) -> tuple[int, int, int]:
+    """The shape of a linear's weight as one tensor."""
+    return linear.num_groups, linear.out_features, linear.in_features
 
 
 def prepare(
-    linear: GroupedLinear,
-    weights: Sequence[Tensor],
-    *rows: Tensor,
+    rows: Sequence[Tensor],
+    *linears: tuple[GroupedLinear, Sequence[Tensor]],
     bias: Tensor | None = None,
-) -> Prepared:
-    """The products of a linear over ``rows`` ``[rows, features]``, in the quickest way there is."""
+) -> tuple[Sequence[Tensor], list[tuple[Any, Any]]]:
+    """The products of linears with their weights over ``rows``, in the quickest way there is.
+
+    ``rows`` ``[rows, features]`` come back as the products take them, and with each product the
+    weight as it takes that. ``bias`` is that of the only linear.
+    """
     kernels = provider("sm90")
-    shape = linear.num_groups, linear.out_features, linear.in_features
-    found = kernels.products(shape, weights, rows, bias)
-    if found is not None:
-        products, w = found
-        return Prepared(products, w, rows)
-    matrices = [as_matrix(kernels, t) for t in rows]
-    return Prepared(CheckedProducts(kernels), readable(kernels, weights), matrices)
+    found = kernels.products(rows, *[(shape_of(linear), weights) for linear, weights in linears])
+    if found is not None and (bias is None or found[0][0].fits(bias)):
+        return rows, found
+    checked = CheckedProducts(kernels)
+    return (
+        [as_matrix(kernels, t) for t in rows],
+        [(checked, readable(kernels, weights)) for _, weights in linears],
+    )
 
 
 def glu_of(act: ScaledGLU) -> Glu:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,23 @@ class _Step(NamedTuple):
     """Of the previous op's output gradient and of the next op's input."""
 
 
+class Direct(Protocol):
+    """A plan of one op as one autograd node of its own, without contexts: the host's time.
+
+    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
+    the same results.
+    """
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """What the forward needs to run these operands, or None if the op itself shall run."""
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the operands, in their dtypes."""
+
+
 class _Schedule(NamedTuple):
     """A plan with all that its execution looks up."""
 
@@ -100,6 +117,7 @@ class _Schedule(NamedTuple):
     forward: tuple[_Step, ...]
     backward: tuple[_Step, ...]  # the last op first
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
+    direct: Direct | None
 
 
 # In a step's sources: made and used inside one fused op, which wires it itself.
@@ -138,7 +156,6 @@ class Run:
         inputs = self._tensors((x, *extra_inputs))
         params = [p for op in self.ops for p in op.own_parameters()]
         key = self._key(inputs, params)
-        kwargs = self._no_kwargs if kwargs is None else kwargs
         tensors, slots = (*inputs, *params), None
         if torch.compiler.is_compiling():
             recipe = None if key[0] is None else key[0].spelled()
@@ -150,6 +167,11 @@ class Run:
         else:
             schedule = self._schedules.get(key) or self.schedule_for(key)
             self.plan = schedule.plan
+            if schedule.direct is not None and kwargs is None:
+                prepared = schedule.direct.prepared(*tensors)
+                if prepared is not None:
+                    return _run_directly(schedule, prepared, tensors)
+        kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *tensors)
         else:
@@ -272,7 +294,15 @@ class Run:
         )
         call = _Call(*key)
         dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
-        return _Schedule(plan, forward, backward[::-1], dtypes)
+        return _Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan))
+
+    def _direct(self, plan: Plan) -> Direct | None:
+        if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
+            return None
+        if len(plan.forward_ops) > 1 or len(plan.backward_ops) > 1:
+            return None
+        (forward, _), (backward, _) = *plan.forward_ops, *plan.backward_ops
+        return forward.direct(backward, plan.grad)
 
     def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
         made, start = [], 0
@@ -495,6 +525,37 @@ class _RunFunction(torch.autograd.Function):
         # Autograd has gradients off already, except where it records the backward.
         run_it = _backward_once if torch.is_grad_enabled() else _backward
         return run_it(fctx, *grad_outputs)
+
+
+class _DirectFunction(torch.autograd.Function):
+    """A plan of one op, in the op's shorter way."""
+
+    @staticmethod
+    def forward(fctx: Any, direct: Direct, prepared: Any, *operands: Tensor) -> Tensor:
+        output, saved = direct.forward(prepared, *operands)
+        fctx.save_for_backward(*saved)
+        fctx.direct = direct
+        return output
+
+    @staticmethod
+    def backward(fctx: Any, grad_output: Tensor) -> Any:
+        run_it = _direct_backward_once if torch.is_grad_enabled() else _direct_backward
+        return run_it(fctx, grad_output)
+
+
+def _direct_backward(fctx: Any, grad_output: Tensor) -> Any:
+    return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
+
+
+_direct_backward_once = torch.autograd.function.once_differentiable(_direct_backward)
+
+
+def _run_directly(schedule: _Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
+    direct = schedule.direct
+    assert direct is not None
+    if schedule.plan.grad[-1].requires_grad:
+        return _DirectFunction.apply(direct, prepared, *operands)
+    return direct.forward(prepared, *operands)[0]
 
 
 def _backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
-from fusible.fuser.run import Run
+from fusible.fuser.run import Direct, Run
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
@@ -87,6 +87,13 @@ class FusibleOperation(nn.Module):
             needed (``ctx.needs``). The fuser casts them to the dtypes of what they belong to.
         """
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
+
+    def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> Direct | None:
+        """A shorter way to run a plan of this op alone, ``backward`` being its backward, or None.
+
+        Asked once for each plan, in high precision and outside of autocast.
+        """
+        return None
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run this op alone; keyword arguments go to its (only) basic op."""

@@ -27,7 +27,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(ops, "_check_matrix", lambda _, x: (*x.shape, x.stride(0)))
-    monkeypatch.setattr(prepared, "is_direct", lambda _: True)
+    monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
     launch.prepared.cache_clear()
     prepared._products.cache_clear()
@@ -65,7 +65,8 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
     b = random(groups, outer) if bias else None
     row_scale = random(rows) if bias else None
-    it, at = prepared.products((groups, outer, inner), w, [x, dy], b)
+    ((it, at),) = prepared.products([x, dy], ((groups, outer, inner), w))
+    assert b is None or it.fits(b)
     dglu = (dy, w, ends, preact, scales, *act)
     pairs = (
         (it.forward(x, at, ends, b, row_scale), ops.grouped_gemm(x, w, ends, b, row_scale, False)),
@@ -115,21 +116,32 @@ def _as_tuple(result):
         lambda a: a | {"rows": [a["rows"][0][:0]]},
         lambda a: a | {"rows": [a["rows"][0], a["rows"][0].float()]},
         lambda a: a | {"rows": [random(513)[1:].view(16, 32)]},
-        lambda a: a | {"bias": random(64, 2).t()},
     ],
     ids=[
         "shape", "apart", "order", "dtype", "strided", "pitched", "no rows", "rows' dtype",
-        "unaligned", "bias",
+        "unaligned",
     ],
 )  # fmt: skip
 def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
-    given = {"shape": (2, 64, 32), "w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
-    assert prepared.products(**given) is not None
-    assert prepared.products(**change(given)) is None
+    def products(w, rows):
+        return prepared.products(rows, ((2, 64, 32), w))
+
+    given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
+    assert products(**given) is not None
+    assert products(**change(given)) is None
+
+
+def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
+    ((it, _),) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    assert it.fits(random(2, 64))
+    assert not it.fits(random(64, 2).t())
+    assert not it.fits(random(2, 64).float())
+    assert not it.fits(random(2, 72)[:, :64])
 
 
 def test_scales_of_no_known_dtype_are_refused(launches):
-    it, at = prepared.products((2, 64, 32), weights(2, 64, 32, "single"), [random(16, 32)])
+    w = weights(2, 64, 32, "single")
+    ((it, at),) = prepared.products([random(16, 32)], ((2, 64, 32), w))
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
         it.glu(random(16, 32), at, torch.zeros(2).int(), scales, SWIGLU)

@@ -98,6 +98,11 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms what runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_direct(x: Tensor) -> bool:
     """Whether nothing but an op's own function would run, which can then be called at once.
 
@@ -107,7 +112,7 @@ def is_direct(x: Tensor) -> bool:
     return not (
         is_traced()
         or torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
+        or is_transformed()
         or type(x) is not Tensor
         or not x.is_cuda
     )

@@ -14,7 +14,8 @@ from fusible.kernels.sm90.launch import Start, prepared
 from fusible.kernels.sm90.ops import (
     check_scale,
     glu_layout,
-    is_direct,
+    is_traced,
+    is_transformed,
     layout,
     spec_of,
     sum_up,
@@ -106,6 +107,11 @@ class Products:
             b_group_pitch=columns * depth,
             out_pitch=depth,
         )
+
+    def fits(self, bias: Tensor) -> bool:
+        """Whether the kernels read a bias as it lies."""
+        shape = self._groups, self._columns
+        return bias.shape == shape and _is_plain(bias, self._dtype, self._device)
 
     def forward(
         self,
@@ -218,28 +224,34 @@ def _products(*kind: Any) -> Products | None:
 
 
 def products(
-    shape: tuple[int, int, int],
-    w: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    bias: Tensor | None = None,
-) -> tuple[Products, int] | None:
-    """The products of a grouped linear, and its weight's address; None if they take more to run.
+    rows: Sequence[Tensor], *linears: tuple[tuple[int, int, int], Sequence[Tensor]]
+) -> list[tuple[Products, int]] | None:
+    """The products of grouped linears, and their weights' addresses; None if they take more.
 
-    ``w`` holds all of a weight of ``shape``, ``[groups, N, K]``, and ``rows`` the operands at hand.
+    ``rows`` are the operands at hand, matrices with the same number of rows. Each linear is the
+    shape of its weight, ``[groups, N, K]``, and the tensors that it is made of. Gradients are not
+    recorded, whether they are enabled or not.
     """
     x = rows[0]
-    if not is_direct(x) or x.shape[0] == 0:
-        return None
     dtype, device = x.dtype, x.device
-    strides = _strides(w, shape, dtype, device)
-    if (
-        strides is None
-        or not all([_is_plain(t, dtype, device) and t.dim() == 2 for t in rows])
-        or not (bias is None or (_is_plain(bias, dtype, device) and bias.shape == shape[:2]))
-    ):
+    if not (_runs_as_is(x) and all([_is_plain(t, dtype, device) and t.dim() == 2 for t in rows])):
         return None
-    found = _products(device, dtype, shape, strides, tiles.has_many_rows(x.shape[0], shape[0]))
-    return None if found is None else (found, w[0].data_ptr())
+    found = []
+    for shape, w in linears:
+        strides = _strides(w, shape, dtype, device)
+        if strides is None:
+            return None
+        many = tiles.has_many_rows(x.shape[0], shape[0])
+        product = _products(device, dtype, shape, strides, many)
+        if product is None:
+            return None
+        found.append((product, w[0].data_ptr()))
+    return found
+
+
+def _runs_as_is(x: Tensor) -> bool:
+    """Whether there is something to run, and nothing traces, transforms or intercepts it."""
+    return x.is_cuda and x.shape[0] > 0 and not (is_traced() or is_transformed())
 
 
 def _is_plain(t: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
