@@ -21,7 +21,11 @@ import torch
 
 import fusible as fz
 from fusible import recipes
+from fusible.kernels.grouped import grouped_sum
+from fusible.kernels.sm100 import padding
+from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.library import encode
 
 REPEATS, CALLS = 20, 10
 FORMATS = {
@@ -114,6 +118,47 @@ def _cases(
     return out
 
 
+def placed(rows: int, columns: int) -> list[dict[str, Any]]:
+    """Ragged groups into the padded layout of the SM100 kernels: as one kernel, and in parts."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(x)
+    copy = 2 * size_of([x]) / seconds(partial(target.copy_, x))
+    table = []
+    for groups in (8, 128):
+        ends = torch.randint(0, rows, (groups - 1,), device="cuda", dtype=torch.int32)
+        ends = torch.cat((ends.sort().values, ends.new_tensor([rows])))
+        places = padding.places_of(ends, rows, aligned=False)
+        for name in ("mxfp8", "nvfp4"):
+            make = partial(quantized, x, FORMATS[name], ends, places, True, True)
+            useful = size_of([x, *make()])
+            calls = {
+                "one kernel": make,
+                "with sums": partial(make, torch.bfloat16),
+                "in parts": partial(_in_parts, x, FORMATS[name], ends, places),
+            }
+            for what, call in calls.items():
+                case = _row(f"{name} into places, {groups} groups, {what}", useful, seconds(call))
+                case["of_copy"] = case["tb_s"] * 1e12 / copy
+                _print(case)
+                table.append(case)
+        case = _row(f"sums alone, {groups} groups", size_of([x]),
+                    seconds(partial(grouped_sum, x, ends, None)))  # fmt: skip
+        case["of_copy"] = case["tb_s"] * 1e12 / copy
+        _print(case)
+        table.append(case)
+    return table
+
+
+def _in_parts(
+    x: torch.Tensor, fmt: NumberFormat, ends: torch.Tensor, places: padding.Places
+) -> list[torch.Tensor]:
+    row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    assert row is not None
+    assert column is not None
+    columns = padding.packed_columns(column, fmt, ends, places)
+    return [*padding.packed_rows(row, places), *columns]
+
+
 def _row(case: str, size: int, time: float) -> dict[str, Any]:
     return {"case": case, "us": time * 1e6, "tb_s": size / time / 1e12}
 
@@ -171,7 +216,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns}")
-    table = {"quantizers": quantizers(args.rows, args.columns), "modules": modules()}
+    table = {
+        "placed": placed(args.rows, args.columns),
+        "quantizers": quantizers(args.rows, args.columns),
+        "modules": modules(),
+    }
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

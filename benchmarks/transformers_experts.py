@@ -1,82 +1,161 @@
-"""Experts modules of transformers on CUDA in BF16: fusible against grouped_mm, and peak memory.
+"""Experts modules of transformers on a GPU in BF16: fusible against every other implementation.
 
-Interleaved in one process, L2 flushed before every run, medians of 15; random ids and weights.
+    python benchmarks/transformers_experts.py [--out FILE] [CASE ...]
+
+Forward without gradients, forward and backward (gradients are freed before, not added up), and peak
+memory of the latter beside parameters and inputs. Interleaved in one process, L2 flushed before
+every run, device time by CUDA events, medians; random ids and weights. ``batched_mm`` copies the
+weight of every row, and runs where tokens are few.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
+from grouped_gemm_sm90 import environment, measure
 from torch import Tensor, nn
-from transformers import GptOssConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fusible.integrations import transformers as integration
 
-WAYS = ("fusible", "grouped_mm")
+WAYS = ("fusible", "grouped_mm", "batched_mm", "eager")
+ROWS_OF_BATCHED_MM = 512
+
+
+class Case(NamedTuple):
+    """The experts of a published model at its full width, and what one layer of them is given."""
+
+    model: str  # transformers' name of its folder, and of its configuration
+    config: str
+    sizes: dict[str, int]  # where they differ from the configuration's defaults
+    tokens: int
+    top_k: int
+
+
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
-# experts module, configuration, tokens, experts of a token
-CASES: list[tuple[type[nn.Module], PretrainedConfig, int, int]] = [
-    (Qwen3MoeExperts, Qwen3MoeConfig(**QWEN3), 16384, 8),
-    (MixtralExperts, MixtralConfig(), 8192, 2),
-    (GptOssExperts, GptOssConfig(num_local_experts=32), 4096, 4),
-]
+CASES = {
+    "qwen3-30b": Case("qwen3_moe", "Qwen3MoeConfig", QWEN3, 16384, 8),
+    "mixtral-8x7b": Case("mixtral", "MixtralConfig", {}, 8192, 2),
+    "gpt-oss-20b": Case("gpt_oss", "GptOssConfig", {"num_local_experts": 32}, 4096, 4),
+    "gpt-oss-120b": Case("gpt_oss", "GptOssConfig", {"num_local_experts": 128}, 16384, 4),
+    # The experts of one rank of four.
+    "deepseek-v3": Case("deepseek_v3", "DeepseekV3Config", {"n_routed_experts": 64}, 4096, 8),
+    "gpt-oss-20b, decoding": Case("gpt_oss", "GptOssConfig", {"num_local_experts": 32}, 32, 4),
+    "qwen3-30b, decoding": Case("qwen3_moe", "Qwen3MoeConfig", QWEN3, 32, 8),
+}
 
 
-def measure(
-    experts: nn.Module, way: str, inputs: tuple[Tensor, ...], flush: Tensor
-) -> tuple[float, float]:
-    """Milliseconds of the forward, and of forward and backward."""
-    experts.config._experts_implementation = way
-    flush.zero_()
-    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    begin.record()
-    y = experts(*inputs)
-    middle.record()
-    y.backward(inputs[0].detach())
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(middle), begin.elapsed_time(end)
-
-
-def compare(experts_class: type[nn.Module], config: PretrainedConfig, tokens: int, k: int) -> str:
-    """One row of the table: times, ratios and peak memory above what lies there already."""
+def build(case: Case) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
+    """The experts module with random weights, and its inputs."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        experts = experts_class(config).to(torch.bfloat16)
-        for p in experts.parameters():
-            nn.init.normal_(p, std=0.02)
-        x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        ids = torch.rand(tokens, experts.num_experts).topk(k).indices
-        weights = torch.rand(tokens, k, dtype=torch.bfloat16, requires_grad=True)
-        flush = torch.empty(64 << 20, dtype=torch.int32)
-    inputs = x, ids, weights
-    runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for turn in range(17):
-        for way in WAYS:
-            taken = measure(experts, way, inputs, flush)
-            if turn > 1:
-                runs[way].append(taken)
-    peaks = {}
-    for way in WAYS:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        measure(experts, way, inputs, flush)
-        peaks[way] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    times = {way: [statistics.median(t) for t in zip(*runs[way], strict=True)] for way in WAYS}
-    (forward, both), (their_forward, their_both) = (times[way] for way in WAYS)
-    return (
-        f"{experts_class.__name__}: forward {forward:.2f} ms, {their_forward / forward:.2f}x; "
-        f"forward + backward {both:.2f} ms, {their_both / both:.2f}x; "
-        f"peak {peaks['fusible'] / peaks['grouped_mm']:.2f}x"
+    config = getattr(transformers, case.config)(**case.sizes)
+    folder = importlib.import_module(f"transformers.models.{case.model}.modeling_{case.model}")
+    experts_class = next(
+        value
+        for name, value in vars(folder).items()
+        if name.endswith(("Experts", "NaiveMoe")) and value.__module__ == folder.__name__
     )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            experts = experts_class(config)
+            for p in experts.parameters():
+                nn.init.normal_(p, std=0.02)
+            x = torch.randn(case.tokens, config.hidden_size, requires_grad=True)
+            ids = torch.rand(case.tokens, experts.num_experts, dtype=torch.float32)
+            weights = torch.rand(case.tokens, case.top_k, requires_grad=True)
+    finally:
+        torch.set_default_dtype(default)
+    return experts, (x, ids.topk(case.top_k).indices, weights)
+
+
+def passes(
+    experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], way: str
+) -> dict[str, Callable[[], Any]]:
+    """What is measured of one implementation."""
+    x, _, weights = inputs
+    dy = torch.randn_like(x)
+
+    def call() -> Tensor:
+        experts.config._experts_implementation = way
+        return experts(*inputs)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call()
+
+    def both() -> None:
+        experts.zero_grad(set_to_none=True)
+        x.grad = weights.grad = None
+        call().backward(dy)
+
+    return {"forward": forward, "forward + backward": both}
+
+
+def peak_mb(step: Callable[[], Any], grads: list[Tensor]) -> float:
+    """Peak memory of a training step beside what is there before it; its gradients are part."""
+    step()  # what is allocated once
+    for t in grads:
+        t.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Milliseconds and peak memory of every implementation."""
+    experts, inputs = build(case)
+    few = case.tokens * case.top_k <= ROWS_OF_BATCHED_MM
+    ways = {way: passes(experts, inputs, way) for way in WAYS if way != "batched_mm" or few}
+    leaves = [inputs[0], inputs[2], *experts.parameters()]
+    result: dict[str, Any] = {**case._asdict(), "ms": {}}
+    for name in ("forward", "forward + backward"):
+        result["ms"][name] = measure({way: made[name] for way, made in ways.items()}, runs=10)
+    result["peak_mb"] = {
+        way: peak_mb(made["forward + backward"], leaves) for way, made in ways.items()
+    }
+    result["rules"] = experts._fusible_block.mlp.plan.fired
+    return result
+
+
+def lines(name: str, result: dict[str, Any]) -> list[str]:
+    """The table of a case: milliseconds, their ratio to ours, peak memory."""
+    rows = [f"{name}: {result['tokens']} tokens, top {result['top_k']}, {result['rules']}"]
+    for way, peak in result["peak_mb"].items():
+        cells = []
+        for of_way in result["ms"].values():
+            cells.append(f"{of_way[way]:8.2f} ms {of_way[way] / of_way['fusible']:6.2f}x")
+        ratio = result["peak_mb"]["fusible"] / peak
+        rows.append(f"  {way:11s}{' | '.join(cells)} | {peak:7.0f} MB, ours {ratio:.2f} of it")
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    out = Path("benchmarks/results/transformers_experts.json")
+    parser.add_argument("--out", type=Path, default=out)
+    options = parser.parse_args()
+    integration.register()
+    versions = environment() | {"transformers": transformers.__version__}
+    report: dict[str, Any] = {"environment": versions, "cases": {}}
+    for name in options.cases or CASES:
+        report["cases"][name] = compare(CASES[name])
+        print("\n".join(lines(name, report["cases"][name])), flush=True)
+        torch.cuda.empty_cache()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    integration.register()
-    for case in CASES:
-        print(compare(*case), flush=True)
-        torch.cuda.empty_cache()
+    main()

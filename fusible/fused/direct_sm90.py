@@ -49,7 +49,7 @@ class DirectLinear:
     def prepared(self, *operands: Tensor) -> Any:
         """The product that runs these operands, or None."""
         x, split_sizes, *weights = operands
-        if not _fit(split_sizes, x, self._linear):
+        if not (_fit(split_sizes, x, self._linear) and weights[0].is_contiguous()):
             return None
         return provider("sm90").products([x], (self._shape, weights))
 
@@ -91,6 +91,8 @@ class DirectMLP:
             and scales.is_floating_point()
             and scales.device == x.device
             and _fit(split_sizes, x, self._fc1)
+            and weights[0].is_contiguous()
+            and weights[self._cut].is_contiguous()
         ):
             return None
         first, second = weights[: self._cut], weights[self._cut :]

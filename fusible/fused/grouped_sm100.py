@@ -24,7 +24,6 @@ from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.weights import matrix
 from fusible.ops.wgrad import add_or_copy
-from fusible.recipes.formats import mxfp8
 from fusible.recipes.product import (
     Operand,
     Product,
@@ -104,12 +103,45 @@ def _packed(
     wanted: dict[Product, bool],
     ends: Tensor,
     places: sm100.Places,
+    **sums: Any,
 ) -> sm100.Packed:
-    if _recipe(ctx).format(role) == mxfp8() and not is_quantized(x):
-        columnwise = wanted["wgrad"]
-        rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
-        return sm100.quantize(x, ends, places, rowwise=rowwise, columnwise=columnwise)
-    return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
+    """Rows for the products that are wanted; with ``sums`` of them where they are quantized."""
+    fmt = _recipe(ctx).format(role)
+    if fmt is None or is_quantized(x):
+        return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
+    columnwise = wanted["wgrad"]
+    rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
+    return sm100.quantize(x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **sums)
+
+
+def _packed_grad(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    dy: Tensor,
+    wanted: dict[Product, bool],
+    ends: Tensor,
+    places: sm100.Places,
+    row_scale: Tensor | None,
+) -> sm100.Packed:
+    """The gradient of a linear's output, with that of its bias where one pass makes both."""
+    if not linear.needs_bias_grads(ctx):
+        return _packed(dy, ctx, "grad", wanted, ends, places)
+    kept = linear.biases()[0].dtype == torch.bfloat16
+    sums = torch.bfloat16 if kept else torch.float32
+    return _packed(dy, ctx, "grad", wanted, ends, places, sums=sums, row_scale=row_scale)
+
+
+def _bias_grads(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    packed: sm100.Packed,
+    dy: Tensor,
+    ends: Tensor,
+    row_scale: Tensor | None,
+) -> Grads:
+    if packed.sums is None:
+        return linear.bias_grads(ctx, dy, ends, row_scale)
+    return linear.as_bias_grads(packed.sums)
 
 
 def _packed_output(
@@ -260,7 +292,8 @@ class GroupedLinearSm100(FusedOperation):
         dy = matrix(grad_output, ctx.dtype)
         places = _known_places(padded, rows, dy.shape[0])
         dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
-        dyq = _packed(dy, ctx, "grad", {"dgrad": dgrad, "wgrad": wgrad}, ends, places)
+        wanted: dict[Product, bool] = {"dgrad": dgrad, "wgrad": wgrad}
+        dyq = _packed_grad(linear, ctx, dy, wanted, ends, places, row_scale)
         dx = None
         if dgrad:
             assert dyq.row is not None
@@ -270,7 +303,7 @@ class GroupedLinearSm100(FusedOperation):
         dy = values(dy)
         return (
             dx,
-            [(*dweights, *linear.bias_grads(ctx, dy, ends, row_scale))],
+            [(*dweights, *_bias_grads(linear, ctx, dyq, dy, ends, row_scale))],
             [(None, *linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1]))],
         )
 
@@ -369,7 +402,8 @@ class GroupedMLPSm100(FusedOperation):
         dy = matrix(grad_output, ctx2.dtype)
         places = _known_places(padded, rows, dy.shape[0])
         wgrad1, wgrad2 = ctx1.needs.params[0], ctx2.needs.params[0]
-        dyq = _packed(dy, ctx2, "grad", {"dgrad": True, "wgrad": wgrad2}, ends, places)
+        wanted: dict[Product, bool] = {"dgrad": True, "wgrad": wgrad2}
+        dyq = _packed_grad(fc2, ctx2, dy, wanted, ends, places, row_scale)
         assert dyq.row is not None
         d, dscales, dbias = sm100.dglu(
             dyq.row,
@@ -377,10 +411,10 @@ class GroupedMLPSm100(FusedOperation):
             places,
             c,
             prob,
-            bias=fc1.has_bias and ctx1.needs.params[-1],
+            bias=fc1.needs_bias_grads(ctx1),
             **_options(act),
         )
-        wanted: dict[Product, bool] = {"dgrad": ctx1.needs.input, "wgrad": wgrad1}
+        wanted = {"dgrad": ctx1.needs.input, "wgrad": wgrad1}
         dq = _packed_output(d, ctx1, "grad", wanted, places)
         dx = None
         if ctx1.needs.input:
@@ -394,9 +428,9 @@ class GroupedMLPSm100(FusedOperation):
         return (
             dx,
             [
-                (*dweights1, *_bias_grads(fc1, ctx1, dbias)),
+                (*dweights1, *fc1.as_bias_grads(dbias if fc1.needs_bias_grads(ctx1) else None)),
                 (),
-                (*dweights2, *fc2.bias_grads(ctx2, dy, ends, row_scale)),
+                (*dweights2, *_bias_grads(fc2, ctx2, dyq, dy, ends, row_scale)),
             ],
             [
                 (None,),
@@ -434,15 +468,6 @@ def _weight_grads(
         return None
 
     return linear.weight_grads(ctx, gradient)
-
-
-def _bias_grads(linear: GroupedLinear, ctx: OperationContext, dbias: Tensor) -> Grads:
-    """Of the bias that the kernel has summed ``[num_groups, out_features]`` for."""
-    if not linear.has_bias:
-        return ()
-    if not ctx.needs.params[-1]:
-        return (None,) * len(linear.biases())
-    return (dbias,) if linear.single_grouped_bias else dbias.unbind(0)
 
 
 @rule(

@@ -14,6 +14,7 @@ from fusible.fused.sm90_operands import (
     INTERLEAVES,
     ScaledGLU,
     as_2d,
+    as_matrix,
     as_rows,
     as_vector,
     features_fit,
@@ -32,7 +33,7 @@ from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import FusibleOperation, Grads
-from fusible.ops.wgrad import add_or_copy
+from fusible.ops.wgrad import add_or_copy, laid_out_as
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 _MACHINE = (
@@ -156,19 +157,22 @@ def weight_grads(
 ) -> Grads:
     """Gradients of the weight parameters: all that fused ops on Hopper compute are made here."""
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def multiply(
+        a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
+    ) -> Tensor | None:
         if out is None:
-            return product.wgrad(dy, x, ends)
+            return product.wgrad(a, b, ends)
         kernels = provider("sm90")
-        if kernels.takes_wgrad(out, dy.dtype):
-            kernels.grouped_wgrad_(list(out), dy, x, ends, accumulate)
+        a, b = as_matrix(kernels, a), as_matrix(kernels, b)
+        if kernels.takes_wgrad(out, a.dtype):
+            kernels.grouped_wgrad_(list(out), a, b, ends, accumulate)
             return None
         buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-        dw = kernels.grouped_wgrad(dy, x, ends, torch.float32)
+        dw = kernels.grouped_wgrad(a, b, ends, torch.float32)
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, gradient)
+    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], multiply, dy, x))
 
 
 class GroupedLinearGLUSm90(FusedOperation):

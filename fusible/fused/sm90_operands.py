@@ -17,7 +17,7 @@ from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # Layouts of gate and linear columns that the kernels take: halves, or blocks of these columns.
-INTERLEAVES = (None, *(limits.MIN_INTERLEAVE << i for i in range(8)))
+INTERLEAVES = (None, *(1 << i for i in range(11)))
 
 
 def features_fit(*linears: Any) -> tuple[Any, ...]:
@@ -135,9 +135,10 @@ class CheckedProducts:
             dy, w, ends, preact, scales, overwrite=overwrite, **glu._asdict()
         )
 
-    def wgrad(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """The weight's gradient."""
-        return self._kernels.grouped_wgrad(dy, x, ends)
+    def wgrad(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        """``a[rows of e].T @ b[rows of e]`` for each group e."""
+        a, b = as_matrix(self._kernels, a), as_matrix(self._kernels, b)
+        return self._kernels.grouped_wgrad(a, b, ends)
 
 
 def shape_of(linear: GroupedLinear) -> tuple[int, int, int]:

@@ -379,7 +379,8 @@ define(
 # --- grouped_sum ----------------------------------------------------------------------------------
 
 
-def _grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+def grouped_sum_definition(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+    """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``."""
     wide = dy.to(math_dtype(dy.dtype))
     if row_scale is not None:
         wide = wide * row_scale[:, None].to(wide.dtype)
@@ -393,12 +394,35 @@ def _grouped_sum_fake(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Ten
     return dy.new_empty(ends.shape[0], dy.shape[1])
 
 
-# The bias gradient: the sum of each group's rows of dy (times row_scale), [E, N].
+# CUDA's own implementations of this op and the next are in kernels.moe.launch.
 define(
     "grouped_sum(Tensor dy, Tensor ends, Tensor? row_scale) -> Tensor",
     _grouped_sum_fake,
-    _grouped_sum,
-    _grouped_sum,
+    grouped_sum_definition,
+)
+
+# --- grouped_dots ---------------------------------------------------------------------------------
+
+
+def grouped_dots_definition(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of a bias's row scales: ``sum(dy * bias[group])``, zero in the tail, ``[M]``.
+
+    In FP32, of FP64 in FP64.
+    """
+    wide = math_dtype(dy.dtype)
+    group, live = row_groups(ends, dy.shape[0])
+    dots = (dy.to(wide) * bias.to(wide)[group]).sum(-1)
+    return torch.where(live, dots, 0)
+
+
+def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    return dy.new_empty(dy.shape[0], dtype=math_dtype(dy.dtype))
+
+
+define(
+    "grouped_dots(Tensor dy, Tensor bias, Tensor ends) -> Tensor",
+    _grouped_dots_fake,
+    grouped_dots_definition,
 )
 
 grouped_mm = torch.ops.fusible.grouped_mm.default
@@ -406,5 +430,6 @@ grouped_mm_ = torch.ops.fusible.grouped_mm_.default
 grouped_wgrad = torch.ops.fusible.grouped_wgrad.default
 grouped_wgrad_ = torch.ops.fusible.grouped_wgrad_.default
 grouped_sum = torch.ops.fusible.grouped_sum.default
+grouped_dots = torch.ops.fusible.grouped_dots.default
 group_ends = torch.ops.fusible.group_ends.default
 check_alignment = torch.ops.fusible.check_alignment.default

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusible.formulas import cast, math_dtype
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
@@ -360,7 +360,7 @@ class GroupedLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
-        gradient = grouped_gradient(given.columns, given.x, given.ends)
+        gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
         dweights = self.weight_grads(ctx, gradient)
         return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
@@ -411,11 +411,19 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
     ) -> Grads:
         """Gradients of the bias parameters."""
+        wanted = self.needs_bias_grads(ctx)
+        return self.as_bias_grads(grouped.grouped_sum(dy, ends, row_scale) if wanted else None)
+
+    def needs_bias_grads(self, ctx: OperationContext) -> bool:
+        """Whether there are biases, and they need gradients."""
+        return self.has_bias and ctx.needs.params[-1]
+
+    def as_bias_grads(self, dbias: Tensor | None) -> Grads:
+        """``dbias`` ``[num_groups, out_features]``, if it was needed, as the parameters have it."""
         if not self.has_bias:
             return ()
-        if not ctx.needs.params[-1]:
+        if dbias is None:
             return (None,) * len(self.biases())
-        dbias = grouped.grouped_sum(dy, ends, row_scale)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
     def scale_grad(
@@ -424,12 +432,10 @@ class GroupedLinear(WeightedOperation):
         """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
         if not self.scale_bias:
             return ()
-        bias = self.stacked_bias(math_dtype(ctx.dtype))
+        bias = self.stacked_bias(dy.dtype)
         if bias is None or not ctx.needs.extra_inputs[1]:
             return (None,)
-        group, live = grouped.row_groups(ends, dy.shape[0])
-        dots = (dy.to(bias.dtype) * bias[group]).sum(-1)
-        return (torch.where(live, dots, 0).view(shape),)
+        return (grouped.grouped_dots(dy, bias, ends).view(shape),)
 
     def extra_repr(self) -> str:
         """Sizes, and the options that are on."""

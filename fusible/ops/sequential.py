@@ -81,7 +81,7 @@ class Sequential(nn.Sequential):
                 taken = _num_extra_inputs(segment)
                 x = segment(x, *rest[:taken], **(kwargs or {}).get(segment, {}))
             rest = rest[taken:]
-            if isinstance(x, tuple) and isinstance(segment, _OURS):
+            if isinstance(x, tuple) and hasattr(segment, "num_extra_inputs"):
                 x, *more = x
                 extra_outputs.extend(more)
         if rest:
@@ -98,8 +98,8 @@ class Sequential(nn.Sequential):
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as, over all runs of ops; None before the first call."""
-        plans = [segment.plan for segment in self.segments() if isinstance(segment, _OURS)]
-        return joined([p for p in plans if p is not None])
+        plans = [getattr(segment, "plan", None) for segment in self.segments()]
+        return joined([p for p in plans if isinstance(p, Plan)])
 
     # --- runs of ops -----------------------------------------------------------------------------
 
@@ -128,9 +128,6 @@ class Sequential(nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own runs, of its own ops.
         return {**self.__dict__, "_captured": None}
-
-
-_OURS = (Run, FusibleOperation, Sequential)
 
 
 class _Captured(NamedTuple):
@@ -223,7 +220,8 @@ def _check_owns_parameters(op: FusibleOperation) -> None:
 
 
 def _num_extra_inputs(segment: Segment) -> int:
-    return segment.num_extra_inputs if isinstance(segment, _OURS) else 0
+    """Of a run, an op, a Sequential, or a module that wraps one, as a checkpoint does."""
+    return getattr(segment, "num_extra_inputs", 0)
 
 
 def _by_op(

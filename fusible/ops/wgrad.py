@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,10 +17,15 @@ class WeightGradient(Protocol):
     def __call__(
         self, out: Sequence[Tensor] | None = None, accumulate: bool = False
     ) -> Tensor | None:
-        """Return it in the weights' shape, stacked; or write it to ``out``, or add it there.
+        """Return it in the weights' shape and layout, stacked; or write it to ``out``, or add it.
 
         ``out`` is one tensor of that shape or one per group, of one floating dtype, in any layout.
         """
+
+
+GroupedProduct = Callable[[Tensor, Tensor, Sequence[Tensor] | None, bool], Tensor | None]
+"""Takes ``(a, b, out, accumulate)``: gives ``a[rows of e].T @ b[rows of e]`` for each group e, or
+writes it to ``out``, or adds it there."""
 
 
 class MainGrads(NamedTuple):
@@ -59,16 +64,38 @@ def add_or_copy(buffers: Sequence[Tensor], grads: Tensor, overwrite: Sequence[bo
         buffer.copy_(grad) if fresh else buffer.add_(grad)
 
 
-def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> WeightGradient:
+def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product."""
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def product(
+        a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
+    ) -> Tensor | None:
         if out is None:
-            return grouped.grouped_wgrad(dy, x, ends)
-        grouped.grouped_wgrad_(list(out), dy, x, ends, accumulate)
+            return grouped.grouped_wgrad(a, b, ends)
+        grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
         return None
 
+    return laid_out_as(weight, product, dy, x)
+
+
+def laid_out_as(weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor) -> WeightGradient:
+    """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
+
+    A weight that is the transpose of what lies in memory has a gradient that is: ``x.T @ dy``.
+    """
+
+    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+        if not _is_transposed(weight if out is None else out[0]):
+            return product(dy, x, out, accumulate)
+        out = None if out is None else [t.mT for t in out]
+        dw = product(x, dy, out, accumulate)
+        return None if dw is None else dw.mT
+
     return gradient
+
+
+def _is_transposed(t: Tensor) -> bool:
+    return t.stride(-2) == 1 and t.stride(-1) > 1
 
 
 def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:

@@ -134,6 +134,24 @@ def test_grouped_sum(sizes, rows, scaled):
         torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+def test_grouped_dots(sizes, rows):
+    dy, bias = torch.randn(rows, N, dtype=torch.float64), torch.randn(E, N, dtype=torch.float64)
+    expected = torch.zeros(rows, dtype=torch.float64)
+    start = 0
+    for group, size in enumerate(sizes):
+        for row in range(start, start + size):
+            expected[row] = (dy[row] * bias[group]).sum()
+        start += size
+    dy[start:] = float("nan")
+    for given in (dy, strided(dy)):
+        dots = grouped.grouped_dots(given, bias, ends_of(sizes))
+        torch.testing.assert_close(dots, expected, rtol=1e-12, atol=1e-13)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        dots = grouped.grouped_dots(dy.to(dtype), bias.to(dtype), ends_of(sizes))
+        assert dots.dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_expanded_gradients(dtype):
     """``y.sum().backward()`` hands out a gradient of strides (0, 0)."""
@@ -254,6 +272,7 @@ def opcheck_cases():
     yield "wgrad", grouped.grouped_wgrad, (dy, x, ends)
     yield "sum", grouped.grouped_sum, (dy, ends, None)
     yield "sum, scaled", grouped.grouped_sum, (dy, ends, scales)
+    yield "dots", grouped.grouped_dots, (dy, bias, ends)
     for accumulate in (False, True):
         yield (
             f"wgrad_, {accumulate=}",

@@ -61,8 +61,9 @@ def no_sync(monkeypatch):
     for name in ("grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
         cuda = {"grouped_wgrad_": "_grouped_wgrad_out_cuda"}.get(name, f"_{name}_cuda")
         monkeypatch.setattr(grouped, name, getattr(grouped, cuda))
-    for name in ("group_ends", "grouped_sum"):
-        monkeypatch.setattr(grouped, name, getattr(grouped, f"_{name}"))
+    monkeypatch.setattr(grouped, "group_ends", grouped._group_ends)
+    for name in ("grouped_sum", "grouped_dots"):
+        monkeypatch.setattr(grouped, name, getattr(grouped, f"{name}_definition"))
     with torch.device("meta"), NoSync():
         yield
 

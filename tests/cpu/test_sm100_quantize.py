@@ -1,16 +1,31 @@
-"""The kernel that quantizes ragged groups into the SM100 layout compiles without a GPU."""
+"""The kernels that quantize ragged groups into the SM100 layout compile without a GPU."""
 
 import pytest
 
 pytest.importorskip("cutlass")
 
 from fusible.kernels.sm100 import quantizer
+from fusible.kernels.sm100.spec import PlacedSpec
+
+MXFP8, NVFP4 = quantizer.FORMATS.values()
+SPECS = {
+    "mxfp8": PlacedSpec(MXFP8, True, True, False, False, False),
+    "mxfp8 and scaled sums": PlacedSpec(MXFP8, True, True, True, True, False),
+    "nvfp4 and sums": PlacedSpec(NVFP4, True, True, True, False, False),
+}
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("columnwise", [True, False])
-def test_it_compiles_without_spills(architecture, columnwise, capfd):
-    quantizer.compiled(True, columnwise, f"--gpu-arch {architecture} remarks{{ptx}}")
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_compiles(architecture, spec, capfd):
+    spec = SPECS[spec]._replace(fp4_instruction=architecture == "sm_100a")
+    quantizer.compiled(spec, f"--gpu-arch {architecture} remarks{{ptx}}")
     report = "".join(capfd.readouterr())
     assert f"for '{architecture}'" in report
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+    if spec.format is MXFP8 or spec.fp4_instruction:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_sum_compiles(wide):
+    quantizer.compiled_sums(32, wide, "--gpu-arch sm_100a")

@@ -14,6 +14,7 @@ SWIGLU = {"activation": "swiglu", "scale": "float32"}
 QGEGLU = {"activation": "clamped_qgeglu", "scale": "bfloat16"}
 HALVES = {"glu": {"paired": True, "stripe": 64}, "dglu": {"paired": True, "stripe": 32}}
 BLOCKS_OF_16 = {"paired": False, "stripe": 16}
+SINGLE_COLUMNS = {"paired": False, "stripe": 1}
 
 
 def variants(kind):
@@ -26,9 +27,11 @@ def variants(kind):
         yield {**SWIGLU, **HALVES[kind], "keep": True}
         yield {**SWIGLU, **BLOCKS_OF_16, "keep": False, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "keep": True, "bias": True, "table": True}
+        yield {**QGEGLU, **SINGLE_COLUMNS, "keep": True, "bias": True, "weight_major": "n"}
     elif kind == "dglu":
         yield {**SWIGLU, **HALVES[kind], "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
+        yield {**QGEGLU, **SINGLE_COLUMNS, "weight_major": "n"}
     else:
         yield {}
         yield {"out_dtype": "float32", "accumulate": True, "table": True}

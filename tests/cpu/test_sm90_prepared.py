@@ -79,6 +79,7 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
         (it.dglu(dy, at, ends, preact, scales, act, True),
          ops.grouped_gemm_dglu(*dglu, overwrite=True)),
         (it.wgrad(dy, x, ends), ops.grouped_wgrad(dy, x, ends, None)),
+        (it.wgrad(x, dy, ends), ops.grouped_wgrad(x, dy, ends, None)),
     )  # fmt: skip
     assert len(launches) == 2 * len(pairs)
     for i, results in enumerate(pairs):

@@ -2,8 +2,6 @@
 
 import copy
 import threading
-from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import pytest
 import reference as ref
@@ -11,59 +9,43 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from training_paths import MX, PATHS, ROWS, SIZES, WIDTH, layouts, paths, some_paths
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.testing import assume_target
-
-SIZES, ROWS, WIDTH = (3, 0, 4, 1), 10, 64
-FP32, BF16 = torch.float32, torch.bfloat16
-MX = fz.recipes.MXFP8BlockScaling()
-# Name: dtype of the model, recipe, machine, what must have fired.
-PATHS = {
-    "unfused": (FP32, None, None, ()),
-    "sm90": (BF16, None, "sm90", ("grouped_mlp_sm90",)),
-    "mxfp8": (FP32, MX, None, ()),
-    "sm100": (BF16, MX, "sm100", ("grouped_mlp_sm100",)),
-}
-paths = pytest.mark.parametrize("path", PATHS)
-layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 
 
-@contextmanager
-def on(path):
-    _, recipe, machine, _ = PATHS[path]
-    with (
-        fz.autocast(enabled=recipe is not None, recipe=recipe),
-        assume_target(machine) if machine else nullcontext(),
-    ):
-        yield
-
-
-def build(path, single=True, **options):
-    options = {"single_grouped_weight": single, "single_grouped_bias": single} | options
-    mlp = ref.grouped_mlp(4, WIDTH, 64, dtype=PATHS[path][0], **{"bias": True, **options})
-    mlp[1] = fz.ScaledSwiGLU(32)
-    return mlp
-
-
-def inputs(path, sizes=SIZES, rows=ROWS):
-    x, splits, scales = ref.grouped_mlp_inputs(sizes, rows, WIDTH, PATHS[path][0])
-    return x, splits, scales, splits
+def needing(module, given):
+    """What needs a gradient."""
+    return [t for t in (*given, *module.parameters()) if t.requires_grad]
 
 
 def grads(call, module, given, dy=None):
     """Output and gradients of everything."""
-    leaves = [t for t in (*given[:3], *module.parameters()) if t.requires_grad]
+    leaves = needing(module, given)
     y = call(*given)
     dy = torch.cos(torch.arange(y.numel())).view(y.shape).to(y.dtype) if dy is None else dy
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def backward(module, given):
+    """As ``grads`` of a module, by ``.backward()``, which is all a reentrant checkpoint takes."""
+    y = module(*given)
+    y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(y.dtype))
+    return [y.detach(), *ref.take_grads(*needing(module, given))]
+
+
+def without_gradients(given):
+    return tuple(t.detach() if t.requires_grad else t for t in given)
 
 
 def same(mine, theirs):
@@ -78,11 +60,11 @@ def same(mine, theirs):
 @layouts
 @pytest.mark.parametrize("rows", [0, ROWS])
 def test_no_rows(path, single, rows):
-    module, given = build(path, single), inputs(path, [0] * 4, rows)
-    with on(path):
+    module, given = path.build(single), path.inputs([0] * 4, rows)
+    with path.on():
         module(*given).sum().backward()
-    assert module.plan.fired == PATHS[path][3]
-    for t in (given[0], given[2], *module.parameters()):
+    assert module.plan.fired == path.fired
+    for t in needing(module, given):
         assert t.grad.shape == t.shape
         assert not t.grad.any()
 
@@ -91,82 +73,113 @@ def test_no_rows(path, single, rows):
 @layouts
 def test_rows_that_are_not_in_use_may_hold_anything(path, single):
     """A buffer for more rows than there are: the gradients of a buffer that fits."""
-    module, given = build(path, single), inputs(path)
-    fits = [t[:8].detach().requires_grad_(t.requires_grad) for t in (given[0], given[2])]
-    garbage = [t.detach().clone() for t in (given[0], given[2])]
-    for t in garbage:
-        t[8:] = float("nan")
-        t.requires_grad_()
-    dy = torch.randn(ROWS, WIDTH).to(PATHS[path][0])
-    with on(path):
-        want = grads(module, module, (fits[0], given[1], fits[1], given[1]), dy[:8])
-        dy[8:] = float("inf")
-        got = grads(module, module, (garbage[0], given[1], garbage[1], given[1]), dy)
+    module, given = path.build(single), path.inputs()
+    used, dy = sum(SIZES), torch.randn(ROWS, WIDTH).to(path.dtype)
+
+    def changed(change):
+        """The inputs with those that have a row each changed, and none made two of."""
+        made = {t: t for t in given}
+        for t in given:
+            if len(t) == ROWS:
+                made[t] = change(t.detach().clone()).requires_grad_(t.requires_grad)
+        return [made[t] for t in given]
+
+    def filled(t):
+        if t.is_floating_point():
+            t[used:] = float("nan")
+        return t
+
+    with path.on():
+        want = grads(module, module, changed(lambda t: t[:used]), dy[:used])
+        dy[used:] = float("inf")
+        got = grads(module, module, changed(filled), dy)
     for i in range(3):
-        assert not got[i][8:].any()
-    same([*(t[:8] for t in got[:3]), *got[3:]], want)
+        assert not got[i][used:].any()
+    same([*(t[:used] for t in got[:3]), *got[3:]], want)
 
 
 # --- memory --------------------------------------------------------------------------------------
 
 
 def recomputed(module, given, **options):
-    """The split sizes passed once: a reentrant checkpoint would make two tensors of them."""
-
-    def forward(x, splits, scales):
-        return module(x, splits, scales, splits)
-
-    return checkpoint(forward, *given[:3], **{"use_reentrant": False, **options})
+    """Each tensor passed once: a reentrant checkpoint would make two of the split sizes."""
+    once = {t: i for i, t in enumerate(dict.fromkeys(given))}
+    places = [once[t] for t in given]
+    return checkpoint(
+        lambda *unique: module(*[unique[i] for i in places]),
+        *once,
+        **{"use_reentrant": False, **options},
+    )
 
 
 @paths
 @layouts
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_around(path, single, reentrant):
-    module, given = build(path, single), inputs(path)
-    with on(path):
+    module, given = path.build(single), path.inputs()
+    with path.on():
         want = grads(module, module, given)
         if reentrant:  # its output is that of a forward without gradients
             with torch.no_grad():
                 want[0] = module(*given)
-        leaves = [t for t in (*given[:3], *module.parameters()) if t.requires_grad]
         y = recomputed(module, given, use_reentrant=reentrant)
         y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(y.dtype))
-    same([y.detach(), *(t.grad for t in leaves)], want)
+    same([y.detach(), *ref.take_grads(*needing(module, given))], want)
 
 
 @paths
 def test_checkpoint_saves_the_inputs_only(path):
-    module, given = build(path), inputs(path)
+    module, given = path.build(), path.inputs()
     kept = []
-    with on(path), saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with path.on(), saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         recomputed(module, given)
     assert {t.untyped_storage().data_ptr() for t in kept if t.numel()} <= {
         t.data_ptr() for t in given
     }
 
 
-def test_checkpoint_inside():
+def keeping_products():
+    """A selective checkpoint's contexts: the library's products kept, the rest recomputed."""
+
+    def policy(ctx, op, *args, **kwargs):
+        kept = op is torch.ops.fusible.grouped_mm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+INSIDE = {
+    "all": {},
+    "reentrant": {"checkpoint_impl": CheckpointImpl.REENTRANT},
+    "selective": {"context_fn": keeping_products},
+}
+
+
+@paths
+@pytest.mark.parametrize("how", INSIDE.values(), ids=INSIDE)
+def test_checkpoint_inside(path, how):
     """A module of a Sequential, itself fused, that is recomputed."""
     plain = fz.Sequential(
-        fz.Linear(16, 32), fz.Sequential(fz.Linear(32, 32), fz.SiLU()), fz.Linear(32, 8)
+        fz.Linear(WIDTH, WIDTH, dtype=path.dtype), path.build(), fz.RMSNorm(WIDTH, dtype=path.dtype)
     )
     wrapped = copy.deepcopy(plain)
-    wrapped[1] = checkpoint_wrapper(wrapped[1])
-    x = torch.randn(5, 16, requires_grad=True)
-    given = (x, torch.zeros(1), torch.zeros(1))
+    wrapped[1] = checkpoint_wrapper(wrapped[1], **how)
+    x, *extra = path.inputs(rows=32)
+    if "checkpoint_impl" in how and len(set(extra)) < len(extra):
+        extra = [t.clone() if not t.requires_grad else t for t in extra]  # as it does
     ran = []
     wrapped[1].register_forward_pre_hook(lambda *_: ran.append(1))
-    results = [grads(lambda x, *_, m=m: m(x), m, given) for m in (wrapped, plain)]
+    with path.on():
+        results = [backward(m, (x, *extra)) for m in (wrapped, plain)]
     same(*results)
-    assert "linear_bias_activation" in wrapped.plan.fired
+    assert ran
     assert len(wrapped.segments()) == 3
 
 
-@pytest.mark.parametrize("path", ["unfused", "sm90", "mxfp8"])
+@some_paths("unfused", "sm90", "sm90 experts", "unfused mxfp8", "sm90 mxfp8")
 def test_selective_checkpoint(path, monkeypatch):
     """Products kept, the rest recomputed: the library's ops are what a policy can name."""
-    module, given = build(path), inputs(path)
+    module, given = path.build(), path.inputs()
     products = []
     of_groups = grouped._sizes
 
@@ -175,18 +188,12 @@ def test_selective_checkpoint(path, monkeypatch):
         return of_groups(ends)
 
     monkeypatch.setattr(grouped, "_sizes", counted)
-
-    def policy(ctx, op, *args, **kwargs):
-        kept = op is torch.ops.fusible.grouped_mm.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
     counts = []
-    with on(path):
+    with path.on():
         for call in (
             module,
             lambda *a: recomputed(module, a),
-            lambda *a: recomputed(module, a, **contexts),
+            lambda *a: recomputed(module, a, context_fn=keeping_products),
         ):
             products.clear()
             results = grads(call, module, given)
@@ -200,14 +207,14 @@ def test_selective_checkpoint(path, monkeypatch):
 @paths
 def test_offload(path):
     """Everything that is saved goes through autograd's hooks, weights included."""
-    module, given = build(path), inputs(path)
+    module, given = path.build(), path.inputs()
     moved = []
 
     def away(t):
         moved.append(t)
         return t.clone()
 
-    with on(path):
+    with path.on():
         want = grads(module, module, given)
 
         def offloaded(*args):
@@ -220,14 +227,14 @@ def test_offload(path):
 @paths
 def test_what_is_saved_is_all_that_is_kept(path):
     """Saved tensors that come back as others are what the backward reads: nothing is held aside."""
-    module, given = build(path), inputs(path)
+    module, given = path.build(), path.inputs()
     doubled = []
 
     def doubling(t):
         doubled.append(t)
-        return 2 * t if t.dtype == PATHS[path][0] and t.dim() == 2 and len(t) == ROWS else t
+        return 2 * t if t.dtype == path.dtype and t.dim() == 2 and len(t) == ROWS else t
 
-    with on(path):
+    with path.on():
         want = grads(module, module, given)
         with saved_tensors_hooks(lambda t: t, doubling):
             y = module(*given)
@@ -244,11 +251,15 @@ class Block(nn.Module):
 
     def __init__(self, path):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=PATHS[path][0])
-        self.experts = build(path)
+        self.norm = nn.LayerNorm(WIDTH, dtype=path.dtype)
+        self.experts = path.build()
 
-    def forward(self, x, splits, scales, again):
-        return x + self.experts(self.norm(x), splits, scales.sigmoid(), again)
+    def forward(self, x, *extra):
+        return x + self.experts(self.norm(x), *extra)
+
+
+# NVFP4's many small steps take half a minute to compile here; tests/cpu/test_recipe_ops.py does.
+COMPILED = [name for name in PATHS if "nvfp4" not in name]
 
 
 def compilations(counter):
@@ -261,15 +272,14 @@ def compilations(counter):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 class TestCompiled:
     @pytest.mark.parametrize(
-        ("path", "dynamic"),
-        [("unfused", False), ("sm90", False), *((path, True) for path in PATHS)],
+        ("name", "dynamic"),
+        [("unfused", False), ("sm90", False), *((name, True) for name in COMPILED)],
     )
-    def test_a_module_with_a_sequential(self, path, dynamic):
-        if PATHS[path][1] is not None and torch.__version__ < "2.13":
-            pytest.skip("refused: tests/cpu/test_compile.py")
+    def test_a_module_with_a_sequential(self, name, dynamic):
+        path = PATHS[name]
         block, counter = Block(path), CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=dynamic)
-        with on(path):
+        with path.on():
             for sizes, rows in [
                 (SIZES, 10),
                 ((0, 0, 0, 0), 10),
@@ -277,38 +287,39 @@ class TestCompiled:
                 ((1, 2, 3, 4), 10),
                 *([((5, 0, 6, 1), 12), ((0, 30, 0, 3), 40)] if dynamic else []),
             ]:
-                given = inputs(path, sizes, rows)
+                given = path.inputs(sizes, rows)
                 results = [grads(call, block, given) for call in (compiled, block)]
                 torch.testing.assert_close(*results)
-            assert block.experts.plan.fired == PATHS[path][3]
+            assert block.experts.plan.fired == path.fired
         assert compilations(counter) == 1
 
     def test_no_rows_and_one_row_may_specialise_once(self):
-        path = "unfused"
-        module, counter = build(path), CompileCounterWithBackend("aot_eager")
+        path = PATHS["unfused"]
+        module, counter = path.build(), CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
-        with on(path):
+        with path.on():
             for rows in (7, 0, 1, 9, 1, 0, 30):
-                given = inputs(path, (0, rows, 0, 0), rows)
+                given = path.inputs((0, rows, 0, 0), rows)
                 results = [grads(call, module, given) for call in (compiled, module)]
                 torch.testing.assert_close(*results)
         assert compilations(counter) <= 3
 
-    @pytest.mark.parametrize("path", ["unfused", "sm90"])
+    @some_paths(*COMPILED)
     @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
     def test_export_of_the_forward(self, path, dynamic):
-        module = build(path)
-        given = tuple(t.detach() for t in inputs(path))
+        module = path.build()
+        given = without_gradients(path.inputs())
         rows = torch.export.Dim("rows", min=2, max=4096)
-        shapes = {"input": {0: rows}, "extra_inputs": (None, {0: rows}, None)}
-        with on(path), torch.no_grad():
+        of_rows = [{0: rows} if len(t) == ROWS else None for t in given]
+        shapes = {"input": of_rows[0], "extra_inputs": tuple(of_rows[1:])}
+        with path.on(), torch.no_grad():
             exported = torch.export.export(
                 module, given, dynamic_shapes=shapes if dynamic else None
             )
             if dynamic:
-                given = tuple(t.detach() for t in inputs(path, (20, 1, 0, 9), 33))
+                given = without_gradients(path.inputs((20, 1, 0, 9), 33))
             torch.testing.assert_close(exported.module()(*given), module(*given))
-            assert bool(module.plan.fired) == (path == "sm90")
+            assert module.plan.fired == tuple(n for n in path.fired if "backward" not in n)
 
 
 # --- at the same time ----------------------------------------------------------------------------
@@ -322,7 +333,7 @@ def test_threads_with_different_recipes():
         fz.recipes.Float8CurrentScaling(),
         fz.recipes.MXFP8BlockScaling(fz.recipes.Format.HYBRID),
     ]
-    module, (x, splits, scales, _) = build("unfused"), inputs("unfused")
+    module, (x, splits, scales, _) = PATHS["unfused"].build(), PATHS["unfused"].inputs()
 
     def outcome(recipe):
         mine = [t.detach().clone().requires_grad_() for t in (x, scales)]
@@ -392,7 +403,7 @@ def test_re_entrant_use():
 
 def test_modules_in_each_others_backward():
     """A backward that runs another forward and backward (a checkpoint inside a checkpoint)."""
-    module, given = build("unfused"), inputs("unfused")
+    module, given = PATHS["unfused"].build(), PATHS["unfused"].inputs()
 
     def nested(*args):
         return recomputed(lambda *inner: recomputed(module, inner), args)

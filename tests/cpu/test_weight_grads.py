@@ -2,70 +2,50 @@
 
 import copy
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import reference as ref
 import torch
+from training_paths import (
+    BF16,
+    FP32,
+    MX,
+    PATHS,
+    ROWS,
+    SIZES,
+    WIDTH,
+    layouts,
+    linears,
+    paths,
+    some_paths,
+)
 
 import fusible as fz
 from fusible.fused.grouped_sm90 import GroupedLinearBackwardSm90
 from fusible.kernels import reference
 from fusible.testing import assume_target
 
-SIZES, ROWS, WIDTH = (3, 0, 4, 1), 10, 64
-FP32, BF16 = torch.float32, torch.bfloat16
-MX = fz.recipes.MXFP8BlockScaling()
-
-# Name: dtype of the model, recipe, machine, what its plan must have fired.
-PATHS = {
-    "unfused": (FP32, None, None, ()),
-    "sm90": (BF16, None, "sm90", ("grouped_mlp_sm90",)),
-    "mxfp8": (FP32, MX, None, ()),
-    "mxfp8 in bf16": (BF16, MX, None, ()),
-    "sm100": (BF16, None, "sm100", ("grouped_mlp_sm100",)),
-    "sm100 mxfp8": (BF16, MX, "sm100", ("grouped_mlp_sm100",)),
-}
-paths = pytest.mark.parametrize("path", PATHS)
-layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+UNFUSED = PATHS["unfused"]
 
 
 def build(path, single, **options):
-    options = {
-        "bias": True,
-        "single_grouped_weight": single,
-        "single_grouped_bias": single,
-    } | options
     torch.manual_seed(1)
-    mlp = ref.grouped_mlp(4, WIDTH, 64, dtype=PATHS[path][0], **options)
-    mlp[1] = fz.ScaledSwiGLU(32)
-    for fc in (mlp[0], mlp[2]):
-        for bias in fc.biases():
-            torch.nn.init.normal_(bias)
-    return mlp
+    return path.build(single, **options)
 
 
 def run(path, mlp, seed=2):
     """Forward and backward; the gradients of the inputs."""
-    dtype, recipe, _, fired = PATHS[path]
     torch.manual_seed(seed)
-    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, dtype)
-    with machine_of(path):
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
-            y = mlp(x, splits, scales, splits)
-        assert mlp.plan.fired == fired
+    inputs = path.inputs()
+    with path.on():
+        y = mlp(*inputs)
+        assert mlp.plan.fired == path.fired
         y.backward(torch.randn_like(y))
-    return x.grad, scales.grad
-
-
-def machine_of(path):
-    """Where the kernels of a path are found, by the delayed products too."""
-    machine = PATHS[path][2]
-    return assume_target(machine) if machine else nullcontext()
+    return [t.grad for t in inputs if t.requires_grad]
 
 
 def weights(mlp):
-    return [*mlp[0].weights(), *mlp[2].weights()]
+    return [w for fc in linears(mlp) for w in fc.weights()]
 
 
 def expected(path, single, seeds=(2,)):
@@ -76,7 +56,7 @@ def expected(path, single, seeds=(2,)):
 
 
 def biases(mlp):
-    return [*mlp[0].biases(), *mlp[2].biases()]
+    return [b for fc in linears(mlp) for b in fc.biases()]
 
 
 def give_main_grads(mlp, dtype=FP32):
@@ -112,7 +92,7 @@ def test_main_grad_is_added_to(path, single, dtype):
         assert torch.equal(mine, theirs)
 
 
-@paths
+@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100 mxfp8")
 @pytest.mark.parametrize("dtypes", [(FP32,) * 4, (FP32, BF16, BF16, FP32)], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("flags", list(itertools.product([True, False], repeat=2)), ids=str)
 def test_each_weight_has_its_own_flag(path, dtypes, flags):
@@ -130,9 +110,49 @@ def test_each_weight_has_its_own_flag(path, dtypes, flags):
     for w, old, grad, flag in zip(weights(mlp), before, want, flags * 2, strict=True):
         total = grad.double() + (0 if flag else old.to(w.main_grad.dtype).double())
         assert_close(w.main_grad, total, coarser(w.main_grad.dtype, grad.dtype))
-    for fc in (mlp[0], mlp[2]):  # group 1 has no rows
-        old = before[1 if fc is mlp[0] else 5].to(fc.weight1.main_grad.dtype)
-        assert torch.equal(fc.weight1.main_grad, torch.zeros_like(old) if flags[1] else old)
+    for fc, old in zip(linears(mlp), (before[1], before[5]), strict=True):  # group 1 has no rows
+        got = fc.weight1.main_grad
+        assert torch.equal(got, torch.zeros_like(got) if flags[1] else old.to(got.dtype))
+
+
+def transpose_weights(mlp):
+    """The same weights, each with the other dimension contiguous."""
+    for fc in (mlp[0], mlp[2]):
+        for name, p in list(fc.named_parameters()):
+            if name.startswith("weight"):
+                setattr(fc, name, torch.nn.Parameter(p.detach().mT.contiguous().mT))
+    return mlp
+
+
+@pytest.mark.parametrize("path", ["unfused", "sm90", "mxfp8"])
+@layouts
+def test_gradients_lie_as_their_weights(path, single):
+    want, *_ = expected(path, single)
+    mlp = transpose_weights(build(path, single))
+    grads = {}
+    for fc in (mlp[0], mlp[2]):  # what autograd is given, before it copies to the weight's layout
+        divided = fc.divided
+        fc.divided = lambda dw, fc=fc, divided=divided: grads.setdefault(fc, divided(dw))
+    run(path, mlp)
+    got = [grad for fc in (mlp[0], mlp[2]) for grad in grads[fc]]
+    for w, grad, other in zip(weights(mlp), got, want, strict=True):
+        assert w.stride(-2) == 1
+        assert grad.stride() == w.stride()
+        assert_close(grad, other, grad.dtype)
+
+
+@pytest.mark.parametrize("path", ["unfused", "sm90", "mxfp8"])
+@layouts
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_main_grads_lie_anyhow(path, single, dtype):
+    want, *_ = expected(path, single)
+    for turn in (lambda t: t, lambda t: t.mT.contiguous().mT):
+        mlp = transpose_weights(build(path, single, accumulate_into_main_grad=True))
+        for w in weights(mlp):
+            w.main_grad = turn(torch.ones(w.shape, dtype=dtype))
+        run(path, mlp)
+        for w, grad in zip(weights(mlp), want, strict=True):
+            assert_close(w.main_grad, 1 + grad.double(), coarser(dtype, grad.dtype))
 
 
 @layouts
@@ -151,7 +171,7 @@ def test_products_of_bf16_reach_fp32_unrounded(single):
         ref.assert_accurate(got[group], dy_e.double().t() @ x_e.double())
 
 
-@pytest.mark.parametrize("path", ["unfused", "sm90"])
+@paths
 def test_what_autograd_gets_instead(path):
     mlp = build(path, False, accumulate_into_main_grad=True)
     give_main_grads(mlp)
@@ -172,14 +192,14 @@ def test_what_autograd_gets_instead(path):
 
 def test_a_flat_main_grad_and_one_that_is_handed_out():
     """Megatron's buffers are slices of a flat one; Megatron-FSDP's change from step to step."""
-    mlp = build("unfused", True, accumulate_into_main_grad=True)
+    mlp = build(UNFUSED, True, accumulate_into_main_grad=True)
     flat = torch.zeros(mlp[0].weight.numel())
     mlp[0].weight.main_grad = flat
     handed = torch.zeros(mlp[2].weight.shape)
     mlp[2].weight.__fsdp_param__ = True
     mlp[2].weight.get_main_grad = lambda: handed
-    run("unfused", mlp)
-    want, *_ = expected("unfused", True)
+    run(UNFUSED, mlp)
+    want, *_ = expected(UNFUSED, True)
     assert torch.equal(flat.view_as(want[0]), want[0])
     assert torch.equal(handed, want[1])
     assert mlp[2].weight.main_grad is handed
@@ -243,7 +263,7 @@ def test_dense(dtype, main_dtype, recipe, overwrite):
 
 
 def test_where_pytorch_rounds_is_explained():
-    mlp = build("unfused", True, accumulate_into_main_grad=True).bfloat16()
+    mlp = build(UNFUSED, True, accumulate_into_main_grad=True).bfloat16()
     inputs = [
         t.bfloat16() if t.is_floating_point() else t for t in ref.grouped_mlp_inputs(hidden=WIDTH)
     ]
@@ -260,9 +280,9 @@ def test_where_pytorch_rounds_is_explained():
 @layouts
 def test_delayed(path, single):
     mlp = build(path, single, delay_wgrad_compute=True)
-    fc1, fc2 = mlp[0], mlp[2]
+    fc1, fc2 = linears(mlp)
     assert fc1.need_backward_dw()
-    assert not build(path, single)[0].need_backward_dw()
+    assert not any(fc.need_backward_dw() for fc in linears(build(path, single)))
     assert all(w.skip_backward_post_hook for w in weights(mlp))
     assert not any(hasattr(b, "skip_backward_post_hook") for b in biases(mlp))
     called = []
@@ -275,7 +295,7 @@ def test_delayed(path, single):
         (*inputs, *(b.grad for b in biases(mlp))), (*want_inputs, *want_biases), strict=True
     ):
         assert torch.equal(mine, theirs)
-    with machine_of(path):
+    with path.kernels():
         for _ in range(2):  # the second time for nothing
             fc2.backward_dw()
             fc1.backward_dw()
@@ -294,9 +314,9 @@ def test_delayed_micro_batches(path):
     run(path, mlp, 3)
     first, *_ = expected(path, True)
     both, *_ = expected(path, True, (2, 3))
-    for fc, one, two in zip((mlp[0], mlp[2]), first, both, strict=True):
+    for fc, one, two in zip(linears(mlp), first, both, strict=True):
         for want in (one, two, two):
-            with machine_of(path):
+            with path.kernels():
                 fc.backward_dw()
             assert torch.equal(fc.weight.grad, want)
 
@@ -314,8 +334,8 @@ def test_delayed_into_main_grad(path, single):
     # The flag and the buffer are those of the backward.
     del weights(mlp)[0].overwrite_main_grad
     buffers = [w.main_grad for w in weights(mlp)]
-    with machine_of(path):
-        for fc in (mlp[0], mlp[2], mlp[0]):
+    with path.kernels():
+        for fc in (*linears(mlp), linears(mlp)[0]):
             fc.backward_dw()
     want, *_ = expected(path, single)
     for buffer, old, grad in zip(buffers, before, want, strict=True):
@@ -343,8 +363,8 @@ def test_delayed_with_a_scaled_single_bias():
 
 
 def test_a_copy_waits_for_nothing():
-    mlp = build("unfused", True, delay_wgrad_compute=True)
-    run("unfused", mlp)
+    mlp = build(UNFUSED, True, delay_wgrad_compute=True)
+    run(UNFUSED, mlp)
     twin = copy.deepcopy(mlp)
     for fc in (twin[0], twin[2]):
         fc.weight.grad = None
@@ -355,10 +375,10 @@ def test_a_copy_waits_for_nothing():
 
 
 def test_frozen_weights_are_left_alone():
-    mlp = build("unfused", True, delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    mlp = build(UNFUSED, True, delay_wgrad_compute=True, accumulate_into_main_grad=True)
     for w in weights(mlp):
         w.requires_grad_(False)
-    run("unfused", mlp)  # needs no main_grad
+    run(UNFUSED, mlp)  # needs no main_grad
     mlp[0].backward_dw()
     assert all(w.grad is None for w in weights(mlp))
 
@@ -379,14 +399,18 @@ def test_a_weight_sharded_since_the_backward():
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 class TestCompiled:
-    @pytest.mark.parametrize("path", ["unfused", "sm90"])
-    @layouts
-    def test_main_grad(self, path, single):
-        dtype, _, _, fired = PATHS[path]
+    @pytest.mark.parametrize(
+        ("name", "single"),
+        [
+            ("unfused", True), ("unfused", False), ("sm90", True), ("sm90", False),
+            ("sm90 experts", True), ("sm90 mxfp8", True), ("sm100 mxfp8", False),
+        ],
+    )  # fmt: skip
+    def test_main_grad(self, name, single):
+        path = PATHS[name]
         mlp = build(path, single, accumulate_into_main_grad=True, bias=False)
         compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-        x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, dtype)
-        dy = torch.randn(ROWS, WIDTH).to(dtype)
+        inputs, dy = path.inputs(), torch.randn(ROWS, WIDTH).to(path.dtype)
         for overwrite in (False, True):
             results = []
             for call in (mlp, compiled, compiled):
@@ -395,9 +419,9 @@ class TestCompiled:
                 for w in weights(mlp):
                     w.overwrite_main_grad = overwrite
                     w.grad, w.grad_added_to_main_grad = None, False
-                with machine_of(path):
-                    call(x, splits, scales, splits).backward(dy)
-                    assert mlp.plan.fired == fired
+                with path.on():
+                    call(*inputs).backward(dy)
+                    assert mlp.plan.fired == path.fired
                 for w in weights(mlp):  # a tensor of no meaning is said to be one
                     assert w.grad_added_to_main_grad or not w.grad.any()
                 results.append([w.main_grad for w in weights(mlp)])

@@ -92,11 +92,29 @@ def test_grouped_wgrad(dtype, features):
             start.fill_(math.nan)
         grouped.grouped_wgrad_([start], dy, x, ends, accumulate)
         assert_near(start, want + accumulate)
-    row_scale = torch.rand(len(dy), device="cuda")
-    for scale in (None, row_scale):
-        assert_near(
-            grouped.grouped_sum(dy, ends, scale), on_cpu(grouped.grouped_sum, dy, ends, scale)
-        )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("features", [8, 520, 9])
+@pytest.mark.parametrize("sizes", [SIZES, (3000, 0, 1)], ids=str)
+def test_gradients_of_a_bias(sizes, features, dtype):
+    ends = ends_of(sizes)
+    dy = torch.randn(sum(sizes) + 5, features, device="cuda").to(dtype)
+    dy[sum(sizes) :] = math.nan
+    bias = torch.randn(len(sizes), features, device="cuda").to(dtype)
+    scales = torch.rand(len(dy), device="cuda")
+    for scale in (None, scales, scales.to(dtype)):
+        args = (dy, ends, scale)
+        sums = grouped.grouped_sum(*args)
+        assert_near(sums, on_cpu(grouped.grouped_sum, *args))
+        assert torch.equal(sums, grouped.grouped_sum(*args))
+    dots = grouped.grouped_dots(dy, bias, ends)
+    assert_near(dots, on_cpu(grouped.grouped_dots, dy, bias, ends))
+    assert (dots[sum(sizes) :] == 0).all()
+    expanded = torch.ones((), device="cuda", dtype=dtype).expand(sum(sizes), features)
+    assert_near(
+        grouped.grouped_sum(expanded, ends, None), on_cpu(grouped.grouped_sum, expanded, ends, None)
+    )
 
 
 def test_strides_that_pytorch_refuses():

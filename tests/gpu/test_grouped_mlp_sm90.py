@@ -24,7 +24,7 @@ SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
 TAIL = 60
 
 
-def build(act, single=True, bias=True, dtype=torch.bfloat16):
+def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False):
     options = {"device": "cuda", "dtype": dtype, "bias": bias}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
     mlp = fz.Sequential(
@@ -32,8 +32,11 @@ def build(act, single=True, bias=True, dtype=torch.bfloat16):
         act,
         fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=bias, **options),
     )
-    for p in mlp.parameters():
-        torch.nn.init.normal_(p, std=0.1)
+    for fc in (mlp[0], mlp[2]):
+        for name, p in list(fc.named_parameters()):
+            torch.nn.init.normal_(p, std=0.1)
+            if transposed and name.startswith("weight"):
+                setattr(fc, name, torch.nn.Parameter(p.detach().mT.contiguous().mT))
     return mlp
 
 
@@ -72,17 +75,58 @@ def relative(got, want):
     "act",
     [
         fz.ScaledSwiGLU(),
+        fz.ScaledSwiGLU(1),
         fz.ScaledSwiGLU(8),
         fz.ScaledSwiGLU(32),
         # A limit that clamps a few: rounding decides on which side of it a value near it lies.
         fz.ScaledClampedQGeGLU(limit=2.5),
+        fz.ScaledClampedQGeGLU(2, limit=2.5),
         fz.ScaledClampedQGeGLU(32, limit=2.5),
     ],
     ids=str,
 )
 def test_fused_is_no_worse_than_unfused(act, bias, single, dtype):
+    assert_no_worse(build(copy.deepcopy(act), single, bias, dtype), dtype)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_transposed_weights_of_alternating_columns(bias, single):
+    """As GPT-OSS stores them; their gradients lie as they do."""
+    act = fz.ScaledClampedQGeGLU(1, limit=2.5)
+    mlp = build(act, single, bias, transposed=True)
+    grads = assert_no_worse(mlp, torch.bfloat16)
+    for name, p in mlp.named_parameters():
+        if "weight" in name:
+            assert not p.is_contiguous()
+            assert grads[name].stride() == p.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["overwritten", "accumulated"])
+def test_main_grads_of_transposed_weights(fresh, single, dtype):
+    mlp = build(fz.ScaledClampedQGeGLU(1), single, transposed=True)
+    x, scales, splits = inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    want = step(mlp, x, scales, splits, dy)
+    for fc in (mlp[0], mlp[2]):
+        fc.accumulate_into_main_grad = True
+        for w in fc.weights():
+            w.main_grad = torch.full_like(w, float("nan") if fresh else 1, dtype=dtype)
+            assert w.main_grad.stride() == w.stride()
+            w.overwrite_main_grad = fresh
+    mlp(x, splits, scales, splits, scales).backward(dy)
+    for name, p in mlp.named_parameters():
+        if "weight" in name:
+            grad = p.main_grad.float() - (0 if fresh else 1)
+            assert not grad.isnan().any()
+            assert relative(grad, want[name]) < 1e-2, name
+
+
+def assert_no_worse(mlp, dtype):
+    """Than the same ops unfused, against FP64; gives the fused output and gradients."""
     torch.manual_seed(0)
-    mlp = build(copy.deepcopy(act), single, bias, dtype)
     x, scales, splits = inputs(dtype)
     dy = torch.randn_like(x.detach().nan_to_num())
     fused = step(mlp, x, scales, splits, dy)
@@ -95,11 +139,13 @@ def test_fused_is_no_worse_than_unfused(act, bias, single, dtype):
     exact = step(exact_mlp, exact_x, exact_scales, splits.cpu(), dy.double().cpu())
     for tensor in (fused["y"], fused["x"]):
         assert (tensor[sum(SIZES) :] == 0).all()
+    given = fused
     fused, apart, exact = (by_kind(values) for values in (fused, apart, exact))
     for name, want in exact.items():
         assert not fused[name].isnan().any(), name
         allowed = 1.1 * relative(apart[name], want) + 1e-3
         assert relative(fused[name], want) <= allowed, name
+    return given
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])

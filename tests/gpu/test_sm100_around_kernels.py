@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 SIZES = (300, 0, 20, 256, 1)
+FORMATS = {"mxfp8": mxfp8(), "nvfp4": nvfp4()}
 ROWS, HIDDEN, INNER = 600, 192, 128
 
 
@@ -47,7 +48,7 @@ def packed(device, fmt, x):
     return [t.view(torch.uint8).cpu() for t in (*made, places.ends, places.rows)]
 
 
-@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_packed_bytes_are_those_of_the_host(fmt):
     x = torch.randn(ROWS, HIDDEN, dtype=BF16)
     for mine, theirs in zip(packed("cuda", fmt, x), packed("cpu", fmt, x), strict=True):
@@ -63,39 +64,92 @@ ROWS_OF_GROUPS = {
 }
 
 
+def of_groups(splits, columns, device, special=True):
+    """Values of many magnitudes, end rows and places; NaN past the groups."""
+    sizes, rows = ROWS_OF_GROUPS[splits]
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, dtype=BF16) * torch.randn(rows, 1).exp().to(BF16)
+    if special and rows > 700:
+        x[300, 5], x[520, 6], x[3] = float("nan"), float("inf"), 0
+    x[sum(sizes) :] = float("nan")
+    ends = torch.tensor(sizes, device=device).cumsum(0).int()
+    places = padding.places_of(ends, rows, splits == "whole tiles")
+    return x.to(device), ends, places
+
+
+def poison(device):
+    """Memory that was used before must not show."""
+    torch.full((1 << 26,), 255, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("splits", ROWS_OF_GROUPS)
 @pytest.mark.parametrize("columns", [64, 192, 1088, 2048])
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
-def test_the_kernel_that_does_it_all_gives_the_same_bytes(splits, columns, uses):
-    sizes, rows = ROWS_OF_GROUPS[splits]
-    x = torch.randn(rows, columns, dtype=BF16) * torch.randn(rows, 1).exp().to(BF16)
-    if rows > 3:
-        x[1, 5], x[2, 6], x[3] = float("nan"), float("inf"), 0
-    x[sum(sizes) :] = float("nan")
-    made = []
+def test_the_kernel_that_does_it_all_gives_the_same_bytes(fmt, splits, columns, uses):
+    made, fmt = [], FORMATS[fmt]
     for device in ("cpu", "cuda"):
-        ends = torch.tensor(sizes, device=device).cumsum(0).int()
-        aligned = splits == "whole tiles"
-        places = padding.places_of(ends, rows, aligned)
-        # Memory that was used before must not show.
-        poison = torch.full((1 << 26,), 255, dtype=torch.uint8, device=device)
-        del poison
-        pieces = quantized(x.to(device), ends, places, *uses)
-        made.append([piece.view(torch.uint8).cpu() for piece in pieces])
-        if uses[1]:
-            # Padding under a scale that is NaN has the value NaN, whatever its element.
-            missing = torch.ones(places.size, dtype=torch.bool)
-            rows_there = torch.arange(rows) if places.rows is None else places.rows.cpu()
-            missing[rows_there[: sum(sizes)]] = False
-            elements = made[-1][2]
-            elements[missing[:, None] & (elements == 0x7F)] = 0
-    for mine, theirs in zip(*made, strict=True):
-        assert torch.equal(mine, theirs)
+        x, ends, places = of_groups(splits, columns, device)
+        poison(device)
+        pieces = quantized(x, fmt, ends, places, rowwise=uses[0], columnwise=uses[1])
+        made.append([piece.cpu() for piece in pieces])
+    mine, theirs = (list(pieces[:4]) for pieces in made)
+    assert torch.equal(made[0][4].isnan(), made[1][4].isnan())
+    assert torch.equal(made[0][4].nan_to_num(), made[1][4].nan_to_num())
+    if uses[1]:
+        # Padding under a scale that is NaN has the value NaN, whatever its element.
+        sizes = ROWS_OF_GROUPS[splits][0]
+        for elements in (mine, theirs):
+            elements[2] = without_padding(elements[2], fmt, sizes, places.ends.tolist())
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def without_padding(data, fmt, sizes, ends):
+    """Column-wise elements of the rows that exist, group by group."""
+    flat, kept = data.view(torch.uint8).flatten(), []
+    columns = data.shape[0]
+    for size, start, end in zip(sizes, [0, *ends], ends, strict=False):
+        if fmt.element.per_byte == 1:
+            kept.append(data.view(torch.uint8)[start : start + size].flatten())
+        else:
+            region = flat[columns * start // 2 : columns * end // 2].view(columns, -1)
+            values = torch.stack((region & 15, region >> 4), -1).flatten(1)
+            kept.append(values[:, :size].flatten())
+    return torch.cat(kept)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("splits", ROWS_OF_GROUPS)
+@pytest.mark.parametrize("columns", [64, 1088])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
+    x, ends, places = of_groups(splits, columns, "cuda", special=False)
+    scale = torch.rand(len(x), device="cuda", dtype=BF16) if scaled else None
+    options = {"rowwise": True, "columnwise": True, "sums": dtype, "row_scale": scale}
+    poison("cuda")
+    first = quantized(x, FORMATS[fmt], ends, places, **options)
+    plain = quantized(x, FORMATS[fmt], ends, places, rowwise=True, columnwise=True)
+    for a, b in zip(first[:5], plain[:5], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    again = quantized(x, FORMATS[fmt], ends, places, **options)
+    assert torch.equal(first.sums, again.sums)
+    assert first.sums.dtype == dtype
+    sizes = ROWS_OF_GROUPS[splits][0]
+    values = x[: sum(sizes)].double()
+    if scaled:
+        values = values * scale[: sum(sizes), None].double()
+    for mine, rows in zip(first.sums.double(), values.split(list(sizes)), strict=True):
+        error = (mine - rows.sum(0)).abs()
+        eps = 2**-8 if dtype == BF16 else 2**-20
+        assert (error <= eps * rows.sum(0).abs() + 2**-20 * rows.abs().sum(0)).all()
 
 
 def test_packing_waits_for_nothing_and_is_captured():
     x = torch.randn(ROWS, HIDDEN, dtype=BF16, device="cuda")
     sizes = torch.tensor(SIZES, device="cuda")
+    everything = {"rowwise": True, "columnwise": True, "sums": BF16}
 
     def work():
         ends = sizes.cumsum(0).int()
@@ -104,7 +158,8 @@ def test_packing_waits_for_nothing_and_is_captured():
         return (
             *padding.packed_rows(row, places),
             *padding.packed_columns(column, mxfp8(), ends, places),
-            *quantized(x, ends, places, True, True),
+            *quantized(x, mxfp8(), ends, places, **everything),
+            *quantized(x, nvfp4(), ends, places, **everything),
         )
 
     work()

@@ -141,6 +141,13 @@ def test_every_tile(kind, tile, how):
             _check_dglu(sizes, hidden, inner, how, 0, {}, tile=tile)
 
 
+def _names(options, interleave):
+    """The arguments of an activation, by position."""
+    options = options or {"activation": "swiglu", "limit": 0.0, "alpha": 0.0, "offset": 0.0}
+    activation, *constants = (options[n] for n in ("activation", "limit", "alpha", "offset"))
+    return activation, interleave, *constants
+
+
 def _check_dglu(sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16, tile=None):
     ends = ends_of(sizes)
     dy, preact = rows(sizes, TAIL, hidden, dtype), rows(sizes, TAIL, 2 * inner, dtype)
@@ -148,11 +155,8 @@ def _check_dglu(sizes, hidden, inner, how, interleave, options, dtype=torch.bflo
     scales[sum(sizes) :] = math.nan
     w = random(len(sizes), hidden, inner, dtype=dtype, scale=hidden**-0.5)
     # The parameter is [hidden, inner]; "k" and "n" here name its own order.
-    names = ("swiglu", 0.0, 0.0, 0.0)
-    if options:
-        names = tuple(options[name] for name in ("activation", "limit", "alpha", "offset"))
     d_preact, act, d_scales = ops.grouped_gemm_dglu(
-        dy, stored(w, how), ends, preact, scales, names[0], interleave, *names[1:], tile=tile
+        dy, stored(w, how), ends, preact, scales, *_names(options, interleave), tile=tile
     )
     live = sum(sizes)
     d_act = product(dy, [one.T for one in w], sizes)[:live]
@@ -169,8 +173,32 @@ def _check_dglu(sizes, hidden, inner, how, interleave, options, dtype=torch.bflo
         assert_close(actual[:live], expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [(kind, tile) for kind in ("glu", "dglu") for tile in tiles.TILES[kind]],
+    ids=str,
+)
+def test_every_tile_with_alternating_columns(kind, tile):
+    """GPT-OSS: single columns alternate, N is contiguous, a bias, a clamped gate."""
+    sizes, hidden, inner = SIZES, 328, 264
+    if kind == "dglu":
+        _check_dglu(sizes, hidden, inner, "n", 1, QGEGLU, tile=tile)
+        return
+    x, w = rows(sizes, TAIL, hidden), random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
+    scales, bias = torch.rand(x.shape[0], device=DEVICE), random(len(sizes), 2 * inner)
+    scales[sum(sizes) :] = math.nan
+    preact, out = ops.grouped_gemm_glu(
+        x, stored(w, "n"), ends_of(sizes), bias, scales, *_names(QGEGLU, 1), True, tile=tile
+    )
+    expected = product(x, w, sizes, bias)
+    assert_close(preact, expected)
+    expected = glu(expected, 1, **QGEGLU) * scales[:, None]
+    expected[sum(sizes) :] = 0
+    assert_close(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("interleave", [0, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("interleave", [0, 1, 2, 4, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("options", [{}, QGEGLU], ids=["swiglu", "qgeglu"])
 def test_glu_layouts(dtype, interleave, options):
     sizes, hidden, inner = (130, 0, 77, 300), 192, 512
@@ -189,7 +217,7 @@ def test_glu_layouts(dtype, interleave, options):
     _check_dglu(sizes, hidden, inner, "k", interleave, options, dtype)
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("interleave", [0, 1, 4, 32])
 @pytest.mark.parametrize("inner", [8, 96, 160, 352])
 def test_glu_columns_beside_the_tile(interleave, inner):
     if interleave and inner % interleave:
@@ -216,7 +244,7 @@ def test_bias(dtype):
     y = sm90.grouped_gemm(x, [w], ends, bias, scale)
     assert_close(y, product(x, w, sizes, bias, scale))
     assert (y[sum(sizes) :] == 0).all()
-    for interleave in (0, 8):
+    for interleave in (0, 1, 2, 8):
         preact, out = sm90.grouped_gemm_glu(
             x, [w], ends, scale, bias=bias, interleave=interleave, **QGEGLU
         )
@@ -298,7 +326,7 @@ def test_sums_over_tiles(rows, tiles_across, dtype):
     assert torch.equal(ops.sum_up(partials.flatten(), rows, dtype), want.to(dtype))
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("interleave", [0, 1, 2, 32])
 @pytest.mark.parametrize("inner", [96, 264, 512])
 def test_gradients_in_the_place_of_pre_activations(inner, interleave):
     if interleave and inner % interleave:
@@ -362,6 +390,51 @@ def _block(sizes, separate):
     w1, w2 = random(len(sizes), 512, 256, scale=0.06), random(len(sizes), 256, 256, scale=0.06)
     how = "separate" if separate else "k"
     return x, stored(w1, how), stored(w2, how), ends_of(sizes), scales
+
+
+@pytest.fixture
+def margins(monkeypatch):
+    """What the kernels' outputs lie between: filled with a pattern that no kernel may touch."""
+    pattern, width, kept = 77, 4096, []
+    new_empty = torch.Tensor.new_empty
+
+    def in_margins(self, *size, **options):
+        size = torch.Size(size[0] if isinstance(size[0], tuple | list | torch.Size) else size)
+        whole = new_empty(self, size.numel() + 2 * width, **options).fill_(pattern)
+        kept.append((whole, size.numel()))
+        return whole[width : width + size.numel()].view(size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", in_margins)
+
+    def untouched():
+        assert kept, "no output was made by new_empty"
+        for whole, size in kept:
+            assert (whole[:width] == pattern).all(), f"written before {size} elements"
+            assert (whole[width + size :] == pattern).all(), f"written past {size} elements"
+
+    return untouched
+
+
+@every_tile
+@pytest.mark.parametrize("interleave", [0, 8])
+@pytest.mark.parametrize("inner", [264, 520])  # 3 and 5 tiles across: no whole number of clusters
+def test_writes_nothing_beside_its_outputs(kind, tile, interleave, inner, margins):
+    sizes, hidden = SIZES, 136
+    ends = ends_of(sizes)
+    x, dy, scales = rows(sizes, TAIL, hidden), rows(sizes, TAIL, hidden), rows(sizes, TAIL, 1)[:, 0]
+    up, down = random(len(sizes), 2 * inner, hidden), random(len(sizes), hidden, inner)
+    options = ("swiglu", interleave, 0.0, 0.0, 0.0)
+    if kind == "store":
+        ops.grouped_gemm(x, [up], ends, None, None, False, tile=tile)
+    elif kind == "wgrad":
+        out = x.new_empty(len(sizes), inner, hidden)
+        ops.grouped_wgrad_([out], rows(sizes, TAIL, inner), x, ends, False, tile=tile)
+    elif kind == "glu":
+        ops.grouped_gemm_glu(x, [up], ends, None, scales, *options, True, tile=tile)
+    else:
+        preact = rows(sizes, TAIL, 2 * inner)
+        ops.grouped_gemm_dglu(dy, [down], ends, preact, scales, *options, tile=tile)
+    margins()
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -432,8 +505,9 @@ def test_refusals_name_what_is_wrong():
         with pytest.raises(ValueError, match=message):
             sm90.grouped_gemm(*arguments)
     scales = torch.rand(64, device=DEVICE)
-    with pytest.raises(ValueError, match="power of two"):
-        sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=12)
+    for interleave in (12, -1):
+        with pytest.raises(ValueError, match="power of two"):
+            sm90.grouped_gemm_glu(x, [w], ends, scales, interleave=interleave)
     with pytest.raises(ValueError, match="scales must be on cuda"):
         sm90.grouped_gemm_glu(x, [w], ends, scales.cpu())
     with pytest.raises(ValueError, match="activation must be one of"):

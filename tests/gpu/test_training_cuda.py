@@ -6,13 +6,21 @@ Every way of running: fused on Hopper, unfused by PyTorch's grouped products, an
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 import threading
 from contextlib import contextmanager, nullcontext
+from pathlib import Path as FilePath
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fusible as fz
 from fusible.testing import assume_target
@@ -25,55 +33,92 @@ pytestmark = [
     ),
 ]
 
+DOCS = FilePath(__file__).parents[2] / "docs"
 HIDDEN, INNER, SIZES, TAIL = 128, 128, (127, 0, 128, 129, 1, 256, 0, 300), 60
 ROWS = sum(SIZES) + TAIL
-# Name: recipe, machine whose rules run (this one if None), what must have fired.
+MX, FP8 = fz.recipes.MXFP8BlockScaling(), fz.recipes.Float8BlockScaling()
+NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+
+
+class Path(NamedTuple):
+    """One way of running, and what must fire then."""
+
+    fired: tuple[str, ...] = ()
+    recipe: fz.recipes.Recipe | None = None
+    machine: str | None = None
+    """Whose rules run, if not this machine's."""
+    form: str = "mlp"
+    """As in tests/training_paths.py."""
+
+
+PARTS = ("grouped_linear_glu_sm90", "grouped_linear_forward_sm90")
+PARTS += 2 * ("grouped_linear_backward_sm90",)
+RECIPE_PARTS = 2 * ("recipe_linear_forward_sm90",) + 2 * ("recipe_linear_backward_sm90",)
 PATHS = {
-    "fused": (None, None, ("grouped_mlp_sm90",)),
-    "unfused": (None, "sm80", ()),
-    "mxfp8": (fz.recipes.MXFP8BlockScaling(), "sm80", ()),
-    "mxfp8 fused": (fz.recipes.MXFP8BlockScaling(), None, ("recipe_mlp_sm90",)),
-    "fp8 block": (fz.recipes.Float8BlockScaling(), "sm80", ()),
+    "fused": Path(("grouped_mlp_sm90",)),
+    "parts": Path(PARTS, form="parts"),
+    "experts": Path(("moe_experts_sm90",), form="experts"),
+    "unfused": Path(machine="sm80"),
+    "mxfp8": Path(recipe=MX, machine="sm80"),
+    "fp8 block": Path(recipe=FP8, machine="sm80"),
+    "mxfp8 fused": Path(("recipe_mlp_sm90",), MX),
+    "mxfp8 parts": Path(RECIPE_PARTS, MX, form="parts"),
+    "fp8 block fused": Path(("recipe_mlp_sm90",), FP8),
+    "fp8 current fused": Path(("recipe_mlp_sm90",), fz.recipes.Float8CurrentScaling()),
+    "nvfp4 fused": Path(("recipe_mlp_sm90",), NV),
 }
-paths = pytest.mark.parametrize("path", PATHS)
+paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 
 
-def build(single=True, **options):
+def build(path=PATHS["fused"], single=True, **options):
     torch.manual_seed(0)
     options |= {"device": "cuda", "dtype": torch.bfloat16}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
-    mlp = fz.Sequential(
+    experts = [
         fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
         fz.ScaledSwiGLU(),
         fz.GroupedLinear(len(SIZES), INNER, HIDDEN, **options),
-    )
+    ]
+    if path.form == "experts":
+        experts = [fz.Dispatch(len(SIZES)), *experts, fz.Combine()]
+    mlp = fz.Sequential(*experts)
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.1)
     return mlp
 
 
-def inputs(seed=1, sizes=SIZES):
+def inputs(path=PATHS["fused"], seed=1, sizes=SIZES):
+    """x, whose last rows are not in use; split sizes or experts of the rows; scales; dy."""
     torch.manual_seed(seed)
     x = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_()
-    scales = torch.rand(ROWS, device="cuda").requires_grad_()
-    return x, torch.tensor(sizes, device="cuda"), scales, torch.randn_like(x.detach())
+    scales, splits = torch.rand(ROWS), torch.tensor(sizes)
+    if path.form == "experts":
+        ids = torch.full((ROWS, 1), -1)
+        ids[: sum(sizes), 0] = torch.arange(len(sizes)).repeat_interleave(splits)
+        scales, splits = scales[:, None], ids
+    return x, splits.cuda(), scales.cuda().requires_grad_(), torch.randn_like(x.detach())
+
+
+def arguments(mlp, x, splits, scales, parts=False):
+    if len(mlp) == 5:
+        return x, scales, splits
+    return x, splits, scales, splits.clone() if parts else splits
 
 
 @contextmanager
 def on(path):
     """The recipe and the rules of a path, for forward and backward."""
-    recipe, machine, _ = PATHS[path]
     with (
-        fz.autocast(enabled=recipe is not None, recipe=recipe),
-        assume_target(machine) if machine else nullcontext(),
+        fz.autocast(enabled=path.recipe is not None, recipe=path.recipe),
+        assume_target(path.machine) if path.machine else nullcontext(),
     ):
         yield
 
 
-def step(mlp, x, splits, scales, dy, **options):
+def step(mlp, x, splits, scales, dy, parts=False, **options):
     """Output and gradients of the inputs; parameters' accumulate."""
-    y = mlp(x, splits, scales, splits, **options)
+    y = mlp(*arguments(mlp, x, splits, scales, parts), **options)
     y.backward(dy)
     grads = x.grad, scales.grad
     x.grad = scales.grad = None
@@ -82,17 +127,21 @@ def step(mlp, x, splits, scales, dy, **options):
 
 def run(path, mlp, given, **options):
     with on(path):
-        out = step(mlp, *given, **options)
-    assert mlp.plan.fired == PATHS[path][2]
+        out = step(mlp, *given, path.form == "parts", **options)
+    assert mlp.plan.fired == path.fired
     return out
 
 
+def linears(mlp):
+    return [op for op in mlp if isinstance(op, fz.GroupedLinear)]
+
+
 def weights(mlp):
-    return [*mlp[0].weights(), *mlp[2].weights()]
+    return [w for fc in linears(mlp) for w in fc.weights()]
 
 
 def biases(mlp):
-    return [*mlp[0].biases(), *mlp[2].biases()]
+    return [b for fc in linears(mlp) for b in fc.biases()]
 
 
 def same(mine, theirs):
@@ -119,9 +168,9 @@ def no_synchronisation():
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 def test_main_grads(path, single, dtype, delay):
     """Added to, or overwritten where it holds garbage, each weight by its own flag."""
-    plain, given = build(single), inputs()
+    plain, given = build(path, single), inputs(path)
     want = run(path, plain, given)
-    mlp = build(single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
+    mlp = build(path, single, accumulate_into_main_grad=True, delay_wgrad_compute=delay)
     before = []
     for i, w in enumerate(weights(mlp)):
         w.overwrite_main_grad = i % 3 == 0
@@ -129,16 +178,16 @@ def test_main_grads(path, single, dtype, delay):
         if w.overwrite_main_grad:
             w.main_grad.fill_(float("nan"))
         before.append(w.main_grad.clone())
-    with on(path):
-        step(mlp, *given)  # compiles kernels
+    run(path, mlp, given)  # compiles kernels
     for w, old in zip(weights(mlp), before, strict=True):
         w.main_grad.copy_(old)
     mlp.zero_grad()
-    for fc in (mlp[0], mlp[2]):
+    fc1, fc2 = linears(mlp)
+    for fc in (fc1, fc2):
         fc._delayed.clear()
     with on(path), no_synchronisation():
-        got = step(mlp, *given)
-        for fc in (mlp[2], mlp[0], mlp[2]):
+        got = run(path, mlp, given)
+        for fc in (fc2, fc1, fc2):
             fc.backward_dw()
     same(got, want)
     same([b.grad for b in biases(mlp)], [b.grad for b in biases(plain)])
@@ -148,11 +197,11 @@ def test_main_grads(path, single, dtype, delay):
         total = grad + (0 if w.overwrite_main_grad else old.double())
         bound = 4 * torch.finfo(torch.bfloat16).eps * total.abs().max() + 1e-30
         assert (w.main_grad.double() - total).abs().max() <= bound
-    for fc in (mlp[0], mlp[2]):
+    for fc in (fc1, fc2):
         for group, size in enumerate(SIZES):
             if size == 0:
                 w = fc.weights()[0 if single else group]
-                first = 0 if fc is mlp[0] else len(mlp[0].weights())
+                first = 0 if fc is fc1 else len(fc1.weights())
                 old = before[first + (0 if single else group)]
                 mine, old = (t[group] if single else t for t in (w.main_grad, old))
                 assert torch.equal(mine, torch.zeros_like(old) if w.overwrite_main_grad else old)
@@ -188,10 +237,11 @@ def test_products_reach_fp32_main_grads_unrounded(single):
 
 @paths
 def test_delayed_weight_gradients(path):
-    plain, mlp, given = build(), build(delay_wgrad_compute=True), inputs()
+    plain, mlp, given = build(path), build(path, delay_wgrad_compute=True), inputs(path)
     same(run(path, mlp, given), run(path, plain, given))
     assert all(w.grad is None for w in weights(mlp))
-    for fc in (mlp[2], mlp[0], mlp[0]):
+    fc1, fc2 = linears(mlp)
+    for fc in (fc2, fc1, fc1):
         fc.backward_dw()
     same([p.grad for p in mlp.parameters()], [p.grad for p in plain.parameters()])
 
@@ -214,11 +264,13 @@ def test_dense_main_grad(dtype):
 @layouts
 def test_no_rows_and_no_rows_in_use(path, single):
     """Zero gradients, not none."""
-    mlp = build(single)
+    mlp = build(path, single)
     for rows in (ROWS, 0):
-        x, _, scales, dy = (t[:rows].detach() for t in inputs())
-        given = x.requires_grad_(), torch.zeros(len(SIZES), dtype=torch.int64, device="cuda")
-        y, dx, dscales = run(path, mlp, (*given, scales.requires_grad_(), dy))
+        x, splits, scales, dy = (
+            t[:rows].detach() if len(t) == ROWS else t for t in inputs(path, sizes=[0] * len(SIZES))
+        )
+        given = x.requires_grad_(), splits, scales.requires_grad_(), dy
+        y, dx, dscales = run(path, mlp, given)
         for t in (y, dx, dscales, *(p.grad for p in mlp.parameters())):
             assert not t.any()
         mlp.zero_grad()
@@ -227,9 +279,10 @@ def test_no_rows_and_no_rows_in_use(path, single):
 # --- the caller's buffers ------------------------------------------------------------------------
 
 
-@paths
-def test_buffers(path):
-    mlp, given = build(), inputs()
+@pytest.mark.parametrize("name", [name for name in PATHS if name != "experts"])
+def test_buffers(name):
+    path = PATHS[name]
+    mlp, given = build(path), inputs(path)
     want = run(path, mlp, given)
     output, grad_input = (torch.full_like(want[0], float("nan")) for _ in "ab")
     kwargs = {0: {"grad_input": grad_input}, 2: {"output": output}}
@@ -244,23 +297,30 @@ def test_buffers(path):
 OTHERS = ([ROWS, *[0] * 7], [0] * 8, [1] * 8, [ROWS // 8] * 8, SIZES)
 
 
+def made_graphed(path, mlp):
+    """A copy of ``mlp`` whose forward and backward are graphs."""
+    graphed, (x, splits, scales, _) = copy.deepcopy(mlp), inputs(path)
+    with on(path):
+        torch.cuda.make_graphed_callables(
+            graphed, arguments(mlp, x, splits, scales, path.form == "parts")
+        )
+    return graphed
+
+
 @paths
 @layouts
 def test_make_graphed_callables(path, single):
     """Forward and backward as graphs of their own, replayed with other splits and other rows."""
-    mlp = build(single)
-    graphed = copy.deepcopy(mlp)
-    x, splits, scales, _ = inputs()
-    with on(path):
-        torch.cuda.make_graphed_callables(graphed, (x, splits, scales, splits))
-    assert graphed.plan.fired == PATHS[path][2]
+    mlp = build(path, single)
+    graphed = made_graphed(path, mlp)
+    assert graphed.plan.fired == path.fired
     for seed, sizes in enumerate(OTHERS):
-        given = inputs(seed, sizes)
+        given = inputs(path, seed, sizes)
         with torch.no_grad():
             given[0][sum(sizes) :] = float("nan")  # rows of a padded buffer that are not in use
             given[3][sum(sizes) :] = float("nan")
         with no_synchronisation():
-            got = [t.clone() for t in step(graphed, *given)]
+            got = [t.clone() for t in step(graphed, *given, path.form == "parts")]
         same(got, run(path, mlp, given))
         same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
         mlp.zero_grad()
@@ -270,17 +330,14 @@ def test_make_graphed_callables(path, single):
 @paths
 def test_micro_batches_of_a_graphed_module(path):
     """``.grad`` keeps its memory, which is not that of the graph's results."""
-    mlp = build()
-    graphed = copy.deepcopy(mlp)
-    x, splits, scales, _ = inputs()
-    with on(path):
-        torch.cuda.make_graphed_callables(graphed, (x, splits, scales, splits))
+    mlp = build(path)
+    graphed = made_graphed(path, mlp)
     for module in (mlp, graphed):
         for p in module.parameters():
             p.grad = torch.zeros_like(p)
     for seed in (3, 4):
-        step(graphed, *inputs(seed))
-        run(path, mlp, inputs(seed))
+        step(graphed, *inputs(path, seed), path.form == "parts")
+        run(path, mlp, inputs(path, seed))
     same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
 
 
@@ -290,16 +347,16 @@ def test_a_whole_step_in_one_graph(path, accumulate):
     """Forward, backward, weight gradients and optimizer; replayed with other splits."""
 
     def make():
-        mlp = build(accumulate_into_main_grad=accumulate, delay_wgrad_compute=accumulate)
+        mlp = build(path, accumulate_into_main_grad=accumulate, delay_wgrad_compute=accumulate)
         for w in weights(mlp) if accumulate else ():
             w.main_grad = torch.zeros(w.shape, device="cuda")
             w.overwrite_main_grad = True
         return mlp, torch.optim.AdamW(mlp.parameters(), lr=1e-2, capturable=True)
 
     def train(mlp, optimizer, given):
-        y = mlp(given[0], given[1], given[2], given[1])
+        y = mlp(*arguments(mlp, *given[:3], path.form == "parts"))
         y.backward(given[3])
-        for fc in (mlp[0], mlp[2]) if accumulate else ():
+        for fc in linears(mlp) if accumulate else ():
             fc.backward_dw()
         for w in weights(mlp) if accumulate else ():
             w.grad = w.main_grad.to(w.dtype)
@@ -308,7 +365,7 @@ def test_a_whole_step_in_one_graph(path, accumulate):
         given[0].grad = given[2].grad = None
 
     captured, eager = make(), make()
-    given = inputs()
+    given = inputs(path)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with on(path), torch.cuda.stream(stream):
@@ -322,7 +379,7 @@ def test_a_whole_step_in_one_graph(path, accumulate):
         with on(path):
             train(*eager, given)
     for seed, sizes in enumerate(OTHERS):
-        other = inputs(seed, sizes)
+        other = inputs(path, seed, sizes)
         with torch.no_grad():
             for mine, theirs in zip(given, other, strict=True):
                 mine.copy_(theirs)
@@ -335,21 +392,35 @@ def test_a_whole_step_in_one_graph(path, accumulate):
 # --- memory --------------------------------------------------------------------------------------
 
 
+def keeping_products():
+    """A selective checkpoint's contexts: what the library computes is kept."""
+
+    def policy(ctx, op, *args, **kwargs):
+        kept = op.namespace == "fusible"
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 @paths
 def test_offload_and_checkpoint(path):
-    mlp, given = build(), inputs()
+    mlp, given = build(path), inputs(path)
     x, splits, scales, dy = given
     want = run(path, mlp, given)
     grads = [p.grad.clone() for p in mlp.parameters()]
+    args = arguments(mlp, x, splits, scales, path.form == "parts")
 
     def offloaded():
         with save_on_cpu(pin_memory=True):
-            return mlp(x, splits, scales, splits)
+            return mlp(*args)
 
-    def recomputed():
-        return checkpoint(mlp, x, splits, scales, splits, use_reentrant=False)
+    def recomputed(**options):
+        return checkpoint(mlp, *args, use_reentrant=False, **options)
 
-    for forward in (offloaded, recomputed):
+    def selectively():
+        return recomputed(context_fn=keeping_products)
+
+    for forward in (offloaded, recomputed, selectively):
         mlp.zero_grad()
         with on(path):
             y = forward()
@@ -365,7 +436,7 @@ def test_offload_and_checkpoint(path):
 @paths
 def test_two_streams(path):
     """Two modules at once, many times: nothing is shared that either writes."""
-    modules, given = [build(), build(False)], [inputs(1), inputs(2)]
+    modules, given = [build(path), build(path, False)], [inputs(path, 1), inputs(path, 2)]
     want = [run(path, m, g) for m, g in zip(modules, given, strict=True)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -413,22 +484,51 @@ def test_two_threads_with_different_recipes():
 # --- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
-def test_compiled(dynamic, accumulate):
-    mlp, given = build(accumulate_into_main_grad=accumulate), inputs()
+@pytest.mark.parametrize(
+    ("name", "dynamic", "accumulate"),
+    [
+        *itertools.product(["fused"], [False, True], [False, True]),
+        ("experts", True, False),
+        ("mxfp8 fused", True, True),
+        ("unfused", True, True),
+    ],
+)
+def test_compiled(name, dynamic, accumulate):
+    path = PATHS[name]
+    mlp, given = build(path, accumulate_into_main_grad=accumulate), inputs(path)
     for w in weights(mlp) if accumulate else ():
         w.main_grad, w.overwrite_main_grad = torch.zeros(w.shape, device="cuda"), True
 
     def results(call):
         mlp.zero_grad()
-        out = step(call, *given)
+        with on(path):
+            y = call(*arguments(mlp, *given[:3]))
+            y.backward(given[3])
         where = "main_grad" if accumulate else "grad"
-        return [*out, *(getattr(w, where).clone() for w in weights(mlp))]
+        return [
+            y.detach(),
+            *(t.grad.clone() for t in (given[0], given[2], *biases(mlp))),
+            *(getattr(w, where).clone() for w in weights(mlp)),
+        ]
 
     want = results(mlp)
-    assert mlp.plan.fired == PATHS["fused"][2]
-    compiled = torch.compile(mlp, fullgraph=True, dynamic=dynamic)
-    for mine, theirs in zip(results(compiled), want, strict=True):
+    assert mlp.plan.fired == path.fired
+    given[0].grad = given[2].grad = None
+    for mine, theirs in zip(
+        results(torch.compile(mlp, fullgraph=True, dynamic=dynamic)), want, strict=True
+    ):
         error = (mine.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)
         assert error < 1e-5
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_code_for_cuda_on_the_page():
+    """docs/training.md: its blocks for a GPU, after those that they build on."""
+    text = (DOCS / "training.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```(python(?: cuda)?)\n(.*?)```", text, re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"python", "python cuda"}
+    for _, block in blocks:
+        exec(block, names)

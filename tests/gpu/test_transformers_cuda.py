@@ -20,11 +20,12 @@ def test_as_near_to_fp32_as_eager(family):
     eager, fused = (logits_and_grads(model, way) for way in ("eager", "fusible"))
     block = experts_of(model)._fusible_block
     if torch.cuda.get_device_capability()[0] == 9:
-        assert any(rule.endswith("_sm90") for rule in block.mlp.plan.fired)
+        assert block.mlp.plan.fired == ("moe_experts_sm90",)
     assert error(fused[0], exact[0]) <= 1.3 * error(eager[0], exact[0])
     for name, grad in exact[1].items():
-        bound = 2 * error(eager[1][name], grad) + 2e-3
-        assert error(fused[1][name], grad) <= bound, name
+        # The error of a few numbers, such as the 4 of a router's bias, is a matter of luck.
+        factor = 1.5 if grad.numel() >= 64 else 3
+        assert error(fused[1][name], grad) <= factor * error(eager[1][name], grad) + 2e-3, name
 
 
 def error(got, exact):

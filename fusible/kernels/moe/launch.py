@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
+from fusible.kernels import grouped
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
 
 MAX_GROUPS = 1024  # counters of eight warps in 48 KiB
 _MAX_BLOCKS, _SORT_THREADS = 128, 256
 _MAX_TOP_K = 32
+_MAX_GRID_Y = 2**16
 _INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
 
 
@@ -65,7 +67,7 @@ def _has_cutlass() -> bool:
 
 @cache
 def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
-    """Compile the kernel of that name in ``device.rows`` or ``device.router``.
+    """Compile the kernel of that name in ``device.rows``, ``device.bias`` or ``device.router``.
 
     The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
     for a GPU that need not be there.
@@ -73,18 +75,21 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
     from cutlass import Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from fusible.kernels.moe.device import router, rows
+    from fusible.kernels.moe.device import bias, router, rows
 
-    kinds = {
-        "route": [Int64] * 4 + [Int32],
-        "route_backward": [Int64] * 4 + [Int32],
-        "scatter": [Int64] * 5 + [Int32] * 2,
-        "gather": [Int64] * 6 + [Int32],
-        "dots": [Int64] * 4 + [Int32] * 2,
+    functions = {
+        "route": (router.route, [Int64] * 4 + [Int32]),
+        "route_backward": (router.route_backward, [Int64] * 4 + [Int32]),
+        "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
+        "gather": (rows.gather, [Int64] * 6 + [Int32]),
+        "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
+        "group_sums": (bias.group_sums, [Int64] * 4 + [Int32]),
+        "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
     }
+    function, kinds = functions[kernel]
     return cute.compile(
-        getattr(router if isinstance(spec, RouteSpec) else rows, kernel),
-        *[kind(0) for kind in kinds[kernel]],
+        function,
+        *[kind(0) for kind in kinds],
         make_fake_stream(),
         spec,
         options=f"--enable-tvm-ffi {options}",
@@ -207,6 +212,32 @@ def _row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
     return out
 
 
+def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels of a bias's gradients take the rows."""
+    return why_not(dy, ends[:, None], *others) is None and ends.shape[0] < _MAX_GRID_Y
+
+
+def _grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+    if not _takes_bias(dy, ends, row_scale):
+        return grouped.grouped_sum_definition(dy, ends, row_scale)
+    dy, ends = _aligned(dy), ends.contiguous()
+    row_scale = None if row_scale is None else row_scale.contiguous()
+    out = dy.new_empty(ends.shape[0], dy.shape[1])
+    spec = _spec(dy, ends[:, None], row_scale)
+    _launch("group_sums", spec, dy.device, dy, ends, row_scale, out, ends.shape[0])
+    return out
+
+
+def _grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
+        return grouped.grouped_dots_definition(dy, bias, ends)
+    dy, bias, ends = _aligned(dy), _aligned(bias), ends.contiguous()
+    out = dy.new_empty(dy.shape[0], dtype=torch.float32)
+    spec = _spec(dy, ends[:, None], None)
+    _launch("group_dots", spec, dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0])
+    return out
+
+
 def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
     """Whether the router's kernels take the logits."""
     tokens, experts = logits.shape
@@ -268,5 +299,7 @@ _library.impl("permutation", _permutation, "CUDA")
 _library.impl("scatter_rows", _scatter_rows, "CUDA")
 _library.impl("gather_sum", _gather_sum, "CUDA")
 _library.impl("row_dots", _row_dots, "CUDA")
+_library.impl("grouped_sum", _grouped_sum, "CUDA")
+_library.impl("grouped_dots", _grouped_dots, "CUDA")
 _library.impl("route", _route, "CUDA")
 _library.impl("route_backward", _route_backward, "CUDA")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,27 +110,54 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
         return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
     x = _loadable(x)
     pieces = empty_pieces(x, ends, fmt, rowwise, columnwise)
+    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
+    amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
+    col_blocks = pieces[4].numel() // x.shape[-1]
+    with torch.cuda.device(x.device):
+        _kernel("encode", spec, _capability(x.device))(
+            x.data_ptr(),
+            0 if ends is None else ends.data_ptr(),
+            0 if amax is None else amax.data_ptr(),
+            *[p.data_ptr() for p in pieces],
+            *_sizes(x, ends),
+            col_blocks,
+            torch._C._cuda_getCurrentRawStream(x.device.index),
+        )
+    return pieces
+
+
+def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Tensor:
+    """The bits of FP32 of the largest magnitude in each matrix or group, int32.
+
+    ``x`` has rows equally far apart, which begin at 16 bytes. One launch, and one that clears.
+    """
+    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), True, True)
+    sizes = _sizes(x, ends)
+    amax = x.new_zeros(sizes.groups, dtype=torch.int32)
+    with torch.cuda.device(x.device):
+        _kernel("amax", spec, _capability(x.device))(
+            x.data_ptr(),
+            0 if ends is None else ends.data_ptr(),
+            amax.data_ptr(),
+            *sizes,
+            torch._C._cuda_getCurrentRawStream(x.device.index),
+        )
+    return amax
+
+
+class _Sizes(NamedTuple):
+    rows: int
+    """Of all matrices."""
+    columns: int
+    pitch: int
+    groups: int
+    matrix_rows: int
+
+
+def _sizes(x: Tensor, ends: Tensor | None) -> _Sizes:
     rows, columns = x.shape[-2:]
     groups = x.numel() // (rows * columns) if ends is None else len(ends)
-    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
-    all_rows, pitch = x.numel() // columns, x.stride(-2)
-    where = x.data_ptr(), 0 if ends is None else ends.data_ptr()
-    capability = _capability(x.device)
-    with torch.cuda.device(x.device):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        largest = 0
-        if spec.has_matrix_scales:
-            amax = x.new_zeros(groups, dtype=torch.int32)
-            largest = amax.data_ptr()
-            sizes = all_rows, columns, pitch, groups, rows
-            maximum = _kernel("amax", spec._replace(rowwise=True, columnwise=True), capability)
-            maximum(*where, largest, *sizes, stream)
-        col_blocks = pieces[4].numel() // columns
-        _kernel("encode", spec, capability)(
-            *where, largest, *[p.data_ptr() for p in pieces],
-            all_rows, columns, pitch, groups, rows, col_blocks, stream,
-        )  # fmt: skip
-    return pieces
+    return _Sizes(x.numel() // columns, columns, x.stride(-2), groups, rows)
 
 
 def _loadable(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fusible.kernels.sm100.padding import (
     returned,
 )
 from fusible.kernels.sm100.quantizer import quantized
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.product import Operand
 
 _ops = torch.ops.fusible
@@ -36,6 +37,8 @@ class Packed(NamedTuple):
 
     row: Use | None
     column: Use | None
+    sums: Tensor | None = None
+    """Of the rows of each group ``[E, K]``, where they were asked for."""
 
 
 class PackedWeights(NamedTuple):
@@ -62,12 +65,27 @@ def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
     return Packed(row, column)
 
 
-def quantize(x: Tensor, ends: Tensor, places: Places, *, rowwise: bool, columnwise: bool) -> Packed:
-    """Rows ``x`` in groups up to ``ends`` in MXFP8: ``pack`` of what ``encode`` gives, in one."""
-    row, row_scales, column, column_scales = quantized(x, ends, places, rowwise, columnwise)
+def quantize(
+    x: Tensor,
+    fmt: NumberFormat,
+    ends: Tensor,
+    places: Places,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    sums: torch.dtype | None = None,
+    row_scale: Tensor | None = None,
+) -> Packed:
+    """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of what ``encode`` gives, in one.
+
+    ``sums``, a dtype, asks for those of the rows of each group, each times its ``row_scale``.
+    """
+    pieces = quantized(x, fmt, ends, places, rowwise, columnwise, sums, row_scale)
+    factors = pieces.factors if fmt.has_tensor_scale else None
     return Packed(
-        Use(row, row_scales) if rowwise else None,
-        Use(column, column_scales) if columnwise else None,
+        Use(pieces.row, pieces.row_scales, factors) if rowwise else None,
+        Use(pieces.column, pieces.column_scales, factors) if columnwise else None,
+        None if sums is None else pieces.sums,
     )
 
 

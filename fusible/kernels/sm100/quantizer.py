@@ -1,34 +1,62 @@
 """Rows of ragged groups quantized into the layout of the SM100 kernels, in one pass on CUDA.
 
-The op's definition is ``encode`` and ``packed_rows`` and ``packed_columns``, on any device; the
-kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but for elements
-of padding under a scale that is NaN.
+The op's definition is ``encode``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``, on any
+device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but
+for elements of padding under a scale that is NaN. NVFP4 takes a pass before, for the largest
+magnitude of each group, and the sums of the rows a small one after, over an eighth of a byte for
+each value; sums are FP32, in an order that the groups alone decide.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.launch import why_not
-from fusible.kernels.quantize.spec import DTYPES, EncodeSpec
+from fusible.kernels.grouped import grouped_sum
+from fusible.kernels.quantize.launch import largest_magnitudes, why_not
 from fusible.kernels.sm100.padding import Places, library, packed_columns, packed_rows
-from fusible.recipes.formats import mxfp8
+from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
 from fusible.recipes.library import encode
 
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Row-wise data and packed scales, column-wise data and packed scales; empty where not wanted."""
+FORMATS = {fmt.name: fmt for fmt in (mxfp8(), nvfp4())}
 
 
-def quantized(x: Tensor, ends: Tensor, places: Places, rowwise: bool, columnwise: bool) -> Pieces:
-    """MXFP8 of ``x`` ``[rows, columns]`` in groups up to ``ends``, in their places and packed.
+class Pieces(NamedTuple):
+    """Tensors that are empty where they are not wanted."""
 
-    The columns are a multiple of 32.
+    row: Tensor
+    """Elements ``[size, columns / per_byte]`` and packed scales for the row-wise use."""
+    row_scales: Tensor
+    column: Tensor
+    """The same for the column-wise use, as ``packed_columns`` lays them out."""
+    column_scales: Tensor
+    factors: Tensor
+    """FP32 factor of each group, where the format has one, for both uses."""
+    sums: Tensor
+    """Of the rows of each group, ``[groups, columns]``."""
+
+
+def quantized(
+    x: Tensor,
+    fmt: NumberFormat,
+    ends: Tensor,
+    places: Places,
+    rowwise: bool,
+    columnwise: bool,
+    sums: torch.dtype | None = None,
+    row_scale: Tensor | None = None,
+) -> Pieces:
+    """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, in their places and packed.
+
+    The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
+    ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32.
     """
-    return torch.ops.fusible.sm100_quantize.default(x, ends, *places, rowwise, columnwise)
+    quantize = torch.ops.fusible.sm100_quantize.default
+    return Pieces(*quantize(x, ends, *places, fmt.name, rowwise, columnwise, sums, row_scale))
 
 
 def _quantize(
@@ -37,32 +65,60 @@ def _quantize(
     placed_ends: Tensor,
     rows: Tensor | None,
     size: int,
+    name: str,
     rowwise: bool,
     columnwise: bool,
+    sums: torch.dtype | None,
+    row_scale: Tensor | None,
 ) -> Pieces:
-    places = Places(placed_ends, rows, size)
-    fmt = mxfp8()
+    places, fmt = Places(placed_ends, rows, size), FORMATS[name]
     row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
-    pieces = list(_empty(x, 0, False, False))
+    pieces = _empty(x, 0, ends, fmt, False, False, None)
     if row is not None:
-        pieces[:2] = packed_rows(row, places)
+        pieces = pieces._replace(**_named("row", *packed_rows(row, places)))
     if column is not None:
-        pieces[2:] = packed_columns(column, fmt, ends, places)
-    return pieces[0], pieces[1], pieces[2], pieces[3]
+        pieces = pieces._replace(**_named("column", *packed_columns(column, fmt, ends, places)))
+    for encoded in (row, column):
+        if encoded is not None and encoded.tensor_scale is not None:
+            pieces = pieces._replace(factors=encoded.tensor_scale)
+    if sums is not None:
+        pieces = pieces._replace(sums=grouped_sum(x.to(torch.float32), ends, row_scale).to(sums))
+    return pieces
 
 
-def _empty(x: Tensor, size: int, rowwise: bool, columnwise: bool) -> Pieces:
-    columns, fmt = x.shape[1], mxfp8()
-    lines, atoms = (columns + 127) // 128, (columns // 32 + 3) // 4
-    # What pads the scales is zero; the kernel writes those that there are.
-    make = x.new_empty if columns % 128 == 0 else x.new_zeros
-    row = ((size, columns), (size // 128, atoms, 32, 4, 4)) if rowwise else ((0,), (0,))
-    column = ((size, columns), (128 * lines, size // 32)) if columnwise else ((0,), (0,))
-    return (
-        x.new_empty(row[0], dtype=fmt.element.dtype),
-        make(row[1], dtype=torch.uint8).view(fmt.scale_dtype),
-        x.new_empty(column[0], dtype=fmt.element.dtype),
-        make(column[1], dtype=torch.uint8).view(fmt.scale_dtype),
+def _named(use: str, data: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    return {use: data, f"{use}_scales": scales}
+
+
+def _empty(
+    x: Tensor,
+    size: int,
+    ends: Tensor,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+    sums: torch.dtype | None,
+) -> Pieces:
+    assert fmt.block is not None
+    columns, along, per_byte = x.shape[1], fmt.block[1], fmt.element.per_byte
+    lines, atoms = (columns + 127) // 128, (columns // along + 3) // 4
+    scaled = fmt.has_tensor_scale and (rowwise or columnwise)
+
+    def data(wanted: bool, *shape: int) -> Tensor:
+        return x.new_empty(shape if wanted else 0, dtype=fmt.element.dtype)
+
+    def scales(wanted: bool, *shape: int) -> Tensor:
+        # What pads the scales is zero; the kernel writes those that there are.
+        make = x.new_empty if columns % 128 == 0 else x.new_zeros
+        return make(shape if wanted else 0, dtype=torch.uint8).view(fmt.scale_dtype)
+
+    return Pieces(
+        data(rowwise, size, columns // per_byte),
+        scales(rowwise, size // 128, atoms, 32, 4, 4),
+        data(columnwise, *((size, columns) if per_byte == 1 else (columns, size // 2))),
+        scales(columnwise, 128 * lines, size // along),
+        x.new_empty(ends.shape if scaled else 0, dtype=torch.float32),
+        x.new_empty((0,) if sums is None else (*ends.shape, columns), dtype=sums),
     )
 
 
@@ -72,22 +128,24 @@ def _fake(
     placed_ends: Tensor,
     rows: Tensor | None,
     size: int,
+    name: str,
     rowwise: bool,
     columnwise: bool,
+    sums: torch.dtype | None,
+    row_scale: Tensor | None,
 ) -> Pieces:
-    return _empty(x, size, rowwise, columnwise)
+    return _empty(x, size, ends, FORMATS[name], rowwise, columnwise, sums)
 
 
 @cache
-def compiled(rowwise: bool, columnwise: bool, options: str = "") -> Any:
+def compiled(spec: PlacedSpec, options: str = "") -> Any:
     """Compile the kernel; ``options`` such as ``"--gpu-arch sm_90a"`` for a GPU not here."""
     from cutlass import Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
     from fusible.kernels.sm100.device import quantize
 
-    spec = EncodeSpec(mxfp8(), DTYPES[torch.bfloat16], True, False, rowwise, columnwise)
-    kinds = [Int64] * 7 + [Int32] * 2 + [Int64] + [Int32]
+    kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32]
     return cute.compile(
         quantize.quantize,
         *[kind(0) for kind in kinds],
@@ -97,44 +155,91 @@ def compiled(rowwise: bool, columnwise: bool, options: str = "") -> Any:
     )
 
 
+@cache
+def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
+    """Compile the kernel that adds up sums of ``rows`` rows, in FP32 if ``wide``, else BF16."""
+    from cutlass import Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from fusible.kernels.sm100.device import quantize
+
+    kinds = [Int64] * 4 + [Int32] * 2
+    return cute.compile(
+        quantize.sum_blocks,
+        *[kind(0) for kind in kinds],
+        make_fake_stream(),
+        rows,
+        wide,
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
+    """Whether the kernel reads ``x`` as it lies and writes such sums."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and ends.dtype == torch.int32
+        and sums in (None, torch.bfloat16, torch.float32)
+        and why_not(x, x.dtype, ends) is None
+    )
+
+
 def _cuda(
     x: Tensor,
     ends: Tensor,
     placed_ends: Tensor,
     rows: Tensor | None,
     size: int,
+    name: str,
     rowwise: bool,
     columnwise: bool,
+    sums: torch.dtype | None,
+    row_scale: Tensor | None,
 ) -> Pieces:
-    readable = x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0
-    if (
-        not (rowwise or columnwise)
-        or size == 0
-        or not readable
-        or x.data_ptr() % 16
-        or ends.dtype != torch.int32
-        or why_not(x, x.dtype, ends) is not None
-    ):
-        return _quantize(x, ends, placed_ends, rows, size, rowwise, columnwise)
-    pieces = _empty(x, size, rowwise, columnwise)
+    if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
+        return _quantize(
+            x, ends, placed_ends, rows, size, name, rowwise, columnwise, sums, row_scale
+        )
+    fmt, columns, groups = FORMATS[name], x.shape[1], len(ends)
+    uses = rowwise, columnwise, sums is not None, row_scale is not None
+    spec = PlacedSpec(fmt, *uses, torch.cuda.get_device_capability(x.device) >= (10, 0))
+    pieces = _empty(x, size, ends, fmt, rowwise, columnwise, sums)
+    amax = largest_magnitudes(x, ends, fmt) if fmt.has_tensor_scale else None
+    scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
+    parts = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
     with torch.cuda.device(x.device):
-        compiled(rowwise, columnwise)(
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        compiled(spec)(
             x.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            0 if amax is None else amax.data_ptr(),
             ends.data_ptr(),
             placed_ends.data_ptr(),
-            *[piece.data_ptr() for piece in pieces],
+            *[piece.data_ptr() for piece in pieces[:5]],
+            parts.data_ptr(),
             size,
-            x.shape[1],
+            columns,
             x.stride(0),
-            len(ends),
-            torch._C._cuda_getCurrentRawStream(x.device.index),
+            groups,
+            stream,
         )
+        if spec.sums:
+            compiled_sums(spec.rows, sums == torch.float32)(
+                *[t.data_ptr() for t in (parts, ends, placed_ends, pieces.sums)],
+                columns,
+                groups,
+                stream,
+            )
     return pieces
 
 
 library.define(
     "sm100_quantize(Tensor x, Tensor ends, Tensor placed_ends, Tensor? rows, SymInt size, "
-    "bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)"
+    "str format, bool rowwise, bool columnwise, ScalarType? sums, Tensor? row_scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.impl("sm100_quantize", _quantize, "CompositeExplicitAutograd")
 library.impl("sm100_quantize", _cuda, "CUDA")

@@ -7,4 +7,3 @@ DTYPES = ("bfloat16", "float16")
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 WGRAD_DTYPES = ("bfloat16", "float16", "float32")  # the input's own, or float32
 ACTIVATIONS = ("swiglu", "clamped_qgeglu")
-MIN_INTERLEAVE = 8  # a GLU's gate and linear columns alternate in blocks of 2**n >= 8, or 0: halves

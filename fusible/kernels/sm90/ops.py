@@ -274,11 +274,11 @@ def _check_glu(activation: str, interleave: int, columns: int) -> None:
         raise ValueError(
             f"activation must be one of {', '.join(limits.ACTIVATIONS)}, got {activation!r}"
         )
-    power_of_two = interleave >= limits.MIN_INTERLEAVE and interleave & (interleave - 1) == 0
-    if interleave and (not power_of_two or columns % interleave):
+    power_of_two = interleave >= 0 and interleave & (interleave - 1) == 0
+    if not power_of_two or (interleave and columns % interleave):
         raise ValueError(
-            f"interleave must be 0 (halves) or a power of two, at least {limits.MIN_INTERLEAVE}, "
-            f"that divides the {columns} activation columns, got {interleave}"
+            f"interleave must be 0 (halves) or a power of two that divides the {columns} "
+            f"activation columns, got {interleave}"
         )
 
 

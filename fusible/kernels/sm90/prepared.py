@@ -91,13 +91,10 @@ class Products:
         )
         return start
 
-    @functools.cached_property
-    def _weight_gradient(self) -> Start:
-        columns, depth, dtype = self._columns, self._depth, self._dtype
-        return prepared(
-            spec_of(
-                "wgrad", tiles.choose("wgrad", self._many_rows, depth), dtype, dtype, "k", False
-            ),
+    def _make_wgrad(self, columns: int, depth: int) -> Start:
+        tile, dtype = tiles.choose("wgrad", self._many_rows, depth), self._dtype
+        start = self._starts["wgrad", columns, depth] = prepared(
+            spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,
             columns,
             depth,
@@ -107,6 +104,7 @@ class Products:
             b_group_pitch=columns * depth,
             out_pitch=depth,
         )
+        return start
 
     def fits(self, bias: Tensor) -> bool:
         """Whether the kernels read a bias as it lies."""
@@ -203,12 +201,12 @@ class Products:
         )
         return d_preact, act, sum_up(partials, rows, scales.dtype)
 
-    def wgrad(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """`grouped_wgrad`."""
-        dw = x.new_empty(self._groups, self._columns, self._depth)
-        self._weight_gradient(
-            x.shape[0], dy.data_ptr(), x.data_ptr(), dw.data_ptr(), ends.data_ptr()
-        )
+    def wgrad(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        """`grouped_wgrad`, of ``dy`` and ``x``, or the other way round for its transpose."""
+        (rows, columns), depth = a.shape, b.shape[1]
+        start = self._starts.get(("wgrad", columns, depth)) or self._make_wgrad(columns, depth)
+        dw = a.new_empty(self._groups, columns, depth)
+        start(rows, a.data_ptr(), b.data_ptr(), dw.data_ptr(), ends.data_ptr())
         return dw
 
 

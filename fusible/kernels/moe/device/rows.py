@@ -19,7 +19,7 @@ TOGETHER = 8  # choices a thread has in flight
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 
 
-def _number(address, index, inside, dtype):
+def number(address, index, inside, dtype):
     """One number in FP32, zero where not ``inside``."""
     at = address + Int64(index) * _SIZES[dtype]
     if dtype == "f32":
@@ -27,7 +27,7 @@ def _number(address, index, inside, dtype):
     return bits.unpack([bits.load_half(at, Int32(inside))], dtype)[0]
 
 
-def _put(address, index, value, inside, dtype):
+def put(address, index, value, inside, dtype):
     """Store one number of FP32 where ``inside``."""
     at = address + Int64(index) * _SIZES[dtype]
     if dtype == "f32":
@@ -75,9 +75,9 @@ def _values_to_rows(
     first, step = _my_choices()
     for choice in cutlass.range(first, choices, step, unroll=1):
         entry = _row(row_map, choice, True)
-        value = _number(values, choice, entry >= 0, dtype)
+        value = number(values, choice, entry >= 0, dtype)
         row = cutlass.max(entry, ~entry)
-        _put(out, row, value, row < rows, dtype)
+        put(out, row, value, row < rows, dtype)
 
 
 @cute.jit
@@ -88,13 +88,13 @@ def _values_to_choices(
     first, step = _my_choices()
     for choice in cutlass.range(first, choices, step, unroll=1):
         row = _row(row_map, choice, True)
-        _put(out, choice, _number(values, row, row >= 0, dtype), True, dtype)
+        put(out, choice, number(values, row, row >= 0, dtype), True, dtype)
 
 
 def _weight(weights, token, j, row, computed, spec):
     """Weight of a choice, zero if it is not computed."""
     index = row if spec.weights == "row" else token * spec.top_k + j
-    return _number(weights, index, computed, spec.weight_dtype)
+    return number(weights, index, computed, spec.weight_dtype)
 
 
 @cute.kernel
@@ -207,7 +207,7 @@ def _dots(
             if cutlass.const_expr(spec.weights == "row"):
                 index = cutlass.max(entry, ~entry)
                 inside = inside & (index < row_count)
-            _put(out, index, total, inside, "f32")
+            put(out, index, total, inside, "f32")
 
 
 def _blocks(tokens, spec):

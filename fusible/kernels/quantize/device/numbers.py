@@ -142,12 +142,27 @@ def unpack_fp8(word, count, element):
     return [value for pair in pairs for value in unpack_f16(pair)][:count]
 
 
-def pack_e2m1(values):
-    """Eight FP32 numbers to the eight elements of a word; NaN, which has no sign here, is 6."""
+def pack_e2m1(values, instruction=False):
+    """FP32 numbers to elements from the lowest bits on; NaN, which has no sign here, is 6.
+
+    They are eight in a word, or two in a byte. SM100 has an ``instruction`` for two.
+    """
     word = Uint32(0)
+    if instruction:
+        for i in range(0, len(values), 2):
+            word = word | (_e2m1_pair(values[i], values[i + 1]) << (4 * i))
+        return word
     for i, value in enumerate(values):
         word = word | (_e2m1(value) << (4 * i))
     return word
+
+
+def _e2m1_pair(low, high):
+    return inline_ptx(
+        "{ .reg .b8 a; cvt.rn.satfinite.e2m1x2.f32 a, {$r1}, {$r0}; cvt.u32.u8 {$w0}, a; }",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
 
 
 def _e2m1(value):

@@ -1,14 +1,19 @@
 # mypy: ignore-errors
-"""MXFP8 quantization of ragged groups straight into the layout of the SM100 kernels.
+"""Quantization of ragged groups straight into the layout of the SM100 kernels.
 
-A thread takes 32 rows by 8 columns of the padded matrix, that is one block of rows of one group:
-groups begin at multiples of 256. Rows that do not exist are loaded as zeros, which is what is
-stored for them (or NaN, for the column-wise use, under a scale that is NaN: the value is NaN in
-both cases); so every element is written, and every scale of a column that exists.
+A thread takes a few rows and columns of the padded matrix, rows of one group: groups begin at
+multiples of 256. Rows that do not exist are loaded as zeros, which is what is stored for them (or
+NaN, for the column-wise use, under a scale that is NaN: the value is NaN in both cases); so every
+element is written, and every scale of a column that exists.
+
+The sums of each group's rows, which are the gradient of a bias, are taken on the way: a thread
+adds up its rows, and ``sum_blocks`` those sums, both in an order that the rows alone decide.
 """
 
+from typing import NamedTuple
+
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
@@ -20,9 +25,57 @@ from fusible.kernels.quantize.device.encode import (
     _magnitude,
 )
 from fusible.kernels.quantize.spec import THREADS
+from fusible.kernels.sm100.spec import DTYPE, SLICES, SUMMED_COLUMNS, VECTOR, WORDS
 from fusible.recipes.layout import scale_offset
 
-ROWS = 32  # of a thread: a block along the columns
+
+class Groups(NamedTuple):
+    """Where groups end: in x, and in the padded matrix of ``size`` rows."""
+
+    ends: Int64
+    placed_ends: Int64
+    count: Int32
+    size: Int32
+
+
+class Source(NamedTuple):
+    """Addresses of what is read, and the distance of rows of ``x`` in elements."""
+
+    x: Int64
+    pitch: Int64
+    row_scale: Int64
+
+
+class Out(NamedTuple):
+    """Addresses of what is written."""
+
+    row_data: Int64
+    row_scales: Int64
+    col_data: Int64
+    col_scales: Int64
+    factors: Int64
+    """The scale of each group as a whole, where the format has one."""
+    sums: Int64
+    """FP32, of the rows of each thread."""
+
+
+class Rows(NamedTuple):
+    """The part of a matrix that a thread takes."""
+
+    first: Int32
+    """Of the padded rows."""
+    source: Int32
+    """The same row in x."""
+    count: Int32
+    """Rows that exist, which may be none or negative."""
+    group: Int32
+    region: Int32
+    """The first padded row of the group; those past the last group are a group of their own."""
+    region_end: Int32
+    column: Int32
+    columns: Int32
+    inside: Int32
+    """Whether its columns exist."""
 
 
 def _start(ends, group):
@@ -35,119 +88,189 @@ def _end(ends, group):
     return bits.load_index(ends + Int64(group) * 4, False)
 
 
-def _source(ends, placed_ends, groups, size, first):
-    """Where the rows of the block from padded row ``first`` come from.
-
-    Returns their first row in x, how many there are, and of the block's group the first and the end
-    of the padded rows. The rows past the last group are a group of their own, with no rows of x.
-    """
-    _, _, live, group = _find(placed_ends, groups, size, first // ROWS, ROWS, False)
-    start, end = _start(ends, group), _end(ends, group)
-    placed, placed_end = _start(placed_ends, group), _end(placed_ends, group)
-    row = first - placed + start
+def _rows_of_thread(groups, first, column, columns, rows):
+    _, _, live, group = _find(
+        groups.placed_ends, groups.count, groups.size, first // rows, rows, False
+    )
+    start, end = _start(groups.ends, group), _end(groups.ends, group)
+    placed, placed_end = _start(groups.placed_ends, group), _end(groups.placed_ends, group)
+    source = first - placed + start
     region = Int32(bits.select(live != 0, placed, placed_end))
-    region_end = Int32(bits.select(live != 0, placed_end, size))
-    return row, (end - row) * live, region, region_end
+    region_end = Int32(bits.select(live != 0, placed_end, groups.size))
+    count = (end - source) * live
+    inside = Int32(column < columns)
+    return Rows(first, source, count, group, region, region_end, column, columns, inside)
 
 
 @cute.kernel
 def _quantize(
     x: Int64,
+    row_scale: Int64,
+    amax: Int64,
     ends: Int64,
     placed_ends: Int64,
     row_data: Int64,
     row_scales: Int64,
     col_data: Int64,
     col_scales: Int64,
+    factors: Int64,
+    sums: Int64,
     size: Int32,
     columns: Int32,
     pitch: Int64,
-    groups: Int32,
+    count: Int32,
     chunks: Int32,
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
-    column = ((cta % chunks) * THREADS + thread) * spec.vector
-    inside = column < columns
-    first = (cta // chunks) * ROWS
-    row, count, *region = _source(ends, placed_ends, groups, size, first)
-    words = _load(x, row, count, column, pitch, inside, spec)
-    place = first, column, columns, Int32(inside)
-    factors = None
-    if cutlass.const_expr(spec.columnwise):
-        factors = _column_scales(words, *region, *place, col_scales, spec)
-    _store_elements(row_data, row_scales, col_data, words, factors, *place, spec)
+    groups = Groups(ends, placed_ends, count, size)
+    out = Out(row_data, row_scales, col_data, col_scales, factors, sums)
+    column = ((cta % chunks) * THREADS + thread) * VECTOR
+    mine = _rows_of_thread(groups, (cta // chunks) * spec.rows, column, columns, spec.rows)
+    outer = None
+    if cutlass.const_expr(spec.format.has_tensor_scale):
+        if cta == 0:
+            _store_factors(amax, factors, count, spec)
+        (largest,) = bits.load(amax + Int64(mine.group) * 4, Int32(1), 1)
+        outer = numbers.tensor_scale(largest, spec.format)
+    _encode(Source(x, pitch, row_scale), mine, outer, out, spec)
+
+
+@cute.jit
+def _store_factors(amax: Int64, factors: Int64, count: Int32, spec: cutlass.Constexpr):
+    thread, _, _ = cute.arch.thread_idx()
+    for group in cutlass.range(thread, count, THREADS, unroll=1):
+        (largest,) = bits.load(amax + Int64(group) * 4, Int32(1), 1)
+        factor = numbers.tensor_scale(largest, spec.format)
+        bits.store(factors + Int64(group) * 4, [bits.to_bits(factor)], Int32(1))
 
 
 # Helpers below are plain functions: their loops are unrolled.
 
 
-def _load(x, row, count, column, pitch, inside, spec):
-    """Words of the rows of a thread, zeros where there is nothing."""
-    source = x + (Int64(row) * pitch + Int64(column)) * 2
-    return [
-        bits.load(source + r * (pitch * 2), Int32(Boolean(r < count) & inside), spec.words)
-        for r in range(ROWS)
-    ]
-
-
-def _store_elements(
-    row_data, row_scales, col_data, words, col_factors, first, column, columns, inside, spec
-):
-    """Every element of a thread for each use, and the scales of its rows."""
-    for r in range(ROWS):
-        values, row = bits.unpack(words[r], spec.dtype), first + r
-        offset = Int64(row) * Int64(columns) + Int64(column)
-        if spec.rowwise:
-            factor = _row_scale(words[r], row, column, columns, row_scales, inside, spec)
-            packed = _elements([v * factor for v in values], spec.format)
-            bits.store(row_data + offset, packed, inside)
+def _encode(source, mine, outer, out, spec):
+    """All that a thread reads and writes of its rows."""
+    total, pairs = [Float32(0)] * VECTOR, [[] for _ in range(VECTOR)]
+    for block in range(0, spec.rows, spec.along):
+        words, factors = _load(source, mine, block, spec), None
         if spec.columnwise:
-            scaled = [v * factor for v, factor in zip(values, col_factors, strict=True)]
-            bits.store(col_data + offset, _elements(scaled, spec.format), inside)
+            factors = _column_factors(words, mine, block, outer, out.col_scales, spec)
+        for r, row in enumerate(words, block):
+            values = bits.unpack(row, DTYPE)
+            if spec.sums:
+                total = _added(total, values, mine, r, source, spec)
+            if spec.rowwise:
+                factor = _row_factor(row, mine, r, outer, out.row_scales, spec)
+                _store_row(out.row_data, values, [factor] * VECTOR, mine, r, spec)
+            if spec.columnwise:
+                _store_columns(out.col_data, values, factors, mine, r, pairs, spec)
+    if spec.sums:
+        offset = Int64(mine.first // spec.rows) * Int64(mine.columns) + Int64(mine.column)
+        bits.store(out.sums + offset * 4, [bits.to_bits(t) for t in total], mine.inside)
 
 
-def _elements(values, fmt):
-    return [numbers.pack_fp8(values[i : i + 4], fmt.element) for i in range(0, len(values), 4)]
-
-
-def _row_scale(words, row, column, columns, scales, inside, spec):
-    """The factor of a row's block; its scale is stored by the block's first thread."""
-    largest = _largest_of_lanes(_largest(words, spec.dtype), spec.lanes, spec.dtype)
-    scale, factor = numbers.encode_scale(_magnitude(largest, spec.dtype), None, spec.format)
-    along = spec.format.block[1]
-    offset = scale_offset(row, column // along, columns // along)
-    mine = Int32(Boolean(inside != 0) & (column % along == 0))
-    bits.store_byte(scales + Int64(offset), scale, mine)
-    return factor
-
-
-def _column_scales(words, region, region_end, first, column, columns, inside, scales, spec):
-    """The factor of each column of a thread; the scales are stored in the group's own region."""
-    largest = _largest_of_columns(words, spec.dtype)
-    encoded = [
-        numbers.encode_scale(amax, None, spec.format)
-        for amax in bits.magnitudes(largest, spec.dtype)
+def _load(source, mine, first, spec):
+    """Words of a block's rows of a thread, zeros where there is nothing."""
+    start = Int64(mine.source + first) * source.pitch + Int64(mine.column)
+    address, inside = source.x + start * 2, Boolean(mine.inside != 0)
+    return [
+        bits.load(
+            address + r * (source.pitch * 2), Int32(Boolean(first + r < mine.count) & inside), WORDS
+        )
+        for r in range(spec.along)
     ]
-    lines = (columns + 127) // 128 * 128
-    base = Int64(region // ROWS) * Int64(lines)
-    blocks = (region_end - region) // ROWS
+
+
+def _added(total, values, mine, r, source, spec):
+    """``total`` and the values of row ``r``, times its scale where there is one."""
+    if spec.scaled:
+        address = source.row_scale + Int64(mine.source + r) * 4
+        scale = bits.to_float(bits.load(address, Int32(r < mine.count), 1)[0])
+        values = [bits.mul(value, scale) for value in values]
+    return [bits.add(t, value) for t, value in zip(total, values, strict=True)]
+
+
+def _outer(outer, there):
+    """The scale of a thread's group, and any number for what is not ``there``: it is zero."""
+    there = Int32(there)
+    return (
+        outer if outer is None else bits.to_float(bits.select(there, bits.to_bits(outer), bits.ONE))
+    )
+
+
+def _column_factors(words, mine, first, outer, scales, spec):
+    """The factor of each column of a block of rows; the scales go to the group's own region."""
+    largest = bits.magnitudes(_largest_of_columns(words, DTYPE), DTYPE)
+    outer = _outer(outer, first < mine.count)
+    encoded = [numbers.encode_scale(amax, outer, spec.format) for amax in largest]
+    lines = (mine.columns + 127) // 128 * 128
+    base = scales + Int64(mine.region // spec.along) * Int64(lines)
+    blocks = (mine.region_end - mine.region) // spec.along
+    block = (mine.first + first - mine.region) // spec.along
     for i, (scale, _) in enumerate(encoded):
-        offset = scale_offset(column + i, (first - region) // ROWS, blocks)
-        bits.store_byte(scales + base + Int64(offset), scale, inside)
+        offset = scale_offset(mine.column + i, block, blocks)
+        bits.store_byte(base + Int64(offset), scale, mine.inside)
     return [factor for _, factor in encoded]
+
+
+def _store_row(data, values, factors, mine, r, spec):
+    """The elements of row ``r``, as it lies."""
+    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
+    offset = Int64(mine.first + r) * Int64(mine.columns) + Int64(mine.column)
+    if spec.pairs:
+        words, offset = [numbers.pack_e2m1(scaled, spec.fp4_instruction)], offset // 2
+    else:
+        words = numbers.pack_elements(scaled, spec.format)
+    bits.store(data + offset, words, mine.inside)
+
+
+def _store_columns(data, values, factors, mine, r, pairs, spec):
+    """The elements of row ``r`` for the column-wise use.
+
+    Two rows to a byte are a matrix ``[columns, rows / 2]`` of every group: ``pairs`` collects, for
+    each column, words of eight rows, and between them the number of the row before.
+    """
+    if not spec.pairs:
+        _store_row(data, values, factors, mine, r, spec)
+        return
+    for column, value, factor in zip(pairs, values, factors, strict=True):
+        column.append(value * factor)
+        if r % 2:
+            high, low = column.pop(), column.pop()
+            byte = numbers.pack_e2m1([low, high], spec.fp4_instruction) << (4 * (r % 8 - 1))
+            column.append(byte if r % 8 == 1 else column.pop() | byte)
+    if r == spec.rows - 1:
+        pitch = Int64(mine.region_end - mine.region) // 2
+        start = Int64(mine.region // 2) * Int64(mine.columns) + Int64(mine.first - mine.region) // 2
+        for i, words in enumerate(pairs):
+            bits.store(data + start + Int64(mine.column + i) * pitch, words, mine.inside)
+
+
+def _row_factor(words, mine, r, outer, scales, spec):
+    """The factor of a row's block; its scale is stored by the block's first thread."""
+    largest = _largest_of_lanes(_largest(words, DTYPE), spec.along // VECTOR, DTYPE)
+    outer = _outer(outer, r < mine.count)
+    scale, factor = numbers.encode_scale(_magnitude(largest, DTYPE), outer, spec.format)
+    offset = scale_offset(mine.first + r, mine.column // spec.along, mine.columns // spec.along)
+    first = Int32(Boolean(mine.inside != 0) & (mine.column % spec.along == 0))
+    bits.store_byte(scales + Int64(offset), scale, first)
+    return factor
 
 
 @cute.jit
 def quantize(
     x: Int64,
+    row_scale: Int64,
+    amax: Int64,
     ends: Int64,
     placed_ends: Int64,
     row_data: Int64,
     row_scales: Int64,
     col_data: Int64,
     col_scales: Int64,
+    factors: Int64,
+    sums: Int64,
     size: Int32,
     columns: Int32,
     pitch: Int64,
@@ -156,12 +279,72 @@ def quantize(
     spec: cutlass.Constexpr,
 ):
     """Launch over ``size`` padded rows: addresses, sizes, ``pitch`` of x in elements."""
-    width = THREADS * spec.vector
+    width = THREADS * VECTOR
     chunks = (columns + width - 1) // width
     _quantize(
-        x, ends, placed_ends, row_data, row_scales, col_data, col_scales, size, columns, pitch,
-        groups, chunks, spec,
+        x, row_scale, amax, ends, placed_ends, row_data, row_scales, col_data, col_scales, factors,
+        sums, size, columns, pitch, groups, chunks, spec,
     ).launch(
-        grid=[size // ROWS * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
+        grid=[size // spec.rows * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=0,
     )  # fmt: skip
+
+
+@cute.kernel
+def _sum_blocks(
+    sums: Int64,
+    ends: Int64,
+    placed_ends: Int64,
+    out: Int64,
+    columns: Int32,
+    chunks: Int32,
+    block_rows: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    lane, slice_, _ = cute.arch.thread_idx()
+    group, column = cta // chunks, (cta % chunks) * SUMMED_COLUMNS + lane
+    rows = _end(ends, group) - _start(ends, group)
+    blocks = (rows + block_rows - 1) // block_rows
+    inside = Int32(column < columns)
+    first = Int64(_start(placed_ends, group) // block_rows)
+    total = Float32(0)
+    for block in cutlass.range(slice_, blocks, SLICES, unroll=8):
+        address = sums + ((first + Int64(block)) * Int64(columns) + Int64(column)) * 4
+        total = bits.add(total, bits.to_float(bits.load(address, inside, 1)[0]))
+    shared = cute.make_tensor(
+        cute.arch.alloc_smem(Float32, SLICES * SUMMED_COLUMNS),
+        cute.make_layout((SLICES, SUMMED_COLUMNS), stride=(SUMMED_COLUMNS, 1)),
+    )
+    shared[slice_, lane] = total
+    cute.arch.sync_threads()
+    if slice_ == 0:
+        for other in cutlass.range_constexpr(1, SLICES):
+            total = bits.add(total, shared[other, lane])
+        offset = Int64(group) * Int64(columns) + Int64(column)
+        if cutlass.const_expr(wide):
+            bits.store(out + offset * 4, [bits.to_bits(total)], inside)
+        else:
+            bits.store_half(out + offset * 2, bits.pack([total, Float32(0)], DTYPE)[0], inside)
+
+
+@cute.jit
+def sum_blocks(
+    sums: Int64,
+    ends: Int64,
+    placed_ends: Int64,
+    out: Int64,
+    columns: Int32,
+    groups: Int32,
+    stream,
+    block_rows: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """Launch: add up sums of ``block_rows`` rows each to those of groups, ``[groups, columns]``.
+
+    In FP32 if ``wide``, else BF16.
+    """
+    chunks = (columns + SUMMED_COLUMNS - 1) // SUMMED_COLUMNS
+    _sum_blocks(sums, ends, placed_ends, out, columns, chunks, block_rows, wide).launch(
+        grid=[groups * chunks, 1, 1], block=[SUMMED_COLUMNS, SLICES, 1], stream=stream
+    )

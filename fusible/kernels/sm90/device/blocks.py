@@ -5,6 +5,7 @@ from cutlass import Float32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
@@ -41,6 +42,7 @@ class BlockWriter:
         from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
         self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
+        self.stripe = spec.stripe
 
     def read(self, block, piece):
         """A thread's 8 values of 16 columns of a block of 16-bit values."""
@@ -58,6 +60,37 @@ class BlockWriter:
         copy = self.to_shared.get_slice(self.thread)
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
+
+    def read_preacts(self, block, piece):
+        """`read` of gates and linears, in the order that stripes of 8 have."""
+        if self.stripe >= 8:
+            return self.read(block, piece)
+        copy, part, values = self._narrow(block, piece)
+        cute.copy(copy, part, values)
+        return [values[i].to(Float32) for i in fragment_order(self.stripe)]
+
+    def put_preacts(self, values, block, piece):
+        """Write what `read_preacts` has read, or its gradient, to where it was."""
+        if self.stripe >= 8:
+            self.put(values, block, piece)
+            return
+        copy, part, fragment = self._narrow(block, piece)
+        for i, value in zip(fragment_order(self.stripe), values, strict=True):
+            fragment[i] = value.to(self.dtype)
+        cute.copy(copy, fragment, part)
+
+    def _narrow(self, block, piece):
+        """How stripes of less than 8 are copied: a thread's part of 16 columns, and as registers.
+
+        Words of 4 or 8 bytes; a bank serves two of them, as it does in ldmatrix.
+        """
+        layout, columns = fragment_layout(self.stripe)
+        atom = cute.make_copy_atom(
+            CopyUniversalOp(), self.dtype, num_bits_per_copy=columns * self.dtype.width
+        )
+        copy = cute.make_tiled_copy(atom, layout, (WARPGROUP_ROWS, PIECE))
+        part = copy.get_slice(self.thread).partition_S(block)[None, 0, piece]
+        return copy, part, cute.make_rmem_tensor(part.shape, self.dtype)
 
     def block(self, count):
         """Where the tile's ``count``-th block is put together."""

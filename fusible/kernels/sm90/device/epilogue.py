@@ -20,6 +20,7 @@ from fusible.kernels.sm90.device.parts import (
     give_turn,
     take_turn,
 )
+from fusible.kernels.sm90.device.stripes import untangle
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 # And 6: named barriers of whose turn it is, in ping-pong, to read pre-activations. Without turns
@@ -148,10 +149,23 @@ class Epilogue:
         """Value i of a thread in 8 columns of the accumulator: columns count first, then rows."""
         return accumulator[(i % 2, i // 2, eight), m, 0]
 
-    def _gate(self, eight):
-        """Which 8 columns hold the gates of the eight-th 8 activation columns."""
-        stripe = self.spec.stripe // 8
-        return eight // stripe * 2 * stripe + eight % stripe
+    def _sides(self, eight):
+        """Which 8 columns hold the gates of the eight-th 8 activation columns, and the linears.
+
+        Narrower stripes lie in the same 16 columns as stripes of 8 would.
+        """
+        stripe = max(self.spec.stripe // 8, 1)
+        gate = eight // stripe * 2 * stripe + eight % stripe
+        return gate, gate + stripe
+
+    def _gates_and_linears(self, accumulator, m, eight):
+        """A thread's values of both for the eight-th 8 activation columns, 4 each."""
+        sides = [
+            [self._value(accumulator, m, side, i) for i in range(4)] for side in self._sides(eight)
+        ]
+        if self.spec.stripe < 8:
+            return untangle(*sides, self.spec.stripe, self.thread)
+        return sides
 
     @cute.jit
     def _add_bias(self, accumulator, m, row_scales, place: Place):
@@ -214,13 +228,13 @@ class Epilogue:
                     count += 1
             block = writer.block(count)
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                values = [None] * 8
-                for i in cutlass.range_constexpr(8):
-                    eight = self._gate(2 * piece + index * self.columns // 8 + i // 4)
-                    gate = self._value(accumulator, m, eight, i % 4)
-                    linear = self._value(accumulator, m, eight + spec.stripe // 8, i % 4)
-                    scale = row_scales[2 * m + i % 4 // 2]
-                    values[i] = activation(gate, linear, self.outputs.constants) * scale
+                values = []
+                for j in cutlass.range_constexpr(2):
+                    eight = 2 * piece + index * self.columns // 8 + j
+                    gates, linears = self._gates_and_linears(accumulator, m, eight)
+                    for i in cutlass.range_constexpr(4):
+                        value = activation(gates[i], linears[i], self.outputs.constants)
+                        values.append(value * row_scales[2 * m + i // 2])
                 writer.put(values, block, piece)
             writer.write([(*out, slab, place.column + index * self.columns, block)])
             count += 1
@@ -272,11 +286,10 @@ class Epilogue:
         Adds to the gradients of a thread's two scales; gives its 8 scaled activations.
         """
         backward, pieces = BACKWARD[self.spec.activation], self.columns // PIECE
-        gates = [self._gate(2 * piece + i) for i in range(2)]
-        linears = [gate + self.spec.stripe // 8 for gate in gates]
+        gates, linears = zip(*[self._sides(2 * piece + i) for i in range(2)], strict=True)
         # 16 activation columns and their gates and linears: always two pieces of 16.
-        touched = sorted({eight // 2 for eight in gates + linears})
-        values = {p: writer.read(sides[p // pieces], p % pieces) for p in touched}
+        touched = sorted({eight // 2 for eight in (*gates, *linears)})
+        values = {p: writer.read_preacts(sides[p // pieces], p % pieces) for p in touched}
         activations = []
         for i in range(8):
             gate, linear = gates[i // 4], linears[i // 4]
@@ -293,17 +306,19 @@ class Epilogue:
             values[linear // 2][at_linear] = gradient * d_linear
             activations.append(value * scale)
         for at, part in values.items():
-            writer.put(part, sides[at // pieces], at % pieces)
+            writer.put_preacts(part, sides[at // pieces], at % pieces)
         return activations
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):
         """Sum a row's gradients of its scale over the four threads that hold it."""
-        partials = self.outputs.partials
+        partials, tile = self.outputs.partials, place.column // self.tile.n
+        tiles = cute.size(partials, mode=[0])
         for half in cutlass.range_constexpr(2):
             total = scale_grads[half]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
             at = place.row + self._row(m, half)
-            if (self.thread % 4 == 0) & (at < place.rows):
-                partials[place.column // self.tile.n, place.start + at] = total
+            # A cluster across an odd number of tiles has a block past the last column.
+            if (self.thread % 4 == 0) & (at < place.rows) & (tile < tiles):
+                partials[tile, place.start + at] = total

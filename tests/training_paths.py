@@ -1,0 +1,109 @@
+"""Every way that grouped experts run, for the tests of training: unfused, and by every fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import pytest
+import reference as ref
+import torch
+from torch import Tensor, nn
+
+import fusible as fz
+from fusible.recipes import Recipe
+from fusible.testing import assume_target
+
+GROUPS, WIDTH, INNER = 4, 128, 128
+SIZES, ROWS = (3, 0, 4, 1), 10
+FP32, BF16 = torch.float32, torch.bfloat16
+MX = fz.recipes.MXFP8BlockScaling()
+NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way; ``machine`` is whose rules run, by what computes the same as its kernels."""
+
+    fired: tuple[str, ...] = ()
+    dtype: torch.dtype = BF16
+    recipe: Recipe | None = None
+    machine: str = "sm80"
+    form: str = "mlp"
+    """``mlp``; ``parts``: with two tensors of split sizes, so that no rule takes it whole; or
+    ``experts``: between a Dispatch and a Combine."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """In force around a forward (and backward)."""
+        with fz.autocast(enabled=self.recipe is not None, recipe=self.recipe), self.kernels():
+            yield
+
+    def kernels(self):
+        """Where a backward and delayed products find their kernels."""
+        return assume_target(self.machine) if self.machine != "sm80" else nullcontext()
+
+    def build(self, single: bool = True, **options) -> fz.Sequential:
+        layout = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
+        options = {"dtype": self.dtype} | layout | options
+        mlp = ref.grouped_mlp(GROUPS, WIDTH, INNER, **options)
+        mlp[1] = fz.ScaledSwiGLU(32)
+        for bias in (b for fc in linears(mlp) for b in fc.biases()):
+            nn.init.normal_(bias)
+        if self.form == "experts":
+            return fz.Sequential(fz.Dispatch(GROUPS), *mlp, fz.Combine())
+        return mlp
+
+    def inputs(self, sizes: Sequence[int] = SIZES, rows: int = ROWS) -> tuple[Tensor, ...]:
+        """What the module takes; first x, which has ``rows`` rows, of which the last are unused."""
+        x, splits, scales = ref.grouped_mlp_inputs(sizes, rows, WIDTH, self.dtype)
+        if self.form == "experts":
+            ids = torch.full((rows, 1), -1)
+            ids[: sum(sizes), 0] = torch.arange(GROUPS).repeat_interleave(splits)
+            return x, scales.detach()[:, None].requires_grad_(), ids
+        return x, splits, scales, splits if self.form == "mlp" else splits.clone()
+
+
+_PARTS90 = ("grouped_linear_glu_sm90", "grouped_linear_forward_sm90") + 2 * (
+    "grouped_linear_backward_sm90",
+)
+_RECIPE_PARTS90 = 2 * ("recipe_linear_forward_sm90",) + 2 * ("recipe_linear_backward_sm90",)
+
+PATHS = {
+    "unfused": Path(dtype=FP32),
+    "unfused bf16": Path(),
+    "unfused mxfp8": Path(recipe=MX),
+    "sm90": Path(("grouped_mlp_sm90",), machine="sm90"),
+    "sm90 parts": Path(_PARTS90, machine="sm90", form="parts"),
+    "sm90 experts": Path(("moe_experts_sm90",), machine="sm90", form="experts"),
+    **{
+        f"sm90 {recipe.name}": Path(("recipe_mlp_sm90",), recipe=recipe, machine="sm90")
+        for recipe in (
+            MX,
+            fz.recipes.Float8BlockScaling(),
+            fz.recipes.Float8CurrentScaling(),
+            NV,
+        )
+    },
+    "sm90 mxfp8 parts": Path(_RECIPE_PARTS90, recipe=MX, machine="sm90", form="parts"),
+    "sm100": Path(("grouped_mlp_sm100",), machine="sm100"),
+    "sm100 mxfp8": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100"),
+    "sm100 nvfp4": Path(("grouped_mlp_sm100",), recipe=NV, machine="sm100"),
+    "sm100 mxfp8 parts": Path(
+        2 * ("grouped_linear_sm100",), recipe=MX, machine="sm100", form="parts"
+    ),
+}
+
+
+def linears(module: nn.Module) -> list[fz.GroupedLinear]:
+    return [m for m in module if isinstance(m, fz.GroupedLinear)]
+
+
+paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+
+
+def some_paths(*names: str):
+    """Of these names only, where a test takes long."""
+    return pytest.mark.parametrize("path", [PATHS[name] for name in names], ids=names)
