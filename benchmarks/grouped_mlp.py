@@ -190,7 +190,8 @@ def host_phases(problem: Problem) -> dict[str, float]:
     rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
 
     with torch.no_grad():
-        (first, at1), (second, at2) = sm90.products([x], (w1.shape, [w1]), (w2.shape, [w2]))
+        first, second = sm90.products([x], (w1.shape, [w1]), (w2.shape, [w2]))
+        at1, at2 = first.of([w1]), second.of([w2])
 
     def autograd() -> None:
         torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)

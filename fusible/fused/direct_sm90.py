@@ -16,6 +16,7 @@ from fusible.fuser.plan import GradNeeds
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped
 from fusible.kernels.provider import provider
+from fusible.kernels.sm90 import tiles
 from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear
 
@@ -30,79 +31,110 @@ def is_plain(linear: GroupedLinear) -> bool:
     )
 
 
-def _fit(split_sizes: Tensor, x: Tensor, linear: GroupedLinear) -> bool:
-    """Whether these may be the sizes of the linear's groups, and nothing asks to read them."""
-    return (
-        split_sizes.shape == (linear.num_groups,)
-        and split_sizes.dtype in (torch.int64, torch.int32)
-        and split_sizes.device == x.device
-        and not grouped.checks_enabled()
-    )
+class _Direct:
+    """The products of some linears, found once for few rows and once for many."""
+
+    def __init__(self, *linears: GroupedLinear) -> None:
+        self._linears, self._shapes = linears, [shape_of(linear) for linear in linears]
+        self._groups = linears[0].num_groups
+        self._found: dict[bool, tuple[Any, Any]] = {}
+
+    def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
+        """Whether these may be the sizes of groups of rows, and nothing asks to read them."""
+        return (
+            split_sizes.shape == (self._groups,)
+            and split_sizes.dtype in (torch.int64, torch.int32)
+            and split_sizes.is_contiguous()
+            and split_sizes.device == x.device
+            and not grouped.checks_enabled()
+        )
+
+    def _products(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
+        """The products, each with its weight, that run these operands, or None."""
+        kernels = provider("sm90")
+        many = tiles.has_many_rows(rows[0].shape[0], self._groups)
+        known, found = self._found.get(many, (None, None))
+        if known is not kernels or not kernels.fit_again(
+            rows, [w[0] for w in weights if len(w) == 1], self._shapes
+        ):
+            found = kernels.products(rows, *zip(self._shapes, weights, strict=True))
+            # A gradient lies as its weight does, which is not a product's business.
+            if found is None or not all([w[0].is_contiguous() for w in weights]):
+                return None
+            self._found[many] = kernels, found
+        return [(product, product.of(w)) for product, w in zip(found, weights, strict=True)]
+
+    def _prepare(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
+        """The rows as the products take them, and these, for any operands of a backward."""
+        found = self._products(rows, weights)
+        return (
+            prepare(rows, *zip(self._linears, weights, strict=True))
+            if found is None
+            else (
+                rows,
+                found,
+            )
+        )
 
 
-class DirectLinear:
+class DirectLinear(_Direct):
     """One ``GroupedLinear``: operands ``x, split_sizes, *weights``."""
 
     def __init__(self, linear: GroupedLinear, needs: GradNeeds) -> None:
-        self._linear, self._shape, self._needs = linear, shape_of(linear), needs
+        super().__init__(linear)
+        self._needs = needs
 
     def prepared(self, *operands: Tensor) -> Any:
         """The product that runs these operands, or None."""
         x, split_sizes, *weights = operands
-        if not (_fit(split_sizes, x, self._linear) and weights[0].is_contiguous()):
-            return None
-        return provider("sm90").products([x], (self._shape, weights))
+        return self._products([x], [weights]) if self._takes(x, split_sizes) else None
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
         x, split_sizes, *weights = operands
         ((product, w),) = prepared
-        ends = provider("sm90").group_ends(split_sizes, x.shape[0])
+        ends = product.ends(split_sizes, x.shape[0])
         return product.forward(x, w, ends), (x, ends, *weights)
 
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the operands."""
         x, ends, *weights = saved
-        (dy, x), ((product, w),) = prepare([grad_output, x], (self._linear, weights))
+        (dy, x), ((product, w),) = self._prepare([grad_output, x], [weights])
         dweights: Sequence[Tensor | None] = [None] * len(weights)
         if self._needs.params[0]:
-            dweights = self._linear.divided(product.wgrad(dy, x, ends))
+            dweights = self._linears[0].divided(product.wgrad(dy, x, ends))
         dx = product.dgrad(dy, w, ends) if self._needs.input else None
         return dx, None, *dweights
 
 
-class DirectMLP:
+class DirectMLP(_Direct):
     """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *weights``."""
 
     def __init__(
         self, fc1: GroupedLinear, glu: Glu, fc2: GroupedLinear, needs: Sequence[GradNeeds]
     ) -> None:
-        self._fc1, self._glu, self._fc2 = fc1, glu, fc2
-        self._shape1, self._shape2 = shape_of(fc1), shape_of(fc2)
+        super().__init__(fc1, fc2)
+        self._glu, self._cut = glu, len(fc1.weights())
         self._needs1, _, self._needs2 = needs
-        self._cut = len(fc1.weights())  # among the weights
 
     def prepared(self, *operands: Tensor) -> Any:
         """The products that run these operands, or None."""
         x, split_sizes, scales, _, *weights = operands
         if not (
-            scales.is_contiguous()
-            and scales.shape == x.shape[:1]
+            scales.shape == x.shape[:1]
             and scales.is_floating_point()
+            and scales.is_contiguous()
             and scales.device == x.device
-            and _fit(split_sizes, x, self._fc1)
-            and weights[0].is_contiguous()
-            and weights[self._cut].is_contiguous()
+            and self._takes(x, split_sizes)
         ):
             return None
-        first, second = weights[: self._cut], weights[self._cut :]
-        return provider("sm90").products([x], (self._shape1, first), (self._shape2, second))
+        return self._products([x], [weights[: self._cut], weights[self._cut :]])
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
         x, split_sizes, scales, _, *weights = operands
         (first, w1), (second, w2) = prepared
-        ends = provider("sm90").group_ends(split_sizes, x.shape[0])
+        ends = first.ends(split_sizes, x.shape[0])
         keep = self._needs2.requires_grad
         preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, keep)
         return second.forward(hidden, w2, ends), (x, ends, scales, preact, *weights)
@@ -110,9 +142,9 @@ class DirectMLP:
     def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
-        fc1, fc2, cut = self._fc1, self._fc2, self._cut
-        (dy, x, preact), ((first, w1), (second, w2)) = prepare(
-            [grad_output, x, preact], (fc1, weights[:cut]), (fc2, weights[cut:])
+        (fc1, fc2), cut = self._linears, self._cut
+        (dy, x, preact), ((first, w1), (second, w2)) = self._prepare(
+            [grad_output, x, preact], [weights[:cut], weights[cut:]]
         )
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, not keeps_graph()

@@ -87,6 +87,14 @@ class CheckedProducts:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
+    def of(self, w: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A weight as the methods take it."""
+        return readable(self._kernels, w)
+
+    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
+        """First row past each group."""
+        return self._kernels.group_ends(split_sizes, rows)
+
     def forward(
         self,
         x: Tensor,
@@ -158,13 +166,12 @@ def prepare(
     """
     kernels = provider("sm90")
     found = kernels.products(rows, *[(shape_of(linear), weights) for linear, weights in linears])
-    if found is not None and (bias is None or found[0][0].fits(bias)):
-        return rows, found
-    checked = CheckedProducts(kernels)
-    return (
-        [as_matrix(kernels, t) for t in rows],
-        [(checked, readable(kernels, weights)) for _, weights in linears],
-    )
+    if found is None or not (bias is None or found[0].fits(bias)):
+        rows = [as_matrix(kernels, t) for t in rows]
+        found = [CheckedProducts(kernels)] * len(linears)
+    return rows, [
+        (product, product.of(weights)) for product, (_, weights) in zip(found, linears, strict=True)
+    ]
 
 
 def glu_of(act: ScaledGLU) -> Glu:

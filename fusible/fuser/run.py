@@ -236,7 +236,6 @@ class Run:
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast_dtype = torch.get_autocast_dtype(kind) if on else None
-        places: dict[Tensor, int] = {}
         # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic,
         # and so does the last size of an input that has one value per row.
         index, dims = operator.index, max(x.dim(), 2)
@@ -247,7 +246,7 @@ class Run:
             device,
             targets.assumed_target(),
             registry.version,
-            tuple([places.setdefault(t, i) for i, t in enumerate(inputs)]),
+            _first_places(inputs),
             tuple(
                 [
                     (
@@ -390,6 +389,15 @@ class Run:
             }
             made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
         return tuple(made)
+
+
+def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where each of the tensors comes first."""
+    if torch.compiler.is_compiling():  # which does not know ids
+        places: dict[Tensor, int] = {}
+        return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
+    ids = list(map(id, tensors))
+    return tuple(map(ids.index, ids))
 
 
 def _forward(

@@ -140,8 +140,11 @@ class _Captured(NamedTuple):
 
     def holds(self) -> bool:
         """Whether modules and the presence of hooks are as they were."""
-        unchanged = [tuple(m._modules.values()) == then for m, then in self.containers]
-        return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
+        for m, then in self.containers:
+            if tuple(m._modules.values()) != then:
+                return False
+        hooked = any(self.hooks) or any(self.hooked)
+        return not hooked or tuple(map(bool, self.hooks)) == self.hooked
 
 
 def _capture(sequential: Sequential) -> _Captured:

@@ -65,7 +65,8 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
     b = random(groups, outer) if bias else None
     row_scale = random(rows) if bias else None
-    ((it, at),) = prepared.products([x, dy], ((groups, outer, inner), w))
+    (it,) = prepared.products([x, dy], ((groups, outer, inner), w))
+    at = it.of(w)
     assert b is None or it.fits(b)
     dglu = (dy, w, ends, preact, scales, *act)
     pairs = (
@@ -127,13 +128,19 @@ def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
     def products(w, rows):
         return prepared.products(rows, ((2, 64, 32), w))
 
+    def fit_again(w, rows):
+        return prepared.fit_again(rows, w, [(2, 64, 32)])
+
     given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
     assert products(**given) is not None
     assert products(**change(given)) is None
+    assert fit_again(**given)
+    assert not fit_again(**change(given))
+    assert not fit_again(**given | {"w": weights(2, 64, 32, "transposed")})
 
 
 def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
-    ((it, _),) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
     assert it.fits(random(2, 64))
     assert not it.fits(random(64, 2).t())
     assert not it.fits(random(2, 64).float())
@@ -142,7 +149,7 @@ def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
 
 def test_scales_of_no_known_dtype_are_refused(launches):
     w = weights(2, 64, 32, "single")
-    ((it, at),) = prepared.products([random(16, 32)], ((2, 64, 32), w))
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), w))
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
-        it.glu(random(16, 32), at, torch.zeros(2).int(), scales, SWIGLU)
+        it.glu(random(16, 32), it.of(w), torch.zeros(2).int(), scales, SWIGLU)

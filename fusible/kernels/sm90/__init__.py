@@ -13,11 +13,12 @@ from torch import Tensor
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
 from fusible.kernels.sm90.ops import has_matrix_layout, is_direct, takes_wgrad
-from fusible.kernels.sm90.prepared import products
+from fusible.kernels.sm90.prepared import fit_again, products
 
 _ops = torch.ops.fusible
 
 __all__ = [
+    "fit_again",
     "group_ends",
     "grouped_gemm",
     "grouped_gemm_dglu",

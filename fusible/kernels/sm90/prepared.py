@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.launch import Start, prepared
+from fusible.kernels.sm90.launch import Start, launch_group_ends, prepared
 from fusible.kernels.sm90.ops import (
     check_scale,
     glu_layout,
@@ -106,10 +106,22 @@ class Products:
         )
         return start
 
+    @staticmethod
+    def of(w: Sequence[Tensor]) -> int:
+        """A weight as the methods take it."""
+        return w[0].data_ptr()
+
+    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
+        """`group_ends`, of contiguous ``split_sizes``."""
+        ends = torch.empty(self._groups, dtype=torch.int32, device=self._device)
+        launch_group_ends(split_sizes, ends, rows)
+        return ends
+
     def fits(self, bias: Tensor) -> bool:
         """Whether the kernels read a bias as it lies."""
         shape = self._groups, self._columns
-        return bias.shape == shape and _is_plain(bias, self._dtype, self._device)
+        fits = bias.shape == shape and bias.device == self._device
+        return fits and _is_plain(bias, self._dtype)
 
     def forward(
         self,
@@ -223,8 +235,8 @@ def _products(*kind: Any) -> Products | None:
 
 def products(
     rows: Sequence[Tensor], *linears: tuple[tuple[int, int, int], Sequence[Tensor]]
-) -> list[tuple[Products, int]] | None:
-    """The products of grouped linears, and their weights' addresses; None if they take more.
+) -> list[Products] | None:
+    """The products of grouped linears; None if these operands take more to run.
 
     ``rows`` are the operands at hand, matrices with the same number of rows. Each linear is the
     shape of its weight, ``[groups, N, K]``, and the tensors that it is made of. Gradients are not
@@ -232,7 +244,7 @@ def products(
     """
     x = rows[0]
     dtype, device = x.dtype, x.device
-    if not (_runs_as_is(x) and all([_is_plain(t, dtype, device) and t.dim() == 2 for t in rows])):
+    if not (_runs_as_is(x) and all([_is_plain(t, dtype) and t.dim() == 2 for t in rows])):
         return None
     found = []
     for shape, w in linears:
@@ -243,8 +255,28 @@ def products(
         product = _products(device, dtype, shape, strides, many)
         if product is None:
             return None
-        found.append((product, w[0].data_ptr()))
+        found.append(product)
     return found
+
+
+def fit_again(
+    rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]]
+) -> bool:
+    """Whether `products` of operands with the same dtype and device would find what it has found.
+
+    So it is for matrices on one device, and contiguous weights of these shapes.
+    """
+    x = rows[0]
+    dtype, device = x.dtype, x.device
+    if len(weights) != len(shapes) or not _runs_as_is(x):
+        return False
+    for t in rows:
+        if not (_is_plain(t, dtype) and t.dim() == 2):
+            return False
+    for w, shape in zip(weights, shapes, strict=True):
+        if not (_is_plain(w, dtype) and w.shape == shape and w.device == device):
+            return False
+    return True
 
 
 def _runs_as_is(x: Tensor) -> bool:
@@ -252,13 +284,12 @@ def _runs_as_is(x: Tensor) -> bool:
     return x.is_cuda and x.shape[0] > 0 and not (is_traced() or is_transformed())
 
 
-def _is_plain(t: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel reads memory as an array's, and nothing but memory makes up the tensor."""
     return (
         t.is_contiguous()
         and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
         and t.dtype == dtype
-        and t.device == device
         and type(t) in _PLAIN
     )
 
@@ -272,7 +303,7 @@ def _strides(
         aligned = first.data_ptr() % limits.ALIGNMENT_BYTES == 0
         fits = type(first) in _PLAIN and first.dtype == dtype and first.device == device
         return first.stride() if aligned and fits and first.shape == shape else None
-    if not _is_plain(first, dtype, device) or len(w) != groups:
+    if not _is_plain(first, dtype) or first.device != device or len(w) != groups:
         return None
     start, step = first.data_ptr(), rows * columns * dtype.itemsize
     if [t.data_ptr() for t in w] != list(range(start, start + groups * step, step)):
