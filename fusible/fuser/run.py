@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from fusible.fuser.plan import (
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
@@ -120,6 +120,11 @@ class _Schedule(NamedTuple):
     direct: Direct | None
 
 
+_runs: Alike[Run] = Alike()
+
+# Names of the attributes under which compiled code finds the schedules of calls.
+_traced_names: dict[tuple[Any, ...], str] = {}
+
 # In a step's sources: made and used inside one fused op, which wires it itself.
 _INTERNAL = (-2, 0)
 
@@ -149,6 +154,7 @@ class Run:
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
+        _runs.add(tuple(map(type, self.ops)), self)
         self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
@@ -157,7 +163,8 @@ class Run:
         params = [p for op in self.ops for p in op.own_parameters()]
         key = self._key(inputs, params)
         tensors, slots = (*inputs, *params), None
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
             tensors, slots = _folded(tensors)
@@ -173,6 +180,12 @@ class Run:
                     return _run_directly(schedule, prepared, tensors)
         kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
+            if not tracing and torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
+                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+                )
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *tensors)
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
@@ -222,10 +235,7 @@ class Run:
                 )
         made: dict[int, Tensor] = {}
         return tuple(
-            [
-                t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
-                for t in inputs
-            ]
+            [t if isinstance(t, Tensor) else made.setdefault(id(t), _numbers(t)) for t in inputs]
         )
 
     def _key(self, inputs: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -279,11 +289,23 @@ class Run:
         The recipe as :meth:`Recipe.spelled`, since it takes constants only.
         """
         key = (recipe and Recipe.from_spelled(recipe), *rest)
+        name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
+        self._prepare(key, name)
+        for run in _runs.others(tuple(map(type, self.ops)), self):
+            if name not in vars(run) and run._form() == self._form():
+                run._prepare(key, name)
+        return name
+
+    def _prepare(self, key: tuple[Any, ...], name: str) -> None:
+        """Make a call's schedule where compiled code finds it."""
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
-        name = f"_traced{list(self._schedules).index(key)}"
         setattr(self, name, schedule)
-        return name
+
+    def _form(self) -> tuple[Any, ...]:
+        """What plans depend on, but for the call: equal for runs that have the same plans."""
+        params = [(p.dtype, p.requires_grad) for op in self.ops for p in op.own_parameters()]
+        return self.wiring, self.require, self._facts, params
 
     def _schedule(self, plan: Plan, key: tuple[Any, ...]) -> _Schedule:
         for op, needs in zip(self.ops, plan.grad, strict=True):
@@ -421,14 +443,15 @@ def _forward(
             ]
             for of_op in sources
         ]
-        x, outputs = op.fuser_forward(
-            contexts[start:stop],
-            x,
-            basic_op_extra_inputs=inputs,
-            prev_op_grad_output_quantizer=quantizers[0],
-            next_op_input_quantizer=quantizers[1],
-            basic_op_kwargs=kwargs[start:stop],
-        )
+        with _autocast_off(op, plan, x):
+            x, outputs = op.fuser_forward(
+                contexts[start:stop],
+                x,
+                basic_op_extra_inputs=inputs,
+                prev_op_grad_output_quantizer=quantizers[0],
+                next_op_input_quantizer=quantizers[1],
+                basic_op_kwargs=kwargs[start:stop],
+            )
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -442,6 +465,25 @@ def _forward(
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _numbers(values: Sequence[Any]) -> Tensor:
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"extra inputs must be tensors or lists of numbers, got {values!r:.80}"
+        ) from error
+
+
+_NOTHING = nullcontext()
+
+
+def _autocast_off(op: Any, plan: Plan, x: Tensor) -> AbstractContextManager[Any]:
+    """No ``torch.autocast`` around an op that casts by itself."""
+    if plan.autocast_dtype is None or not op.casts_itself:
+        return _NOTHING
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _check_complete(
@@ -484,8 +526,8 @@ def _check_not_saved(
 
 
 def memory(t: Tensor) -> int:
-    """Where the storage of ``t`` begins: equal for tensors that share it."""
-    return t.untyped_storage().data_ptr()
+    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    return t.untyped_storage()._cdata
 
 
 class _RunFunction(torch.autograd.Function):
@@ -529,10 +571,64 @@ class _RunFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(fctx: Any, *grad_outputs: Tensor) -> Any:
-        # Autograd has gradients off already, except where it records the backward.
-        run_it = _backward_once if torch.is_grad_enabled() else _backward
-        return run_it(fctx, *grad_outputs)
+    def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        _refuse_second_derivatives()
+        run, schedule, slots, states = fctx.call
+        plan, saved = schedule.plan, fctx.saved_tensors
+        # New contexts: nothing that the forward made is changed, so that a second backward works.
+        contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
+        # Gradients of extra outputs, by (op, slot), summed over their uses.
+        flowing: dict[tuple[int, int], Tensor | None] = {
+            output: grad
+            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
+            if plan.grad[output[0]].requires_grad
+        }
+        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
+        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
+        grad: Tensor | None = grad_output
+        for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
+            if not contexts[stop - 1].requires_grad:
+                grad = None
+                break
+            grad, step_params, step_extra = op.fuser_backward(
+                contexts[start:stop],
+                grad,
+                basic_op_grad_extra_outputs=[
+                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
+                    for i, count in enumerate(num_extra_outputs)
+                ],
+            )
+            got = list(map(len, step_params)), list(map(len, step_extra))
+            if got != num_grads:
+                raise RuntimeError(
+                    f"the backward of {type(op).__name__} must return gradients (None where there "
+                    "is none) for each basic op's parameters and extra inputs, numbering "
+                    f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
+                )
+            of_params[start:stop] = step_params
+            for of_op, grads in zip(sources, step_extra, strict=True):
+                for (producer, k), g in zip(of_op, grads, strict=True):
+                    if g is None:
+                        continue
+                    if producer == CALLER:
+                        of_callers[k] = g
+                    elif producer >= 0:
+                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+        flat = grad, *of_callers, *chain(*of_params)
+        given = [
+            g if g is None or g.dtype == dtype else g.to(dtype)
+            for g, dtype in zip(flat, schedule.dtypes, strict=True)
+        ]
+        return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _refuse_second_derivatives() -> None:
+    # Not by once_differentiable, which misses second derivatives by what was saved.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the backward of fusible ops cannot be differentiated: create_graph must be False, "
+            "got True; write what needs second derivatives with torch.nn modules"
+        )
 
 
 class _DirectFunction(torch.autograd.Function):
@@ -547,15 +643,8 @@ class _DirectFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(fctx: Any, grad_output: Tensor) -> Any:
-        run_it = _direct_backward_once if torch.is_grad_enabled() else _direct_backward
-        return run_it(fctx, grad_output)
-
-
-def _direct_backward(fctx: Any, grad_output: Tensor) -> Any:
-    return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
-
-
-_direct_backward_once = torch.autograd.function.once_differentiable(_direct_backward)
+        _refuse_second_derivatives()
+        return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
 
 
 def _run_directly(schedule: _Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
@@ -564,61 +653,6 @@ def _run_directly(schedule: _Schedule, prepared: Any, operands: Sequence[Tensor]
     if schedule.plan.grad[-1].requires_grad:
         return _DirectFunction.apply(direct, prepared, *operands)
     return direct.forward(prepared, *operands)[0]
-
-
-def _backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
-    run, schedule, slots, states = fctx.call
-    plan, saved = schedule.plan, fctx.saved_tensors
-    # New contexts: nothing that the forward made is changed, so that a second backward works.
-    contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
-    # Gradients of extra outputs, by (op, slot), summed over their uses.
-    flowing: dict[tuple[int, int], Tensor | None] = {
-        output: grad
-        for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
-        if plan.grad[output[0]].requires_grad
-    }
-    of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
-    of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
-    grad: Tensor | None = grad_output
-    for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
-        if not contexts[stop - 1].requires_grad:
-            grad = None
-            break
-        grad, step_params, step_extra = op.fuser_backward(
-            contexts[start:stop],
-            grad,
-            basic_op_grad_extra_outputs=[
-                tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
-                for i, count in enumerate(num_extra_outputs)
-            ],
-        )
-        got = list(map(len, step_params)), list(map(len, step_extra))
-        if got != num_grads:
-            raise RuntimeError(
-                f"the backward of {type(op).__name__} must return gradients (None where there "
-                "is none) for each basic op's parameters and extra inputs, numbering "
-                f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
-            )
-        of_params[start:stop] = step_params
-        for of_op, grads in zip(sources, step_extra, strict=True):
-            for (producer, k), g in zip(of_op, grads, strict=True):
-                if g is None:
-                    continue
-                if producer == CALLER:
-                    of_callers[k] = g
-                elif producer >= 0:
-                    flowing[producer, k] = _sum(flowing.get((producer, k)), g)
-    flat = grad, *of_callers, *chain(*of_params)
-    grads = [
-        g if g is None or g.dtype == dtype else g.to(dtype)
-        for g, dtype in zip(flat, schedule.dtypes, strict=True)
-    ]
-    if slots is not None:
-        grads = _summed(grads, slots)
-    return (None, None, None, None, *grads)
-
-
-_backward_once = torch.autograd.function.once_differentiable(_backward)
 
 
 def _folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
