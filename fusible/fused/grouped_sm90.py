@@ -51,10 +51,10 @@ class GroupedLinearForwardSm90(FusedOperation):
         self._parts = (linear,)
 
     def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> DirectLinear | None:
-        """With its own backward, a plain linear."""
-        (linear,) = self._parts
-        fits = isinstance(backward, GroupedLinearBackwardSm90) and is_plain(linear)
-        return DirectLinear(linear, *needs) if fits else None
+        """With the backward of this machine, or none, a plain linear."""
+        (linear,), (own,) = self._parts, needs
+        fits = isinstance(backward, GroupedLinearBackwardSm90) or not own.requires_grad
+        return DirectLinear(linear, own) if fits and is_plain(linear) else None
 
     def fuser_forward(
         self,

@@ -7,6 +7,7 @@ import torch
 
 import fusible as fz
 from fusible.fused.sm90_operands import CheckedProducts
+from fusible.fuser import run as fuser_run
 from fusible.kernels import reference
 from fusible.testing import assume_target
 
@@ -88,8 +89,12 @@ def test_equals_the_op(build, single, frozen):
 def test_without_gradients(build):
     model = build()
     given = inputs(model)
-    with torch.no_grad():
+    directly = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        run = fuser_run._run_directly
+        patch.setattr(fuser_run, "_run_directly", lambda *a: directly.append(a) or run(*a))
         y = call(model, given)
+    assert len(directly) == 1
     assert not y.requires_grad
     assert torch.equal(y, call(model, given, prepared=False))
 
