@@ -36,13 +36,14 @@ class _Direct:
 
     def __init__(self, *linears: GroupedLinear) -> None:
         self._linears, self._shapes = linears, [shape_of(linear) for linear in linears]
-        self._groups = linears[0].num_groups
+        self._groups, _, self._features = self._shapes[0]
         self._found: dict[bool, tuple[Any, Any]] = {}
 
     def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
-        """Whether these may be the sizes of groups of rows, and nothing asks to read them."""
+        """Whether these are the input and the groups' sizes, which nothing asks to read."""
         return (
-            split_sizes.shape == (self._groups,)
+            x.shape[-1] == self._features
+            and split_sizes.shape == (self._groups,)
             and split_sizes.dtype in (torch.int64, torch.int32)
             and split_sizes.is_contiguous()
             and split_sizes.device == x.device
@@ -67,14 +68,9 @@ class _Direct:
     def _prepare(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
         """The rows as the products take them, and these, for any operands of a backward."""
         found = self._products(rows, weights)
-        return (
-            prepare(rows, *zip(self._linears, weights, strict=True))
-            if found is None
-            else (
-                rows,
-                found,
-            )
-        )
+        if found is not None:
+            return rows, found
+        return prepare(rows, *zip(self._linears, weights, strict=True))
 
 
 class DirectLinear(_Direct):
