@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -144,15 +144,16 @@ def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
     return MainGrads(tuple(buffers), tuple(overwrite))
 
 
-def _checked(main_grad: Tensor | None, weight: Tensor, who: str) -> Tensor:
+def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
     shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
     wanted = (
         f"main_grad of every weight of {who} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
     )
-    if main_grad is None:
+    if not isinstance(main_grad, Tensor):
+        got = "none" if main_grad is None else repr(main_grad)
         raise ValueError(
-            f"{wanted}, got none; set weight.main_grad, or give gradients "
+            f"{wanted}, got {got}; set weight.main_grad, or give gradients "
             "to autograd under fully_shard, which reduces those alone"
         )
     if (

@@ -216,6 +216,16 @@ class QuantizedTensor(torch.Tensor):
             f"dtype={self.dtype}, device='{self.device}')"
         )
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the pieces to shared memory; PyTorch's own would reach for memory there is not."""
+        for piece in self.pieces().values():
+            piece.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Tell whether all pieces are in shared memory."""
+        return all(piece.is_shared() for piece in self.pieces().values())
+
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be pickled: state dicts hold plain tensors (``recipes.state``)."""
         raise TypeError(
