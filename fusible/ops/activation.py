@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fusible import formulas
@@ -359,7 +360,8 @@ class _Scaled(BasicOperation):
         scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
         ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(x, scales)
-        return hand_over(self.scaled(x, scales), next_op_input_quantizer), [()]
+        (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
+        return hand_over(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -370,12 +372,30 @@ class _Scaled(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Gradients of the input and of the scales."""
         (ctx,) = basic_op_ctxs
-        dx, dscales = self.scaled_grads(accept_grad(ctx, grad_output), *ctx.saved_tensors)
+        dy = accept_grad(ctx, grad_output)
+        dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
         return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
 
     def extra_repr(self) -> str:
         """Options."""
         return _options(self)
+
+
+PIECE = 1 << 24  # elements
+
+
+def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
+    """What a formula that works row by row gives for tensors with the same rows.
+
+    It takes some rows after the other where there are many: its temporaries, which are several in
+    FP32, then have the size of a piece. A compiler fuses them away by itself.
+    """
+    first = tensors[0]
+    if torch.compiler.is_compiling() or first.numel() <= PIECE:
+        return formula(*tensors)
+    rows = max(PIECE * len(first) // first.numel(), 1)
+    parts = [formula(*part) for part in zip(*[t.split(rows) for t in tensors], strict=True)]
+    return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
 
 
 def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
