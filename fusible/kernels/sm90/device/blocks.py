@@ -8,18 +8,21 @@ from cutlass.utils import hopper_helpers as hopper
 from fusible.kernels.sm90.device.addressing import at_distance
 from fusible.kernels.sm90.device.schedule import group_end
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS
+from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
-_FILLS = 8  # boxes of zeros on their way at once
-
-WARP_ROWS = 16  # of a block of 64: a warp reads, puts together and stores its own
+_EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
+_WARPGROUP = 128
+_FILLS = 8  # stores of zeros under way at once
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
 class BlockWriter:
-    """One warp's way out: its rows of a ring of blocks, and its threads' part in each.
+    """A warpgroup's way out: its ring of blocks, and its threads' part in each.
 
-    A warp waits for nothing but its own stores: no other warp touches its rows of a block.
+    Stored in whole, a ring of ``n > 1`` blocks needs one barrier a block: the warp that stores
+    waits, before the barrier of block ``i``, until the store of block ``i - n + 1`` has left shared
+    memory, so that past the barrier every warp may write block ``i + 1`` over it. Stored warp by
+    warp (`Spec.stored_rows`), each waits for its own stores only. A single block is vacated first.
     """
 
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
@@ -104,7 +107,7 @@ class BlockWriter:
 
     @cute.jit
     def block(self, count: cutlass.Constexpr):
-        """Where the tile's ``count``-th block is put together, once its last store has left it."""
+        """Where the tile's ``count``-th block is put together, once it is vacant."""
         if const_expr(count >= self.ring and (not self.whole or self.ring == 1)):
             self.settle(self.ring - 1)
         return self.blocks[None, None, self.team * self.ring + count % self.ring]
@@ -125,11 +128,11 @@ class BlockWriter:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _barrier(self):
-        cute.arch.barrier(barrier_id=1 + self.team, number_of_threads=128)
+        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)
 
     @cute.jit
     def write(self, stores):
-        """Store the warp's rows of blocks that it has put together.
+        """Store blocks that are put together.
 
         ``stores`` lists ``(atom, tensor, row, column, block)``.
         """
@@ -139,7 +142,7 @@ class BlockWriter:
                 self._settle_first(self.ring - 2)
             self._barrier()
             if self.warp == 0:
-                self._store(stores, 64, Int32(0))
+                self._store(stores, WARPGROUP_ROWS, Int32(0))
         else:
             cute.arch.sync_warp()
             self._store(stores, WARP_ROWS, self.warp)
