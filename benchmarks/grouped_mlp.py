@@ -260,7 +260,7 @@ def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: s
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    labels = [f"{c['config']}\n{c['split']}" for c in cells if c["pass"] == passes[0]]
+    labels = [f"{c['config']} {c['split']}" for c in cells if c["pass"] == passes[0]]
     figure, axes = plt.subplots(figsize=(max(11, 0.9 * len(labels)), 4.5))
     for i, name in enumerate(passes):
         ratios = [c["best_peer"] for c in cells if c["pass"] == name]
@@ -268,7 +268,8 @@ def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: s
         bars = axes.bar(places, ratios, 0.25, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n") for label in labels], fontsize=8)
+    axes.set_ylim(top=1.12 * axes.get_ylim()[1])  # room for the legend
     axes.set_ylabel("time of the best of torch and quack / ours")
     axes.set_title(f"{what}, BF16, one NVIDIA H200: higher is better")
     axes.legend(ncols=3, fontsize=8, loc="upper right")

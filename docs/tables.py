@@ -1,4 +1,4 @@
-"""Write the tables of the pages: the fusion rules, and what was measured of the grouped MLP."""
+"""Write the tables of the pages: the fusion rules, and what was measured of MLP and block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fusible.fused
 from fusible.fuser.rules import support_table
 
 ROOT = Path(__file__).parent.parent
-MEASURED = ROOT / "benchmarks" / "results" / "grouped_mlp.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PASSES = ("forward", "forward + backward")
 
 
@@ -34,11 +34,13 @@ def measured_table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _sentences(report)])
 
 
+def _measured_at(report: dict[str, Any]) -> str:
+    where = report["environment"]
+    return f"Commit {where['commit']}, torch {where['torch']}, {where['date'].partition('T')[0]}."
+
+
 def _sentences(report: dict[str, Any]) -> str:
-    where, host, found = report["environment"], report["host_us"], []
-    found.append(
-        f"Commit {where['commit']}, torch {where['torch']}, {where['date'].partition('T')[0]}."
-    )
+    host, found = report["host_us"], [_measured_at(report)]
     for key, what in (("saved_mb", "Saved for the backward"), ("peak_mb", "Peak of both passes")):
         sizes = [f"{v['fused'][key]:.0f} MB ({v['torch'][key]:.0f})" for v in _large(report)]
         found.append(f"{what}, with PyTorch's in brackets: {', '.join(sizes)}.")
@@ -57,11 +59,67 @@ def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [sizes for config, sizes in report["memory"].items() if config != "small"]
 
 
+def block_table(report: dict[str, Any]) -> str:
+    """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown."""
+    columns = [
+        "block",
+        "ours, ms",
+        "plain PyTorch / ours",
+        "transformers / ours",
+        "peak memory, MB: ours, plain, transformers",
+        "kept for the backward, MB: ours (`recompute_rows`), plain, transformers",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    shapes = {name: cell for name, cell in report["shapes"].items() if name != "small"}
+    for name, cell in shapes.items():
+        ms, sizes = cell["passes"][PASSES[1]]["ms"], cell["sizes"]
+        ours, again, *peers = ("fusible", "fusible, recompute", "torch", "transformers grouped_mm")
+        peak, saved = cell["peak_mb"], cell["saved_mb"]
+        row = [
+            f"{name}, {sizes['tokens']} tokens, top-{sizes['top_k']}",
+            f"{ms[ours]:.3g}",
+            *[f"{ms[who] / ms[ours]:.2f}" for who in peers],
+            ", ".join(f"{peak[who]:.0f}" for who in (ours, *peers)),
+            f"{saved[ours]:.0f} ({saved[again]:.0f}), "
+            + ", ".join(f"{saved[who]:.0f}" for who in peers),
+        ]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, "", f"{_measured_at(report)} {_block_sentences(report, shapes)}"])
+
+
+def _block_sentences(report: dict[str, Any], shapes: dict[str, Any]) -> str:
+    """What moving rows takes, what ``recompute_rows`` costs, how exact the results are."""
+    name, first = next(iter(shapes.items()))
+    parts = report["parts"][name]["fusible"]
+    moving = sum(sum(parts[part].values()) for part in ("dispatch", "combine"))
+    share = moving / first["passes"][PASSES[1]]["ms"]["fusible"]
+    speed = [v["of a copy"] for what, v in first["bandwidth"].items() if v["TB/s"] > 0]
+    cost = [
+        cell["passes"][PASSES[1]]["ratio"]["fusible, recompute"] - 1 for cell in shapes.values()
+    ]
+    ours, peers = (
+        [cell["errors"][who] for cell in shapes.values()] for who in ("fusible", "torch")
+    )
+    return (
+        f"Moving rows is {share:.0%} of the block's time on {name}: each launch that moves them "
+        f"runs at {min(speed):.0%} to {sorted(speed)[-2]:.0%} of a copy's bandwidth, and the sort "
+        f"by expert takes {first['bandwidth']['row map']['ms']:.2f} ms. `recompute_rows` costs "
+        f"{min(cost):.0%} to {max(cost):.0%} of the time. Relative error against FP32 math: at "
+        f"most {max(ours):.1%}; that of plain PyTorch is {min(peers):.1%} to {max(peers):.1%}, as "
+        "it rounds the router's logits to BF16 and then chooses other experts."
+    )
+
+
+def _results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 # By page, and by the name between the page's markers.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rules": lambda: support_table(fusible.fused.RULES, needs=False),
-        "measured": lambda: measured_table(json.loads(MEASURED.read_text(encoding="utf-8"))),
+        "measured": lambda: measured_table(_results("grouped_mlp")),
+        "block": lambda: block_table(_results("moe_block")),
     },
     "docs/rules.md": {"rules": lambda: support_table(fusible.fused.RULES)},
 }

@@ -459,8 +459,9 @@ def router_probs_backward(
 def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Tensor:
     """``E sum_e f_e P_e``: f_e the share of choices of expert e, P_e its mean share of the scores.
 
-    One where the load is even. Source: Switch Transformers, arXiv 2101.03961, equation 4; sigmoid
-    scores are normalised first, as in DeepSeek-V3, arXiv 2412.19437, equation 19.
+    One where the load is even, zero of no tokens. Source: Switch Transformers, arXiv 2101.03961,
+    equation 4; sigmoid scores are normalised first, as in DeepSeek-V3, arXiv 2412.19437,
+    equation 19.
     """
     experts = logits.shape[-1]
     scores = router_scores(logits, score_function)
@@ -469,9 +470,14 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Ten
     chosen = ids.reshape(-1)
     counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     share = counts.to(scores.dtype) / max(chosen.numel(), 1)
-    return experts * (share * scores.reshape(-1, experts).mean(0)).sum()
+    scores = scores.reshape(-1, experts)
+    return experts * (share * scores.sum(0)).sum() / max(scores.shape[0], 1)
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean of ``logsumexp(logits)^2``. Source: ST-MoE, arXiv 2202.08906, equation 5."""
-    return logits.logsumexp(-1).square().mean()
+    """Mean of ``logsumexp(logits)^2``, zero of no tokens.
+
+    Source: ST-MoE, arXiv 2202.08906, equation 5.
+    """
+    squares = logits.logsumexp(-1).square()
+    return squares.sum() / max(squares.numel(), 1)

@@ -62,7 +62,8 @@ class LinearAdd(FusedOperation):
         linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
         addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
-        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=add.writes())
+        in_place = add.writes(addend)
+        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
         return y, [()] * len(basic_op_ctxs)
 
 

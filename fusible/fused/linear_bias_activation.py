@@ -37,7 +37,7 @@ class LinearBiasActivation(FusedOperation):
         linear, bias, activation = self._parts
         x, weight = linear.operands(basic_op_ctxs[0], input_)
         linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # not the last op: none
-        y = formulas.linear(x, weight, bias.bias.to(x.dtype))
+        y = formulas.linear(x, weight, bias.parameter("bias").to(x.dtype))
         if activation is not None:
             y = activation.op_forward(
                 basic_op_ctxs[-1], y, prev_op_grad_output_quantizer, next_op_input_quantizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,12 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
         self.to_save = tensors
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """``torch.autocast`` as in the forward, for a backward that computes a part of it again."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type, self.autocast_dtype)
 
     def for_backward(self, saved_tensors: tuple[Tensor | None, ...]) -> OperationContext:
         """A new context for the backward, which reads the forward's values and changes none."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
-from fusible.fuser.plan import Plan
+from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
 from fusible.fuser.stand_ins import named_modules
 from fusible.fuser.target import Target, target_of
@@ -30,7 +31,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of a module's runs; prints as a tree, draws itself by :meth:`to_svg`."""
+    """The plans of a module's runs; prints as :meth:`to_text`, draws itself by :meth:`to_svg`."""
 
     planned: tuple[PlannedRun, ...]
 
@@ -44,8 +45,21 @@ class Explanation:
         """Names of the rules that fired, over all runs."""
         return tuple(name for plan in self.plans for name in plan.fired)
 
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The rules that fit and did not fire, with the reasons, over all runs."""
+        return tuple(refusal for plan in self.plans for refusal in plan.refusals)
+
     def __str__(self) -> str:
-        return "\n".join(line for p in self.planned for line in _lines(p))
+        return self.to_text()
+
+    def to_text(self, *, every_rule: bool = False) -> str:
+        """The ops of every run as a tree, then why rules that fit did not fire.
+
+        Args:
+            every_rule: also those for other machines or recipes, which are otherwise counted.
+        """
+        return "\n".join(line for p in self.planned for line in _lines(p, every_rule))
 
     def to_svg(self, path: str | Path | None = None) -> str:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
@@ -55,19 +69,23 @@ class Explanation:
         return drawing
 
 
-def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None) -> Explanation:
-    """Plan every run of ops that ``module(*inputs)`` would execute, without running a kernel.
+def explain(
+    module: nn.Module, *inputs: Any, target: Target | str | None = None, **kwargs: Any
+) -> Explanation:
+    """Plan every run of ops that ``module(*inputs, **kwargs)`` would execute, without running it.
 
     Args:
-        module: an op, a Sequential, or any module that contains some.
+        module: an op, a Sequential, or any module that contains some. Its buffers stay as they are.
         *inputs: what the module would be called with; only shapes, dtypes and devices matter.
         target: the machine to plan for, such as ``"sm90"`` or ``"cpu"``; by default this one.
+        **kwargs: keyword arguments of the call.
 
     Returns:
         The plans, with the sentence of every condition that kept a candidate rule from firing.
 
     Raises:
-        ValueError: ``module`` contains no fusible op, or what the module itself would raise.
+        ValueError: ``module`` contains no fusible op, or decides by the values of its input; or
+            what the module itself would raise.
     """
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
@@ -81,9 +99,16 @@ def explain(module: nn.Module, *inputs: Any, target: Target | str | None = None)
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = _fakes(mode, inputs)
-    with mode, Run.observed(note):
-        module(*fakes)
+    *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
+    with _buffers_kept(module), mode, Run.observed(note):
+        try:
+            module(*fakes, **fake_kwargs)
+        except DataDependentOutputException as error:
+            raise ValueError(
+                "explain needs a module that decides nothing by the values of tensors, of which it "
+                f"knows only shapes, got {type(module).__name__}, which reads one ({error}); "
+                "explain its parts"
+            ) from error
     if not planned:
         raise ValueError(
             f"explain needs a module that contains fusible ops, got {type(module).__name__} "
@@ -102,6 +127,24 @@ def _names(module: nn.Module) -> dict[Any, str]:
     }
 
 
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what the module does to its buffers alone (a count of batches), which are no fakes."""
+    before = [(buffer, _version(buffer), buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, values in before:
+                if version is None or _version(buffer) != version:
+                    buffer.copy_(values)
+
+
+def _version(t: Tensor) -> int | None:
+    """How often ``t`` was written to; None if nobody counts."""
+    return None if t.is_inference() else t._version
+
+
 def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
     """The inputs with fake tensors for tensors; one input passed twice stays one."""
     made: dict[int, Any] = {}
@@ -118,7 +161,7 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
     return [made[id(value)] for value in inputs]
 
 
-def _lines(planned: PlannedRun) -> Iterator[str]:
+def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
     plan = planned.plan
     recipe = "none" if plan.recipe is None else plan.recipe.name
     mode = "training" if any(n.requires_grad for n in plan.grad) else "inference"
@@ -129,7 +172,7 @@ def _lines(planned: PlannedRun) -> Iterator[str]:
         head, *rest = block
         yield f"{'└─' if last else '├─'} {head}"
         yield from (f"{'  ' if last else '│ '}   {line}" for line in rest)
-    yield from _refusal_lines(plan)
+    yield from _refusal_lines(plan, every_rule)
 
 
 def _blocks(plan: Plan) -> list[list[str]]:
@@ -158,7 +201,9 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         for phase, f in plan.fusions
         if phase != "joint" and f.start <= at < f.stop
     ]
-    notes = [] if fused else [f"  {note}" for note in op.notes(plan.facts.dtype, plan.target)]
+    quantizes = plan.recipe is not None and plan.recipe.quantizes
+    dtype = "bfloat16" if quantizes else plan.facts.dtype  # of the products, on CUDA
+    notes = [] if fused else [f"  {note}" for note in op.notes(dtype, plan.target)]
     if plan.recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
     return [f"[{at}] {op}", *_saves(plan, op, at), *fused, *notes]
@@ -168,17 +213,24 @@ def _saves(plan: Plan, op: Any, at: int) -> list[str]:
     return [f"  saves {op.saves}"] if plan.grad[at].requires_grad and op.saves else []
 
 
-def _refusal_lines(plan: Plan) -> Iterator[str]:
-    if plan.refusals:
+def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
+    shown = [r for r in plan.refusals if every_rule or not r.elsewhere]
+    if shown:
         yield "not fused:"
-    by_reasons: dict[tuple[str, ...], list[str]] = {}
-    for refusal in plan.refusals:
-        stop = refusal.start + len(refusal.ops)
-        what = f"{refusal.rule.name} ({refusal.rule.phase}) for ops[{refusal.start}:{stop}]"
-        by_reasons.setdefault(refusal.reasons, []).append(what)
+    by_reasons: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for refusal in shown:
+        what = f"{refusal.rule.name} ({refusal.rule.phase})"
+        where = f"ops[{refusal.start}:{refusal.start + len(refusal.ops)}]"
+        by_reasons.setdefault(refusal.reasons, {}).setdefault(what, []).append(where)
     for reasons, refused in by_reasons.items():
-        yield from (f"  {what}" for what in refused)
+        yield from (f"  {what} for {', '.join(where)}" for what, where in refused.items())
         yield from (f"    {reason}" for reason in reasons)
+    if elsewhere := {r.rule.name for r in plan.refusals if r not in shown}:
+        rules = "rule is" if len(elsewhere) == 1 else "rules are"
+        yield (
+            f"{len(elsewhere)} more {rules} for other machines or recipes "
+            "(to_text(every_rule=True))"
+        )
     touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     for start, stop in _gaps(touched, len(plan.basic_ops)):

@@ -76,12 +76,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule whose pattern fits the ops from ``start``, and the conditions that were false."""
+    """A rule whose pattern fits the ops from ``start``, and the conditions that were false.
+
+    ``elsewhere`` says that it is for other machines or recipes.
+    """
 
     rule: Rule
     start: int
     ops: tuple[Any, ...]
     reasons: tuple[str, ...]
+    elsewhere: bool = False
 
     def __str__(self) -> str:
         where = f"ops[{self.start}:{self.start + len(self.ops)}]"
@@ -208,8 +212,10 @@ def _scan(
             if bound is None:
                 continue
             stop = at + sum(op is not None for op in bound.values())
-            if reasons := rule.why_not(bound, site_of(bound, at)):
-                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons))
+            site = site_of(bound, at)
+            if reasons := rule.why_not(bound, site):
+                elsewhere = not rule.concerns(site)
+                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, elsewhere))
                 continue
             yield Fusion(at, stop, rule.build(**bound), rule)
             at = stop - 1

@@ -37,7 +37,15 @@ class Registry:
         raise ValueError(f"a fusion rule must be one of {known}, got {name!r}")
 
     def add(self, phase: Phase, function: FusionFunction, prepend: bool) -> None:
-        """Add a user's fusion function."""
+        """Add a user's fusion function.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(function):
+            raise TypeError(
+                f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
+            )
         functions = self.functions[phase]
         functions.insert(0 if prepend else len(functions), function)
         self.version += 1
@@ -74,8 +82,11 @@ def register_rule(rule: Rule) -> None:
     are, and ``Sequential(require=...)`` knows its name.
 
     Raises:
+        TypeError: it is no rule.
         ValueError: there is a rule of that name.
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"a rule must be made by fusible.fuser.rules.rule, got {rule!r}")
     if any(rule.name == known.name for known in registry.rules):
         raise ValueError(f"a rule's name must be new, got {rule.name!r}; rename its function")
     registry.install((rule, *registry.rules))

@@ -55,6 +55,11 @@ class Rule:
                 return None
         return bound
 
+    def concerns(self, site: Any) -> bool:
+        """Whether the rule is for this machine and this recipe, whatever else it needs."""
+        about = [need for need in self.needs if need.subject.names in _SURROUNDINGS]
+        return all(need.why_not(site) is None for need in about)
+
     def why_not(self, bound: dict[str, Any], site: Any) -> tuple[str, ...]:
         """Every sentence that is false at ``site``; empty where the rule applies."""
         reasons = []
@@ -87,6 +92,10 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
         return Rule(build.__name__, phase, pattern, needs, build, worth)
 
     return make
+
+
+# What a user rarely means to change to have a fusion.
+_SURROUNDINGS = (("sm",), ("device",), ("recipe",))
 
 
 def _computes_as(op: Any) -> type:

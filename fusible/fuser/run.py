@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from fusible.fuser.plan import (
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
@@ -98,6 +98,11 @@ class _Schedule(NamedTuple):
     backward: tuple[_Step, ...]  # the last op first
 
 
+_runs: Alike[Run] = Alike()
+
+# Names of the attributes under which compiled code finds the schedules of calls.
+_traced_names: dict[tuple[Any, ...], str] = {}
+
 # In a step's sources: made and used inside one fused op, which wires it itself.
 _INTERNAL = (-2, 0)
 
@@ -127,6 +132,7 @@ class Run:
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
+        _runs.add(tuple(map(type, self.ops)), self)
         self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
@@ -138,7 +144,8 @@ class Run:
         unique: dict[Tensor, int] = {}
         slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
         key = self._key(x, inputs, params, slots)
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
         elif _observation.note is not None:
@@ -149,6 +156,12 @@ class Run:
             self.plan = schedule.plan
         kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
+            if not tracing and torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
+                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+                )
             outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
@@ -198,10 +211,7 @@ class Run:
                 )
         made: dict[int, Tensor] = {}
         return tuple(
-            [
-                t if isinstance(t, Tensor) else made.setdefault(id(t), torch.tensor(t))
-                for t in inputs
-            ]
+            [t if isinstance(t, Tensor) else made.setdefault(id(t), _numbers(t)) for t in inputs]
         )
 
     def _key(
@@ -255,11 +265,23 @@ class Run:
         The recipe as :meth:`Recipe.spelled`, since it takes constants only.
         """
         key = (recipe and Recipe.from_spelled(recipe), *rest)
+        name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
+        self._prepare(key, name)
+        for run in _runs.others(tuple(map(type, self.ops)), self):
+            if name not in vars(run) and run._form() == self._form():
+                run._prepare(key, name)
+        return name
+
+    def _prepare(self, key: tuple[Any, ...], name: str) -> None:
+        """Make a call's schedule where compiled code finds it."""
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
-        name = f"_traced{list(self._schedules).index(key)}"
         setattr(self, name, schedule)
-        return name
+
+    def _form(self) -> tuple[Any, ...]:
+        """What plans depend on, but for the call: equal for runs that have the same plans."""
+        params = [(p.dtype, p.requires_grad) for op in self.ops for p in op.own_parameters()]
+        return self.wiring, self.require, self._facts, params
 
     def _schedule(self, plan: Plan) -> _Schedule:
         forward, backward = (
@@ -376,14 +398,15 @@ def _forward(
             ]
             for of_op in sources
         ]
-        x, outputs = op.fuser_forward(
-            contexts[start:stop],
-            x,
-            basic_op_extra_inputs=inputs,
-            prev_op_grad_output_quantizer=quantizers[0],
-            next_op_input_quantizer=quantizers[1],
-            basic_op_kwargs=kwargs[start:stop],
-        )
+        with _autocast_off(op, plan, x):
+            x, outputs = op.fuser_forward(
+                contexts[start:stop],
+                x,
+                basic_op_extra_inputs=inputs,
+                prev_op_grad_output_quantizer=quantizers[0],
+                next_op_input_quantizer=quantizers[1],
+                basic_op_kwargs=kwargs[start:stop],
+            )
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -397,6 +420,22 @@ def _forward(
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _numbers(values: Sequence[Any]) -> Tensor:
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"extra inputs must be tensors or lists of numbers, got {values!r:.80}"
+        ) from error
+
+
+def _autocast_off(op: Any, plan: Plan, x: Tensor) -> AbstractContextManager[Any]:
+    """No ``torch.autocast`` around an op that casts by itself."""
+    if plan.autocast_dtype is None or not op.casts_itself:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _check_complete(
@@ -439,8 +478,8 @@ def _check_not_saved(
 
 
 def memory(t: Tensor) -> int:
-    """Where the storage of ``t`` begins: equal for tensors that share it."""
-    return t.untyped_storage().data_ptr()
+    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    return t.untyped_storage()._cdata
 
 
 class _RunFunction(torch.autograd.Function):
@@ -480,8 +519,13 @@ class _RunFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Not by once_differentiable, which misses second derivatives by what was saved.
+            raise RuntimeError(
+                "the backward of fusible ops cannot be differentiated: create_graph must be False, "
+                "got True; write what needs second derivatives with torch.nn modules"
+            )
         run, schedule, slots, states, dtypes = fctx.call
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.

@@ -62,7 +62,7 @@ class Target:
             return spec
         if spec == "cpu":
             return cls("cpu")
-        if match := re.fullmatch(r"sm(\d{2,3})", spec):
+        if match := re.fullmatch(r"sm(\d{2,3})", str(spec)):
             return cls("cuda", int(match[1]))
         raise ValueError(f'target must be "cpu" or an SM version such as "sm90", got {spec!r}')
 

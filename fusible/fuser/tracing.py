@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def constant_when_traced(function: F) -> F:
@@ -30,3 +32,23 @@ def keeps_graph() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+class Alike(Generic[T]):
+    """Objects that are alive, by what makes them alike (hashable).
+
+    Code compiled for one layer of a model serves the others where its guards hold, and these read
+    what a layer has prepared. So who is traced prepares those alike, which were not called yet;
+    else every layer would be compiled anew, and refused from the ninth on.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[Any, WeakSet[T]] = {}
+
+    def add(self, form: Any, member: T) -> None:
+        """Note an object."""
+        self._members.setdefault(form, WeakSet()).add(member)
+
+    def others(self, form: Any, member: T) -> Iterator[T]:
+        """All of a form but ``member``."""
+        return (m for m in tuple(self._members.get(form, ())) if m is not member)

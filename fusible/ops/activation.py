@@ -87,9 +87,10 @@ def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _options(op: BasicOperation) -> str:
-    """The facts of an op but for flags that are off."""
-    values = {name: getattr(op, name) for name in op.fact_names}
-    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not False)
+    """The options of an op but for what is off."""
+    values = {name: getattr(op, name) for name in op.fact_names if name != "geglu"}
+    on = {name: value for name, value in values.items() if value not in (None, False)}
+    return ", ".join(f"{name}={value}" for name, value in on.items())
 
 
 class _Unary(_Activation):
@@ -316,6 +317,7 @@ class _Scaled(BasicOperation):
 
     num_extra_inputs = 1
     extra_input_names = ("scales",)
+    keywords = ()
     saves = "x, scales"
 
     def scaled(self, x: Tensor, scales: Tensor) -> Tensor:

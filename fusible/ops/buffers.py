@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
 from fusible.recipes.product import is_quantized
@@ -67,8 +68,8 @@ def check_apart(buffer: Tensor, read: Tensor, name: str, what: str) -> None:
 
 
 def _span(t: Tensor) -> tuple[int, int]:
-    """The addresses that a strided tensor lies between."""
-    if t.numel() == 0 or t.is_meta or is_quantized(t):
+    """The addresses that a strided tensor lies between; none where it has no memory."""
+    if t.numel() == 0 or t.is_meta or is_quantized(t) or isinstance(t, FakeTensor):
         return 0, 0
     length = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + length * t.element_size()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+_DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
 
 
 def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) -> torch.dtype:
@@ -44,8 +48,7 @@ def check_device(x: Tensor, param: Tensor, who: str) -> None:
 def check_dtype(t: Tensor, what: str, who: str) -> None:
     """Raise ValueError unless ``t`` has a dtype that ops compute in."""
     if t.dtype not in DTYPES:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
-        raise ValueError(f"{what} of {who} must be one of {names}, got {t.dtype}; cast it")
+        raise ValueError(f"{what} of {who} must be one of {_DTYPE_NAMES}, got {t.dtype}; cast it")
 
 
 def check_features(x: Tensor, features: int, who: str) -> None:
@@ -55,6 +58,22 @@ def check_features(x: Tensor, features: int, who: str) -> None:
             f"input of {who} must have {features} features in its last dimension, got shape "
             f"{tuple(x.shape)}"
         )
+
+
+def check_sizes(who: str, dtype: torch.dtype | None = None, **sizes: Any) -> None:
+    """Check what parameters are made of: sizes, and a dtype that ops compute in (None: default).
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: one is under 1, or the dtype is another.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"{name} of {who} must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} of {who} must be at least 1, got {size}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype of {who} must be one of {_DTYPE_NAMES}, got {dtype}")
 
 
 def refuse(option: str, who: str, instead: str) -> ValueError:

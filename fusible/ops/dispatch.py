@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -13,7 +14,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels.moe import permute
 from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_dtype
+from fusible.ops.checks import check_dtype, check_sizes
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.product import values
 
@@ -51,12 +52,13 @@ class Dispatch(BasicOperation):
             kept if None.
 
     Raises:
-        ValueError: sizes below one, or a capacity factor that is not positive.
+        ValueError: no expert, or a capacity factor that is not positive and finite.
     """
 
     num_extra_inputs = 2
     extra_input_names = ("probs", "expert_ids")
     fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor")
+    keywords = ()
     saves = "row map; with scale_input x, probs"
 
     def __init__(
@@ -72,11 +74,11 @@ class Dispatch(BasicOperation):
         )
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
-        if num_experts < 1:
-            raise ValueError(f"num_experts of Dispatch must be at least 1, got {num_experts}")
-        if capacity_factor is not None and not capacity_factor > 0:
+        check_sizes("Dispatch", num_experts=num_experts)
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
-                f"capacity_factor of Dispatch must be positive or None, got {capacity_factor}"
+                "capacity_factor of Dispatch must be positive and finite, or None for no limit, "
+                f"got {capacity_factor}"
             )
         self.num_experts = num_experts
         self.scale_input = scale_input
@@ -198,6 +200,7 @@ class Combine(BasicOperation):
     num_extra_inputs = 1
     extra_input_names = ("row_map", "scales")
     fact_names = ("weighted",)
+    keywords = ()
     saves = "row map; if weighted rows, scales"
 
     def __init__(self, weighted: bool = False) -> None:

@@ -111,6 +111,7 @@ class AddExtraInput(BasicOperation):
     num_extra_inputs = 1
     extra_input_names = ("addend",)
     fact_names = ("in_place",)
+    keywords = ()
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -129,7 +130,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """``x + extra``."""
         addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
-        if self.writes():
+        if self.writes(addend):
             return addend.detach().add_(input_), [()]
         return input_ + addend, [()]
 
@@ -143,10 +144,11 @@ class AddExtraInput(BasicOperation):
         """``dy``, twice."""
         return grad_output, [()], [(grad_output,)]
 
-    def writes(self) -> bool:
+    def writes(self, addend: Tensor) -> bool:
         """Whether the sum is to be written into the extra input.
 
         Raises:
+            ValueError: it is, and elements of the extra input share a place.
             RuntimeError: it is, inside a backward, which is a forward that checkpointing repeats.
         """
         if not self.in_place or torch.compiler.is_compiling():
@@ -155,6 +157,11 @@ class AddExtraInput(BasicOperation):
             raise RuntimeError(
                 "AddExtraInput must have in_place=False inside torch.utils.checkpoint, got True; "
                 "the forward that it repeats would add to the extra input once more"
+            )
+        if _is_expanded(addend):
+            raise ValueError(
+                "extra input of AddExtraInput must not be expanded with in_place=True, got strides "
+                f"{addend.stride()}; give addend.contiguous()"
             )
         return True
 
@@ -191,6 +198,7 @@ class MakeExtraOutput(BasicOperation):
 
     num_extra_outputs = 1
     fact_names = ("in_place",)
+    keywords = ()
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -240,6 +248,7 @@ class Swap(BasicOperation):
     num_extra_inputs = 1
     num_extra_outputs = 1
     extra_input_names = ("incoming",)
+    keywords = ()
     saves = "nothing"
 
     def fuser_forward(
@@ -280,6 +289,9 @@ def is_writable(grad: Tensor, *read: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    places = zip(grad.stride(), grad.shape, strict=True)
-    expanded = any([stride == 0 and size > 1 for stride, size in places])
-    return not (expanded or memory(grad) in map(memory, read))
+    return not (_is_expanded(grad) or memory(grad) in map(memory, read))
+
+
+def _is_expanded(t: Tensor) -> bool:
+    """Whether elements of ``t`` share a place."""
+    return any([stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)])

@@ -14,7 +14,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_features, product_dtype
+from fusible.ops.checks import check_features, check_sizes, product_dtype
 from fusible.ops.op import Grads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation, matrix
@@ -131,12 +131,14 @@ class GroupedLinear(WeightedOperation):
         split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        if num_groups < 1:
-            raise ValueError(f"num_groups of GroupedLinear must be at least 1, got {num_groups}")
-        if split_alignment < 1:
-            raise ValueError(
-                f"split_alignment of GroupedLinear must be at least 1, got {split_alignment}"
-            )
+        check_sizes(
+            "GroupedLinear",
+            dtype,
+            num_groups=num_groups,
+            in_features=in_features,
+            out_features=out_features,
+            split_alignment=split_alignment,
+        )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
@@ -195,8 +197,14 @@ class GroupedLinear(WeightedOperation):
 
     def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
         if single:
-            return [self._parameters[name]]  # type: ignore[list-item]
-        return [self._parameters[f"{name}{group}"] for group in range(self.num_groups)]  # type: ignore[misc]
+            return [self.parameter(name)]
+        return [self.parameter(f"{name}{group}") for group in range(self.num_groups)]
+
+    def own_parameters(self) -> tuple[nn.Parameter, ...]:
+        """``(*weights, *biases)``."""
+        if "parametrizations" in self._modules:
+            return (*self.weights(), *self.biases())  # type: ignore[arg-type]
+        return super().own_parameters()
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""

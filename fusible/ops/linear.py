@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_device, check_features, product_dtype
+from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.distributed import (
     AllGather,
     AllReduce,
@@ -71,6 +71,7 @@ class BasicLinear(WeightedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        check_sizes("BasicLinear", dtype, in_features=in_features, out_features=out_features)
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
         self.in_features = in_features
         self.out_features = out_features
@@ -89,11 +90,11 @@ class BasicLinear(WeightedOperation):
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """``(weight,)``."""
-        return (self.weight,)
+        return (self.parameter("weight"),)
 
     def weights(self) -> list[Tensor]:
         """``[weight]``."""
-        return [self.weight]
+        return [self.parameter("weight")]
 
     def op_forward(
         self,
@@ -118,13 +119,14 @@ class BasicLinear(WeightedOperation):
         Without a recipe: quantized ones are decoded.
         """
         self._check(ctx, input_)
-        x, weight = cast(values(input_), ctx.dtype), cast(values(self.weight), ctx.dtype)
+        weight = cast(values(self.parameter("weight")), ctx.dtype)
+        x = cast(values(input_), ctx.dtype)
         ctx.save_for_backward(x, weight)
         return x, weight
 
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
         check_features(input_, self.in_features, "BasicLinear")
-        ctx.dtype = product_dtype(ctx, input_, self.weight, "BasicLinear")
+        ctx.dtype = product_dtype(ctx, input_, self.parameter("weight"), "BasicLinear")
 
     def _quantized_forward(
         self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]
@@ -217,6 +219,7 @@ class Bias(BasicOperation):
         dtype: torch.dtype | None = None,
         summed_over: Any = None,
     ) -> None:
+        check_sizes("Bias", dtype, size=size)
         super().__init__()
         self.size = size
         self.summed_over = summed_over
@@ -229,7 +232,7 @@ class Bias(BasicOperation):
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """``(bias,)``."""
-        return (self.bias,)
+        return (self.parameter("bias"),)
 
     def op_forward(
         self,
@@ -240,9 +243,10 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
-        check_device(input_, self.bias, "Bias")
+        bias = self.parameter("bias")
+        check_device(input_, bias, "Bias")
         ctx.grad_quantizer = prev_op_grad_output_quantizer
-        return hand_over(input_ + cast(self.bias, input_.dtype), next_op_input_quantizer)
+        return hand_over(input_ + cast(bias, input_.dtype), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -328,9 +332,11 @@ class Linear(FusedOperation):
             if not part._parameters:
                 continue
             self._parameters.update(part._parameters)
-            # The parts read the very dictionary that holds this module's parameters, so that no
-            # assignment (load_state_dict(assign=True), FSDP2, to_empty) can separate them.
-            part.__dict__["_parameters"] = self._parameters
+            # The parts read the very dictionaries that hold this module's parameters and their
+            # parametrizations, so that no assignment (load_state_dict(assign=True), FSDP2,
+            # to_empty) can separate them.
+            for held in ("_parameters", "_modules"):
+                part.__dict__[held] = self.__dict__[held]
         if not bias:
             self.register_parameter("bias", None)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.fuser.context import OperationContext
 from fusible.kernels import normalization as kernels
-from fusible.ops.checks import check_device
+from fusible.ops.checks import check_device, check_sizes
 from fusible.ops.handover import accept, accept_grad, hand_over
 from fusible.ops.op import BasicOperation, Grads
 
@@ -39,9 +39,13 @@ class _Norm(BasicOperation):
         zero_centered_gamma: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(normalized_shape, int):
-            normalized_shape = (normalized_shape,)
-        self.normalized_shape = tuple(normalized_shape)
+        if isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str):
+            self.normalized_shape = tuple(normalized_shape)
+        else:
+            self.normalized_shape = (normalized_shape,)
+        for size in self.normalized_shape:
+            check_sizes(type(self).__name__, dtype, normalized_shape=size)
+        _check_eps(eps, type(self).__name__)
         self.features = math.prod(self.normalized_shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
@@ -73,6 +77,11 @@ class _Norm(BasicOperation):
             f"{self.normalized_shape}, eps={self.eps}, "
             f"zero_centered_gamma={self.zero_centered_gamma}"
         )
+
+
+def _check_eps(eps: float, who: str) -> None:
+    if not eps >= 0:
+        raise ValueError(f"eps of {who} must not be negative, got {eps}")
 
 
 class LayerNorm(_Norm):
@@ -168,6 +177,7 @@ class L2Normalization(BasicOperation):
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
+        _check_eps(eps, "L2Normalization")
         self.eps = eps
 
     def op_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.run import Run
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -23,8 +24,15 @@ class FusibleOperation(nn.Module):
 
     num_extra_inputs: int = 0
     saves: str = ""
+    casts_itself: bool = False
+    """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
+    it: PyTorch's casts would narrow what it keeps wide."""
 
     _run: Run | None = None  # this op alone, once it was called so
+
+    def __init__(self) -> None:
+        super().__init__()
+        _operations.add(type(self), self)
 
     @property
     def is_fused_op(self) -> bool:
@@ -89,7 +97,15 @@ class FusibleOperation(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
-        """Run this op alone; keyword arguments go to its (only) basic op."""
+        """Run this op alone; keyword arguments go to its only basic op."""
+        if kwargs:
+            if len(self.basic_ops) != 1:
+                parts = " + ".join(type(op).__name__ for op in self.basic_ops)
+                raise ValueError(
+                    f"keyword arguments must be for one basic op, got {sorted(kwargs)} for "
+                    f"{type(self).__name__}, which is {parts}"
+                )
+            check_kwargs(self.basic_ops[0], kwargs)
         if torch.compiler.is_compiling():
             self._trace_capture()
         elif self._run is None:
@@ -100,6 +116,9 @@ class FusibleOperation(nn.Module):
     def _trace_capture(self) -> None:
         if self._run is None:
             self._run = Run(self.basic_ops)
+        for other in _operations.others(type(self), self):
+            if other._run is None and channels(other) == channels(self):
+                other._run = Run(other.basic_ops)
 
     @property
     def plan(self) -> Plan | None:
@@ -111,11 +130,11 @@ class FusibleOperation(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with attributes_kept(self):
             super()._apply(fn, recurse)
-        for name, parameter in self._parameters.items():
-            # No format is nominally FP64: its values are left.
-            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
-                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
-                self._parameters[name] = plain
+            for name, parameter in self._parameters.items():
+                # No format is nominally FP64: its values are left.
+                if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
+                    plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
+                    self._parameters[name] = plain
         return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
@@ -135,6 +154,18 @@ class FusibleOperation(nn.Module):
             state["_frozen"] = False
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _operations.add(type(self), self)
+
+
+_operations: Alike[FusibleOperation] = Alike()
+
+
+def channels(op: FusibleOperation) -> list[Any]:
+    """The channels of all its basic ops."""
+    return [(basic.extra_input_channels, basic.extra_output_channels) for basic in op.basic_ops]
+
 
 class BasicOperation(FusibleOperation):
     """One operation with its parameters and default behaviour; always able to run alone.
@@ -153,6 +184,8 @@ class BasicOperation(FusibleOperation):
             caller.
         extra_output_names: names under which later ops find the extra outputs; in the order of
             the slots, or empty.
+        keywords: names of the keyword arguments that a call may give the op. None for those of
+            its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         saves: what the op saves for its backward, as ``explain`` prints it.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
             its parameters are from: that op, for which fusion rules take it. Not inherited.
@@ -163,6 +196,7 @@ class BasicOperation(FusibleOperation):
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
     extra_output_names: tuple[str, ...] = ()
+    keywords: ClassVar[tuple[str, ...] | None] = None
     saves: str = "x, parameters"
 
     def __init__(self) -> None:
@@ -203,8 +237,36 @@ class BasicOperation(FusibleOperation):
         super().__setattr__(name, value)
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, read anew at every call; gradients are returned in this order."""
+        """The parameters, read anew at every call; gradients are returned in this order.
+
+        Raises:
+            TypeError: by default, one is parametrized, which leaves no order.
+        """
+        if "parametrizations" in self._modules:
+            raise TypeError(
+                f"{type(self).__name__} must define own_parameters for torch.nn.utils.parametrize, "
+                "got a parametrization of an op that does not"
+            )
         return tuple([p for p in self._parameters.values() if p is not None])
+
+    def parameter(self, name: str) -> Any:
+        """A parameter, or what ``torch.nn.utils.parametrize`` makes of it.
+
+        Raises:
+            AttributeError: there is neither.
+        """
+        found = self._parameters.get(name)
+        if found is not None:
+            return found
+        parametrized: Any = self._modules.get("parametrizations", {})
+        if name in parametrized:
+            return parametrized[name]()
+        if name in self.__dict__:  # pruned
+            return self.__dict__[name]
+        raise AttributeError(
+            f"{name} of {type(self).__name__} must be a parameter, or parametrized by "
+            "torch.nn.utils.parametrize, got neither; prune a BasicLinear rather than a Linear"
+        )
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""
@@ -245,8 +307,9 @@ class BasicOperation(FusibleOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
-        output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
-        grad_input, *grad_params = derivative(grad_output.to(output.dtype))
+        with ctx.autocast(grad_output.device.type):
+            output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
+            grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 
     def fuser_forward(
@@ -338,6 +401,27 @@ class BasicOperation(FusibleOperation):
             )
 
 
+def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for keyword arguments that the op does not take.
+
+    Here, since a fusion that covers the op may not ask for them.
+    """
+    names = op.keywords
+    if torch.compiler.is_compiling():
+        return
+    if names is None:
+        if type(op).fuser_forward is not BasicOperation.fuser_forward:
+            return
+        parameters = list(inspect.signature(op.op_forward).parameters.values())[4:]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
+        names = tuple(p.name for p in parameters)
+    if unknown := sorted(set(kwargs) - set(names)):
+        raise ValueError(
+            f"keyword arguments of {type(op).__name__} must be among {list(names)}, got {unknown}"
+        )
+
+
 def _drop_extra_state(op: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Forget the states of quantizers that Transformer Engine saves with every op: none has one."""
     if type(op).set_extra_state is nn.Module.set_extra_state:
@@ -355,6 +439,7 @@ class FusedOperation(FusibleOperation):
         # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
         self._basic_ops = tuple(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
+        self.casts_itself = any(op.casts_itself for op in self._basic_ops)
 
     @property
     def is_fused_op(self) -> bool:

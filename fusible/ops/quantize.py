@@ -31,6 +31,7 @@ class Quantize(BasicOperation):
 
     extra_input_names = ("split_sizes",)
     fact_names = ("quantize_forward", "quantize_backward")
+    keywords = ()
     saves = "split sizes, if rows are grouped"
 
     def __init__(

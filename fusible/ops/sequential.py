@@ -12,9 +12,9 @@ from fusible.fuser.plan import NotFused, Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
-from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops import buffers
-from fusible.ops.op import BasicOperation, FusibleOperation
+from fusible.ops.op import BasicOperation, FusibleOperation, channels, check_kwargs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 Segment = Run | nn.Module
@@ -33,6 +33,7 @@ class Sequential(nn.Sequential):
             the reasons.
 
     Raises:
+        TypeError: ``require`` is one name, not a list of them.
         ValueError: ``require`` names no rule.
     """
 
@@ -42,8 +43,11 @@ class Sequential(nn.Sequential):
         if named:
             for name, module in modules[0].items():
                 self.add_module(name, module)
+        if isinstance(require, str):
+            raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
         self._captured: _Captured | None = None
+        _sequentials.add(Sequential, self)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -62,8 +66,10 @@ class Sequential(nn.Sequential):
             The output, or a tuple of it and the extra outputs that the caller gets.
 
         Raises:
-            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module, or
-                a buffer for an op whose result may stay inside of a fusion.
+            TypeError: ``op_kwargs`` that are no mapping.
+            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module or
+                that an op does not take, or a buffer for an op whose result may stay inside of a
+                fusion.
         """
         x, rest = input, extra_inputs
         extra_outputs: list[Tensor] = []
@@ -113,6 +119,9 @@ class Sequential(nn.Sequential):
     def _trace_capture(self) -> None:
         if self._captured is None or not self._captured.holds():
             self._captured = _capture(self)
+        for other in _sequentials.others(Sequential, self):
+            if other._captured is None and _form(other) == _form(self):
+                other._captured = _capture(other)
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -125,6 +134,20 @@ class Sequential(nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own runs, of its own ops.
         return {**self.__dict__, "_captured": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _sequentials.add(Sequential, self)
+
+
+_sequentials: Alike[Sequential] = Alike()
+
+
+def _form(sequential: Sequential) -> tuple[Any, ...]:
+    """What Sequentials that have the same segments share."""
+    modules = [module for module, _ in _flat(sequential)]
+    wires = [channels(module) for module in modules if isinstance(module, FusibleOperation)]
+    return sequential.require, [type(module) for module in modules], wires
 
 
 class _Captured(NamedTuple):
@@ -209,7 +232,7 @@ def _check_owns_parameters(op: FusibleOperation) -> None:
         return
     owned = {id(p) for p in op.parameters()}
     for part in op.basic_ops:
-        if any(id(p) not in owned for p in part.own_parameters()):
+        if any(p is not None and id(p) not in owned for p in part._parameters.values()):
             raise ValueError(
                 f"a Sequential must hold the basic ops of {type(op).__name__} themselves, which "
                 "own the parameters, got the fused op; fused ops are made by the fuser"
@@ -221,21 +244,40 @@ def _num_extra_inputs(segment: Segment) -> int:
     return getattr(segment, "num_extra_inputs", 0)
 
 
+def _types(t: Any) -> str:
+    """What ``t`` is, and what a mapping holds."""
+    inside = f" of {sorted({type(v).__name__ for v in t.values()})}" if isinstance(t, dict) else ""
+    return f"a {type(t).__name__}{inside}"
+
+
 def _by_op(
     sequential: Sequential, segments: Sequence[Segment], op_kwargs: OpKwargs
 ) -> dict[nn.Module, dict[str, Any]]:
-    """``op_kwargs`` by op, refused for anything that is not a basic op of this module."""
+    """``op_kwargs`` by op, refused for what is no basic op of this module or takes no such."""
+    if not isinstance(op_kwargs, Mapping) or not all(
+        isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
+    ):
+        raise TypeError(
+            "op_kwargs must map basic ops, or their indices, to their keyword arguments, such as "
+            f'{{-1: {{"output": t}}}}, got {_types(op_kwargs)}'
+        )
     ops: set[nn.Module] = set()
     for segment in segments:
         ops.update(segment.ops if isinstance(segment, Run) else (segment,))
     by_op: dict[nn.Module, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():
         op = sequential[key] if isinstance(key, int) else key
+        if isinstance(op, FusibleOperation) and len(op.basic_ops) == 1:
+            (op,) = op.basic_ops
         if op not in ops or not isinstance(op, BasicOperation):
+            parts = ""
+            if isinstance(op, FusibleOperation) and op.is_fused_op:
+                parts = f", which is {' + '.join(type(part).__name__ for part in op.basic_ops)}"
             raise ValueError(
                 f"op_kwargs must be keyed by a basic op of this Sequential or its index, got "
-                f"{key if isinstance(key, int) else type(op).__name__}"
+                f"{f'index {key}, ' if isinstance(key, int) else ''}{type(op).__name__}{parts}"
             )
+        check_kwargs(op, kwargs)
         by_op[op] = kwargs
     for segment in segments:
         run = segment.ops if isinstance(segment, Run) else (segment,)

@@ -43,6 +43,8 @@ class WeightedOperation(BasicOperation):
     that of every fused op that covers it, gives the weights' gradient to :meth:`weight_grads`.
     """
 
+    keywords = buffers.NAMES
+    casts_itself = True
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
     in_features: int
@@ -86,16 +88,11 @@ class WeightedOperation(BasicOperation):
         with the op's ``op_kwargs``, before it computes.
 
         Raises:
-            ValueError: another keyword argument, or a buffer that does not fit.
+            ValueError: a buffer that does not fit.
             RuntimeError: a buffer while compiling.
         """
         if not kwargs:
             return None
-        if unknown := sorted(set(kwargs) - set(buffers.NAMES)):
-            raise ValueError(
-                f"op_kwargs of {type(self).__name__} must be among {list(buffers.NAMES)}, got "
-                f"{unknown}"
-            )
         # On the context though it is a tensor: its values are none of this run's, and it is written
         # as often as it is given. Not while compiling.
         ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)

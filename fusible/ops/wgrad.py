@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fusible.kernels import grouped
+from fusible.recipes.sharding import is_sharded, mean_over_ranks
 
 
 class WeightGradient(Protocol):
@@ -143,14 +144,18 @@ def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
     return MainGrads(tuple(buffers), tuple(overwrite))
 
 
-def _checked(main_grad: Tensor | None, weight: Tensor, who: str) -> Tensor:
+def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
     shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
     wanted = (
         f"main_grad of every weight of {who} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
     )
-    if main_grad is None:
-        raise ValueError(f"{wanted}, got none; set weight.main_grad (fully_shard removes it)")
+    if not isinstance(main_grad, Tensor):
+        got = "none" if main_grad is None else repr(main_grad)
+        raise ValueError(
+            f"{wanted}, got {got}; set weight.main_grad, or give gradients "
+            "to autograd under fully_shard, which reduces those alone"
+        )
     if (
         main_grad.numel() != shape.numel()
         or main_grad.dtype not in allowed
@@ -195,14 +200,10 @@ def _placeholder(weight: Tensor) -> Tensor | None:
 def add_to_grad(weight: Tensor, grad: Tensor) -> None:
     """Accumulate into ``weight.grad``, as autograd does.
 
-    Raises:
-        RuntimeError: the weight is sharded by now, and its gradient would never be reduced.
+    Where ``fully_shard`` has sharded the weight again by now, the mean over its ranks, as that
+    makes of gradients during the backward: a collective, which all ranks have to call alike.
     """
-    if weight.shape != grad.shape:
-        raise RuntimeError(
-            f"a weight must have the shape {tuple(grad.shape)} of its delayed gradient when "
-            f"backward_dw() is called, got {tuple(weight.shape)}; under fully_shard use "
-            "delay_wgrad_compute=False"
-        )
+    if is_sharded(weight):
+        grad = mean_over_ranks(grad, weight)
     grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)
     weight.grad = grad if weight.grad is None else weight.grad + grad

@@ -112,7 +112,12 @@ def keep_recipe(function: Callable[P, R]) -> Callable[P, R]:
 
     For ``torch.utils.checkpoint.checkpoint(keep_recipe(fn), x)``, either variant, when the modules
     inside run under several recipes, and for handing work to another thread.
+
+    Raises:
+        TypeError: ``function`` cannot be called.
     """
+    if not callable(function):
+        raise TypeError(f"keep_recipe takes a function or a module, got {function!r}")
     recipe = _thread.recipe
 
     @functools.wraps(function, updated=())

@@ -165,11 +165,34 @@ def test_saved_tensors_are_guarded_against_writes():
         y.sum().backward()
 
 
-def test_second_derivatives_are_refused():
-    x = torch.randn(3, 4, requires_grad=True)
-    (dx,) = torch.autograd.grad(fz.SiLU()(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["sum", "square"])
+def test_second_derivatives_are_refused(loss):
+    """Also where the incoming gradient is a constant, or only the input's path is asked for."""
+    x, op = torch.randn(3, 4, requires_grad=True), fz.SiLU()
+    with pytest.raises(RuntimeError, match="create_graph must be False, got True"):
+        torch.autograd.grad(loss(op(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph must be False, got True"):
+        torch.autograd.functional.hessian(lambda t: loss(op(t)), x)
+
+
+def test_functional_call_takes_other_parameters():
+    ours = fz.Sequential(fz.Linear(8, 16), fz.SiLU(), fz.Linear(16, 4))
+    theirs = nn.Sequential(swap_in(ours[0]), nn.SiLU(), swap_in(ours[2]))
+    x = torch.randn(6, 8)
+    given = {name: torch.randn_like(p).requires_grad_() for name, p in ours.named_parameters()}
+    results = []
+    for module in (ours, theirs):
+        y = torch.func.functional_call(module, given, (x,))
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(given.values()))))
+    torch.testing.assert_close(*results)
+
+
+def test_transforms_of_torch_func():
+    op, x = fz.SiLU(), torch.randn(3, 4)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match=r"transform of torch.func .* use torch.autograd"):
+            transform(lambda t: op(t).sum())(x)
+    torch.testing.assert_close(torch.func.vmap(op)(x), F.silu(x))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -327,6 +350,57 @@ def test_autocast_leaves_fp64_alone():
     linear, x = fz.Linear(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(linear(x), swap_in(linear)(x), rtol=1e-14, atol=1e-15)
+
+
+class Product(fz.BasicOperation):
+    """An op of the user's, which leaves mixed dtypes to autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(8, 8))
+
+    def formula(self, x, factor):
+        return x @ factor
+
+
+def test_autocast_in_the_backward_of_a_users_formula():
+    ours = fz.Sequential(fz.Linear(8, 8), Product())
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours(x)
+        expected = swap_in(ours[0])(x) @ ours[1].factor
+    results = [
+        torch.autograd.grad(out.float().sum(), [*ours.parameters()]) for out in (y, expected)
+    ]
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(*results, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ref.LOW_PRECISION)
+def test_autocast_casts_separate_parameters_of_another_dtype(dtype):
+    """PyTorch's own autocast would refuse to stack them."""
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    op, x = fz.GroupedLinear(2, 8, 4, dtype=other), torch.randn(5, 8)
+    with torch.autocast("cpu", dtype):
+        y = op(x, [2, 3])
+    cast = [p.to(dtype).double() for p in op.parameters()]
+    exact = [x[:2].to(dtype).double() @ cast[0].T, x[2:].to(dtype).double() @ cast[1].T]
+    assert y.dtype == dtype
+    ref.assert_accurate(y.detach(), torch.cat(exact))
+
+
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.NVFP4BlockScaling()])
+def test_autocast_rounds_no_decoded_operand(recipe):
+    """Under both autocasts a linear is that of a model in the lower precision, bit by bit."""
+    narrow = fz.Linear(64, 32, dtype=torch.bfloat16)
+    wide = fz.Linear(64, 32)
+    wide.load_state_dict(narrow.state_dict())
+    x = torch.randn(48, 64)
+    with fz.autocast(recipe=recipe):
+        expected = narrow(x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = wide(x)
+    assert torch.equal(y, expected)
 
 
 # --- recipes and threads --------------------------------------------------------------------------

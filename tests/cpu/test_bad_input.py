@@ -236,7 +236,7 @@ CASES = {
     "op_kwargs for an ordinary module": (
         lambda: fz.Sequential(torch.nn.Tanh(), fz.SiLU())(torch.randn(2), op_kwargs={0: {}}),
         ValueError,
-        ("must be keyed by a basic op", "got 0", "or its index"),
+        ("must be keyed by a basic op", "got index 0, Tanh", "or its index"),
     ),
     "op_kwargs beyond the last op": (
         lambda: fz.Sequential(fz.SiLU())(torch.randn(2), op_kwargs={4: {}}),
@@ -248,12 +248,110 @@ CASES = {
             torch.randn(10, 8), SPLITS, op_kwargs={0: {"out": None}}
         ),
         ValueError,
-        ("must be among ['output', 'grad_input']", "got ['out']"),
+        ("must be among ['output', 'grad_input']", "got ['out']", "arguments of GroupedLinear"),
+    ),
+    "op_kwargs that a fusion would not ask for": (
+        lambda: fz.Sequential(fz.Linear(8, 8), fz.SiLU())(
+            torch.randn(2, 8), op_kwargs={1: {"output": torch.empty(2, 8)}}
+        ),
+        ValueError,
+        ("arguments of SiLU must be among []", "got ['output']"),
+    ),
+    "op_kwargs of an op without any": (
+        lambda: fz.Dispatch(2)(
+            torch.randn(2, 8), torch.rand(2, 1), torch.zeros(2, 1).int(), capacity=1
+        ),
+        ValueError,
+        ("arguments of Dispatch must be among []", "got ['capacity']"),
+    ),
+    "op_kwargs for a Linear with a bias": (
+        lambda: fz.Sequential(fz.Linear(8, 8))(
+            torch.randn(2, 8), op_kwargs={0: {"output": torch.empty(2, 8)}}
+        ),
+        ValueError,
+        ("must be keyed by a basic op", "got index 0, Linear, which is BasicLinear + Bias"),
+    ),
+    "keyword arguments of a Linear with a bias": (
+        lambda: fz.Linear(8, 8)(torch.randn(2, 8), output=torch.empty(2, 8)),
+        ValueError,
+        ("must be for one basic op", "got ['output']", "which is BasicLinear + Bias"),
+    ),
+    "op_kwargs that are no mapping": (
+        lambda: fz.Sequential(fz.SiLU())(torch.randn(2), op_kwargs=[{}]),
+        TypeError,
+        ("must map basic ops, or their indices", "got a list"),
+    ),
+    "op_kwargs of one op that are no mapping": (
+        lambda: fz.Sequential(fz.SiLU())(torch.randn(2), op_kwargs={0: torch.empty(2)}),
+        TypeError,
+        ("must map basic ops, or their indices", "got a dict of ['Tensor']"),
+    ),
+    "a required rule as a string": (
+        lambda: fz.Sequential(fz.SiLU(), require="linear_add"),
+        TypeError,
+        ("must be a list of rules' names", "got the string 'linear_add'"),
+    ),
+    "a ragged list": (
+        lambda: grouped([[1], [2, 3]]),
+        TypeError,
+        ("must be tensors or lists of numbers", "got [[1], [2, 3]]"),
+    ),
+    "an expanded extra input that is written to": (
+        lambda: fz.AddExtraInput(in_place=True)(torch.ones(2, 8), torch.ones(8).expand(2, 8)),
+        ValueError,
+        ("must not be expanded with in_place=True", "got strides (0, 1)", "addend.contiguous()"),
+    ),
+    "an expanded extra input that a product is written to": (
+        lambda: fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(in_place=True))(
+            torch.ones(2, 8), torch.ones(8).expand(2, 8)
+        ),
+        ValueError,
+        ("must not be expanded with in_place=True", "got strides (0, 1)", "addend.contiguous()"),
+    ),
+    "features that are no integer": (
+        lambda: fz.Linear(8, 4.0),
+        TypeError,
+        ("must be an integer", "got 4.0", "out_features of BasicLinear"),
+    ),
+    "negative features": (
+        lambda: fz.GroupedLinear(2, -8, 4),
+        ValueError,
+        ("must be at least 1", "got -8", "in_features of GroupedLinear"),
+    ),
+    "a dtype of parameters": (
+        lambda: fz.Bias(8, dtype=torch.int32),
+        ValueError,
+        ("must be one of bfloat16, float16, float32, float64", "got torch.int32", "dtype of Bias"),
+    ),
+    "no features of a norm": (
+        lambda: fz.LayerNorm((4, 0)),
+        ValueError,
+        ("must be at least 1", "got 0", "normalized_shape of LayerNorm"),
+    ),
+    "eps": (
+        lambda: fz.RMSNorm(8, eps=-1e-5),
+        ValueError,
+        ("must not be negative", "got -1e-05", "eps of RMSNorm"),
     ),
     "a recipe that is none": (
         lambda: fz.autocast(recipe="mxfp8"),
         TypeError,
         ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
+    ),
+    "a function to keep a recipe for": (
+        lambda: fz.keep_recipe(3),
+        TypeError,
+        ("takes a function or a module", "got 3"),
+    ),
+    "a rule that is none": (
+        lambda: fz.register_rule(3),
+        TypeError,
+        ("must be made by fusible.fuser.rules.rule", "got 3"),
+    ),
+    "a fusion that is no function": (
+        lambda: fz.register_forward_fusion(3),
+        TypeError,
+        ("must be a function func(ops, *, recipe) -> ops", "got 3"),
     ),
     "no groups": (
         lambda: fz.GroupedLinear(0, 8, 8),

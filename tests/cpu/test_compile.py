@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True) of every op and of the grouped MLP, and what makes it recompile."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -320,6 +321,40 @@ def test_modules_changed_after_compilation():
     check(compiled, seq, (x,))
     seq[0].weight = torch.nn.Parameter(torch.randn(8, 8))
     check(compiled, seq, (x,))
+
+
+class Layer(torch.nn.Module):
+    """One of many: ops alone and in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.alone = fz.Linear(16, 16)
+        self.mlp = ref.grouped_mlp(dtype=torch.bfloat16)
+
+    def forward(self, x, splits, scales):
+        return x + self.mlp(self.alone(x).bfloat16(), splits, scales, splits)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm90"])
+def test_layers_compiled_one_by_one_share_their_code(target):
+    """As models of many layers are compiled; the ninth would be refused for its recompilations."""
+    counter = CompileCounterWithBackend("aot_eager")
+    x, splits, scales = ref.grouped_mlp_inputs()
+    layers = [Layer() for _ in range(10)]
+    copies = copy.deepcopy(layers)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=counter)
+    with assume_target(target):
+        for layer, eager in zip(layers, copies, strict=True):
+            leaves = x, scales
+            results = []
+            for module in (layer, eager):
+                y = module(x, splits, scales)
+                grads = torch.autograd.grad(y.sum(), (*leaves, *module.parameters()))
+                results.append((y, *grads))
+            torch.testing.assert_close(*results)
+        assert layers[-1].mlp.plan.fired == copies[-1].mlp.plan.fired
+    assert counter.frame_count == 1
 
 
 def test_plan_of_a_compiled_module_is_readable():

@@ -22,7 +22,7 @@ def test_tree_of_a_fused_run():
         "BasicLinear(in_features=8, out_features=8)",
         "forward as part of LinearBiasActivation (ops[0:2])",
         "backward as part of BackwardLinearAdd (ops[3:5])",
-        "SwiGLU(glu_interleave_size=None)",
+        "SwiGLU()",
     ):
         assert part in body
     assert "not fused" not in body
@@ -59,6 +59,35 @@ def test_synchronisation_is_told():
     assert "synchronisation" not in str(
         fz.explain(low, x.detach().bfloat16(), splits, scales, splits, target="sm100")
     )
+
+
+def test_a_recipe_computes_in_bf16_without_synchronising():
+    mlp = ref.grouped_mlp(hidden=32, inner=32, dtype=torch.float32)
+    x, splits, scales = ref.grouped_mlp_inputs(hidden=32)
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        text = str(fz.explain(mlp, x, splits, scales, splits, target="sm100"))
+    assert "synchronisation" not in text
+
+
+def test_rules_for_other_machines_and_recipes_are_counted():
+    mlp = ref.grouped_mlp()
+    x, splits, scales = ref.grouped_mlp_inputs()
+    explained = fz.explain(mlp, x, splits, scales, splits, target="sm90")
+    short, long = str(explained), explained.to_text(every_rule=True)
+    assert "  grouped_linear_forward_sm90 (forward) for ops[0:1], ops[2:3]\n" in short
+    assert "dtype must be one of bfloat16, float16, got float32" in short
+    assert "5 more rules are for other machines or recipes (to_text(every_rule=True))" in short
+    for of_others in ("grouped_mlp_sm100", "sm must be", "recipe_mlp_sm90", "recipe must be"):
+        assert of_others not in short
+        assert of_others in long
+    assert "more rules" not in long
+    assert {r.rule.name for r in explained.refusals if r.elsewhere} == {
+        "grouped_mlp_sm100",
+        "grouped_linear_sm100",
+        "recipe_mlp_sm90",
+        "recipe_linear_forward_sm90",
+        "recipe_linear_backward_sm90",
+    }
 
 
 def test_inference():
@@ -99,6 +128,13 @@ def test_explaining_changes_nothing():
     assert never_run.plan is None
 
 
+def test_a_sum_in_place():
+    seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(in_place=True))
+    addend = torch.zeros(4, 8)
+    assert fz.explain(seq, torch.randn(4, 8), addend).fired == ("linear_add",)
+    assert torch.equal(addend, torch.zeros(4, 8))
+
+
 def test_runs_are_named_after_their_first_module():
     block = nn.ModuleDict(
         {"up": fz.Sequential(fz.Linear(8, 4), fz.SiLU()), "down": fz.Linear(4, 4)}
@@ -123,6 +159,57 @@ def test_lists_of_split_sizes():
     (plan,) = fz.explain(mlp, x, sizes, scales, sizes).plans
     mlp(x, sizes, scales, sizes)
     assert plan.facts == mlp.plan.facts
+
+
+class Repeated(nn.Module):
+    """Counts its calls, alone among its buffers, and takes keyword arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+        self.register_buffer("calls", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x, *, times=1, scale=None):
+        self.calls.add_(1)
+        for _ in range(times):
+            x = self.ops(x)
+        return x if scale is None else x * scale
+
+
+def test_keyword_arguments():
+    module, x = Repeated(), torch.randn(2, 8)
+    explained = fz.explain(module, x, times=2, scale=torch.ones(8))
+    assert explained.fired == ("linear_bias_activation",) * 2
+    buffer = torch.zeros(2, 8)
+    seq = fz.Sequential(fz.BasicLinear(8, 8))
+    explained = fz.explain(seq, x, op_kwargs={-1: {"output": buffer}})
+    assert len(explained.plans) == 1
+    assert torch.equal(buffer, torch.zeros(2, 8))
+
+
+def test_buffers_stay_as_they_are():
+    module = Repeated()
+    fz.explain(module, torch.randn(2, 8))
+    assert module.calls.tolist() == [0, 0, 0]
+    module(torch.randn(2, 8))
+    assert module.calls.tolist() == [1, 1, 1]
+
+
+def test_a_module_that_decides_by_values():
+    class Deciding(Repeated):
+        def forward(self, x):
+            return self.ops(x) if x.sum() > 0 else x
+
+    with pytest.raises(
+        ValueError, match=r"decides nothing by the values of tensors.* got Deciding"
+    ):
+        fz.explain(Deciding(), torch.ones(2, 8))
+
+
+def test_a_target_that_is_none():
+    for target in ("hopper", 90):
+        with pytest.raises(ValueError, match='must be "cpu" or an SM version such as "sm90", got'):
+            fz.explain(fz.SiLU(), torch.ones(2), target=target)
 
 
 def test_errors_are_the_modules_own():

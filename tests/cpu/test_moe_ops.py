@@ -294,6 +294,7 @@ def test_scores_of_low_precision_inputs_are_fp32(dtype):
     assert dx.dtype == dw.dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_router_in_fp32_of_bf16_tokens_and_under_autocast():
     router, x = make_router({}), torch.randn(9, HIDDEN).bfloat16()
     wide = routed(x.double() @ router.weight.double().T, TOP_K)
@@ -301,8 +302,11 @@ def test_router_in_fp32_of_bf16_tokens_and_under_autocast():
     ref.assert_accurate(probs.detach(), wide[0].detach())
     with torch.autocast("cpu", torch.bfloat16):
         _, probs, _ = router(x.float())
+        _, compiled, _ = torch.compile(router, fullgraph=True, backend="aot_eager")(x.float())
     narrow = routed(x.double() @ router.weight.bfloat16().double().T, TOP_K)
-    ref.assert_accurate(probs.detach(), narrow[0].detach())
+    for got in (probs, compiled):
+        assert got.dtype == torch.float32
+        ref.assert_accurate(got.detach(), narrow[0].detach())
 
 
 def test_bias_update_evens_the_load():
@@ -318,6 +322,40 @@ def test_bias_update_evens_the_load():
         router.update_expert_bias(ids.flatten().bincount(minlength=EXPERTS), rate=0.03)
     load = ids.flatten().bincount(minlength=EXPERTS)
     assert load.max() < 1.2 * load.double().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bias_of_a_converted_router_stays_in_fp32(dtype):
+    router = make_router({"score_function": "sigmoid", "expert_bias": True})
+    router.expert_bias.copy_(torch.linspace(0.3, 0.8, EXPERTS))
+    before = router.expert_bias.clone()
+    router.to(dtype)
+    assert torch.equal(router.expert_bias, before)
+    router.update_expert_bias(torch.tensor([10, 0, 5, 5, 5, 5]))
+    assert (router.expert_bias - before).tolist() == pytest.approx(
+        [-1e-3, 1e-3, 0, 0, 0, 0], rel=1e-4
+    )
+    assert router(torch.randn(4, HIDDEN).to(dtype))[2].shape == (4, TOP_K)
+
+
+def test_a_router_starts_without_bias_from_the_meta_device():
+    router = fz.TopKRouter(HIDDEN, EXPERTS, 2, bias=True, expert_bias=True, device="meta")
+    router.to_empty(device="cpu")
+    router.expert_bias.fill_(float("nan"))
+    router.reset_parameters()
+    assert torch.equal(router.expert_bias, torch.zeros(EXPERTS))
+    assert torch.equal(router.bias, torch.zeros(EXPERTS))
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_losses_of_no_tokens_are_zero(function):
+    """A rank may have none, and must not poison the others' sum."""
+    options = {"score_function": function, "load_balancing_loss": True, "z_loss": True}
+    router = make_router(options)
+    *_, balance, z = router(torch.zeros(0, HIDDEN))
+    (balance + z).backward()
+    assert balance == z == 0
+    assert torch.equal(router.weight.grad, torch.zeros_like(router.weight))
 
 
 # --- dispatch and combine -------------------------------------------------------------------------
@@ -677,7 +715,8 @@ def test_experts_compile_with_capacity(way):
     ("make", "message"),
     [
         (lambda: fz.TopKRouter(8, 6, 7), "top_k of TopKRouter must be from 1 to 6"),
-        (lambda: fz.TopKRouter(8, 6, 0), "top_k of TopKRouter must be from 1 to 6"),
+        (lambda: fz.TopKRouter(8, 6, 0), "top_k of TopKRouter must be at least 1, got 0"),
+        (lambda: fz.TopKRouter(8, 6, 2, num_groups=0), "num_groups of TopKRouter must be at least"),
         (lambda: fz.TopKRouter(8, 6, 2, num_groups=4), "num_groups of TopKRouter must divide"),
         (lambda: fz.TopKRouter(8, 6, 2, num_groups=3, top_groups=4), "top_groups of TopKRouter"),
         (lambda: fz.TopKRouter(8, 6, 3, num_groups=3, top_groups=1), "top_k .* from 1 to 2"),
@@ -685,6 +724,7 @@ def test_experts_compile_with_capacity(way):
         (lambda: fz.TopKRouter(8, 6, 2, score_function="tanh"), "score_function of TopKRouter"),
         (lambda: fz.Dispatch(0), "num_experts of Dispatch must be at least 1"),
         (lambda: fz.Dispatch(4, capacity_factor=0.0), "capacity_factor of Dispatch must be"),
+        (lambda: fz.Dispatch(4, capacity_factor=math.inf), "must be positive and finite, or None"),
     ],
 )
 def test_refused_options(make, message):
@@ -740,5 +780,7 @@ def test_refused_calls_of_the_router():
     with pytest.raises(ValueError, match="needs expert_bias=True"):
         router.update_expert_bias(torch.ones(EXPERTS))
     router = fz.TopKRouter(HIDDEN, EXPERTS, 2, expert_bias=True)
-    with pytest.raises(ValueError, match=r"must have shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(6,\).* got shape \(7,\)"):
         router.update_expert_bias(torch.ones(EXPERTS + 1))
+    with pytest.raises(ValueError, match=r"a tensor of shape \(6,\).* got list"):
+        router.update_expert_bias([1] * EXPERTS)

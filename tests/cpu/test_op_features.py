@@ -212,6 +212,17 @@ def test_a_sum_into_what_the_run_saved_is_refused():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_a_sum_in_place_of_no_rows(fused):
+    """Empty tensors have one address, and share nothing."""
+    seq = fz.Sequential(fz.BasicLinear(8, 8) if fused else fz.RMSNorm(8))
+    seq.append(fz.AddExtraInput(in_place=True))
+    x, addend = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, 8)
+    y = seq(x, addend)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_does_not_add_twice(fused, reentrant):
     op = fz.BasicLinear(8, 8) if fused else fz.GELU()

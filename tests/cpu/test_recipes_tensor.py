@@ -61,6 +61,15 @@ def test_detach_clone_and_copy(fmt):
     same(copy.deepcopy(q).pieces(), q.pieces())
 
 
+def test_shared_memory():
+    q = make(mxfp8())
+    expected = {name: piece.clone() for name, piece in q.pieces().items()}
+    assert not q.is_shared()
+    assert nn.Parameter(q, requires_grad=False).share_memory_().is_shared()
+    assert q.is_shared()
+    same(q.pieces(), expected)
+
+
 def test_copy_between_formats_requantizes_the_values():
     q, other = make(mxfp8()), make(fp8_tensor(), values(seed=3))
     q.copy_(other)

@@ -384,16 +384,6 @@ def test_frozen_weights_are_left_alone():
     assert all(w.grad is None for w in weights(mlp))
 
 
-def test_a_weight_sharded_since_the_backward():
-    op = fz.GroupedLinear(4, 8, 6, delay_wgrad_compute=True, single_grouped_weight=True)
-    op(torch.randn(ROWS, 8), SIZES).sum().backward()
-    op.weight = torch.nn.Parameter(op.weight[:2].detach())
-    with pytest.raises(
-        RuntimeError, match=r"\(4, 6, 8\) of its delayed gradient .* got \(2, 6, 8\)"
-    ):
-        op.backward_dw()
-
-
 # --- compiled ------------------------------------------------------------------------------------
 
 
