@@ -106,31 +106,41 @@ class _Unary(_Activation):
 
 
 class GELU(_Unary):
-    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
+
+    Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        cache_quantized_input: save x in FP8 (E4M3, one scale for the tensor): half the memory of
+            BF16, and a less exact gradient. The output is not affected.
+
+    Raises:
+        ValueError: in a call, x has a dtype that ops do not compute in.
+    """
 
     function = formulas.GELU
 
 
 class QGELU(_Unary):
-    """``x sigmoid(1.702 x)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``x sigmoid(1.702 x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.QGELU
 
 
 class ReLU(_Unary):
-    """``max(x, 0)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``max(x, 0)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.RELU
 
 
 class SReLU(_Unary):
-    """``max(x, 0)^2``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``max(x, 0)^2`` for x ``[...]``. Source: arXiv 2109.08668. All else as in :class:`GELU`."""
 
     function = formulas.SRELU
 
 
 class SiLU(_Unary):
-    """``x sigmoid(x)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``x sigmoid(x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.SILU
 
@@ -173,31 +183,31 @@ class _GLU(_Activation):
 
 
 class GLU(_GLU):
-    """``sigmoid(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``sigmoid(gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.SIGMOID
 
 
 class GEGLU(_GLU):
-    """``gelu(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``gelu(gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.GELU
 
 
 class QGEGLU(_GLU):
-    """``gate sigmoid(1.702 gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``gate sigmoid(1.702 gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.QGELU
 
 
 class ReGLU(_GLU):
-    """``max(gate, 0) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``max(gate, 0) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.RELU
 
 
 class SReGLU(_GLU):
-    """``max(gate, 0)^2 * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``max(gate, 0)^2 * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.SRELU
 
@@ -210,6 +220,12 @@ class SwiGLU(_GLU):
             memory of BF16, and a less exact gradient. The output is not affected.
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+
+    Raises:
+        ValueError: the size is under 1; in a call, the last dimension is not of whole pairs, or x
+            has a dtype that ops do not compute in.
     """
 
     gate = formulas.SILU
@@ -485,6 +501,10 @@ class ScaledSwiGLU(_ScaledGLU):
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
         activation_recompute_in_mlp: must be False.
+
+    Raises:
+        ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
+            or ``scales`` are not one floating value for each row, beside it.
     """
 
     def glu(self) -> GLUMath:
