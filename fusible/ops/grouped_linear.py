@@ -79,7 +79,7 @@ class GroupedLinear(WeightedOperation):
         out_features: size of the output's last dimension.
         bias: whether to add a bias.
         device: of the parameters; PyTorch's default if None.
-        dtype: FP32, FP16 or BF16; PyTorch's default if None.
+        dtype: FP32, FP16, BF16 or FP64; PyTorch's default if None.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             sets the random state for initialisation (Megatron's tracker).
         accumulate_into_main_grad: add each weight's gradient to its ``main_grad`` (FP32 or BF16),
@@ -95,6 +95,13 @@ class GroupedLinear(WeightedOperation):
             the host knows the sizes, and under ``fusible.checking()``.
         init_method: called with each group's weight to initialise it in place; by default
             Kaiming-uniform as in ``torch.nn.Linear``. Biases start at zero.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: a size is under 1, the dtype another, or ``scale_bias`` without ``bias``; in a
+            call, x does not fit the weights (features, dtype outside ``torch.autocast``, device),
+            ``split_sizes`` are not ``num_groups`` integers or, where the host knows them, negative
+            or of more rows than x, or some groups are frozen and others not.
     """
 
     num_groups: int

@@ -130,11 +130,11 @@ class FusibleOperation(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with attributes_kept(self):
             super()._apply(fn, recurse)
-        for name, parameter in self._parameters.items():
-            # No format is nominally FP64: its values are left.
-            if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
-                plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
-                self._parameters[name] = plain
+            for name, parameter in self._parameters.items():
+                # No format is nominally FP64: its values are left.
+                if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
+                    plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
+                    self._parameters[name] = plain
         return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:

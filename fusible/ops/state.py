@@ -48,11 +48,12 @@ def _give(parameter: nn.Parameter | None, attributes: dict[str, Any]) -> None:
 def convert_layout(state: State, prefix: str, name: str, num_groups: int, *, single: bool) -> None:
     """Turn ``weight0`` ... of a state dict into one ``weight`` or back, as the module holds them.
 
-    Leaves alone what is incomplete, for the load to complain about.
+    Leaves alone what is incomplete or there twice, for the load to complain about. Shards are
+    gathered: their cuts differ.
     """
     whole, parts = prefix + name, [f"{prefix}{name}{group}" for group in range(num_groups)]
-    if single and whole not in state and all(part in state for part in parts):
+    held = [key for key in (whole, *parts) if key in state]
+    if single and held == parts:
         state[whole] = stack([state.pop(part) for part in parts])
-    elif not single and whole in state and len(state[whole]) == num_groups:
-        for part, value in zip(parts, unstack(state.pop(whole)), strict=True):
-            state.setdefault(part, value)
+    elif not single and held == [whole] and len(state[whole]) == num_groups:
+        state.update(zip(parts, unstack(state.pop(whole)), strict=True))

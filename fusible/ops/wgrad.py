@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import grouped
+from fusible.recipes.sharding import is_sharded, mean_over_ranks
 
 
 class WeightGradient(Protocol):
@@ -151,7 +152,10 @@ def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
     )
     if not isinstance(main_grad, Tensor):
         got = "none" if main_grad is None else repr(main_grad)
-        raise ValueError(f"{wanted}, got {got}; set weight.main_grad (fully_shard removes it)")
+        raise ValueError(
+            f"{wanted}, got {got}; set weight.main_grad, or give gradients "
+            "to autograd under fully_shard, which reduces those alone"
+        )
     if (
         main_grad.numel() != shape.numel()
         or main_grad.dtype not in allowed
@@ -196,14 +200,10 @@ def _placeholder(weight: Tensor) -> Tensor | None:
 def add_to_grad(weight: Tensor, grad: Tensor) -> None:
     """Accumulate into ``weight.grad``, as autograd does.
 
-    Raises:
-        RuntimeError: the weight is sharded by now, and its gradient would never be reduced.
+    Where ``fully_shard`` has sharded the weight again by now, the mean over its ranks, as that
+    makes of gradients during the backward: a collective, which all ranks have to call alike.
     """
-    if weight.shape != grad.shape:
-        raise RuntimeError(
-            f"a weight must have the shape {tuple(grad.shape)} of its delayed gradient when "
-            f"backward_dw() is called, got {tuple(weight.shape)}; under fully_shard use "
-            "delay_wgrad_compute=False"
-        )
+    if is_sharded(weight):
+        grad = mean_over_ranks(grad, weight)
     grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)
     weight.grad = grad if weight.grad is None else weight.grad + grad

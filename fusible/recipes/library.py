@@ -77,7 +77,19 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
 
 def _quantize_fake(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
-    return empty_pieces(x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise)
+    fmt = NumberFormat.from_spelled(*spelled)
+    _check(x, ends, fmt, rowwise, columnwise)
+    return empty_pieces(x, ends, fmt, rowwise, columnwise)
+
+
+def _check(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> None:
+    """Raise the errors of ``encode``."""
+    check_ends(x, fmt, ends)
+    for wanted, use in ((rowwise, False), (columnwise, True)):
+        if wanted:
+            check_input(x, fmt, use)
 
 
 def _dequantize(
@@ -112,11 +124,8 @@ def encode(
     gradient passes: what the gradient of a quantized product is, its op decides.
     """
     x = x.detach()
-    check_ends(x, fmt, ends)
-    if rowwise:
-        check_input(x, fmt, False)
-    if columnwise:
-        check_input(x, fmt, True)
+    if not torch.compiler.is_compiling():  # or the op's fake does: traced, sizes become outputs
+        _check(x, ends, fmt, rowwise, columnwise)
     uses = (rowwise, columnwise) if fmt.directional else (rowwise or columnwise, False)
     pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
 

@@ -136,3 +136,58 @@ def gathered(q: QuantizedTensor, outputs: Sequence[Tensor], dtype: torch.dtype) 
     }
     data = next(iter(pieces.values()))
     return q.from_pieces(pieces, q.format, (data.shape[0], *q.shape[1:]), dtype)
+
+
+# --- tensors that are shards of one, as a state dict of a sharded module holds them --------------
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether ``t`` is a ``DTensor``, without importing that."""
+    return hasattr(t, "placements")
+
+
+def local(t: Any) -> Any:
+    """The local part of a ``DTensor``; other tensors as they are."""
+    return t.to_local() if is_sharded(t) else t
+
+
+def sharded_as(t: Any, part: Tensor) -> Any:
+    """A ``DTensor`` of this local part, sharded as ``t``."""
+    from torch.distributed.tensor import DTensor  # there is one, so this is imported already
+
+    return DTensor.from_local(part, t.device_mesh, t.placements, run_check=False)
+
+
+def whole(t: Any) -> Tensor:
+    """All of a ``DTensor`` on every rank, gathered as it is stored."""
+    part = t.to_local()
+    if not hasattr(part, "map_pieces"):
+        return t.full_tensor()
+    return part.map_pieces(
+        lambda piece: sharded_as(t, piece.view(torch.uint8)).full_tensor().view(piece.dtype),
+        shape=t.shape,
+    )
+
+
+def shard(t: Tensor, like: Any) -> Any:
+    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return (
+        replicated.redistribute(placements=like.placements) if t.shape == like.shape else replicated
+    )
+
+
+def mean_over_ranks(grad: Tensor, like: Any) -> Any:
+    """The mean of ``grad`` over the mesh of ``like``, sharded so: what FSDP2 makes of a gradient.
+
+    In the dtype of ``like``.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = like.device_mesh
+    share = grad.to(like.dtype) / mesh.size()
+    parts = DTensor.from_local(share, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return parts.redistribute(placements=like.placements)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.recipes.rows import NumberFormat
+from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import QuantizedTensor
 
 _KEYS = {
@@ -33,14 +34,14 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
 
     ``q`` is a ``QuantizedTensor``, or a ``DTensor`` of shards of one, and then so are its pieces.
     """
-    local = _local(q)
+    part = local(q)
     state = {
         _KEYS[name]: piece.view(torch.uint8) if piece.dtype == torch.float8_e8m0fnu else piece
-        for name, piece in local.pieces().items()
+        for name, piece in part.pieces().items()
     }
-    if local is not q:
-        state = {name: _sharded_as(q, piece) for name, piece in state.items()}
-    fmt = local.format
+    if part is not q:
+        state = {name: sharded_as(q, piece) for name, piece in state.items()}
+    fmt = part.format
     facts = {
         "name": fmt.name,
         "element": fmt.element.name,
@@ -52,18 +53,6 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
     }
     state["format"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
     return state
-
-
-def _local(t: Any) -> Any:
-    """The local part of a ``DTensor``; other tensors as they are."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
-def _sharded_as(t: Any, local: Tensor) -> Tensor:
-    """A ``DTensor`` of this local part, sharded as ``t``."""
-    from torch.distributed.tensor import DTensor  # there is one, so this is imported already
-
-    return DTensor.from_local(local, t.device_mesh, t.placements, run_check=False)
 
 
 def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
@@ -84,7 +73,7 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
             "load the checkpoint with the version that wrote it"
         ) from error
     stored = {name: state[key] for name, key in _KEYS.items() if key in state}
-    pieces = {name: _local(piece) for name, piece in stored.items()}
+    pieces = {name: local(piece) for name, piece in stored.items()}
     for name in ("scale_inv", "columnwise_scale_inv"):
         if name in pieces and fmt.scale_dtype == torch.float8_e8m0fnu:
             pieces[name] = pieces[name].view(fmt.scale_dtype)
@@ -92,25 +81,38 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
     if pieces[data] is stored[data]:
         return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
     shape = [*pieces[data].shape[:-1], shape[-1]]
-    return _sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
+    return sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
 
 
 def register_state_hooks(module: nn.Module) -> None:
     """Make ``module`` save its own quantized parameters as plain tensors and load them again.
 
-    What is loaded may be quantized or in high precision, whatever the parameter is.
+    What is loaded may be quantized or in high precision, and whole or sharded, whatever the
+    parameter is.
     """
     module.register_state_dict_post_hook(_save)
-    module.register_load_state_dict_pre_hook(load_pieces)
+    module.register_load_state_dict_pre_hook(_load)
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         saved = state.get(prefix + name)
-        if saved is not None and isinstance(_local(parameter), QuantizedTensor):
+        if saved is not None and isinstance(local(parameter), QuantizedTensor):
             del state[prefix + name]
             parts = tensor_state(saved)
             state.update({f"{prefix}{name}.{suffix}": part for suffix, part in parts.items()})
+            for suffix in parts:
+                # torch.distributed.checkpoint.state_dict asks for what every name stands for.
+                if not hasattr(parameter, suffix):
+                    setattr(parameter, suffix, None)
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    load_pieces(module, state, prefix)
+    for name, parameter in module.named_parameters(recurse=False):
+        given = state.get(prefix + name)
+        if is_sharded(parameter) and isinstance(given, Tensor) and not is_sharded(given):
+            state[prefix + name] = shard(given, parameter)
 
 
 def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -264,8 +264,10 @@ def attributes_of(t: Tensor) -> dict[str, Any]:
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one with a leading dimension; quantized if all of them are.
 
-    Raises ValueError if quantized ones differ in format or uses.
+    Sharded ones are gathered. Raises ValueError if quantized ones differ in format or uses.
     """
+    if sharding.is_sharded(tensors[0]):
+        return stack([sharding.whole(t) for t in tensors])
     quantized = [t for t in tensors if isinstance(t, QuantizedTensor)]
     if not quantized:
         return torch.stack(tuple(tensors))
@@ -280,7 +282,9 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unstack(t: Tensor) -> tuple[Tensor, ...]:
-    """Undo ``stack``: views of the members along the first dimension."""
+    """Undo ``stack``: views of the members along the first dimension, of all of a sharded one."""
+    if sharding.is_sharded(t):
+        return unstack(sharding.whole(t))
     if not isinstance(t, QuantizedTensor):
         return t.unbind(0)
     return tuple(

@@ -1,25 +1,19 @@
 """Caller's buffers for output and input gradient: the same bits, in the caller's memory."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import reference as ref
 import torch
+from training_paths import BF16, FP32, MX, PATHS, ROWS, SIZES
 
 import fusible as fz
 from fusible.kernels import reference
 from fusible.testing import assume_target
 
-SIZES, ROWS, WIDTH = (3, 0, 4, 1), 10, 32
-FP32, BF16 = torch.float32, torch.bfloat16
-MX = fz.recipes.MXFP8BlockScaling()
-# Name: dtype of the model, recipe, machine.
-PATHS = {
-    "unfused": (FP32, None, None),
-    "unfused bf16": (BF16, None, None),
-    "sm90": (BF16, None, "sm90"),
-    "mxfp8": (FP32, MX, None),
-}
+WIDTH = 32
+FORMS = {name: path for name, path in PATHS.items() if path.form != "experts"}
 
 
 def dense():
@@ -27,60 +21,60 @@ def dense():
 
 
 MODULES = {
-    "one": lambda **options: fz.Sequential(fz.GroupedLinear(4, WIDTH, WIDTH, **options)),
-    "two": lambda **options: fz.Sequential(
-        fz.GroupedLinear(4, WIDTH, 64, **options), fz.GroupedLinear(4, 64, WIDTH, **options)
-    ),
-    "mlp": lambda **options: ref.grouped_mlp(4, WIDTH, 64, bias=True, **options),
-    "dense": lambda dtype=None: dense().to(dtype),
-    "scaled": lambda dtype=None: fz.Sequential(
+    "one": lambda: fz.Sequential(fz.GroupedLinear(4, WIDTH, WIDTH)),
+    "two": lambda: fz.Sequential(fz.GroupedLinear(4, WIDTH, 64), fz.GroupedLinear(4, 64, WIDTH)),
+    "dense": dense,
+    "scaled": lambda: fz.Sequential(
         fz.BasicLinear(WIDTH, WIDTH), fz.ConstantScale(0.5), fz.BasicLinear(WIDTH, WIDTH)
-    ).to(dtype),
+    ),
 }
 
 
-def extra_inputs(kind, splits, scales):
-    of_kind = {"one": [splits], "two": [splits] * 2, "mlp": [splits, scales, splits]}
-    return of_kind.get(kind, [])
-
-
-def run(path, module, kind, shape=(ROWS, WIDTH), op_kwargs=None):
-    """Output, gradient of x, and gradients of the parameters."""
-    dtype, recipe, machine = PATHS[path]
+def run(module, scope, x, extra, op_kwargs=None):
+    """Output, gradient of x, and gradients of the parameters, which are then forgotten."""
     torch.manual_seed(3)
-    x = torch.randn(shape).to(dtype).requires_grad_()
-    extra = extra_inputs(kind, torch.tensor(SIZES), torch.rand(shape[:-1]))
-    with assume_target(machine, reference) if machine else nullcontext():
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
-            y = module(x, *extra, op_kwargs=op_kwargs)
-        y.backward(torch.randn(y.shape).to(dtype))
-    return y, x.grad, [p.grad for p in module.parameters()]
+    x = x.detach().requires_grad_()
+    with scope():
+        y = module(x, *extra, op_kwargs=op_kwargs)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+    return y, x.grad, *ref.take_grads(*module.parameters())
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (2, 5, WIDTH)], ids=["2-D", "3-D"])
-def test_same_bits_in_the_callers_memory(path, kind, shape):
-    if kind in ("dense", "scaled") and path == "mxfp8":
-        shape = (32, WIDTH)  # whole blocks
-    dtype = PATHS[path][0]
-    module = MODULES[kind](dtype=dtype)
-    want = run(path, module, kind, shape)
-    module.zero_grad()
-    output, grad_input = (torch.full(shape, float("nan"), dtype=dtype) for _ in "ab")
+def assert_same_bits(module, scope, x, *extra):
+    """With the caller's buffers and without, twice: nothing of them stays with autograd."""
+    want = run(module, scope, x, extra)
+    output, grad_input = torch.full_like(want[0], float("nan")), torch.full_like(x, float("nan"))
     kwargs = {len(module) - 1: {"output": output}}
     kwargs.setdefault(0, {})["grad_input"] = grad_input
-    for _ in range(2):  # the same buffers again: nothing of them stays with autograd
-        module.zero_grad()
-        y, dx, dparams = run(path, module, kind, shape, kwargs)
+    for _ in range(2):
+        y, dx, *dparams = run(module, scope, x, extra, kwargs)
         assert y.data_ptr() == output.data_ptr()
         assert not output.requires_grad
         for mine, theirs in zip(
-            (y, output, dx, grad_input), (want[0],) * 2 + (want[1],) * 2, strict=True
+            (y, dx, *dparams, output, grad_input), (*want, *want[:2]), strict=True
         ):
             assert torch.equal(mine, theirs)
-        for mine, theirs in zip(dparams, want[2], strict=True):
-            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("leading", [(), (2,)], ids=["2-D", "3-D"])
+def test_same_bits_in_the_callers_memory(name, leading):
+    path = FORMS[name]
+    module, (x, splits, scales, again) = path.build(), path.inputs()
+    x, scales = (t.detach().reshape(*leading, -1, *t.shape[1:]) for t in (x, scales))
+    assert_same_bits(module, path.on, x, splits, scales, again)
+    assert module.plan.fired == path.fired
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("shape", [(32, WIDTH), (2, 16, WIDTH)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("recipe", [None, MX])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_same_bits_of_ops_in_a_row(kind, shape, recipe, dtype):
+    module, x = MODULES[kind]().to(dtype), torch.randn(shape).to(dtype)
+    scope = partial(fz.autocast, enabled=recipe is not None, recipe=recipe)
+    splits = [torch.tensor(SIZES)] * {"one": 1, "two": 2}.get(kind, 0)
+    assert_same_bits(module, scope, x, *splits)
 
 
 def test_an_op_called_alone_and_without_gradients():

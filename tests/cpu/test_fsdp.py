@@ -13,34 +13,53 @@ from torch.distributed.fsdp import fully_shard
 import fusible as fz
 from fusible.recipes import QuantizedTensor
 
-WORLD, MX = 2, "MXFP8BlockScaling"
-CASES = [
-    Case(single=True),
-    Case(single=False),
-    Case(single=True, recipe=MX, quantized=True),
-    Case(single=False, recipe=MX, quantized=True),
-    Case(single=True, dtype=torch.bfloat16, machine="sm90"),
-]
+WORLD, MX, BF16 = 2, "MXFP8BlockScaling", torch.bfloat16
+STORED = {"recipe": MX, "quantized": True}
+# The case, and the rule that fires.
+CASES = {
+    Case(): None,
+    Case(single=False): None,
+    Case(single=False, delay=True): None,
+    Case(mixed=True): None,
+    Case(**STORED): None,
+    Case(**STORED, single=False): None,
+    Case(dtype=BF16, machine="sm90"): "grouped_mlp_sm90",
+    Case(dtype=BF16, machine="sm90", dispatch=True): "moe_experts_sm90",
+    Case(dtype=BF16, machine="sm90", **STORED): "recipe_mlp_sm90",
+    Case(dtype=BF16, machine="sm100", **STORED, single=False): "grouped_mlp_sm100",
+}
+REPLICATED = Case(replicas=2, delay=True, **STORED)
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return outcomes(WORLD, "cpu", tmp_path_factory.mktemp("fsdp"), CASES)
+    return outcomes(WORLD, "cpu", tmp_path_factory.mktemp("fsdp"), list(CASES))
+
+
+def check(outcome, tolerance=0.0):
+    assert outcome.difference <= tolerance
+    assert outcome.state_difference <= tolerance
+    assert outcome.sharded
+    assert all(outcome.moved)
+    assert [way for way, same in outcome.restored.items() if not same] == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_twenty_steps(seen, rank, case):
     outcome = seen[rank, str(case)]
-    # Two gradients have one sum, whatever their order.
-    assert outcome.difference == 0
-    assert outcome.state_difference == 0
-    assert outcome.sharded
-    assert all(outcome.moved)
-    assert outcome.restored == {"sharded": True, "unsharded": True, "optimizer": True}
-    assert outcome.fired == (("grouped_mlp_sm90",) if case.machine else ())
+    check(outcome)  # two gradients have one sum, whatever their order
+    assert outcome.fired == ((CASES[case],) if CASES[case] else ())
+
+
+def test_shards_in_replicas(tmp_path):
+    """HSDP: two replicas of two shards. Four gradients are summed in another order."""
+    seen = outcomes(4, "cpu", tmp_path, [REPLICATED])
+    assert len(seen) == 4
+    for outcome in seen.values():
+        check(outcome, 1e-5)
 
 
 @pytest.fixture
@@ -51,13 +70,14 @@ def mesh():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_main_grads_are_set_again_after_sharding(mesh):
-    """fully_shard makes new parameters; what the weights carried is to be set again."""
+def test_main_grads_are_refused(mesh):
+    """fully_shard makes new parameters, and reduces what autograd gives them."""
     op = fz.GroupedLinear(2, 8, 8, accumulate_into_main_grad=True, single_grouped_weight=True)
     op.weight.main_grad = torch.zeros(op.weight.shape)
     fully_shard(op, mesh=mesh)
     assert not hasattr(op.weight, "main_grad")
-    with pytest.raises(ValueError, match=r"got none; set weight\.main_grad \(fully_shard removes"):
+    op.weight.main_grad = torch.zeros(op.weight.shape)
+    with pytest.raises(ValueError, match=r"got none; .* give gradients to autograd under fully_sh"):
         op(torch.randn(4, 8), torch.tensor([1, 3])).sum().backward()
 
 

@@ -5,6 +5,11 @@ import copy
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 import fusible as fz
 from fusible import recipes
@@ -110,6 +115,26 @@ def test_incomplete_layouts_are_complained_about():
         build(False, groups=2).load_state_dict(build(True).state_dict())
 
 
+def test_both_layouts_at_once_are_complained_about():
+    single, separate = build(True), build(False)
+    state = {**single.state_dict(), **separate.state_dict()}
+    with pytest.raises(RuntimeError, match=r"Unexpected .*0\.weight0"):
+        single.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected .*0\.weight\b"):
+        separate.load_state_dict(state)
+
+
+@layouts
+def test_weights_and_biases_may_differ_in_layout(single):
+    here = build(single, single_grouped_bias=not single)
+    for target in (True, False):
+        there = build(target)
+        there.load_state_dict(here.state_dict())
+        back = build(single, single_grouped_bias=not single)
+        back.load_state_dict(there.state_dict())
+        same_bits(back.state_dict(), here.state_dict())
+
+
 @layouts
 def test_transformer_engines_names(single):
     """As its ops save them: every op has the state of its quantizers, a Linear is two ops."""
@@ -179,11 +204,28 @@ def test_files_keep_the_bits(through, recipe, single, tmp_path):
     same_bits(other.state_dict(), state)
 
 
+@recipe_names
+@layouts
+@pytest.mark.filterwarnings("ignore")
+def test_through_torchs_state_dict(recipe, single):
+    """What trainers call rather than ``state_dict``, which looks up what every name stands for."""
+    module, other = build(single, recipe), build(single, recipe)
+    state = get_model_state_dict(module)
+    same_bits(state, module.state_dict())
+    set_model_state_dict(other, state, options=StateDictOptions(strict=True))
+    same_bits(other.state_dict(), state)
+
+
 # --- what survives -------------------------------------------------------------------------------
 
 CONVERSIONS = {
     "to dtype": lambda m: m.bfloat16(),
     "to device": lambda m: m.to("meta"),
+    "to empty": lambda m: m.to_empty(device="cpu"),
+    "double": lambda m: m.double(),
+    "the other layout": lambda m: (
+        m.load_state_dict(build(not m[0].single_grouped_weight).state_dict()) and m
+    ),
     "load_state_dict": lambda m: m.load_state_dict(copy.copy(m.state_dict())) and m,
     "assign": lambda m: (
         m.load_state_dict({name: t.clone() for name, t in m.state_dict().items()}, assign=True)
@@ -216,8 +258,9 @@ def test_attributes_survive(convert, recipe, single):
         assert torch.equal(p.main_grad, torch.full(p.shape, float(i)))
         assert p.tag == tags[name]
         assert (p.tag is tags[name]) == (convert is not copy.deepcopy)
-        assert isinstance(p, QuantizedTensor) == (name in init)
-        if name in init:
+        quantized = name in init and p.dtype != torch.float64  # whose values are left
+        assert isinstance(p, QuantizedTensor) == quantized
+        if quantized:
             assert torch.equal(p.get_high_precision_init_val(), init[name])
 
 

@@ -113,10 +113,9 @@ def recomputed(module, given, **options):
 
 
 @paths
-@layouts
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_around(path, single, reentrant):
-    module, given = path.build(single), path.inputs()
+def test_checkpoint_around(path, reentrant):
+    module, given = path.build(), path.inputs()
     with path.on():
         want = grads(module, module, given)
         if reentrant:  # its output is that of a forward without gradients
@@ -293,8 +292,8 @@ class TestCompiled:
             assert block.experts.plan.fired == path.fired
         assert compilations(counter) == 1
 
-    def test_no_rows_and_one_row_may_specialise_once(self):
-        path = PATHS["unfused"]
+    @some_paths("unfused", "sm90 mxfp8")
+    def test_no_rows_and_one_row_may_specialise_once(self, path):
         module, counter = path.build(), CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
         with path.on():
