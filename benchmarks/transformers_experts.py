@@ -153,8 +153,8 @@ def main() -> None:
         report["cases"][name] = compare(CASES[name])
         print("\n".join(lines(name, report["cases"][name])), flush=True)
         torch.cuda.empty_cache()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,17 @@ class UserFusions:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs as what. ``forward_ops`` and ``backward_ops`` cover the basic ops in order."""
+    """What runs as what.
+
+    Attributes:
+        basic_ops: the ops as written.
+        forward_ops, backward_ops: steps ``(op, basic_ops)`` that cover these in order.
+        fusions: what covers more than one op, with its phase: ``"joint"``, ``"forward"`` or
+            ``"backward"``.
+        refusals: the rules that fit some ops and did not fire, with the reasons.
+        grad: which gradients each basic op has to give.
+        recipe, autocast_dtype, target, facts: what the plan was made for.
+    """
 
     basic_ops: tuple[Any, ...]
     forward_ops: tuple[Step, ...]

@@ -7,6 +7,7 @@ weights stay the module's own parameters, used where they lie.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ def experts_forward(
     """
     if getattr(experts, ATTRIBUTE, None) is None:
         _attach.to(type(experts))
-        experts._make_fusible_block()
+        experts._make_fusible_block(torch.compiler.is_compiling())
     return getattr(experts, ATTRIBUTE)(hidden_states, top_k_index, top_k_weights)
 
 
@@ -82,8 +83,24 @@ class _Attach:
 
 
 @constant_when_traced
-def _make_fusible_block(experts: Any) -> None:
-    experts.__dict__[ATTRIBUTE] = ExpertsBlock(experts)
+def _make_fusible_block(experts: Any, traced: bool) -> None:
+    for module in (experts, *(_of_same_model(experts) if traced else ())):
+        module.__dict__[ATTRIBUTE] = ExpertsBlock(module)
+
+
+def _of_same_model(experts: Any) -> Iterator[Any]:
+    """The experts of a model's other layers, which no call has reached yet.
+
+    Compiled one by one, layers share their code only if all have a block by then.
+    """
+    for module in gc.get_objects():
+        if (
+            type(module) is type(experts)
+            and module is not experts
+            and module.config is experts.config
+            and getattr(module, ATTRIBUTE, None) is None
+        ):
+            yield module
 
 
 _attach = _Attach()

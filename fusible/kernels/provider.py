@@ -11,14 +11,14 @@ from fusible.kernels import sm90
 
 # Our own packages import their compilers at the first launch, so that plans need none; what is
 # named by a string is imported at the first launch itself.
-_providers: dict[str, Any] = {"sm90": sm90, "sm100": "cudnn"}
+_providers: dict[str, Any] = {"sm90": sm90, "sm100": "fusible.kernels.sm100.frontend"}
 
 
 def provider(arch: str) -> Any:
     """The kernels of an architecture, or what stands in for them.
 
-    ``"sm90"`` has the functions of ``fusible.kernels.sm90``, ``"sm100"`` those of the ``cudnn``
-    package (nvidia-cudnn-frontend), under their own names and with their own signatures.
+    ``"sm90"`` has the functions of ``fusible.kernels.sm90``, ``"sm100"`` the wrappers of the
+    ``cudnn`` package (nvidia-cudnn-frontend), under their own names and with their own signatures.
     """
     found = _providers[arch]
     return importlib.import_module(found) if isinstance(found, str) else found

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fusible import formulas
@@ -105,31 +106,41 @@ class _Unary(_Activation):
 
 
 class GELU(_Unary):
-    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` for x ``[...]``, as in arXiv 1606.08415.
+
+    Saves ``(x,)`` and ``ctx.dtype``.
+
+    Args:
+        cache_quantized_input: save x in FP8 (E4M3, one scale for the tensor): half the memory of
+            BF16, and a less exact gradient. The output is not affected.
+
+    Raises:
+        ValueError: in a call, x has a dtype that ops do not compute in.
+    """
 
     function = formulas.GELU
 
 
 class QGELU(_Unary):
-    """``x sigmoid(1.702 x)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``x sigmoid(1.702 x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.QGELU
 
 
 class ReLU(_Unary):
-    """``max(x, 0)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``max(x, 0)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.RELU
 
 
 class SReLU(_Unary):
-    """``max(x, 0)^2``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``max(x, 0)^2`` for x ``[...]``. Source: arXiv 2109.08668. All else as in :class:`GELU`."""
 
     function = formulas.SRELU
 
 
 class SiLU(_Unary):
-    """``x sigmoid(x)``. Saves ``(x,)`` and ``ctx.dtype``."""
+    """``x sigmoid(x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
     function = formulas.SILU
 
@@ -172,31 +183,31 @@ class _GLU(_Activation):
 
 
 class GLU(_GLU):
-    """``sigmoid(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``sigmoid(gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.SIGMOID
 
 
 class GEGLU(_GLU):
-    """``gelu(gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``gelu(gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.GELU
 
 
 class QGEGLU(_GLU):
-    """``gate sigmoid(1.702 gate) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``gate sigmoid(1.702 gate) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.QGELU
 
 
 class ReGLU(_GLU):
-    """``max(gate, 0) * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``max(gate, 0) * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.RELU
 
 
 class SReGLU(_GLU):
-    """``max(gate, 0)^2 * linear``. Arguments and saved state as in :class:`SwiGLU`."""
+    """``max(gate, 0)^2 * linear``. All else as in :class:`SwiGLU`."""
 
     gate = formulas.SRELU
 
@@ -209,6 +220,12 @@ class SwiGLU(_GLU):
             memory of BF16, and a less exact gradient. The output is not affected.
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+
+    Raises:
+        ValueError: the size is under 1; in a call, the last dimension is not of whole pairs, or x
+            has a dtype that ops do not compute in.
     """
 
     gate = formulas.SILU
@@ -343,7 +360,8 @@ class _Scaled(BasicOperation):
         scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
         ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(x, scales)
-        return hand_over(self.scaled(x, scales), next_op_input_quantizer), [()]
+        (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
+        return hand_over(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -354,12 +372,30 @@ class _Scaled(BasicOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Gradients of the input and of the scales."""
         (ctx,) = basic_op_ctxs
-        dx, dscales = self.scaled_grads(accept_grad(ctx, grad_output), *ctx.saved_tensors)
+        dy = accept_grad(ctx, grad_output)
+        dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
         return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
 
     def extra_repr(self) -> str:
         """Options."""
         return _options(self)
+
+
+PIECE = 1 << 24  # elements
+
+
+def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
+    """What a formula that works row by row gives for tensors with the same rows.
+
+    It takes some rows after the other where there are many: its temporaries, which are several in
+    FP32, then have the size of a piece. A compiler fuses them away by itself.
+    """
+    first = tensors[0]
+    if torch.compiler.is_compiling() or first.numel() <= PIECE:
+        return formula(*tensors)
+    rows = max(PIECE * len(first) // first.numel(), 1)
+    parts = [formula(*part) for part in zip(*[t.split(rows) for t in tensors], strict=True)]
+    return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
 
 
 def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
@@ -465,6 +501,10 @@ class ScaledSwiGLU(_ScaledGLU):
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
         activation_recompute_in_mlp: must be False.
+
+    Raises:
+        ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
+            or ``scales`` are not one floating value for each row, beside it.
     """
 
     def glu(self) -> GLUMath:

@@ -195,6 +195,10 @@ class Combine(BasicOperation):
     Args:
         weighted: multiply the rows by ``scales``. Leave it off where something before did, as
             :class:`ScaledSwiGLU` does.
+
+    Raises:
+        ValueError: in a call, the input is not ``[rows, H]`` with at most as many rows as choices,
+            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives.
     """
 
     num_extra_inputs = 1

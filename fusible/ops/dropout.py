@@ -13,7 +13,7 @@ from fusible.ops.op import BasicOperation, Grads
 
 
 class Dropout(BasicOperation):
-    """Zeros with probability ``p`` in training, the other elements times ``1 / (1 - p)``.
+    """Zeros with probability ``p`` in training, other elements of x ``[...]`` over ``1 - p``.
 
     In evaluation the input itself. Draws from PyTorch's generator of the device as
     ``torch.nn.functional.dropout`` does, so ``torch.manual_seed`` decides, and checkpointing
@@ -21,6 +21,9 @@ class Dropout(BasicOperation):
 
     Args:
         p: at least 0 and at most 1.
+
+    Raises:
+        ValueError: it is not.
     """
 
     fact_names = ("p",)

@@ -14,7 +14,7 @@ from fusible.ops.op import BasicOperation, Grads
 
 
 class Identity(BasicOperation):
-    """The input itself. Saves nothing."""
+    """The input itself, of any shape and dtype. Saves nothing."""
 
     saves = "nothing"
 
@@ -36,7 +36,11 @@ class Identity(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``."""
+    """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``.
+
+    Raises:
+        RuntimeError: PyTorch's, in a call: the input has another number of elements.
+    """
 
     fact_names = ("shape",)
     saves = "its input's shape"
@@ -68,7 +72,7 @@ class Reshape(BasicOperation):
 
 
 class ConstantScale(BasicOperation):
-    """``x * scale`` for a constant ``scale``. Saves nothing."""
+    """``x * scale`` for x ``[...]`` and a constant number ``scale``. Saves nothing."""
 
     fact_names = ("scale",)
     saves = "nothing"
@@ -99,13 +103,18 @@ class ConstantScale(BasicOperation):
 
 
 class AddExtraInput(BasicOperation):
-    """``x + extra`` for an extra input of the same shape. Saves nothing.
+    """``x + extra`` for x ``[...]`` and an extra input of the same shape. Saves nothing.
 
     Args:
         in_place: write the sum into the extra input, of which the output is an alias, in its
             dtype: no new memory. Autograd refuses the backward of whatever saved the extra input
             before; a run that saves it itself is refused in the forward, and so is a checkpoint,
             which would add twice. Compiled code makes a new tensor.
+
+    Raises:
+        ValueError: in a call, the extra input has another shape or is elsewhere; in place, it is
+            expanded, or saved by the run.
+        RuntimeError: in place inside a checkpoint.
     """
 
     num_extra_inputs = 1
@@ -186,7 +195,7 @@ def check_addend(addend: Tensor | None, shape: Sequence[int], beside: Tensor) ->
 
 
 class MakeExtraOutput(BasicOperation):
-    """The input, also given out as an extra output. Saves nothing.
+    """The input ``[...]``, also given out as an extra output. Saves nothing.
 
     Both outputs share the input's memory.
 

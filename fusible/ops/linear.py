@@ -51,11 +51,16 @@ class BasicLinear(WeightedOperation):
         in_features: size of the input's last dimension.
         out_features: size of the output's last dimension.
         device: of the weight; PyTorch's default if None.
-        dtype: FP32, FP16 or BF16; PyTorch's default if None.
+        dtype: FP32, FP16, BF16 or FP64; PyTorch's default if None.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             sets the random state for initialisation (Megatron's tracker).
         accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (FP32 or BF16),
             or write it there if ``weight.overwrite_main_grad``, rather than give it to autograd.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: a size is under 1, or the dtype another; in a call, x has other features, is
+            elsewhere or, outside ``torch.autocast``, of another dtype than the weight.
     """
 
     fact_names = ("in_features", "out_features", "accumulate_into_main_grad")
@@ -206,6 +211,11 @@ class Bias(BasicOperation):
         dtype: of the bias; PyTorch's default if None.
         summed_over: the process group over whose processes the gradient is summed, for one bias
             that each of them adds to other rows; None for no sum.
+
+    Raises:
+        TypeError: the size is no integer.
+        ValueError: it is under 1, or the dtype is none that ops compute in; in a call, x has other
+            features or is elsewhere.
     """
 
     fact_names = ("size",)

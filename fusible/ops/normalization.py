@@ -96,6 +96,11 @@ class LayerNorm(_Norm):
         device: of the parameters; PyTorch's default if None.
         dtype: of the parameters; PyTorch's default if None.
         zero_centered_gamma: multiply by ``1 + weight``; the weight starts at zero.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: a size is under 1, ``eps`` negative, or the dtype none that ops compute in; in a
+            call, the input does not end in ``normalized_shape`` or is elsewhere.
     """
 
     saves = "x, mean, reciprocal deviation, weight"
@@ -133,7 +138,8 @@ class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimensions.
 
     Saves ``(x, rstd, weight)`` with x as ``[rows, features]`` and the reciprocal of the root in
-    FP32, ``[rows, 1]``; the dtype of x as ``ctx.dtype``. Arguments as in :class:`LayerNorm`.
+    FP32, ``[rows, 1]``; the dtype of x as ``ctx.dtype``. Arguments and errors as in
+    :class:`LayerNorm`.
     """
 
     saves = "x, reciprocal root mean square, weight"

@@ -45,6 +45,9 @@ def quantized_model_init(
     Without ``recipe`` it is ``MXFP8BlockScaling()``. ``preserve_high_precision_init_val`` keeps the
     value before quantization, on the CPU, for an optimizer's master weights:
     ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
+
+    Raises:
+        TypeError: a recipe that is none of ``fusible.recipes``.
     """
     recipe = recipe or MXFP8BlockScaling()
     if not isinstance(recipe, Recipe):

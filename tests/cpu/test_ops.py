@@ -8,6 +8,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.fuser.context import OperationContext
+from fusible.ops import activation
 
 SHAPES = [(5, 8), (2, 3, 8), (2, 1, 3, 8)]
 
@@ -40,6 +41,24 @@ def test_gradcheck(make, plain):
     assert torch.autograd.gradcheck(
         lambda x, *rest: op(x, *rest[: len(extra)]), (x, *extra, *params)
     )
+
+
+@pytest.mark.parametrize("make", [fz.ScaledSwiGLU, fz.ScaledClampedQGeGLU, fz.ScaledSReLU])
+def test_many_rows_in_pieces_give_the_same_bits(make, monkeypatch):
+    op = make()
+    for shape in ((0, 8), (5, 8), (3, 2, 8)):
+        x = torch.randn(shape).bfloat16().requires_grad_()
+        scales = torch.rand(shape[:-1]).requires_grad_()
+        whole = op(x, scales)
+        dy = torch.randn_like(whole)
+        grads = torch.autograd.grad(whole, (x, scales), dy)
+        for piece in (1, 20, 24):  # elements: less than a row, two and a half, three
+            monkeypatch.setattr(activation, "PIECE", piece)
+            y = op(x, scales)
+            assert torch.equal(y, whole)
+            for mine, other in zip(torch.autograd.grad(y, (x, scales), dy), grads, strict=True):
+                assert torch.equal(mine, other)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("scales_dtype", [torch.float64, *ref.DTYPES])

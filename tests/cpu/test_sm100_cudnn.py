@@ -7,6 +7,8 @@ look at the very tensors of the call.
 
 import copy
 from contextlib import nullcontext
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import blackwell
 
+from fusible.kernels.sm100 import frontend
+
 BF16 = torch.bfloat16
 MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
 
@@ -30,14 +34,14 @@ class Both:
 
     def __init__(self):
         self.calls = []
+        self.configurations = set()
 
     def __getattr__(self, name):
-        import cudnn
-
         def call(**arguments):
             self.calls.append(name)
+            self.configurations.add(configuration(name, arguments))
             # The real one writes nothing, but what it was given to write to is the caller's.
-            real = getattr(cudnn, name)(**arguments)
+            real = getattr(frontend, name)(**arguments)
             emulated = getattr(emulator, name)(**arguments)
             for key in set(real.keys()) & set(emulated.keys()):
                 a, b = real[key], emulated[key]
@@ -46,6 +50,20 @@ class Both:
             return emulated
 
         return call
+
+
+FREE = {"n", "m_aligned", "descriptor_workspace", "linear_offset", "geglu_alpha", "glu_clamp_max",
+        "glu_clamp_min"}  # fmt: skip
+
+
+def configuration(name, arguments):
+    """What a kernel is compiled for: the wrapper, its options, and which tensors it is given."""
+    described = {
+        key: str(value.dtype) if isinstance(value, torch.Tensor) else value
+        for key, value in arguments.items()
+        if key not in FREE and value is not None
+    }
+    return name, tuple(sorted(described.items(), key=str))
 
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
@@ -62,32 +80,55 @@ CASES = {
 }
 
 
-def module_of(recipe, options, act):
+def module_of(recipe, options, act, groups=3, scale_bias=None):
     pointers = not options["single_grouped_weight"]
-    scale_bias = {"scale_bias": options["bias"]}
+    scale_bias = options["bias"] if scale_bias is None else scale_bias
     store = fz.quantized_model_init(recipe=recipe) if pointers and recipe else nullcontext()
     with store:
         module = fz.Sequential(
-            fz.GroupedLinear(3, 128, 256, **options),
+            fz.GroupedLinear(groups, 128, 256, **options),
             copy.deepcopy(act),
-            fz.GroupedLinear(3, 128, 192, **options, **scale_bias),
+            fz.GroupedLinear(groups, 128, 192, **options, scale_bias=scale_bias),
         )
     for fc in (module[0], module[2]) if pointers and not recipe else ():
-        for name, w in list(fc.named_parameters()):
-            setattr(fc, name, torch.nn.Parameter(w.detach().clone()))
+        apart(fc)
     return module
 
 
-def calls_of(module, given, recipe, accumulate=None):
-    """The names of the wrappers called, forward and backward, each of which has launched."""
+def apart(linear):
+    """Each weight in a memory of its own."""
+    for name, w in list(linear.named_parameters()):
+        if name.startswith("weight"):
+            setattr(linear, name, torch.nn.Parameter(w.detach().clone()))
+
+
+def inputs_of(module, sizes=(20, 0, 300), rows=400):
+    splits = torch.tensor(sizes)
+    x = torch.randn(rows, 128, dtype=BF16, requires_grad=True)
+    scales = torch.rand(rows, requires_grad=True)
+    scale_bias = module[2].scale_bias
+    return [x, splits, scales, splits, *([torch.rand(rows)] if scale_bias else [])]
+
+
+def calls_of(module, given, recipe, compiling=True):
+    """The kernels called, forward and backward, each of which has launched."""
     kernels = Both()
     context = fz.autocast(recipe=recipe) if recipe else nullcontext()
-    with blackwell.simulated() as launches, assume_target("sm100", kernels), context:
+    with (
+        blackwell.simulated(compiling) as launches,
+        assume_target("sm100", kernels),
+        context,
+    ):
         y = module(*given)
         y.sum().backward()
         assert y.isfinite().all()
     assert launches.count == len(kernels.calls)
-    return kernels.calls, launches
+    return kernels, launches
+
+
+def sums_in_order(wanted):
+    """Where a kernel can; torch's own switch would import its compiler, which takes seconds."""
+    return mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=wanted)
 
 
 MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
@@ -97,36 +138,99 @@ MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
 def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     recipe, options, act = CASES[case]
     module = module_of(recipe, options, act)
-    splits, rows = torch.tensor([20, 0, 300]), 400
-    x = torch.randn(rows, 128, dtype=BF16, requires_grad=True)
-    scales = torch.rand(rows, requires_grad=True)
-    given = [x, splits, scales, splits, *([torch.rand(rows)] if options["bias"] else [])]
-    torch.use_deterministic_algorithms(case == "nvfp4 pointers")
-    try:
-        calls, _ = calls_of(module, given, recipe)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with sums_in_order("pointers" in case):
+        kernels, _ = calls_of(module, inputs_of(module), recipe)
     assert module.plan.fired == ("grouped_mlp_sm100",)
     wanted = [f"grouped_gemm_{name}_wrapper_sm100" for name in MLP_CALLS]
     if recipe is None:
         wanted = [name.replace("_quant", "") for name in wanted]
-    assert calls == wanted
+    assert kernels.calls == wanted
+
+
+def linear_with_main_grad(recipe, single, dtype, overwrite, groups=3):
+    store = fz.quantized_model_init(recipe=recipe) if recipe and not single else nullcontext()
+    options = {"bias": False, "dtype": BF16, "single_grouped_weight": single}
+    with store:
+        linear = fz.GroupedLinear(groups, 128, 256, **options, accumulate_into_main_grad=True)
+    if not single and recipe is None:
+        apart(linear)
+    for p in linear.parameters():
+        p.main_grad, p.overwrite_main_grad = torch.zeros(p.shape, dtype=dtype), overwrite
+    return linear
 
 
 @pytest.mark.parametrize(
-    ("recipe", "single"),
-    [(MXFP8, True), (MXFP8, False), (None, True)],
-    ids=["mxfp8", "mxfp8 pointers", "bf16"],
+    ("recipe", "single", "dtype"),
+    [
+        (MXFP8, True, torch.float32),
+        (MXFP8, False, torch.float32),
+        (NVFP4, True, torch.float32),
+        (None, True, torch.float32),
+        (None, False, BF16),
+    ],
+    ids=["mxfp8", "mxfp8 pointers", "nvfp4", "bf16", "bf16 pointers"],
 )
-def test_gradients_are_added_to_fp32_main_grads(recipe, single):
-    options = {"bias": False, "dtype": BF16, "single_grouped_weight": single}
-    linear = fz.GroupedLinear(3, 128, 256, **options, accumulate_into_main_grad=True)
-    for p in linear.parameters():
-        p.main_grad = torch.zeros(p.shape)
+def test_gradients_are_added_to_main_grads(recipe, single, dtype):
+    linear = linear_with_main_grad(recipe, single, dtype, False)
     given = torch.randn(30, 128, dtype=BF16), torch.tensor([10, 8, 12])
-    calls, _ = calls_of(linear, given, recipe)
-    assert calls[-1] == "grouped_gemm_wgrad_wrapper_sm100"
+    kernels, _ = calls_of(linear, given, recipe)
+    assert kernels.calls[-1] == "grouped_gemm_wgrad_wrapper_sm100"
     assert all(p.main_grad.any() for p in linear.parameters())
+
+
+def every_configuration(recipe, groups, compiling):
+    """All kernels that the ops can ask for under a recipe, over all options; what compiled."""
+    found, compiled = set(), 0
+
+    def run(module, given):
+        nonlocal compiled
+        kernels, launches = calls_of(module, given, recipe, compiling)
+        found.update(kernels.configurations)
+        compiled += len(launches.compiled)
+
+    sizes = [20, *[0] * (groups - 2), 30]
+    # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
+    biases = [("none", False), ("none", True), ("plain", False)]
+    mlps = [(*bias, act) for bias in biases for act in (SWIGLU, GEGLU)]
+    for single, (bias, ordered, act) in product((True, False), [*mlps, ("scaled", False, SWIGLU)]):
+        options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
+        module = module_of(recipe, options, act, groups, bias == "scaled")
+        with sums_in_order(ordered):
+            run(module, inputs_of(module, sizes, 60))
+    for single, dtype, overwrite in product((True, False), (torch.float32, BF16), (True, False)):
+        linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups)
+        run(linear, (torch.randn(60, 128, dtype=BF16), torch.tensor(sizes)))
+    return found, compiled
+
+
+RECIPES = pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
+
+
+def count_of(recipe):
+    """How many there are, dense weights and pointers."""
+    glu = 2 * 2  # bias, activation
+    dglu = 2 * (2 if recipe is None else 3)  # activation; with its sum, without, that in an order
+    # Bias, scaled or not (BF16's kernel takes a scale always), and the data gradient, whose weights
+    # are k-major in NVFP4 as the forward's are.
+    gemm = 4 if recipe == MXFP8 else 3
+    wgrad = 2 * 2  # dtype, written or added to
+    return 2 * (glu + dglu + gemm + wgrad)
+
+
+@RECIPES
+def test_every_configuration_is_supported(recipe):
+    """The front end's support check of the very tensors of every kernel that can be asked for."""
+    found, _ = every_configuration(recipe, groups=2, compiling=False)
+    assert len(found) == count_of(recipe)
+
+
+@pytest.mark.thorough
+@RECIPES
+def test_every_configuration_compiles(recipe):
+    """And all of them cross-compiled, with the compiler's own checks of the arguments."""
+    found, compiled = every_configuration(recipe, groups=4, compiling=True)
+    assert len(found) == count_of(recipe)
+    assert compiled >= len(found)
 
 
 def test_one_group_no_rows_and_another_row_count():
@@ -134,8 +238,8 @@ def test_one_group_no_rows_and_another_row_count():
     linear = fz.GroupedLinear(1, 64, 64, **SINGLE)
     for rows, launched, compiled in ((70, 3, 3), (0, 0, 0), (2000, 3, 0)):
         x = torch.randn(rows, 64, dtype=BF16, requires_grad=True)
-        calls, launches = calls_of(linear, (x, torch.tensor([rows])), MXFP8)
-        assert (len(calls), len(launches.compiled)) == (launched, compiled)
+        kernels, launches = calls_of(linear, (x, torch.tensor([rows])), MXFP8)
+        assert (len(kernels.calls), len(launches.compiled)) == (launched, compiled)
 
 
 def test_the_simulation_sees_wrong_arguments():

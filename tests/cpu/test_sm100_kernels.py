@@ -85,9 +85,12 @@ KERNELS = {
     "wgrad": (ops.wgrad_, WGRAD),
 }
 
+POINTERS = {"w": [fp8(N, K) for _ in range(E)], "w_scales": [scales(N, K) for _ in range(E)]}
+
 WRONG = [
     # What the front end refuses, or does not notice: each in our own words, before it is asked.
     ("glu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32 of shape (512,)"),
+    ("glu", {"prob": None}, "prob must be float32 of shape (512,), got None"),
     ("glu", {"prob": torch.ones(M - 1)}, "prob must be contiguous float32 of shape (512,)"),
     ("glu", {"ends": ends(dtype=torch.int64)}, "ends must be contiguous int32 of shape (2,), got"),
     ("glu", {"ends": ends(256, 300)}, "groups must have multiples of 256 rows, got [256, 44]"),
@@ -108,6 +111,8 @@ WRONG = [
     ("glu", {"w": [fp8(E, 96, K)], "w_scales": [scales(96, K, E)]}, "features of w must be a mult"),
     ("glu", {"bias": torch.zeros(E, N)}, "bias must be contiguous BF16 of shape (2, 128)"),
     ("glu", {"bias": torch.zeros(N, E, dtype=BF16).t()}, "bias must be contiguous BF16"),
+    ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be contiguous BF16 of shape (2, 1"),
+    ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous and begin at a multi"),
     ("glu", {"activation": "relu"}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
     ("glu", {**BFLOAT, "activation": "clamped_qgeglu", "limit": 2.0}, "limit and alpha of clamped"),
     ("glu", {**BFLOAT, "x_scales": scales(M, K)}, "scales of x must be None for torch.bfloat16"),
@@ -129,6 +134,7 @@ WRONG = [
     ("gemm", {"w": [fp8(N, K), fp8(N, 2 * K)], "w_scales": 2 * [scales(N, K)]}, "w must be one te"),
     ("wgrad", {"dy": fp8(N, M).t()}, "dy must be contiguous and begin at a multiple of 16 bytes"),
     ("wgrad", {"dy_scales": COLUMNS.flatten()}, "scales of dy must be contiguous"),
+    ("wgrad", {"dy_scales": COLUMNS.view(1, 4, 1, 32, 4, 4)}, "scales of dy must be contiguous"),
     ("wgrad", {"x": torch.zeros(M, K, dtype=BF16), "x_scales": None}, "dy and x must share rows"),
     ("wgrad", {"ends": ends(100, 512)}, "groups must have multiples of 256 rows, got [100, 412]"),
     ("wgrad", {"ends": ends(512, 256)}, "groups must have multiples of 256 rows, got [512, -256]"),
@@ -157,6 +163,29 @@ def test_fp4_weight_gradients_need_their_factors():
         pytest.raises(ValueError, match="global_scale_a of FP4 operands must be given, got None"),
     ):
         ops.wgrad_(**given)
+
+
+class Package:
+    """A front end of which one wrapper lacks what came with a later version."""
+
+    __version__ = "1.26.0"
+
+    @staticmethod
+    def grouped_gemm_quant_wrapper_sm100(a_tensor, d_tensor=None):
+        """It has one of the three features."""
+
+
+def test_features_of_the_front_end_are_looked_at():
+    pytest.importorskip("cudnn")
+    from fusible.kernels.sm100 import frontend
+
+    with pytest.raises(RuntimeError, match=re.escape(
+        "got version 1.26.0 without supports_canonical_layouts (since 1.31), "
+        "supports_optional_amax (since 1.31); install nvidia-cudnn-frontend >= 1.32"
+    )):  # fmt: skip
+        frontend.tested(Package, "grouped_gemm_quant_wrapper_sm100")
+    with pytest.raises(RuntimeError, match="without supports_bf16_canonical_layouts"):
+        frontend.tested(Package, "grouped_gemm_wrapper_sm100")
 
 
 # --- launches -------------------------------------------------------------------------------------

@@ -100,6 +100,19 @@ def test_compiled_once_for_any_number_of_tokens(fresh_compiler: None) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_compiled_one_by_one_share_their_code(fresh_compiler: None) -> None:
+    model = make_model("mixtral", num_hidden_layers=3)
+    ids = torch.randint(0, 64, (2, 11))
+    expected = copy.deepcopy(model)(ids, use_cache=False).logits
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    assert counter.frame_count == 1
+
+
 def test_bf16_training_step_and_copies() -> None:
     model = make_model("mixtral").to(torch.bfloat16)
     first = logits_and_grads(model, "fusible")

@@ -24,8 +24,9 @@ SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
 TAIL = 60
 
 
-def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False):
-    options = {"device": "cuda", "dtype": dtype, "bias": bias}
+def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False, **options):
+    torch.manual_seed(0)
+    options |= {"device": "cuda", "dtype": dtype, "bias": bias}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
     mlp = fz.Sequential(
         fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
@@ -93,8 +94,7 @@ def test_fused_is_no_worse_than_unfused(act, bias, single, dtype):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_transposed_weights_of_alternating_columns(bias, single):
     """As GPT-OSS stores them; their gradients lie as they do."""
-    act = fz.ScaledClampedQGeGLU(1, limit=2.5)
-    mlp = build(act, single, bias, transposed=True)
+    mlp = build(fz.ScaledClampedQGeGLU(1), single, bias, transposed=True)
     grads = assert_no_worse(mlp, torch.bfloat16)
     for name, p in mlp.named_parameters():
         if "weight" in name:
@@ -106,12 +106,12 @@ def test_transposed_weights_of_alternating_columns(bias, single):
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["overwritten", "accumulated"])
 def test_main_grads_of_transposed_weights(fresh, single, dtype):
-    mlp = build(fz.ScaledClampedQGeGLU(1), single, transposed=True)
+    given = {"single": single, "transposed": True}
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
-    want = step(mlp, x, scales, splits, dy)
+    want = step(build(fz.ScaledClampedQGeGLU(1), **given), x, scales, splits, dy)
+    mlp = build(fz.ScaledClampedQGeGLU(1), **given, accumulate_into_main_grad=True)
     for fc in (mlp[0], mlp[2]):
-        fc.accumulate_into_main_grad = True
         for w in fc.weights():
             w.main_grad = torch.full_like(w, float("nan") if fresh else 1, dtype=dtype)
             assert w.main_grad.stride() == w.stride()
@@ -126,7 +126,6 @@ def test_main_grads_of_transposed_weights(fresh, single, dtype):
 
 def assert_no_worse(mlp, dtype):
     """Than the same ops unfused, against FP64; gives the fused output and gradients."""
-    torch.manual_seed(0)
     x, scales, splits = inputs(dtype)
     dy = torch.randn_like(x.detach().nan_to_num())
     fused = step(mlp, x, scales, splits, dy)
@@ -188,19 +187,18 @@ def test_cuda_graph_replay_with_other_splits(single):
 
 
 @pytest.mark.parametrize("act", [fz.ScaledSwiGLU(), fz.ScaledClampedQGeGLU(32)], ids=str)
-def test_prepared_launches_are_the_checked_ones(act, monkeypatch):
-    mlp = build(copy.deepcopy(act), bias=False)
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"single": False}], ids=str)
+def test_prepared_launches_are_the_checked_ones(act, options, monkeypatch):
+    mlp = build(copy.deepcopy(act), **options)
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
     made = []
-    whole = sm90.prepared_mlp
-    monkeypatch.setattr(
-        sm90, "prepared_mlp", lambda *a, **k: made.append(whole(*a, **k)) or made[-1]
-    )
+    whole = sm90.products
+    monkeypatch.setattr(sm90, "products", lambda *a: made.append(whole(*a)) or made[-1])
     prepared = step(mlp, x, scales, splits, dy)
-    assert len(made) == 2  # forward and backward
+    assert made
     assert None not in made
-    monkeypatch.setattr(sm90, "prepared_mlp", lambda *_, **__: None)
+    monkeypatch.setattr(sm90, "products", lambda *_: None)
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name
 

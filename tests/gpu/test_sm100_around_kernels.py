@@ -57,7 +57,7 @@ def test_packed_bytes_are_those_of_the_host(fmt):
 
 ROWS_OF_GROUPS = {
     "ragged": (SIZES, ROWS),
-    "whole tiles": ((256, 0, 512), 1024),
+    "whole tiles": ((256, 0, 512, 256), 1280),
     "one group": ((31,), 31),
     "many": ((1, 0, 2, 255, 0, 257, 33) * 20, 11_000),
     "all empty": ((0, 0), 40),

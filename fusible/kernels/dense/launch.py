@@ -6,7 +6,6 @@ not take runs by the definitions.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -16,20 +15,10 @@ from torch import Tensor
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense import definitions
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
+from fusible.kernels.machine import capability, compile_plain, has_cutlass, multiprocessors
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
-
-
-@cache
-def _machine(device: torch.device) -> bool:
-    fits = torch.cuda.get_device_capability(device) >= divmod(MIN_SM, 10)
-    return fits and importlib.util.find_spec("cutlass") is not None
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
@@ -41,7 +30,8 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
         and features % VECTOR == 0
         and rows * features > 0
         and rows < 2**31 - 2**10
-        and _machine(x.device)
+        and capability(x.device) >= divmod(MIN_SM, 10)
+        and has_cutlass()
     )
 
 
@@ -51,8 +41,7 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Int32, Int64
 
     from fusible.kernels.dense.device import activation_bias, rms_norm
 
@@ -61,13 +50,7 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
         "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return cute.compile(
-        function,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        spec,
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return compile_plain(function, kinds, spec, options)
 
 
 def _launch(
@@ -93,7 +76,7 @@ def _activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[T
     dy, x = _aligned(dy), _aligned(x)
     rows, features = x.shape
     dx = torch.empty_like(x)
-    strip = strip_rows(rows, features, _multiprocessors(x.device))
+    strip = strip_rows(rows, features, multiprocessors(x.device))
     partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
     spec = ActivationBias(activation, DTYPES[x.dtype])
     _launch("activation_bias", spec, x.device, dy, x, dx, partial, rows, features, strip)
@@ -117,7 +100,7 @@ def _rms_norm_backward(
     gain = _aligned(_in_fp32(gain, torch.float32, False))
     addend = None if addend is None else _aligned(addend)
     spec = RMSNorm(x.shape[1], DTYPES[x.dtype], addend is not None)
-    blocks = min(x.shape[0], spec.resident * _multiprocessors(x.device))
+    blocks = min(x.shape[0], spec.resident * multiprocessors(x.device))
     dx = torch.empty_like(x)
     partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
     _launch(

@@ -6,7 +6,6 @@ not take runs by the definitions, which give the same bits but for dot products 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.kernels import grouped
+from fusible.kernels.machine import capability, compile_plain, has_cutlass
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
 
@@ -50,19 +50,9 @@ def why_not(t: Tensor, row_map: Tensor, *others: Tensor | None) -> str | None:
 
 def _machine(device: torch.device) -> dict[str, bool]:
     return {
-        "the GPU must be SM80 or later": _capability(device) >= (8, 0),
-        "nvidia-cutlass-dsl must be installed": _has_cutlass(),
+        "the GPU must be SM80 or later": capability(device) >= (8, 0),
+        "nvidia-cutlass-dsl must be installed": has_cutlass(),
     }
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _has_cutlass() -> bool:
-    return importlib.util.find_spec("cutlass") is not None
 
 
 @cache
@@ -72,8 +62,7 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
     The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
     for a GPU that need not be there.
     """
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Int32, Int64
 
     from fusible.kernels.moe.device import bias, router, rows
 
@@ -87,13 +76,7 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
         "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return cute.compile(
-        function,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        spec,
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return compile_plain(function, kinds, spec, options)
 
 
 @cache

@@ -5,7 +5,6 @@ Importing this module registers them; cutlass is imported at the first launch.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.cache import kept
+from fusible.kernels.machine import capability, compile_plain, has_cutlass
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.recipes.formats import Encoded, dequantize
 from fusible.recipes.grouped import group_offsets
@@ -34,20 +34,10 @@ def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | No
         "there must be rows and columns": matrix.numel() > 0,
         "ends must be contiguous int32 or int64": ends is None
         or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
-        "the GPU must be SM89 or later": _capability(matrix.device) >= (8, 9),
-        "nvidia-cutlass-dsl must be installed": _has_cutlass(),
+        "the GPU must be SM89 or later": capability(matrix.device) >= (8, 9),
+        "nvidia-cutlass-dsl must be installed": has_cutlass(),
     }
     return next((sentence for sentence, holds in checks.items() if not holds), None)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _has_cutlass() -> bool:
-    return importlib.util.find_spec("cutlass") is not None
 
 
 @cache
@@ -56,8 +46,7 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Int32, Int64
 
     from fusible.kernels.quantize.device import decode, encode
 
@@ -67,13 +56,7 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
         "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]
-    return cute.compile(
-        function,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        spec,
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return compile_plain(function, kinds, spec, options)
 
 
 @cache
@@ -114,7 +97,7 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
     col_blocks = pieces[4].numel() // x.shape[-1]
     with torch.cuda.device(x.device):
-        _kernel("encode", spec, _capability(x.device))(
+        _kernel("encode", spec, capability(x.device))(
             x.data_ptr(),
             0 if ends is None else ends.data_ptr(),
             0 if amax is None else amax.data_ptr(),
@@ -135,7 +118,7 @@ def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Ten
     sizes = _sizes(x, ends)
     amax = x.new_zeros(sizes.groups, dtype=torch.int32)
     with torch.cuda.device(x.device):
-        _kernel("amax", spec, _capability(x.device))(
+        _kernel("amax", spec, capability(x.device))(
             x.data_ptr(),
             0 if ends is None else ends.data_ptr(),
             amax.data_ptr(),
@@ -197,7 +180,7 @@ def _dequantize(
     groups = data.shape[:-2].numel() if ends is None else len(ends)
     spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
     with torch.cuda.device(data.device):
-        _kernel("decode", spec, _capability(data.device))(
+        _kernel("decode", spec, capability(data.device))(
             data.data_ptr(),
             scale.data_ptr(),
             0 if tensor_scale is None else tensor_scale.data_ptr(),
@@ -214,7 +197,7 @@ def _dequantize(
 
 def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     integers = first_dims.dtype in (torch.int32, torch.int64)
-    if not (integers and first_dims.is_contiguous() and _has_cutlass()):
+    if not (integers and first_dims.is_contiguous() and has_cutlass()):
         return group_offsets(first_dims, columns)
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)

@@ -166,8 +166,10 @@ def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> No
     require(values[-1] <= rows, f"groups must end within the {rows} rows", values[-1])
 
 
-def check_vector(name: str, t: Tensor, size: int, device: torch.device) -> None:
+def check_vector(name: str, t: Tensor | None, size: int, device: torch.device) -> None:
     """FP32, one value for each row or group."""
+    require(t is not None, f"{name} must be float32 of shape ({size},)", None)
+    assert t is not None
     require(
         t.dtype == torch.float32 and t.shape == (size,) and t.is_contiguous(),
         f"{name} must be contiguous float32 of shape ({size},)",

@@ -25,7 +25,7 @@ from fusible.kernels.quantize.device.encode import (
     _magnitude,
 )
 from fusible.kernels.quantize.spec import THREADS
-from fusible.kernels.sm100.spec import DTYPE, SLICES, SUMMED_COLUMNS, VECTOR, WORDS
+from fusible.kernels.sm100.spec import DTYPE, SLICES, SUMMED, VECTOR, WORDS
 from fusible.recipes.layout import scale_offset
 
 
@@ -303,29 +303,31 @@ def _sum_blocks(
 ):
     cta, _, _ = cute.arch.block_idx()
     lane, slice_, _ = cute.arch.thread_idx()
-    group, column = cta // chunks, (cta % chunks) * SUMMED_COLUMNS + lane
+    group, column = cta // chunks, ((cta % chunks) * 32 + lane) * SUMMED
     rows = _end(ends, group) - _start(ends, group)
     blocks = (rows + block_rows - 1) // block_rows
     inside = Int32(column < columns)
     first = Int64(_start(placed_ends, group) // block_rows)
-    total = Float32(0)
-    for block in cutlass.range(slice_, blocks, SLICES, unroll=8):
+    total = cute.make_rmem_tensor(SUMMED, Float32)
+    total.fill(0)
+    for block in cutlass.range(slice_, blocks, SLICES, unroll=4):
         address = sums + ((first + Int64(block)) * Int64(columns) + Int64(column)) * 4
-        total = bits.add(total, bits.to_float(bits.load(address, inside, 1)[0]))
+        for i, word in enumerate(bits.load(address, inside, SUMMED)):
+            total[i] = bits.add(total[i], bits.to_float(word))
     shared = cute.make_tensor(
-        cute.arch.alloc_smem(Float32, SLICES * SUMMED_COLUMNS),
-        cute.make_layout((SLICES, SUMMED_COLUMNS), stride=(SUMMED_COLUMNS, 1)),
+        cute.arch.alloc_smem(Float32, SLICES * 32 * SUMMED),
+        cute.make_layout((SLICES, 32, SUMMED), stride=(32 * SUMMED, 1, 32)),
     )
-    shared[slice_, lane] = total
+    for i in cutlass.range_constexpr(SUMMED):
+        shared[slice_, lane, i] = total[i]
     cute.arch.sync_threads()
     if slice_ == 0:
         for other in cutlass.range_constexpr(1, SLICES):
-            total = bits.add(total, shared[other, lane])
+            for i in cutlass.range_constexpr(SUMMED):
+                total[i] = bits.add(total[i], shared[other, lane, i])
+        words = bits.pack([total[i] for i in range(SUMMED)], "f32" if wide else DTYPE)
         offset = Int64(group) * Int64(columns) + Int64(column)
-        if cutlass.const_expr(wide):
-            bits.store(out + offset * 4, [bits.to_bits(total)], inside)
-        else:
-            bits.store_half(out + offset * 2, bits.pack([total, Float32(0)], DTYPE)[0], inside)
+        bits.store(out + offset * (4 if wide else 2), words, inside)
 
 
 @cute.jit
@@ -344,7 +346,7 @@ def sum_blocks(
 
     In FP32 if ``wide``, else BF16.
     """
-    chunks = (columns + SUMMED_COLUMNS - 1) // SUMMED_COLUMNS
+    chunks = (columns + 32 * SUMMED - 1) // (32 * SUMMED)
     _sum_blocks(sums, ends, placed_ends, out, columns, chunks, block_rows, wide).launch(
-        grid=[groups * chunks, 1, 1], block=[SUMMED_COLUMNS, SLICES, 1], stream=stream
+        grid=[groups * chunks, 1, 1], block=[32, SLICES, 1], stream=stream
     )
