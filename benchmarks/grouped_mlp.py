@@ -33,6 +33,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible.kernels import sm90
+from fusible.kernels.sm90.prepared import Glu
 from fusible.testing import assume_target
 
 Calls = dict[str, Callable[[], Any]]
@@ -188,19 +189,22 @@ def host_phases(problem: Problem) -> dict[str, float]:
     x, prob, w1, w2 = (t.detach() for t in problem.leaves)
     rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
 
+    with torch.no_grad():
+        first, second = sm90.products([x], (w1.shape, [w1]), (w2.shape, [w2]))
+        at1, at2 = first.of([w1]), second.of([w2])
+
     def autograd() -> None:
         torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)
 
     @torch.no_grad()
     def launches() -> None:
         ends = sm90.group_ends(problem.sizes, rows)
-        it = sm90.prepared_mlp([x, dy], [w1], [w2], prob, activation="swiglu", interleave=0)
-        preact, hidden = it.glu(x, w1, ends, prob, True)
-        it.fc2(hidden, w2, ends)
-        d_preact, hidden, _ = it.dglu(dy, w2, ends, preact, prob, True)
-        it.wgrad2(dy, hidden, ends)
-        it.wgrad1(d_preact, x, ends)
-        it.dgrad1(d_preact, w1, ends)
+        preact, hidden = first.glu(x, at1, ends, prob, Glu())
+        second.forward(hidden, at2, ends)
+        d_preact, hidden, _ = second.dglu(dy, at2, ends, preact, prob, Glu(), overwrite=True)
+        second.wgrad(dy, hidden, ends)
+        first.wgrad(d_preact, x, ends)
+        first.dgrad(d_preact, at1, ends)
 
     return host_microseconds({"autograd": autograd, "launches": launches})
 

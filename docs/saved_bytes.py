@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import fusible as fz
+from fusible.ops import grouped_linear
 from fusible.testing import assume_target
 
 PAGE = Path(__file__).parent / "training.md"
@@ -23,9 +25,10 @@ RECIPES: dict[str, fz.recipes.Recipe | None] = {
 }
 
 
-def grouped_mlp() -> fz.Sequential:
+def grouped_mlp(device: str = "cpu") -> fz.Sequential:
     """The grouped MLP, its gate and linear columns interleaved as SM100's kernels need them."""
     options = {"bias": False, "dtype": torch.bfloat16, "single_grouped_weight": True}
+    options["device"] = device
     return fz.Sequential(
         fz.GroupedLinear(GROUPS, HIDDEN, 2 * EXPERT, **options),
         fz.ScaledSwiGLU(32),
@@ -37,8 +40,10 @@ def saved(module: fz.Sequential, recipe: fz.recipes.Recipe | None, rows: int) ->
     """Bytes of distinct memory that one forward of ``rows`` tokens saves, beside parameters."""
     known = {p.untyped_storage().data_ptr() for p in module.parameters()}
     found: dict[int, int] = {}
-    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    splits, scales = torch.tensor([rows // GROUPS] * GROUPS), torch.rand(rows, requires_grad=True)
+    device = next(module.parameters()).device
+    x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    splits = torch.tensor([rows // GROUPS] * GROUPS, device=device)
+    scales = torch.rand(rows, device=device, requires_grad=True)
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -59,19 +64,29 @@ def row(name: str, recipe: fz.recipes.Recipe | None, machine: str) -> str | None
     """One line of the table; None where no rule of that machine fuses the whole."""
     module = grouped_mlp()
     unfused = machine == "unfused"
-    with assume_target("sm80" if unfused else machine):
-        few, many = (saved(module, recipe, n * ROWS) for n in (1, 2))
+    with (
+        assume_target("sm80" if unfused else machine),
+        # As on CUDA; on the CPU recipes decode to FP32.
+        patch.object(grouped_linear, "compute_dtype", lambda device: torch.bfloat16),
+    ):
+        per_token, fixed = per_token_and_fixed(module, recipe)
     plan = module.plan
     assert plan is not None
-    # recipe_mlp_sm90 saves what the ops alone save, though on the CPU in FP32, which would mislead.
-    joint = [rule for rule in plan.fired if rule.startswith("grouped_mlp")]
+    joint = [rule for rule in plan.fired if "_mlp_" in rule]
     if not unfused and not joint:
         return None
-    per_token = (many - few) / ROWS
-    fixed = (few - per_token * ROWS) / 2**20
     how = "unfused" if unfused else f"`{joint[0]}`"
     per_value = per_token / (HIDDEN + 3 * EXPERT)
-    return f"| {name} | {how} | {per_token:,.0f} | {per_value:.2f} | {fixed:.1f} |"
+    return f"| {name} | {how} | {per_token:,.0f} | {per_value:.2f} | {fixed / 2**20:.1f} |"
+
+
+def per_token_and_fixed(
+    module: fz.Sequential, recipe: fz.recipes.Recipe | None
+) -> tuple[float, float]:
+    """Bytes saved for each token, and those that do not grow with the tokens."""
+    few, many = (saved(module, recipe, n * ROWS) for n in (1, 2))
+    per_token = (many - few) / ROWS
+    return per_token, few - per_token * ROWS
 
 
 def table() -> str:

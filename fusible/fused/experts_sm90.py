@@ -11,14 +11,14 @@ from fusible.formulas import cast
 from fusible.fused.grouped_sm90 import (
     MLP_NEEDS,
     GroupedMLPSm90,
-    activation_grad,
     data_grad,
     param_grads,
 )
-from fusible.fused.sm90_operands import ScaledGLU
+from fusible.fused.sm90_operands import ScaledGLU, as_vector, prepare
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
+from fusible.fuser.tracing import keeps_graph
 from fusible.kernels.moe import permute
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.op import Grads
@@ -96,19 +96,25 @@ class MoEExpertsSm90(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """As the parts would, in the order that needs the least memory."""
         first, ctx1, ctx_act, ctx2, last = basic_op_ctxs
-        dispatch, fc1, act, fc2, combine = self._parts
+        dispatch, fc1, _, fc2, combine = self._parts
         (row_map,) = first.saved_tensors
+        preact, scales = ctx_act.saved_tensors
         x, ends, row_scale1, *weights1 = ctx1.saved_tensors
         row_scale2, *weights2 = ctx2.saved_tensors
 
         dy, _, _ = combine.fuser_backward([last], grad_output, basic_op_grad_extra_outputs=[()])
         assert dy is not None
         dy = cast(dy, ctx2.dtype)
-        dpreact, hidden, dscales = activation_grad(act, ctx_act, dy, ends, weights2)
-        params2, extra2 = param_grads(fc2, ctx2, dy, hidden, ends, row_scale2, dy.shape[:1])
+        (dy, preact), ((first_product, w1), (second, w2)) = prepare(
+            [dy, preact], (fc1, weights1), (fc2, weights2)
+        )
+        dpreact, hidden, dscales = second.dglu(
+            dy, w2, ends, preact, as_vector(scales), self._mlp.glu, not keeps_graph()
+        )
+        params2, extra2 = param_grads(fc2, ctx2, second, dy, hidden, ends, row_scale2, dy)
         del dy, hidden  # their memory serves what follows
 
-        drows = data_grad(fc1, ctx1, dpreact, ends, weights1, dpreact)
+        drows = data_grad(fc1, ctx1, first_product, w1, dpreact, ends, dpreact)
         assert drows is not None
         dmoved = basic_op_grad_extra_outputs[0][1]
         for mine, given in zip((dscales, extra2[-1]), first.gives_scales, strict=True):
@@ -121,7 +127,10 @@ class MoEExpertsSm90(FusedOperation):
 
         if dispatch.recompute_rows:
             x, _ = permute.scatter_rows(x, row_map, None, last.num_rows, False)
-        params1, extra1 = param_grads(fc1, ctx1, dpreact, x, ends, row_scale1, x.shape[:1])
+        (dpreact, x), ((first_product, _),) = prepare([dpreact, x], (fc1, weights1))
+        params1, extra1 = param_grads(
+            fc1, ctx1, first_product, dpreact, x, ends, row_scale1, dpreact
+        )
         return dx, [*none, params1, (), params2, ()], [*extra0, extra1, (dscales,), extra2, (None,)]
 
 

@@ -14,14 +14,14 @@ from fusible.formulas import cast
 from fusible.fused.grouped_sm90 import weight_grads
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
+    CheckedProducts,
     ScaledGLU,
-    as_matrix,
+    as_2d,
     as_vector,
     features_fit,
-    glu_options,
-    kernel_operands,
-    readable,
-    with_shape,
+    glu_of,
+    prepare,
+    with_rows_of,
 )
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
@@ -30,6 +30,7 @@ from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
+from fusible.ops.grouped_linear import GradOperands
 from fusible.ops.op import Grads
 
 _RECIPE = (
@@ -91,6 +92,7 @@ class RecipeMLPSm90(FusedOperation):
     def __init__(self, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> None:
         super().__init__([fc1, act, fc2])
         self._parts = fc1, act, fc2
+        self._glu = glu_of(act)
 
     def fuser_forward(
         self,
@@ -103,26 +105,21 @@ class RecipeMLPSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two products, the first with the activation taken from its accumulators."""
-        kernels = provider("sm90")
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = basic_op_ctxs
-        x, ends, _, weights = kernel_operands(kernels, fc1, ctx1, input_, *basic_op_extra_inputs[0])
-        fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
-        scales = basic_op_extra_inputs[1][0]
-        check_row_scales(scales, input_, type(act).__name__)
-        assert scales is not None
-        preact, hidden = kernels.grouped_gemm_glu(
-            x,
-            weights,
-            ends,
-            as_vector(scales),
-            bias=fc1.stacked_bias(x.dtype),
-            store_preact=ctx_act.requires_grad,
-            **glu_options(act),
+        x, ends, _, weights = fc1.operands(
+            ctx1, input_, *basic_op_extra_inputs[0], ends_of=provider("sm90").group_ends
         )
-        if ctx_act.requires_grad:
-            ctx_act.save_for_backward(with_shape(preact, input_.shape[:-1]), scales)
-        hidden = with_shape(cast(hidden, ctx1.dtype), input_.shape[:-1])
+        bias = fc1.stacked_bias(x.dtype)
+        fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
+        (scales,) = basic_op_extra_inputs[1]
+        scales = check_row_scales(scales, input_, type(act).__name__)
+        (x,), ((product, w),) = prepare([x], (fc1, weights), bias=bias)
+        keep = ctx_act.requires_grad
+        preact, hidden = product.glu(x, w, ends, as_vector(scales), self._glu, bias, keep)
+        if keep:
+            ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
+        hidden = with_rows_of(cast(hidden, ctx1.dtype), input_)
         y = _product(fc2, ctx2, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
         return y, [(), (), ()]
 
@@ -134,25 +131,17 @@ class RecipeMLPSm90(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Four products, FC2's data gradient with that of the activation."""
-        kernels = provider("sm90")
-        fc1, act, fc2 = self._parts
+        fc1, _, fc2 = self._parts
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         preact, scales = ctx_act.saved_tensors
-        shape = grad_output.shape[:-1]
         given = fc2.grad_operands(ctx2, grad_output)
-        dpreact, _, dscales = kernels.grouped_gemm_dglu(
-            as_matrix(kernels, given.rows),
-            readable(kernels, given.weights),
-            given.ends,
-            as_matrix(kernels, preact),
-            as_vector(scales),
-            **glu_options(act),
-        )
-        dweights = weight_grads(fc2, ctx2, given.columns, given.x, given.ends)
-        (params2,), (extra2,) = fc2.other_grads(ctx2, given, dweights, shape)
-        del given  # its memory serves what follows
-        dx, (params1,), (extra1,) = _backward(fc1, ctx1, with_shape(dpreact, shape))
-        return dx, [params1, (), params2], [extra1, (with_shape(dscales, shape),), extra2]
+        rows = [given.rows, as_2d(preact)]
+        (dy, preact), ((product, w),) = prepare(rows, (fc2, given.weights))
+        dpreact, _, dscales = product.dglu(dy, w, given.ends, preact, as_vector(scales), self._glu)
+        (params2,), (extra2,) = _param_grads(fc2, ctx2, given, grad_output)
+        del given, rows, dy  # its memory serves what follows
+        dx, (params1,), (extra1,) = _backward(fc1, ctx1, with_rows_of(dpreact, grad_output))
+        return dx, [params1, (), params2], [extra1, (with_rows_of(dscales, grad_output),), extra2]
 
 
 def _product(
@@ -163,11 +152,13 @@ def _product(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Output of one linear, which saves its operands."""
-    kernels = provider("sm90")
-    x, ends, row_scale, weights = kernel_operands(kernels, linear, ctx, input_, *extra_inputs)
+    x, ends, row_scale, weights = linear.operands(
+        ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
+    )
     bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
-    y = cast(kernels.grouped_gemm(x, weights, ends, bias, row_scale), ctx.dtype)
-    y = with_shape(y, input_.shape[:-1])
+    (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
+    y = cast(product.forward(x, w, ends, bias, row_scale), ctx.dtype)
+    y = with_rows_of(y, input_)
     return y if output is None else output.copy_(y)
 
 
@@ -175,19 +166,23 @@ def _backward(
     linear: GroupedLinear, ctx: OperationContext, grad_output: Tensor
 ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
     """Gradients of one linear, from what it saved."""
-    kernels = provider("sm90")
-    given, shape = linear.grad_operands(ctx, grad_output), grad_output.shape[:-1]
+    given = linear.grad_operands(ctx, grad_output)
     dx = None
     if ctx.needs.input:
-        weights = readable(kernels, given.weights)
-        dx = kernels.grouped_gemm(
-            as_matrix(kernels, given.rows), weights, given.ends, transpose_w=True
-        )
-        dx = with_shape(cast(dx, ctx.dtype), shape)
+        (dy,), ((product, w),) = prepare([given.rows], (linear, given.weights))
+        dx = with_rows_of(cast(product.dgrad(dy, w, given.ends), ctx.dtype), grad_output)
         buffer = linear.grad_input_buffer(ctx, grad_output)
         dx = dx if buffer is None else buffer.copy_(dx)
-    dweights = weight_grads(linear, ctx, given.columns, given.x, given.ends)
-    return dx, *linear.other_grads(ctx, given, dweights, shape)
+    return dx, *_param_grads(linear, ctx, given, grad_output)
+
+
+def _param_grads(
+    linear: GroupedLinear, ctx: OperationContext, given: GradOperands, grad_output: Tensor
+) -> tuple[Sequence[Grads], Sequence[Grads]]:
+    """Gradients of the parameters and of the extra inputs."""
+    products = CheckedProducts(provider("sm90"))
+    dweights = weight_grads(linear, ctx, products, given.columns, given.x, given.ends)
+    return linear.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
 
 @rule(

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from fusible.fuser.conditions import multiple_of
 from fusible.fuser.context import OperationContext
+from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
+from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
@@ -35,9 +37,14 @@ def readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
 
 
+def as_2d(t: Tensor) -> Tensor:
+    """``t`` as ``[rows, features]``."""
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
 def as_matrix(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
-    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+    rows = as_2d(t)
     return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
 
 
@@ -51,9 +58,9 @@ def as_rows(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.view(-1, t.shape[-1])
 
 
-def with_shape(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """``t``, whose first dimension counts rows, with ``shape`` in its place."""
-    return t if len(shape) == 1 else t.view(*shape, *t.shape[1:])
+def with_rows_of(t: Tensor, like: Tensor) -> Tensor:
+    """``t``, whose first dimension counts rows, with the leading dimensions of ``like``."""
+    return t if like.dim() == 2 else t.view(*like.shape[:-1], *t.shape[1:])
 
 
 def kernel_operands(
@@ -71,11 +78,103 @@ def kernel_operands(
     return as_matrix(kernels, x), ends, row_scale, readable(kernels, weights)
 
 
-def glu_options(act: ScaledGLU) -> dict[str, Any]:
-    """The kernels' arguments for an activation."""
+class CheckedProducts:
+    """The products of a grouped linear over operands of any layout, each of them checked.
+
+    The methods are those of `fusible.kernels.sm90.prepared.Products`; ``w`` is the weight.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def of(self, w: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A weight as the methods take it."""
+        return readable(self._kernels, w)
+
+    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
+        """First row past each group."""
+        return self._kernels.group_ends(split_sizes, rows)
+
+    def forward(
+        self,
+        x: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The grouped product."""
+        return self._kernels.grouped_gemm(x, w, ends, bias, row_scale, out=out)
+
+    def glu(
+        self,
+        x: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        bias: Tensor | None = None,
+        keep: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """The pre-activation, if it is kept, and the activation."""
+        return self._kernels.grouped_gemm_glu(
+            x, w, ends, scales, bias=bias, store_preact=keep, **glu._asdict()
+        )
+
+    def dgrad(
+        self, dy: Tensor, w: Sequence[Tensor], ends: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """The input's gradient."""
+        return self._kernels.grouped_gemm(dy, w, ends, transpose_w=True, out=out)
+
+    def dglu(
+        self,
+        dy: Tensor,
+        w: Sequence[Tensor],
+        ends: Tensor,
+        preact: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of the pre-activation, the activation once more, gradient of the scales."""
+        return self._kernels.grouped_gemm_dglu(
+            dy, w, ends, preact, scales, overwrite=overwrite, **glu._asdict()
+        )
+
+    def wgrad(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        """``a[rows of e].T @ b[rows of e]`` for each group e."""
+        a, b = as_matrix(self._kernels, a), as_matrix(self._kernels, b)
+        return self._kernels.grouped_wgrad(a, b, ends)
+
+
+def shape_of(linear: GroupedLinear) -> tuple[int, int, int]:
+    """The shape of a linear's weight as one tensor."""
+    return linear.num_groups, linear.out_features, linear.in_features
+
+
+def prepare(
+    rows: Sequence[Tensor],
+    *linears: tuple[GroupedLinear, Sequence[Tensor]],
+    bias: Tensor | None = None,
+) -> tuple[Sequence[Tensor], list[tuple[Any, Any]]]:
+    """The products of linears with their weights over ``rows``, in the quickest way there is.
+
+    ``rows`` ``[rows, features]`` come back as the products take them, and with each product the
+    weight as it takes that. ``bias`` is that of the only linear.
+    """
+    kernels = provider("sm90")
+    found = kernels.products(rows, *[(shape_of(linear), weights) for linear, weights in linears])
+    if found is None or not (bias is None or found[0].fits(bias)):
+        rows = [as_matrix(kernels, t) for t in rows]
+        found = [CheckedProducts(kernels)] * len(linears)
+    return rows, [
+        (product, product.of(weights)) for product, (_, weights) in zip(found, linears, strict=True)
+    ]
+
+
+def glu_of(act: ScaledGLU) -> Glu:
+    """An activation as the kernels take it."""
     formula, _, options = act.glu()
-    return {
-        "activation": formula.__name__,
-        "interleave": act.glu_interleave_size or 0,
-        **options,
-    }
+    return Glu(formula.__name__, act.glu_interleave_size or 0, **options)

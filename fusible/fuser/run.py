@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,9 +52,11 @@ class _Call(NamedTuple):
     device: torch.device
     assumed: str | None
     registry_version: int
-    slots: tuple[int, ...]
+    sources: tuple[int, ...]
+    """The first place of each input among the inputs: equal for the same tensor."""
     inputs: tuple[_TensorKey, ...]
-    params: tuple[tuple[torch.dtype, bool], ...]
+    param_dtypes: tuple[torch.dtype, ...]
+    params_require_grad: tuple[bool, ...]
 
 
 class _TensorKey(NamedTuple):
@@ -90,12 +93,31 @@ class _Step(NamedTuple):
     """Of the previous op's output gradient and of the next op's input."""
 
 
+class Direct(Protocol):
+    """A plan of one op as one autograd node of its own, without contexts: the host's time.
+
+    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
+    the same results.
+    """
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """What the forward needs to run these operands, or None if the op itself shall run."""
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the operands, in their dtypes."""
+
+
 class _Schedule(NamedTuple):
     """A plan with all that its execution looks up."""
 
     plan: Plan
     forward: tuple[_Step, ...]
     backward: tuple[_Step, ...]  # the last op first
+    dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
+    direct: Direct | None
 
 
 _runs: Alike[Run] = Alike()
@@ -139,21 +161,23 @@ class Run:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
         inputs = self._tensors((x, *extra_inputs))
         params = [p for op in self.ops for p in op.own_parameters()]
-        # The same tensor in two places is passed once and its gradients are summed: autograd
-        # functions under torch.compile do not take it twice.
-        unique: dict[Tensor, int] = {}
-        slots = tuple([unique.setdefault(t, len(unique)) for t in (*inputs, *params)])
-        key = self._key(x, inputs, params, slots)
+        key = self._key(inputs, params)
+        tensors, slots = (*inputs, *params), None
         tracing = torch.compiler.is_compiling()
         if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
+            tensors, slots = _folded(tensors)
         elif _observation.note is not None:
-            _observation.note(self, key, x.device)
-            schedule = self._schedule(self.plan_for(key, targets.target_of(x.device)))
+            _observation.note(self, key, inputs[0].device)
+            schedule = self._schedule(self.plan_for(key, targets.target_of(inputs[0].device)), key)
         else:
             schedule = self._schedules.get(key) or self.schedule_for(key)
             self.plan = schedule.plan
+            if schedule.direct is not None and kwargs is None:
+                prepared = schedule.direct.prepared(*tensors)
+                if prepared is not None:
+                    return _run_directly(schedule, prepared, tensors)
         kwargs = self._no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
             if not tracing and torch._C._are_functorch_transforms_active():
@@ -162,7 +186,7 @@ class Run:
                     "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
                     "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
                 )
-            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *unique)
+            outputs = _RunFunction.apply(self, schedule, slots, kwargs, *tensors)
         else:
             outputs = tuple(_forward(self, schedule, inputs, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
@@ -214,10 +238,9 @@ class Run:
             [t if isinstance(t, Tensor) else made.setdefault(id(t), _numbers(t)) for t in inputs]
         )
 
-    def _key(
-        self, x: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor], slots: tuple[int, ...]
-    ) -> tuple[Any, ...]:
+    def _key(self, inputs: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Any, ...]:
         """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
+        x = inputs[0]
         device = x.device
         kind = device.type
         # Autocast knows no meta device, and raises where asked about it.
@@ -233,7 +256,7 @@ class Run:
             device,
             targets.assumed_target(),
             registry.version,
-            slots,
+            _first_places(inputs),
             tuple(
                 [
                     (
@@ -245,7 +268,8 @@ class Run:
                     for t in inputs
                 ]
             ),
-            tuple([(p.dtype, p.requires_grad) for p in params]),
+            tuple([p.dtype for p in params]),
+            tuple([p.requires_grad for p in params]),
         )
 
     def schedule_for(self, key: tuple[Any, ...]) -> _Schedule:
@@ -253,7 +277,7 @@ class Run:
         if key not in self._schedules:
             made = self.plan_for(key, targets.target_of(_Call(*key).device))
             made.require(self.require)
-            self._schedules[key] = self._schedule(made)
+            self._schedules[key] = self._schedule(made, key)
         return self._schedules[key]
 
     @constant_when_traced
@@ -284,11 +308,23 @@ class Run:
         params = [(p.dtype, p.requires_grad) for op in self.ops for p in op.own_parameters()]
         return self.wiring, self.require, self._facts, params
 
-    def _schedule(self, plan: Plan) -> _Schedule:
+    def _schedule(self, plan: Plan, key: tuple[Any, ...]) -> _Schedule:
+        for op, needs in zip(self.ops, plan.grad, strict=True):
+            op.check_needs(needs)
         forward, backward = (
             self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
         )
-        return _Schedule(plan, forward, backward[::-1])
+        call = _Call(*key)
+        dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
+        return _Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan))
+
+    def _direct(self, plan: Plan) -> Direct | None:
+        if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
+            return None
+        if len(plan.forward_ops) > 1 or len(plan.backward_ops) > 1:
+            return None
+        (forward, _), (backward, _) = *plan.forward_ops, *plan.backward_ops
+        return forward.direct(backward, plan.grad)
 
     def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[_Step, ...]:
         made, start = [], 0
@@ -319,13 +355,13 @@ class Run:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
         call = _Call(*key)
         inputs = [_TensorKey(*t) for t in call.inputs]
-        params = self._by_op(call.params)
+        params = self._by_op(zip(call.param_dtypes, call.params_require_grad, strict=True))
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
             self._user[user_key] = registry.apply(self.ops, call.recipe)
         dtype = dtype_name(call.autocast_dtype or inputs[0].dtype)
-        known = [t.facts(source, target) for t, source in zip(inputs, call.slots, strict=False)]
+        known = [t.facts(source, target) for t, source in zip(inputs, call.sources, strict=True)]
         return plan(
             self.ops,
             Facts(dtype, known[0], self._op_facts(known[1:], params, target)),
@@ -337,7 +373,7 @@ class Run:
             user=self._user[user_key],
         )
 
-    def _by_op(self, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _by_op(self, params: Iterable[Any]) -> list[tuple[Any, ...]]:
         """Values that belong to the parameters of all ops, divided by op."""
         values = iter(params)
         return [tuple(next(values) for _ in op.own_parameters()) for op in self.ops]
@@ -376,6 +412,15 @@ class Run:
             }
             made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
         return tuple(made)
+
+
+def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where each of the tensors comes first."""
+    if torch.compiler.is_compiling():  # which does not know ids
+        places: dict[Tensor, int] = {}
+        return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
+    ids = list(map(id, tensors))
+    return tuple(map(ids.index, ids))
 
 
 def _forward(
@@ -496,13 +541,17 @@ class _RunFunction(torch.autograd.Function):
         fctx: Any,
         run: Run,
         schedule: _Schedule,
-        slots: tuple[int, ...],
+        slots: tuple[int, ...] | None,
         kwargs: Kwargs,
-        *unique: Tensor,
-    ) -> tuple[Tensor, ...]:
-        inputs = [unique[slot] for slot in slots[: 1 + run.num_extra_inputs]]
+        *tensors: Tensor,
+    ) -> Any:
+        """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
+        inputs: Sequence[Tensor] = tensors[: 1 + run.num_extra_inputs]
+        if slots is not None:
+            inputs = [tensors[slot] for slot in slots[: 1 + run.num_extra_inputs]]
         outputs, contexts = _forward(run, schedule, inputs, kwargs)
         saved: list[Tensor | None] = []
+        # The contexts outlive the forward: only autograd may keep tensors.
         states = []
         for context in contexts:
             first = len(saved)
@@ -511,8 +560,8 @@ class _RunFunction(torch.autograd.Function):
             context.to_save, context.memo = (), {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
-        fctx.call = run, schedule, slots, states, [t.dtype for t in unique]
-        outputs = _distinct(outputs, unique)
+        fctx.call = run, schedule, slots, states
+        outputs = _distinct(outputs, inputs if slots is None else tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -526,13 +575,8 @@ class _RunFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Not by once_differentiable, which misses second derivatives by what was saved.
-            raise RuntimeError(
-                "the backward of fusible ops cannot be differentiated: create_graph must be False, "
-                "got True; write what needs second derivatives with torch.nn modules"
-            )
-        run, schedule, slots, states, dtypes = fctx.call
+        _refuse_second_derivatives()
+        run, schedule, slots, states = fctx.call
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
@@ -573,18 +617,64 @@ class _RunFunction(torch.autograd.Function):
                         of_callers[k] = g
                     elif producer >= 0:
                         flowing[producer, k] = _sum(flowing.get((producer, k)), g)
-        by_tensor: list[Tensor | None] = [None] * len(dtypes)
-        flat = (grad, *of_callers, *[g for grads in of_params for g in grads])
-        for slot, g in zip(slots, flat, strict=True):
-            if g is not None:
-                by_tensor[slot] = _sum(by_tensor[slot], g)
-        return (
-            *(None, None, None, None),
-            *[
-                g if g is None or g.dtype == dtype else g.to(dtype)
-                for g, dtype in zip(by_tensor, dtypes, strict=True)
-            ],
+        flat = grad, *of_callers, *chain(*of_params)
+        given = [
+            g if g is None or g.dtype == dtype else g.to(dtype)
+            for g, dtype in zip(flat, schedule.dtypes, strict=True)
+        ]
+        return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _refuse_second_derivatives() -> None:
+    # Not by once_differentiable, which misses second derivatives by what was saved.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the backward of fusible ops cannot be differentiated: create_graph must be False, "
+            "got True; write what needs second derivatives with torch.nn modules"
         )
+
+
+class _DirectFunction(torch.autograd.Function):
+    """A plan of one op, in the op's shorter way."""
+
+    @staticmethod
+    def forward(fctx: Any, direct: Direct, prepared: Any, *operands: Tensor) -> Tensor:
+        output, saved = direct.forward(prepared, *operands)
+        fctx.save_for_backward(*saved)
+        fctx.direct = direct
+        return output
+
+    @staticmethod
+    def backward(fctx: Any, grad_output: Tensor) -> Any:
+        _refuse_second_derivatives()
+        return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
+
+
+def _run_directly(schedule: _Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
+    direct = schedule.direct
+    assert direct is not None
+    if schedule.plan.grad[-1].requires_grad:
+        return _DirectFunction.apply(direct, prepared, *operands)
+    return direct.forward(prepared, *operands)[0]
+
+
+def _folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The tensors without repetitions, and the place of each.
+
+    An autograd function under torch.compile does not take a tensor twice.
+    """
+    unique: dict[Tensor, int] = {}
+    slots = tuple([unique.setdefault(t, len(unique)) for t in tensors])
+    return tuple(unique), slots
+
+
+def _summed(grads: Sequence[Tensor | None], slots: Sequence[int]) -> list[Tensor | None]:
+    """The gradients of folded tensors from those of their uses."""
+    total: list[Tensor | None] = [None] * (1 + max(slots))
+    for slot, grad in zip(slots, grads, strict=True):
+        if grad is not None:
+            total[slot] = _sum(total[slot], grad)
+    return total
 
 
 def _sum(total: Tensor | None, grad: Tensor) -> Tensor:

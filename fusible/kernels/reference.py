@@ -14,8 +14,8 @@ from fusible.kernels import grouped
 group_ends = grouped.group_ends
 
 
-def prepared_mlp(*_: Any, **__: Any) -> None:
-    """Nothing to prepare."""
+def products(*_: Any) -> None:
+    """Nothing is prepared."""
 
 
 def has_matrix_layout(x: Tensor) -> bool:
@@ -49,10 +49,10 @@ def grouped_gemm_glu(
     activation: str = "swiglu",
     interleave: int = 0,
     store_preact: bool = True,
-    **options: float,
+    **clamps: float,
 ) -> tuple[Tensor, Tensor]:
     """The pre-activation (without rows unless it is to be stored), and the scaled activation."""
-    glu, _ = _glu(activation)
+    glu, _, options = _glu(activation, clamps)
     preact = grouped.grouped_mm(x, w, ends, bias, None, False)
     out = glu(preact, scales, interleave or None, **options)
     return preact if store_preact else preact[:0], _live(out, ends)
@@ -68,10 +68,10 @@ def grouped_gemm_dglu(
     activation: str = "swiglu",
     interleave: int = 0,
     overwrite: bool = False,
-    **options: float,
+    **clamps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pre-activation's gradient, the scaled activation once more, the scales' gradient."""
-    glu, backward = _glu(activation)
+    glu, backward, options = _glu(activation, clamps)
     d = grouped.grouped_mm(dy, w, ends, None, None, True)
     dpreact, dscales = backward(d, preact, scales, interleave or None, **options)
     act = glu(preact, scales, interleave or None, **options)
@@ -98,11 +98,13 @@ def grouped_wgrad_(
     grouped.grouped_wgrad_(out, dy, x, ends, accumulate)
 
 
-def _glu(activation: str) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    return {
-        "swiglu": (formulas.swiglu, formulas.swiglu_backward),
-        "clamped_qgeglu": (formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward),
-    }[activation]
+def _glu(
+    activation: str, clamps: dict[str, float]
+) -> tuple[Callable[..., Tensor], Callable[..., Any], dict[str, float]]:
+    """The formula, its backward, and what both take."""
+    if activation == "swiglu":
+        return formulas.swiglu, formulas.swiglu_backward, {}
+    return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, clamps
 
 
 def _live(t: Tensor, ends: Tensor) -> Tensor:

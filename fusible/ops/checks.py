@@ -22,6 +22,13 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
             cannot be multiplied.
     """
     dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
+    if (
+        x.dtype == dtype
+        and autocast_dtype is None
+        and dtype in DTYPES
+        and x.device == weight.device
+    ):
+        return dtype
     check_device(x, weight, who)
     check_dtype(x, "input", who)
     if x.dtype != dtype:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, check_sizes, product_dtype
@@ -336,8 +337,6 @@ class GroupedLinear(WeightedOperation):
         Sets ``ctx.dtype``, that of the product.
         """
         ctx.dtype = product_dtype(ctx, input_, self.weights()[0], "GroupedLinear")
-        if not (self.single_grouped_weight and self.single_grouped_bias):
-            self._check_uniform(ctx)
         if not self.scale_bias:
             return None
         check_row_scales(scales, input_, "GroupedLinear")
@@ -350,13 +349,10 @@ class GroupedLinear(WeightedOperation):
         biases = self.biases()
         return (biases[0] if self.single_grouped_bias else torch.stack(biases)).to(dtype)
 
-    def _check_uniform(self, ctx: OperationContext) -> None:
+    def check_needs(self, needs: GradNeeds) -> None:
         """Refuse groups of which some need a gradient and some do not."""
         count = 1 if self.single_grouped_weight else self.num_groups
-        for what, needed in (
-            ("weights", ctx.needs.params[:count]),
-            ("biases", ctx.needs.params[count:]),
-        ):
+        for what, needed in (("weights", needs.params[:count]), ("biases", needs.params[count:])):
             if len(set(needed)) > 1:
                 frozen = [group for group, wanted in enumerate(needed) if not wanted]
                 raise ValueError(
@@ -506,13 +502,13 @@ def group_ends(
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
             negative or of more rows than ``x`` has.
     """
-    rows, known = memo.get(split_sizes, (None, None))
-    if rows == x.shape[0] and known.shape[0] == num_groups:
+    rows = x.shape[0]
+    known_rows, known = memo.get(split_sizes, (None, None))
+    if known_rows == rows and known.shape[0] == num_groups:
         return known
-    integers = (torch.int64, torch.int32)
     if (
         split_sizes is None
-        or split_sizes.dtype not in integers
+        or split_sizes.dtype not in (torch.int64, torch.int32)
         or split_sizes.shape != (num_groups,)
     ):
         got = "None"
@@ -522,13 +518,14 @@ def group_ends(
             f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
             f"({num_groups},), the rows of each group, got {got}"
         )
-    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
+    device = x.device
+    if split_sizes.device != device and split_sizes.device.type != "cpu":
         raise ValueError(
-            f"split_sizes of GroupedLinear must be on {x.device} with the input, or on the CPU, "
+            f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = (ends_of or grouped.group_ends)(split_sizes, x.shape[0])
-    if ends.device != x.device:
-        ends = ends.to(x.device, non_blocking=True)
-    memo[split_sizes] = x.shape[0], ends
+    ends = (ends_of or grouped.group_ends)(split_sizes, rows)
+    if ends.device != device:
+        ends = ends.to(device, non_blocking=True)
+    memo[split_sizes] = rows, ends
     return ends

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.plan import Plan
-from fusible.fuser.run import Run
+from fusible.fuser.plan import GradNeeds, Plan
+from fusible.fuser.run import Direct, Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
@@ -95,6 +95,13 @@ class FusibleOperation(nn.Module):
             needed (``ctx.needs``). The fuser casts them to the dtypes of what they belong to.
         """
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
+
+    def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> Direct | None:
+        """A shorter way to run a plan of this op alone, ``backward`` being its backward, or None.
+
+        Asked once for each plan, in high precision and outside of autocast.
+        """
+        return None
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run this op alone; keyword arguments go to its only basic op."""
@@ -247,7 +254,11 @@ class BasicOperation(FusibleOperation):
                 f"{type(self).__name__} must define own_parameters for torch.nn.utils.parametrize, "
                 "got a parametrization of an op that does not"
             )
-        return tuple([p for p in self._parameters.values() if p is not None])
+        own = self._parameters
+        return tuple([p for p in own.values() if p is not None]) if own else ()
+
+    def check_needs(self, needs: GradNeeds) -> None:
+        """Raise ValueError if the gradients that a plan asks of this op do not go together."""
 
     def parameter(self, name: str) -> Any:
         """A parameter, or what ``torch.nn.utils.parametrize`` makes of it.

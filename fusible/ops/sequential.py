@@ -75,9 +75,12 @@ class Sequential(nn.Sequential):
         extra_outputs: list[Tensor] = []
         segments = self.segments()
         kwargs = None if op_kwargs is None else _by_op(self, segments, op_kwargs)
+        if len(segments) == 1 and isinstance(run := segments[0], Run):
+            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in run.ops]
+            return run(x, *rest, kwargs=of_ops)
         for segment in segments:
             if isinstance(segment, Run):
-                taken = len(rest) if len(segments) == 1 else segment.num_extra_inputs
+                taken = segment.num_extra_inputs
                 mine = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
                 x = segment(x, *rest[:taken], kwargs=mine)
             else:
@@ -160,8 +163,11 @@ class _Captured(NamedTuple):
 
     def holds(self) -> bool:
         """Whether modules and the presence of hooks are as they were."""
-        unchanged = [tuple(m._modules.values()) == then for m, then in self.containers]
-        return all(unchanged) and tuple(map(bool, self.hooks)) == self.hooked
+        for m, then in self.containers:
+            if tuple(m._modules.values()) != then:
+                return False
+        hooked = any(self.hooks) or any(self.hooked)
+        return not hooked or tuple(map(bool, self.hooks)) == self.hooked
 
 
 def _capture(sequential: Sequential) -> _Captured:

@@ -145,9 +145,12 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+_QUANTIZED = GroupedTensor, QuantizedTensor
+
+
 def is_quantized(x: Tensor) -> TypeGuard[GroupedTensor | QuantizedTensor]:
     """Tell whether ``x`` is one of the tensors of this package, which ops take apart."""
-    return isinstance(x, GroupedTensor | QuantizedTensor)
+    return isinstance(x, _QUANTIZED)
 
 
 def values(x: Tensor) -> Tensor:

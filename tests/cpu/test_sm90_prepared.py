@@ -1,15 +1,17 @@
-"""A grouped MLP's prepared launches are those that the checked entries make; nothing runs."""
-
-import contextlib
+"""A grouped linear's prepared launches are those that the checked entries make; nothing runs."""
 
 import pytest
 import torch
 
-from fusible.kernels.sm90 import launch, mlp, ops
+import fusible as fz
+from fusible.fuser import run as fuser_run
+from fusible.kernels import sm90
+from fusible.kernels.sm90 import launch, ops, prepared
 from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.testing import assume_target
 
-NO_OPTIONS = ("swiglu", 0, 0.0, 0.0, 0.0)
-QGEGLU = ("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
+SWIGLU = prepared.Glu()
+QGEGLU = prepared.Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
 OUTPUTS = {"out", "d_preact", "partials"}
 ADDRESSES = ("a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials")
 
@@ -24,15 +26,18 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(launch, "kernel", kernel)
     monkeypatch.setattr(launch, "_tile_sums", lambda _: lambda *_: None)
+    monkeypatch.setattr(
+        launch, "_group_ends", lambda dtype: lambda *arguments: made.append((dtype, arguments))
+    )
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
-    monkeypatch.setattr(launch, "_on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(ops, "_check_matrix", lambda _, x: (*x.shape, x.stride(0)))
-    monkeypatch.setattr(mlp, "is_direct", lambda _: True)
+    monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
     launch.prepared.cache_clear()
-    mlp._mlp.cache_clear()
+    prepared._products.cache_clear()
 
 
 def test_kernels_are_kept_by_the_source_they_are_made_from(monkeypatch):
@@ -57,34 +62,32 @@ def equal(one, other):
     return spec == other_spec and changed <= OUTPUTS
 
 
-@pytest.mark.parametrize("sizes", [(8, 64, 32, 64), (3, 128, 640, 90), (4, 256, 384, 4000)])
-@pytest.mark.parametrize("options", [NO_OPTIONS, QGEGLU], ids=["swiglu", "qgeglu"])
-def test_prepared_launches_are_the_checked_ones(launches, sizes, options):
-    groups, hidden, inner, rows = sizes
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=torch.bfloat16)
-
-    x, dy, act = random(rows, hidden), random(rows, hidden), random(rows, inner)
-    preact, w1 = random(rows, 2 * inner), random(groups, 2 * inner, hidden)
-    w2, scales, ends = random(groups, hidden, inner), torch.rand(rows), torch.zeros(groups).int()
-    names = ("activation", "interleave", "limit", "alpha", "offset")
-    it = mlp.prepared_mlp(
-        [x, dy, preact], [w1], [w2], scales, **dict(zip(names, options, strict=True))
-    )
-    assert it is not None
-    dglu = (dy, [w2], ends, preact, scales, *options)
+@pytest.mark.parametrize("sizes", [(8, 64, 64, 64), (3, 128, 640, 90), (4, 256, 384, 4000)])
+@pytest.mark.parametrize("act", [SWIGLU, QGEGLU], ids=["swiglu", "qgeglu"])
+@pytest.mark.parametrize("how", ["single", "separate", "transposed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias):
+    groups, inner, outer, rows = sizes
+    x, dy, preact = random(rows, inner), random(rows, outer), random(rows, 2 * inner)
+    w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
+    b = random(groups, outer) if bias else None
+    row_scale = random(rows) if bias else None
+    (it,) = prepared.products([x, dy], ((groups, outer, inner), w))
+    at = it.of(w)
+    assert b is None or it.fits(b)
+    dglu = (dy, w, ends, preact, scales, *act)
     pairs = (
-        (it.glu(x, w1, ends, scales, True),
-         ops.grouped_gemm_glu(x, [w1], ends, None, scales, *options, True)),
-        (it.glu(x, w1, ends, scales, False),
-         ops.grouped_gemm_glu(x, [w1], ends, None, scales, *options, False)),
-        (it.fc2(act, w2, ends), ops.grouped_gemm(act, [w2], ends, None, None, False)),
-        (it.dglu(dy, w2, ends, preact, scales, False), ops.grouped_gemm_dglu(*dglu)),
-        (it.dglu(dy, w2, ends, preact, scales, True), ops.grouped_gemm_dglu(*dglu, overwrite=True)),
-        (it.dgrad1(preact, w1, ends), ops.grouped_gemm(preact, [w1], ends, None, None, True)),
-        (it.wgrad1(preact, x, ends), ops.grouped_wgrad(preact, x, ends, None)),
-        (it.wgrad2(dy, act, ends), ops.grouped_wgrad(dy, act, ends, None)),
+        (it.forward(x, at, ends, b, row_scale), ops.grouped_gemm(x, w, ends, b, row_scale, False)),
+        (it.glu(x, at, ends, scales, act, b, True),
+         ops.grouped_gemm_glu(x, w, ends, b, scales, *act, True)),
+        (it.glu(x, at, ends, scales, act, b, False),
+         ops.grouped_gemm_glu(x, w, ends, b, scales, *act, False)),
+        (it.dgrad(dy, at, ends), ops.grouped_gemm(dy, w, ends, None, None, True)),
+        (it.dglu(dy, at, ends, preact, scales, act), ops.grouped_gemm_dglu(*dglu)),
+        (it.dglu(dy, at, ends, preact, scales, act, True),
+         ops.grouped_gemm_dglu(*dglu, overwrite=True)),
+        (it.wgrad(dy, x, ends), ops.grouped_wgrad(dy, x, ends, None)),
+        (it.wgrad(x, dy, ends), ops.grouped_wgrad(x, dy, ends, None)),
     )  # fmt: skip
     assert len(launches) == 2 * len(pairs)
     for i, results in enumerate(pairs):
@@ -94,6 +97,18 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, options):
             assert one.dtype == other.dtype
 
 
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16)
+
+
+def weights(groups, rows, columns, how):
+    if how == "single":
+        return [random(groups, rows, columns)]
+    if how == "separate":
+        return [torch.nn.Parameter(one) for one in random(groups, rows, columns).unbind(0)]
+    return [random(groups, columns, rows).mT]
+
+
 def _as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
@@ -101,22 +116,85 @@ def _as_tuple(result):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda a: a | {"w1": [*a["w1"], *a["w1"]]},
-        lambda a: a | {"w2": [a["w2"][0].float()]},
-        lambda a: a | {"w2": [a["w2"][0].mT.contiguous().mT]},
+        lambda a: a | {"w": weights(2, 48, 32, "single")},
+        lambda a: a | {"w": [t.clone() for t in weights(2, 64, 32, "separate")]},
+        lambda a: a | {"w": weights(2, 64, 32, "separate")[::-1]},
+        lambda a: a | {"w": [a["w"][0].float()]},
+        lambda a: a | {"w": [random(2, 64, 64)[..., ::2]]},
         lambda a: a | {"rows": [a["rows"][0][::2]]},
         lambda a: a | {"rows": [a["rows"][0][:0]]},
-        lambda a: a | {"scales": a["scales"][:, None]},
+        lambda a: a | {"rows": [a["rows"][0], a["rows"][0].float()]},
+        lambda a: a | {"rows": [random(513)[1:].view(16, 32)]},
     ],
-    ids=["separate", "dtype", "transposed", "pitched", "no rows", "scales"],
-)
+    ids=[
+        "shape", "apart", "order", "dtype", "strided", "pitched", "no rows", "rows' dtype",
+        "unaligned",
+    ],
+)  # fmt: skip
 def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
-    given = {
-        "rows": [torch.zeros(16, 64).bfloat16()],
-        "w1": [torch.zeros(2, 64, 64).bfloat16()],
-        "w2": [torch.zeros(2, 64, 32).bfloat16()],
-        "scales": torch.ones(16),
-    }
-    options = {"activation": "swiglu", "interleave": 0}
-    assert mlp.prepared_mlp(**given, **options) is not None
-    assert mlp.prepared_mlp(**change(given), **options) is None
+    def products(w, rows):
+        return prepared.products(rows, ((2, 64, 32), w))
+
+    def fit_again(w, rows):
+        return prepared.fit_again(rows, w, [(2, 64, 32)])
+
+    given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
+    assert products(**given) is not None
+    assert products(**change(given)) is None
+    assert fit_again(**given)
+    assert not fit_again(**change(given))
+    assert not fit_again(**given | {"w": weights(2, 64, 32, "transposed")})
+
+
+def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    assert it.fits(random(2, 64))
+    assert not it.fits(random(64, 2).t())
+    assert not it.fits(random(2, 64).float())
+    assert not it.fits(random(2, 72)[:, :64])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_prepared_ends_are_the_checked_ones(launches, dtype):
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    sizes = torch.tensor([9, 7], dtype=dtype)
+    one, other = it.ends(sizes, 16), ops.group_ends(sizes, 16)
+    (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
+    assert (kind, source, counts) == (kind2, source2, counts2)
+    assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("whole", [True, False], ids=["mlp", "linear"])
+def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole):
+    options = {"bias": False, "single_grouped_weight": single, "dtype": torch.bfloat16}
+    linear, act = fz.GroupedLinear(2, 32, 64, **options), fz.ScaledSwiGLU()
+    rest = (act, fz.GroupedLinear(2, 32, 32, **options)) if whole else ()
+    model = fz.Sequential(linear, *rest)
+    x, splits = random(16, 32).requires_grad_(), torch.tensor([9, 7])
+    given = (x, splits, torch.rand(16, requires_grad=True), splits) if whole else (x, splits)
+    monkeypatch.setattr(sm90, "group_ends", ops.group_ends)
+
+    def step():
+        with assume_target("sm90", sm90):
+            y = model(*given)
+            y.backward(torch.ones_like(y))
+        made = [(spec, *arguments[len(ADDRESSES) + 1 :]) for spec, arguments in launches]
+        launches.clear()
+        return type(y.grad_fn).__name__, made
+
+    node, direct = step()
+    monkeypatch.setattr(fuser_run.Run, "_direct", lambda *_: None)
+    model[0]._run = model._captured = None
+    other, general = step()
+    assert (node, other) == ("_DirectFunctionBackward", "_RunFunctionBackward")
+    assert direct == general
+    assert len(direct) == (7 if whole else 4)
+
+
+def test_scales_of_no_known_dtype_are_refused(launches):
+    w = weights(2, 64, 32, "single")
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), w))
+    scales = torch.ones(16, dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
+        it.glu(random(16, 32), it.of(w), torch.zeros(2).int(), scales, SWIGLU)

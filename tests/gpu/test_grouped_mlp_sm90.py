@@ -187,19 +187,18 @@ def test_cuda_graph_replay_with_other_splits(single):
 
 
 @pytest.mark.parametrize("act", [fz.ScaledSwiGLU(), fz.ScaledClampedQGeGLU(32)], ids=str)
-def test_prepared_launches_are_the_checked_ones(act, monkeypatch):
-    mlp = build(copy.deepcopy(act), bias=False)
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"single": False}], ids=str)
+def test_prepared_launches_are_the_checked_ones(act, options, monkeypatch):
+    mlp = build(copy.deepcopy(act), **options)
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
     made = []
-    whole = sm90.prepared_mlp
-    monkeypatch.setattr(
-        sm90, "prepared_mlp", lambda *a, **k: made.append(whole(*a, **k)) or made[-1]
-    )
+    whole = sm90.products
+    monkeypatch.setattr(sm90, "products", lambda *a: made.append(whole(*a)) or made[-1])
     prepared = step(mlp, x, scales, splits, dy)
-    assert len(made) == 2  # forward and backward
+    assert made
     assert None not in made
-    monkeypatch.setattr(sm90, "prepared_mlp", lambda *_, **__: None)
+    monkeypatch.setattr(sm90, "products", lambda *_: None)
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name
 

@@ -532,3 +532,18 @@ def test_the_code_for_cuda_on_the_page():
     assert {kind for kind, _ in blocks} == {"python", "python cuda"}
     for _, block in blocks:
         exec(block, names)
+
+
+@pytest.mark.parametrize("machine", ["sm80", None], ids=["unfused", "fused"])
+def test_what_the_page_says_is_saved(machine, monkeypatch):
+    """Its table is made on the CPU."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import saved_bytes
+
+    page = saved_bytes.PAGE.read_text(encoding="utf-8")
+    for name, recipe in saved_bytes.RECIPES.items():
+        module = saved_bytes.grouped_mlp("cuda")
+        with assume_target(machine) if machine else nullcontext():
+            per_token, _ = saved_bytes.per_token_and_fixed(module, recipe)
+        how = f"`{module.plan.fired[0]}`" if machine is None else "unfused"
+        assert f"| {name} | {how} | {per_token:,.0f} |" in page

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.mlp import prepared_mlp
 from fusible.kernels.sm90.ops import has_matrix_layout, is_direct, takes_wgrad
+from fusible.kernels.sm90.prepared import fit_again, products
 
 _ops = torch.ops.fusible
 
 __all__ = [
+    "fit_again",
     "group_ends",
     "grouped_gemm",
     "grouped_gemm_dglu",
@@ -26,7 +27,7 @@ __all__ = [
     "grouped_wgrad_",
     "has_matrix_layout",
     "limits",
-    "prepared_mlp",
+    "products",
     "takes_wgrad",
 ]
 

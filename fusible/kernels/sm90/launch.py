@@ -81,7 +81,7 @@ class Start:
     """A kernel with all its arguments but the number of rows and the addresses."""
 
     __slots__ = (
-        "_across", "_clusters", "_constant", "_device", "_dynamic", "_function", "_groups", "_rows",
+        "_across", "_clusters", "_constant", "_dynamic", "_function", "_groups", "_index", "_rows",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +102,7 @@ class Start:
     ) -> None:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
-        self._device, self._dynamic, self._groups = device, tile.dynamic, groups
+        self._index, self._dynamic, self._groups = device.index, tile.dynamic, groups
         self._function = kernel(spec)
         self._constant = (
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
@@ -118,11 +118,11 @@ class Start:
     def __call__(
         self,
         total_rows: int,
-        *,
         a: int,
         b: int,
         out: int,
         ends: int,
+        *,
         preact: int = 0,
         d_preact: int = 0,
         table: int = 0,
@@ -131,19 +131,17 @@ class Start:
         partials: int = 0,
     ) -> None:
         """Start the kernel on the device's current stream."""
-        device, tiles = self._device, self._groups
+        tiles, index = self._groups, self._index
         if self._rows:
             # Every group, and the rows past the last, may end in a part of a tile.
             tiles += total_rows // self._rows + 1
         clusters = min(self._clusters, tiles * self._across)
-        index = device.index
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
-        counter = tile_counter(device, stream) if self._dynamic else 0
-        with _on(index):
-            self._function(
-                a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
-                total_rows, *self._constant, clusters, stream,
-            )  # fmt: skip
+        counter = tile_counter(index, stream) if self._dynamic else 0
+        _call(index, self._function, (
+            a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
+            total_rows, *self._constant, clusters, stream,
+        ))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,26 +180,17 @@ def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
 
 def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: int) -> None:
     index = target.device.index
-    with _on(index):
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        function(source.data_ptr(), target.data_ptr(), *sizes, stream)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    _call(index, function, (source.data_ptr(), target.data_ptr(), *sizes, stream))
 
 
-class _Current:
-    """The context of a device that is current already."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-
-_CURRENT = _Current()
-
-
-def _on(index: int):
-    return _CURRENT if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
+def _call(index: int, function: Any, arguments: tuple) -> None:
+    """Call what launches on a device while that is current."""
+    if index == torch._C._cuda_getDevice():
+        function(*arguments)
+        return
+    with torch.cuda.device(index):
+        function(*arguments)
 
 
 @functools.cache
@@ -215,24 +204,23 @@ _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
 _capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
 
 
-def tile_counter(device: torch.device, stream: int) -> int:
+def tile_counter(index: int, stream: int) -> int:
     """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
 
     Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
     graph may be replayed beside anything.
     """
-    index = device.index
     if torch._C._cuda_isCurrentStreamCapturing():
         pool, rows = _capture_counters.get(index, (None, iter(())))
         row = next(rows, None)
-        own = torch.zeros(2, dtype=torch.int32, device=device) if row is None else pool[row]
+        own = torch.zeros(2, dtype=torch.int32, device=index) if row is None else pool[row]
         return own.data_ptr()
     counter = _stream_counters.get((index, stream))
     if counter is None:
-        counter = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = torch.zeros(2, dtype=torch.int32, device=index)
         _stream_counters[index, stream] = counter
         if index not in _capture_counters:
-            pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=device)
+            pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=index)
             _capture_counters[index] = pool, iter(range(_COUNTERS))
     return counter.data_ptr()
 

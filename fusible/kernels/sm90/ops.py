@@ -98,6 +98,11 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms what runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_direct(x: Tensor) -> bool:
     """Whether nothing but an op's own function would run, which can then be called at once.
 
@@ -107,7 +112,7 @@ def is_direct(x: Tensor) -> bool:
     return not (
         is_traced()
         or torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
+        or is_transformed()
         or type(x) is not Tensor
         or not x.is_cuda
     )
@@ -132,11 +137,16 @@ def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
+def check_scale(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the kernels read scales of ``dtype``."""
+    if _NAMES.get(dtype) not in limits.SCALE_DTYPES:
+        raise ValueError(f"{name} must be a float tensor, got {dtype}")
+
+
 def _check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> None:
     if vector.device != device:
         raise ValueError(f"{name} must be on {device}, got {vector.device}")
-    if _NAMES.get(vector.dtype) not in limits.SCALE_DTYPES:
-        raise ValueError(f"{name} must be a float tensor, got {vector.dtype}")
+    check_scale(name, vector.dtype)
     if vector.shape != (rows,) or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous with one value for each of the {rows} rows, "
@@ -197,7 +207,7 @@ def _matrices(name: str, w: Sequence[Tensor], device: torch.device, transpose: b
     if len(w) == 1 and len(shape) == 3:
         if address % limits.ALIGNMENT_BYTES:
             raise ValueError(_misaligned(name))
-        return _Matrices(address, *_layout(name, shape, strides, transpose), ())
+        return _Matrices(address, *layout(name, shape, strides, transpose), ())
     pointers = _pointers(name, w)
     # Matrices that were allocated side by side are a dense tensor to the kernel.
     groups, size = len(w), first.element_size()
@@ -205,7 +215,7 @@ def _matrices(name: str, w: Sequence[Tensor], device: torch.device, transpose: b
     if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
         pointers = ()
     shape, strides = (groups, *shape), (step // size, *strides)
-    return _Matrices(address, *_layout(name, shape, strides, transpose, not pointers), pointers)
+    return _Matrices(address, *layout(name, shape, strides, transpose, not pointers), pointers)
 
 
 def _misaligned(name: str) -> str:
@@ -230,7 +240,7 @@ def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(
+def layout(
     name: str,
     shape: tuple[int, ...],
     strides: tuple[int, ...],

@@ -1,0 +1,155 @@
+"""Grouped linears and grouped MLPs on Hopper as one autograd node each: least work for the host.
+
+They take what asks for nothing but the kernels; all else goes the fused ops' own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.fused.sm90_operands import prepare, shape_of
+from fusible.fuser.plan import GradNeeds
+from fusible.fuser.tracing import keeps_graph
+from fusible.kernels import grouped
+from fusible.kernels.provider import provider
+from fusible.kernels.sm90 import tiles
+from fusible.kernels.sm90.prepared import Glu
+from fusible.ops import GroupedLinear
+
+
+def is_plain(linear: GroupedLinear) -> bool:
+    """Whether a linear is its product, and its gradients are autograd's."""
+    return not (
+        linear.has_bias
+        or linear.accumulate_into_main_grad
+        or linear.delay_wgrad_compute
+        or linear.split_alignment > 1
+    )
+
+
+class _Direct:
+    """The products of some linears, found once for few rows and once for many."""
+
+    def __init__(self, *linears: GroupedLinear) -> None:
+        self._linears, self._shapes = linears, [shape_of(linear) for linear in linears]
+        self._groups, _, self._features = self._shapes[0]
+        self._found: dict[bool, tuple[Any, Any]] = {}
+
+    def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
+        """Whether these are the input and the groups' sizes, which nothing asks to read."""
+        return (
+            x.shape[-1] == self._features
+            and split_sizes.shape == (self._groups,)
+            and split_sizes.dtype in (torch.int64, torch.int32)
+            and split_sizes.is_contiguous()
+            and split_sizes.device == x.device
+            and not grouped.checks_enabled()
+        )
+
+    def _products(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
+        """The products, each with its weight, that run these operands, or None."""
+        kernels = provider("sm90")
+        many = tiles.has_many_rows(rows[0].shape[0], self._groups)
+        known, found = self._found.get(many, (None, None))
+        if known is not kernels or not kernels.fit_again(
+            rows, [w[0] for w in weights if len(w) == 1], self._shapes
+        ):
+            found = kernels.products(rows, *zip(self._shapes, weights, strict=True))
+            # A gradient lies as its weight does, which is not a product's business.
+            if found is None or not all([w[0].is_contiguous() for w in weights]):
+                return None
+            self._found[many] = kernels, found
+        return [(product, product.of(w)) for product, w in zip(found, weights, strict=True)]
+
+    def _prepare(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
+        """The rows as the products take them, and these, for any operands of a backward."""
+        found = self._products(rows, weights)
+        if found is not None:
+            return rows, found
+        return prepare(rows, *zip(self._linears, weights, strict=True))
+
+
+class DirectLinear(_Direct):
+    """One ``GroupedLinear``: operands ``x, split_sizes, *weights``."""
+
+    def __init__(self, linear: GroupedLinear, needs: GradNeeds) -> None:
+        super().__init__(linear)
+        self._needs = needs
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """The product that runs these operands, or None."""
+        x, split_sizes, *weights = operands
+        return self._products([x], [weights]) if self._takes(x, split_sizes) else None
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+        x, split_sizes, *weights = operands
+        ((product, w),) = prepared
+        ends = product.ends(split_sizes, x.shape[0])
+        return product.forward(x, w, ends), (x, ends, *weights)
+
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the operands."""
+        x, ends, *weights = saved
+        (dy, x), ((product, w),) = self._prepare([grad_output, x], [weights])
+        dweights: Sequence[Tensor | None] = [None] * len(weights)
+        if self._needs.params[0]:
+            dweights = self._linears[0].divided(product.wgrad(dy, x, ends))
+        dx = product.dgrad(dy, w, ends) if self._needs.input else None
+        return dx, None, *dweights
+
+
+class DirectMLP(_Direct):
+    """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *weights``."""
+
+    def __init__(
+        self, fc1: GroupedLinear, glu: Glu, fc2: GroupedLinear, needs: Sequence[GradNeeds]
+    ) -> None:
+        super().__init__(fc1, fc2)
+        self._glu, self._cut = glu, len(fc1.weights())
+        self._needs1, _, self._needs2 = needs
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """The products that run these operands, or None."""
+        x, split_sizes, scales, _, *weights = operands
+        if not (
+            scales.shape == x.shape[:1]
+            and scales.is_floating_point()
+            and scales.is_contiguous()
+            and scales.device == x.device
+            and self._takes(x, split_sizes)
+        ):
+            return None
+        return self._products([x], [weights[: self._cut], weights[self._cut :]])
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+        x, split_sizes, scales, _, *weights = operands
+        (first, w1), (second, w2) = prepared
+        ends = first.ends(split_sizes, x.shape[0])
+        keep = self._needs2.requires_grad
+        preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, keep)
+        return second.forward(hidden, w2, ends), (x, ends, scales, preact, *weights)
+
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the operands."""
+        x, ends, scales, preact, *weights = saved
+        (fc1, fc2), cut = self._linears, self._cut
+        (dy, x, preact), ((first, w1), (second, w2)) = self._prepare(
+            [grad_output, x, preact], [weights[:cut], weights[cut:]]
+        )
+        dpreact, hidden, dscales = second.dglu(
+            dy, w2, ends, preact, scales, self._glu, not keeps_graph()
+        )
+        dweights: list[Tensor | None] = [None] * len(weights)
+        if self._needs2.params[0]:
+            dweights[cut:] = fc2.divided(second.wgrad(dy, hidden, ends))
+        del hidden  # its memory serves what follows
+        if self._needs1.params[0]:
+            dweights[:cut] = fc1.divided(first.wgrad(dpreact, x, ends))
+        dx = first.dgrad(dpreact, w1, ends) if self._needs1.input else None
+        return dx, None, dscales, None, *dweights

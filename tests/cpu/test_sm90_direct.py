@@ -1,0 +1,194 @@
+"""Plans that run as one node without contexts give what the ops give, and take nothing else."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible.fused.sm90_operands import CheckedProducts
+from fusible.fuser import run as fuser_run
+from fusible.kernels import reference
+from fusible.testing import assume_target
+
+GROUPS, HIDDEN, INNER, ROWS = 4, 32, 16, 10
+BF16 = torch.bfloat16
+
+
+class Products(CheckedProducts):
+    """What prepared launches do on a GPU, by the reference."""
+
+    def fits(self, bias):
+        return True
+
+
+def products(rows, *linears):
+    if any(t.dim() != 2 for t in rows):
+        return None
+    return [Products(reference)] * len(linears)
+
+
+PREPARED = SimpleNamespace(**vars(reference) | {"products": products, "fit_again": lambda *_: True})
+
+
+def linear(columns=HIDDEN, out=HIDDEN, **options):
+    options = {"bias": False, "single_grouped_weight": True, "dtype": BF16} | options
+    return fz.GroupedLinear(GROUPS, columns, out, **options)
+
+
+def mlp(**options):
+    return fz.Sequential(
+        linear(HIDDEN, 2 * INNER, **options), fz.ScaledSwiGLU(), linear(INNER, HIDDEN, **options)
+    )
+
+
+def inputs(model):
+    torch.manual_seed(3)
+    x = torch.randn(ROWS, HIDDEN).to(BF16).requires_grad_()
+    splits, scales = torch.tensor([3, 0, 4, 1]), torch.rand(ROWS, requires_grad=True)
+    return (x, splits, scales, splits) if isinstance(model, fz.Sequential) else (x, splits)
+
+
+def call(model, given, prepared=True, **kwargs):
+    with assume_target("sm90", PREPARED if prepared else reference):
+        return model(*given, **kwargs)
+
+
+def is_direct(y):
+    return type(y.grad_fn).__name__ == "_DirectFunctionBackward"
+
+
+def leaves(model, given):
+    return [t for t in (*given, *model.parameters()) if t.requires_grad]
+
+
+def gradients(model, given, y, prepared=True, **options):
+    with assume_target("sm90", PREPARED if prepared else reference):
+        return torch.autograd.grad(y, leaves(model, given), torch.ones_like(y), **options)
+
+
+def both(model, given, prepared):
+    y = call(model, given, prepared)
+    assert is_direct(y) == prepared
+    return y, *gradients(model, given, y, prepared)
+
+
+@pytest.mark.parametrize("build", [linear, mlp])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("frozen", ["", "inputs", "weights"])
+def test_equals_the_op(build, single, frozen):
+    model = build(single_grouped_weight=single)
+    given = inputs(model)
+    for t in {"": (), "inputs": given[::2], "weights": model.parameters()}[frozen]:
+        t.requires_grad_(False)
+    for one, other in zip(both(model, given, True), both(model, given, False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("build", [linear, mlp])
+def test_without_gradients(build):
+    model = build()
+    given = inputs(model)
+    directly = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        run = fuser_run._run_directly
+        patch.setattr(fuser_run, "_run_directly", lambda *a: directly.append(a) or run(*a))
+        y = call(model, given)
+    assert len(directly) == 1
+    assert not y.requires_grad
+    assert torch.equal(y, call(model, given, prepared=False))
+
+
+@pytest.mark.parametrize("build", [linear, mlp])
+def test_a_graph_that_is_kept(build):
+    model = build()
+    given = inputs(model)
+    y = call(model, given)
+    first, again = (gradients(model, given, y, retain_graph=keep) for keep in (True, False))
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_differentiating_twice_is_refused():
+    model = mlp()
+    given = inputs(model)
+    y = call(model, given)
+    dy = torch.ones_like(y, requires_grad=True)
+    with assume_target("sm90", PREPARED), pytest.raises(RuntimeError, match="create_graph must be"):
+        torch.autograd.grad(y, given[0], dy, create_graph=True)
+
+
+def test_saved_tensors_may_come_back_laid_out_otherwise():
+    model = mlp()
+    given = inputs(model)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().mT.contiguous() if t.dim() > 1 else t,
+        lambda t: t.mT if t.dim() > 1 else t,
+    ):
+        y = call(model, given)
+    assert is_direct(y)
+    got = gradients(model, given, y)
+    for one, other in zip(got, both(model, given, False)[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_parameter_that_was_replaced_is_trained():
+    model = linear()
+    given = inputs(model)
+    call(model, given)
+    model.weight = torch.nn.Parameter(torch.randn_like(model.weight))
+    for one, other in zip(both(model, given, True), both(model, given, False), strict=True):
+        assert torch.equal(one, other)
+
+
+def transposed():
+    model = linear()
+    model.weight = torch.nn.Parameter(model.weight.detach().mT.contiguous().mT)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (lambda: mlp(bias=True), None),
+        (lambda: linear(split_alignment=2), lambda x, s: (x, torch.tensor([2, 4, 0, 2]))),
+        (lambda: linear(delay_wgrad_compute=True), None),
+        (transposed, None),
+        (linear, lambda x, splits: (x[None], splits)),
+        (mlp, lambda x, a, scales, b: (x, a, torch.stack([scales, scales], 1)[:, 0], b)),
+    ],
+    ids=["bias", "alignment", "delayed", "transposed", "3-D", "strided scales"],
+)
+def test_what_asks_for_more_goes_the_op_s_way(build, change):
+    model = build()
+    given = inputs(model)
+    given = given if change is None else change(*given)
+    want = call(model, given, prepared=False)
+    got = call(model, given)
+    assert not is_direct(got)
+    assert torch.equal(got, want)
+
+
+def test_buffers_of_the_caller_and_checks_go_the_op_s_way():
+    model = mlp()
+    given, out = inputs(model), torch.empty(ROWS, HIDDEN, dtype=BF16)
+    want = call(model, given, prepared=False)
+    got = call(model, given, op_kwargs={2: {"output": out}})
+    assert not is_direct(got)
+    assert torch.equal(out, want)
+    with fz.checking():
+        assert not is_direct(call(model, given))
+
+
+def test_bad_input_has_its_error():
+    model = mlp()
+    x, splits, scales, _ = inputs(model)
+    call(model, (x, splits, scales, splits))  # the plan is known by now
+    with pytest.raises(ValueError, match="split_sizes of GroupedLinear must be"):
+        call(model, (x, splits[:3], scales, splits[:3]))
+    with pytest.raises(ValueError, match="scales of ScaledSwiGLU must be"):
+        call(model, (x, splits, scales[:4], splits))
+    with pytest.raises(ValueError, match="input of GroupedLinear must have 32 features"):
+        call(model, (x[:, :16], splits, scales, splits))
+    with pytest.raises(ValueError, match="must have the weight's dtype"):
+        call(model, (x.float(), splits, scales, splits))
