@@ -22,7 +22,7 @@ from fusible.kernels.sm100 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
-from fusible.ops.weights import matrix
+from fusible.ops.weights import encode_weights, matrix, one_weight
 from fusible.ops.wgrad import add_or_copy
 from fusible.recipes.product import (
     Operand,
@@ -162,7 +162,7 @@ def _weights(
 ) -> tuple[sm100.PackedWeights, sm100.PackedWeights | None]:
     """The weights for the forward and, if it will be taken, the data gradient."""
     if _recipe(ctx).format("weight") is not None:
-        return linear.encoded_weights(ctx, _both_uses if ctx.needs.input else _forward_use)
+        return linear.encoded_weights(ctx, _quantized_weights)
     plain = _plain_weights(linear.weights_in(ctx.dtype))
     return plain, plain
 
@@ -171,13 +171,16 @@ def _plain_weights(weights: Sequence[Tensor]) -> sm100.PackedWeights:
     return sm100.PackedWeights([weight.contiguous() for weight in weights], [])
 
 
-def _forward_use(operands: list[Operand]) -> tuple[sm100.PackedWeights, None]:
-    return sm100.pack_weights(operands, transposed=False), None
-
-
-def _both_uses(operands: list[Operand]) -> tuple[sm100.PackedWeights, sm100.PackedWeights]:
-    forward, _ = _forward_use(operands)
-    return forward, sm100.pack_weights(operands, transposed=True)
+def _quantized_weights(
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
+) -> tuple[sm100.PackedWeights, sm100.PackedWeights | None]:
+    transposed, fmt = "dgrad" in products, recipe.format("weight")
+    assert fmt is not None
+    if sm100.in_one_pass(weights):
+        return sm100.quantize_weights(one_weight(weights, dtype), fmt, transposed)
+    operands = encode_weights(weights, recipe, dtype, products)
+    forward = sm100.pack_weights(operands, transposed=False)
+    return forward, sm100.pack_weights(operands, transposed=True) if transposed else None
 
 
 def _flat(use: sm100.Use | None) -> tuple[Tensor | None, ...]:

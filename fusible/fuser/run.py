@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -292,8 +292,9 @@ class Run:
         name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
         self._prepare(key, name)
         for run in _runs.others(tuple(map(type, self.ops)), self):
-            if name not in vars(run) and run._form() == self._form():
-                run._prepare(key, name)
+            with suppress(AttributeError, TypeError):  # parameters that no call could read
+                if name not in vars(run) and run._form() == self._form():
+                    run._prepare(key, name)
         return name
 
     def _prepare(self, key: tuple[Any, ...], name: str) -> None:
@@ -443,15 +444,17 @@ def _forward(
             ]
             for of_op in sources
         ]
-        with _autocast_off(op, plan, x):
-            x, outputs = op.fuser_forward(
-                contexts[start:stop],
-                x,
-                basic_op_extra_inputs=inputs,
-                prev_op_grad_output_quantizer=quantizers[0],
-                next_op_input_quantizer=quantizers[1],
-                basic_op_kwargs=kwargs[start:stop],
-            )
+        forward = op.fuser_forward
+        if plan.autocast_dtype is not None and op.casts_itself:
+            forward = _without_autocast(forward, x.device.type)
+        x, outputs = forward(
+            contexts[start:stop],
+            x,
+            basic_op_extra_inputs=inputs,
+            prev_op_grad_output_quantizer=quantizers[0],
+            next_op_input_quantizer=quantizers[1],
+            basic_op_kwargs=kwargs[start:stop],
+        )
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -476,14 +479,14 @@ def _numbers(values: Sequence[Any]) -> Tensor:
         ) from error
 
 
-_NOTHING = nullcontext()
+def _without_autocast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """``function`` outside of ``torch.autocast``."""
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
 
-def _autocast_off(op: Any, plan: Plan, x: Tensor) -> AbstractContextManager[Any]:
-    """No ``torch.autocast`` around an op that casts by itself."""
-    if plan.autocast_dtype is None or not op.casts_itself:
-        return _NOTHING
-    return torch.autocast(x.device.type, enabled=False)
+    return run
 
 
 def _check_complete(

@@ -33,6 +33,8 @@ from fusible.recipes.state import register_state_hooks
 from fusible.recipes.tensor import QuantizedTensor
 
 _Encoded = tuple[tuple[Tensor, ...], Any]
+Encoder = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[Product]], Any]
+"""From weights, a recipe, the dtype of the products and those that will be taken."""
 
 
 class WeightedOperation(BasicOperation):
@@ -215,27 +217,26 @@ class WeightedOperation(BasicOperation):
             made.format, self.num_groups, rowwise=made.rowwise, columnwise=made.columnwise
         )
 
-    def encoded_weights(
-        self, ctx: OperationContext, laid_out: Callable[[list[Operand]], Any] = list
-    ) -> Any:
+    def encoded_weights(self, ctx: OperationContext, encode: Encoder | None = None) -> Any:
         """The weights for the forward and, if it will be taken, the data gradient.
 
         One operand, of ``[N, K]`` or ``[E, N, K]``, or one per group where weights of groups are
-        stored quantized one by one; or what ``laid_out`` makes of the list of them, made once as
-        they are encoded once.
+        stored quantized one by one (``encode_weights``); or what ``encode`` makes in its place,
+        once where weights are encoded once.
         """
+        encode = encode or encode_weights
         weights = self.weights()
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or _capturing():
-            return laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
-        key = ctx.recipe, ctx.dtype, products, laid_out
+            return encode(weights, ctx.recipe, ctx.dtype, products)
+        key = ctx.recipe, ctx.dtype, products, encode
         known, encoded = self._reused.get(key, ((), []))
         if len(known) != len(weights) or any(
             a is not b for a, b in zip(known, weights, strict=True)
         ):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                encoded = laid_out(_encode(weights, ctx.recipe, ctx.dtype, products))
+                encoded = encode(weights, ctx.recipe, ctx.dtype, products)
             self._reused[key] = tuple(weights), encoded
         return encoded
 
@@ -264,15 +265,20 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _encode(
+def encode_weights(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
 ) -> list[Operand]:
+    """Weights for ``products``: one operand, or one for each that is stored quantized."""
     if isinstance(weights[0], QuantizedTensor):
         return [encode_operand(w, recipe, "weight", *products) for w in weights]
+    return [encode_operand(one_weight(weights, dtype), recipe, "weight", *products)]
+
+
+def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The only weight, or ``[E, N, K]`` of one per group, which is a copy unless they abut."""
     # The address of a traced tensor is not known.
     stack = torch.stack if torch.compiler.is_compiling() else grouped.stacked
-    weight = weights[0] if len(weights) == 1 else stack(weights)
-    return [encode_operand(cast(weight, dtype), recipe, "weight", *products)]
+    return cast(weights[0] if len(weights) == 1 else stack(weights), dtype)
 
 
 @contextmanager

@@ -78,3 +78,12 @@ def test_an_op_that_does_not_name_its_parameters():
     op = parametrize.register_parametrization(fz.RMSNorm(8), "weight", Doubled())
     with pytest.raises(TypeError, match=r"RMSNorm must define own_parameters for torch.nn.utils"):
         op(torch.randn(3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_an_op_that_cannot_run_is_no_matter_to_others_alike(fresh_compiler):
+    broken, sound = fz.Sequential(fz.RMSNorm(8)), fz.Sequential(fz.RMSNorm(8))
+    x = torch.randn(3, 8)
+    broken(x)
+    parametrize.register_parametrization(broken[0], "weight", Doubled())
+    torch.testing.assert_close(torch.compile(sound, backend="aot_eager")(x), sound(x))

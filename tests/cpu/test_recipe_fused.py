@@ -42,7 +42,7 @@ def test_the_kernels_of_one_product_run_under_a_recipe(recipe, single):
     module = fz.Sequential(
         fz.GroupedLinear(4, 128, 128, **options),
         fz.GroupedLinear(4, 128, 256, **options),
-        fz.ScaledSwiGLU(),
+        fz.ScaledSwiGLU(None if single else 1),
         fz.GroupedLinear(4, 128, 128, **options),
     )
     x, splits = torch.randn(70, 128).bfloat16(), torch.tensor(SIZES)

@@ -9,11 +9,13 @@ import torch
 
 import fusible as fz
 from fusible import recipes
-from fusible.fused import RULES
+from fusible.fused import RULES, grouped_sm100
 from fusible.kernels import emulator_sm100 as emulator
 from fusible.kernels import sm100
-from fusible.recipes.formats import dequantize, quantize
+from fusible.recipes.formats import dequantize, mxfp8, nvfp4, quantize
 from fusible.recipes.grouped import group_quantize
+from fusible.recipes.library import encode
+from fusible.recipes.product import Operand
 from fusible.testing import assume_target
 
 BF16 = torch.bfloat16
@@ -298,6 +300,20 @@ class Recorded:
         return call
 
 
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(3, 128, 64), (2, 256, 192), (384, 128)])
+def test_weights_in_one_pass_are_those_encoded_and_packed(fmt, shape):
+    w = torch.randn(shape, dtype=BF16)
+    row, column = encode(w, fmt, rowwise=True, columnwise=True)
+    operand = Operand(fmt, row, column)
+    for transposed, mine in enumerate(sm100.quantize_weights(w, fmt, True)):
+        theirs = sm100.pack_weights([operand], transposed=bool(transposed))
+        for a, b in ((mine.data[0], theirs.data[0]), (mine.scales[0], theirs.scales[0])):
+            assert torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten())
+        if theirs.factors is not None:
+            assert torch.equal(mine.factors, theirs.factors)
+
+
 def test_discrete_weights_are_pointers():
     module, given = mlp(3, single_grouped_weight=False), inputs(*SPLITS["ragged"])
     kernels = Recorded()
@@ -496,14 +512,14 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     expected = run(module, given, recipe)
     made = []
-    whole = sm100.operands.packed_scales
+    whole = grouped_sm100._quantized_weights
     monkeypatch.setattr(
-        sm100.operands, "packed_scales", lambda scale: made.append(scale) or whole(scale)
+        grouped_sm100, "_quantized_weights", lambda *given: made.append(given) or whole(*given)
     )
     with fz.reuse_quantized_weights(module):
         for _ in range(2):
             same(run(module, given, recipe), expected)
-    assert len(made) == 4
+    assert len(made) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

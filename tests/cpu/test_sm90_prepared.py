@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+import fusible as fz
+from fusible.fuser import run as fuser_run
+from fusible.kernels import sm90
 from fusible.kernels.sm90 import launch, ops, prepared
 from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.testing import assume_target
 
 SWIGLU = prepared.Glu()
 QGEGLU = prepared.Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
@@ -22,6 +26,9 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(launch, "kernel", kernel)
     monkeypatch.setattr(launch, "_tile_sums", lambda _: lambda *_: None)
+    monkeypatch.setattr(
+        launch, "_group_ends", lambda dtype: lambda *arguments: made.append((dtype, arguments))
+    )
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -145,6 +152,44 @@ def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
     assert not it.fits(random(64, 2).t())
     assert not it.fits(random(2, 64).float())
     assert not it.fits(random(2, 72)[:, :64])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_prepared_ends_are_the_checked_ones(launches, dtype):
+    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    sizes = torch.tensor([9, 7], dtype=dtype)
+    one, other = it.ends(sizes, 16), ops.group_ends(sizes, 16)
+    (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
+    assert (kind, source, counts) == (kind2, source2, counts2)
+    assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("whole", [True, False], ids=["mlp", "linear"])
+def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole):
+    options = {"bias": False, "single_grouped_weight": single, "dtype": torch.bfloat16}
+    linear, act = fz.GroupedLinear(2, 32, 64, **options), fz.ScaledSwiGLU()
+    rest = (act, fz.GroupedLinear(2, 32, 32, **options)) if whole else ()
+    model = fz.Sequential(linear, *rest)
+    x, splits = random(16, 32).requires_grad_(), torch.tensor([9, 7])
+    given = (x, splits, torch.rand(16, requires_grad=True), splits) if whole else (x, splits)
+    monkeypatch.setattr(sm90, "group_ends", ops.group_ends)
+
+    def step():
+        with assume_target("sm90", sm90):
+            y = model(*given)
+            y.backward(torch.ones_like(y))
+        made = [(spec, *arguments[len(ADDRESSES) + 1 :]) for spec, arguments in launches]
+        launches.clear()
+        return type(y.grad_fn).__name__, made
+
+    node, direct = step()
+    monkeypatch.setattr(fuser_run.Run, "_direct", lambda *_: None)
+    model[0]._run = model._captured = None
+    other, general = step()
+    assert (node, other) == ("_DirectFunctionBackward", "_RunFunctionBackward")
+    assert direct == general
+    assert len(direct) == (7 if whole else 4)
 
 
 def test_scales_of_no_known_dtype_are_refused(launches):

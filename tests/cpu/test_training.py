@@ -257,8 +257,22 @@ class Block(nn.Module):
         return x + self.experts(self.norm(x), *extra)
 
 
-# NVFP4's many small steps take half a minute to compile here; tests/cpu/test_recipe_ops.py does.
-COMPILED = [name for name in PATHS if "nvfp4" not in name]
+# Every fused op once; other recipes are compiled by tests/cpu/test_recipe_ops.py.
+COMPILED = (
+    "unfused",
+    "unfused mxfp8",
+    "sm90",
+    "sm90 parts",
+    "sm90 experts",
+    "sm90 mxfp8",
+    "sm90 mxfp8 parts",
+    "sm100 mxfp8",
+    "sm100 mxfp8 parts",
+)
+STATIC_AND_DYNAMIC = pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [("unfused", False), ("sm90", False), *((name, True) for name in COMPILED)],
+)
 
 
 def compilations(counter):
@@ -270,10 +284,7 @@ def compilations(counter):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 class TestCompiled:
-    @pytest.mark.parametrize(
-        ("name", "dynamic"),
-        [("unfused", False), ("sm90", False), *((name, True) for name in COMPILED)],
-    )
+    @STATIC_AND_DYNAMIC
     def test_a_module_with_a_sequential(self, name, dynamic):
         path = PATHS[name]
         block, counter = Block(path), CompileCounterWithBackend("aot_eager")
@@ -303,9 +314,9 @@ class TestCompiled:
                 torch.testing.assert_close(*results)
         assert compilations(counter) <= 3
 
-    @some_paths(*COMPILED)
-    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-    def test_export_of_the_forward(self, path, dynamic):
+    @STATIC_AND_DYNAMIC
+    def test_export_of_the_forward(self, name, dynamic):
+        path = PATHS[name]
         module = path.build()
         given = without_gradients(path.inputs())
         rows = torch.export.Dim("rows", min=2, max=4096)

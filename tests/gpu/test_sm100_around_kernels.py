@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels import emulator_sm100
+from fusible.kernels import emulator_sm100, sm100
 from fusible.kernels.sm100 import padding
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
@@ -144,6 +144,17 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
         error = (mine - rows.sum(0)).abs()
         eps = 2**-8 if dtype == BF16 else 2**-20
         assert (error <= eps * rows.sum(0).abs() + 2**-20 * rows.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(3, 128, 64), (2, 384, 1088), (256, 128)])
+def test_weights_in_one_pass_are_those_of_the_host(fmt, shape):
+    w = torch.randn(shape, dtype=BF16)
+    mine, theirs = (sm100.quantize_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu"))
+    for a, b in zip(mine, theirs, strict=True):
+        for x, y in ((a.data[0], b.data[0]), (a.scales[0], b.scales[0])):
+            assert torch.equal(x.view(torch.uint8).cpu(), y.view(torch.uint8))
+        assert b.factors is None or torch.equal(a.factors.cpu(), b.factors)
 
 
 def test_packing_waits_for_nothing_and_is_captured():

@@ -19,7 +19,8 @@ from fusible.kernels.sm100.padding import (
 )
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.product import Operand
+from fusible.recipes.layout import ATOM_ROWS
+from fusible.recipes.product import Operand, is_quantized
 
 _ops = torch.ops.fusible
 
@@ -87,6 +88,40 @@ def quantize(
         Use(pieces.column, pieces.column_scales, factors) if columnwise else None,
         None if sums is None else pieces.sums,
     )
+
+
+def in_one_pass(weights: list[Tensor]) -> bool:
+    """Whether `quantize_weights` takes them: not quantized, of whole atoms of scales each."""
+    return not is_quantized(weights[0]) and weights[0].shape[-2] % ATOM_ROWS == 0
+
+
+def quantize_weights(
+    w: Tensor, fmt: NumberFormat, transposed: bool
+) -> tuple[PackedWeights, PackedWeights | None]:
+    """Weights ``[E, N, K]`` or ``[N, K]`` for the forward and, if asked, the data gradient.
+
+    ``pack_weights`` of what ``encode`` gives, in one pass: matrices are groups of N rows.
+    """
+    n, k = w.shape[-2:]
+    rows = w.reshape(-1, k)
+    size = rows.shape[0]
+    ends = torch.arange(n, size + 1, n, dtype=torch.int32, device=w.device)
+    places = Places(ends, None, size)
+    packed = quantize(rows, fmt, ends, places, rowwise=True, columnwise=transposed)
+    row, column = packed.row, packed.column
+    assert row is not None
+    forward = _of_matrices(row, (n, row.data.shape[1]))
+    if column is None:
+        return forward, None
+    pairs = fmt.element.per_byte == 2
+    return forward, _of_matrices(column, (k, n // 2) if pairs else (n, k))
+
+
+def _of_matrices(use: Use, shape: tuple[int, int]) -> PackedWeights:
+    """``use`` of rows as that of matrices ``[E, *shape]`` and the scales of each."""
+    data = use.data.view(-1, *shape)
+    assert use.scales is not None
+    return PackedWeights([data], [use.scales.view(len(data), -1)], use.factors)
 
 
 def pack_weights(operands: list[Operand], *, transposed: bool) -> PackedWeights:

@@ -95,7 +95,7 @@ class BlockWriter:
     def _narrow(self, block, piece):
         """How stripes of less than 8 are copied: a thread's part of 16 columns, and as registers.
 
-        Words of 4 or 8 bytes; a bank serves two of them, as it does in ldmatrix.
+        Words of 4 or 8 bytes a thread; rows two apart meet in the same banks.
         """
         layout, columns = fragment_layout(self.stripe)
         atom = cute.make_copy_atom(
