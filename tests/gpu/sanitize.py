@@ -1,0 +1,118 @@
+"""Every kernel once on small ragged groups, for ``compute-sanitizer``.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool TOOL python tests/gpu/sanitize.py
+
+for each TOOL of memcheck, racecheck, synccheck and initcheck. Without the variable, PyTorch's
+segments hide what lies beside a tensor. A run without the tool compiles all kernels beforehand.
+"""
+
+import torch
+
+import fusible.kernels.dense.launch
+import fusible.kernels.moe.launch
+import fusible.kernels.quantize.launch  # noqa: F401 (the ops' CUDA implementations)
+from fusible import formulas
+from fusible.kernels import sm90
+from fusible.kernels.dense import definitions
+from fusible.kernels.moe import permute, routing
+from fusible.kernels.sm90 import ops, tiles
+from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
+
+SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
+GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
+# A column of tiles past the last, in a cluster of two across: 264 / 128 is odd.
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal numbers on the GPU."""
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def separate(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Its matrices, each allocated by itself."""
+    return [matrix.clone() for matrix in weight]
+
+
+def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
+    """Every tile of every kernel of `fusible.kernels.sm90`; how many launches that were."""
+    for dtype in (torch.int32, torch.int64):
+        ends = sm90.group_ends(torch.tensor(SIZES, device="cuda", dtype=dtype), ROWS)
+    x, dy, scales = random(ROWS, HIDDEN), random(ROWS, HIDDEN), torch.rand(ROWS, device="cuda")
+    bias, w1 = random(GROUPS, 2 * INNER), random(GROUPS, 2 * INNER, HIDDEN)
+    w2, launches = random(GROUPS, HIDDEN, INNER), 0
+    columns_first = w1.mT.contiguous().mT
+    for interleave, activation in ((0, "swiglu"), (8, "clamped_qgeglu")):
+        glu = (activation, interleave, 1.0, 1.7, 1.0)
+        for tile in tiles.TILES["glu"]:
+            for w, b in (([w1], None), (separate(w1), bias), ([columns_first], None)):
+                for keep in (False, True):
+                    preact, act = ops.grouped_gemm_glu(x, w, ends, b, scales, *glu, keep, tile=tile)
+                    launches += 1
+        for tile in tiles.TILES["dglu"]:
+            for w in ([w2], separate(w2)):
+                for overwrite in (False, True):
+                    d_preact, act, _ = ops.grouped_gemm_dglu(
+                        dy, w, ends, preact.clone(), scales, *glu, tile=tile, overwrite=overwrite
+                    )
+                    launches += 2
+    for tile in tiles.TILES["store"]:
+        for w in ([w2], separate(w2)):
+            ops.grouped_gemm(act, w, ends, None, None, False, tile=tile)
+        for w in ([w1], separate(w1)):
+            ops.grouped_gemm(d_preact, w, ends, None, None, True, tile=tile)
+        launches += 4
+    for tile in tiles.TILES["wgrad"]:
+        for dtype in (torch.bfloat16, torch.float32):
+            grad = torch.zeros(GROUPS, 2 * INNER, HIDDEN, device="cuda", dtype=dtype)
+            for out, accumulate in (([grad], False), ([grad], True), (separate(grad), True)):
+                ops.grouped_wgrad_(out, d_preact, x, ends, accumulate, tile=tile)
+                launches += 1
+    return launches
+
+
+def rows() -> None:
+    """`fusible.kernels.moe`: router, permutation, movement of rows and its gradients."""
+    for function in ("softmax", "sigmoid"):
+        logits = random(77, 60, dtype=torch.float32)
+        probs, ids = routing.route(logits, None, 4, function, True, 2.5, [1, 1, 2])
+        routing.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
+    for capacity in (None, 3):
+        row_map, *_ = permute.permutation(ids, 60, capacity)
+        moved = 77 * 4 if capacity is None else min(77 * 4, 60 * capacity)
+        x, y, per_row = random(77, 40), random(moved, 40), torch.rand(moved, device="cuda")
+        permute.scatter_rows(x, row_map, probs, moved, True)
+        permute.gather_sum(y, row_map, probs, per_row)
+        for by_row in (False, True):
+            permute.row_dots(y, x, row_map, by_row)
+
+
+def dense() -> None:
+    """`fusible.kernels.dense`."""
+    dy, x, gain = random(129, 264), random(129, 264), random(264, dtype=torch.float32)
+    for activation in definitions.ACTIVATIONS:
+        definitions.activation_bias_backward(dy, x, activation)
+    _, rstd = formulas.rms_norm(x, gain, 1e-5)
+    for addend in (None, dy):
+        definitions.rms_norm_backward(dy, x, rstd, gain, addend)
+
+
+def quantize() -> None:
+    """`fusible.kernels.quantize`."""
+    x, ends = random(96, 264), torch.tensor([0, 1, 33, 33, 64, 95], device="cuda")
+    for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
+        for given in (None, ends) if fmt.block != (128, 128) else (None,):
+            uses = (True, fmt.directional)
+            pieces = torch.ops.fusible.quantize(x, given, *fmt.spelled(), *uses)
+            row = [piece if piece.numel() else None for piece in pieces[:3]]
+            torch.ops.fusible.dequantize(*row, given, *fmt.spelled(), False, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    with torch.no_grad():
+        launches = products()
+        rows()
+        dense()
+        quantize()
+    torch.cuda.synchronize()
+    print(f"{launches} launches of grouped products, and every other kernel")  # noqa: T201
