@@ -224,7 +224,6 @@ def test_every_configuration_is_supported(recipe):
     assert len(found) == count_of(recipe)
 
 
-@pytest.mark.thorough
 @RECIPES
 def test_every_configuration_compiles(recipe):
     """And all of them cross-compiled, with the compiler's own checks of the arguments."""
