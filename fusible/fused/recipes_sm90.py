@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fused.grouped_sm90 import weight_grads
+from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
     CheckedProducts,
@@ -35,6 +36,7 @@ from fusible.ops.op import Grads
 
 _RECIPE = (
     equal(this.sm, limits.ARCHITECTURE),
+    CUTLASS,
     one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
     equal(this.dtype, "bfloat16"),
 )

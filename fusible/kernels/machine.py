@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+
+from fusible.fuser.target import CUTLASS_DSL, installed
 
 
 @cache
@@ -24,8 +25,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def has_cutlass() -> bool:
-    """Whether nvidia-cutlass-dsl is installed; does not import it."""
-    return importlib.util.find_spec("cutlass") is not None
+    """Whether nvidia-cutlass-dsl is installed, and new enough; does not import it."""
+    version = installed("nvidia-cutlass-dsl")
+    return version is not None and version >= CUTLASS_DSL
 
 
 def compile_plain(
