@@ -92,7 +92,7 @@ class Products:
         return start
 
     def _make_wgrad(self, columns: int, depth: int) -> Start:
-        tile, dtype = tiles.choose("wgrad", self._many_rows, depth), self._dtype
+        tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
         start = self._starts["wgrad", columns, depth] = prepared(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,

@@ -10,12 +10,13 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
 from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
-from fusible.kernels.sm90.device.addressing import at_distance, group_rows
-from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
+from fusible.kernels.sm90.device.addressing import group_rows
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter, output_of
 from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
+    behind,
     gate_column,
     give_turn,
     take_turn,
@@ -56,11 +57,10 @@ class Epilogue:
         self.problem, self.preacts, self.outputs = problem, preacts, outputs
         self.dtype, self.thread, self.team = dtype, thread, team
 
-    def states(self):
-        """Where reading and releasing pre-activations begin."""
+    def preact_state(self):
+        """Where reading pre-activations begins."""
         slots = max(self.spec.preact_slots, 1)
-        consumer = pipeline.PipelineUserType.Consumer
-        return tuple(pipeline.make_pipeline_state(consumer, slots) for _ in range(2))
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
 
     @cute.jit
     def row_scales(self, place: Place):
@@ -77,14 +77,14 @@ class Epilogue:
         return values
 
     @cute.jit
-    def write(self, accumulator, row_scales, place: Place, preact_state, preact_release):
+    def write(self, accumulator, row_scales, place: Place, preact_state):
         """Write a tile."""
         spec, tile = self.spec, self.tile
         out_blocks = self.outputs.blocks
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
         )
-        writer.begin()
+        writer.settle(0)
         out, both = self._targets(place)
         if const_expr(spec.kind == "dglu" and tile.pingpong):
             take_turn(PREACT_TURN, self.team)
@@ -101,17 +101,14 @@ class Epilogue:
             elif const_expr(spec.kind == "glu"):
                 self._glu(writer, accumulator, m, row_scales, out, both, slab, place, m * per_slab)
             else:
-                preact_state, preact_release = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place,
-                    preact_state, preact_release, m * per_slab,
+                preact_state = self._dglu(
+                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state,
+                    m * per_slab,
                 )  # fmt: skip
         if const_expr(spec.kind == "dglu"):
-            if self.thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if self.thread == 0:
-                    self.preacts.pipeline.consumer_release(preact_release)
-            preact_release.advance()
-        return preact_state, preact_release
+            writer.settle(0)
+            self.preacts.pipeline.consumer_release(behind(preact_state, 1))
+        return preact_state
 
     def _targets(self, place):
         """Where the output and, if there are any, the gate and linear columns are written."""
@@ -123,16 +120,14 @@ class Epilogue:
                     (side.atom, group_rows(side.tma_tensor, 0, place.start, place.rows))
                     for side in self.outputs.store_preact
                 ]
-        elif self.spec.table:
-            distance = self.problem.table[place.group] - self.problem.base
-            out = at_distance(store.tma_tensor, distance)
         else:
-            out = store.tma_tensor[None, None, place.group]
+            out = output_of(self.spec, self.problem, store, place.group)
         return (store.atom, out), both
 
     def _row(self, m, half):
         """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup."""
-        first = (self.thread // 32) * 16 + (self.thread % 32) // 4 + half * 8
+        # Shifts: a division of signed numbers takes many instructions.
+        first = (self.thread >> 5) * 16 + ((self.thread & 31) >> 2) + half * 8
         if self.tile.teams == 2:
             first += self.team * WARPGROUP_ROWS
         return first + m * self.tile.teams * WARPGROUP_ROWS
@@ -171,7 +166,7 @@ class Epilogue:
     def _add_bias(self, accumulator, m, row_scales, place: Place):
         """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
         spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
-        within = 2 * (self.thread % 4)
+        within = 2 * (self.thread & 3)
         columns = cute.size(bias, mode=[1])
         if place.group < self.problem.groups:
             for eight in cutlass.range_constexpr(self.tile.n // 8):
@@ -241,8 +236,8 @@ class Epilogue:
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
-        preact_state, preact_release, count: cutlass.Constexpr,
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place, preact_state,
+        count: cutlass.Constexpr,
     ):  # fmt: skip
         """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
         spec, ring = self.spec, self.preacts.pipeline
@@ -256,12 +251,14 @@ class Epilogue:
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            block = writer.block(count + index)
             # The gradients can be put down at once, the activations when their block is vacant.
             activations = [
                 self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
                 for piece in range(self.columns // PIECE)
             ]
+            block = writer.block(count + index)
+            if const_expr(count + index > 0):
+                ring.consumer_release(behind(preact_state, 1))
             column = place.column + index * self.columns
             first = gate_column(spec, column, self.problem.glu_block)
             stores = [(*out, slab, column, block)]
@@ -270,15 +267,12 @@ class Epilogue:
                 stores.append(
                     (*both[view], slab, first + (side - view) * self.columns, sides[side])
                 )
-            if const_expr(count + index > 0):
-                writer.vacate((ring, preact_release))
-                preact_release.advance()
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                writer.put(activations[piece], block, piece)
-            writer.write(stores, vacated=True)
+                writer.put_rounded(activations[piece], block, piece)
+            writer.write(stores)
             preact_state.advance()
         self._sum_up(scale_grads, m, place)
-        return preact_state, preact_release
+        return preact_state
 
     def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
         """16 activation columns: their gradients of gate and linear, put where those were.
@@ -307,7 +301,7 @@ class Epilogue:
             activations.append(value * scale)
         for at, part in values.items():
             writer.put_preacts(part, sides[at // pieces], at % pieces)
-        return activations
+        return writer.rounded(activations, self.dtype)
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):
@@ -320,5 +314,5 @@ class Epilogue:
             total += cute.arch.shuffle_sync_bfly(total, 2)
             at = place.row + self._row(m, half)
             # A cluster across an odd number of tiles has a block past the last column.
-            if (self.thread % 4 == 0) & (at < place.rows) & (tile < tiles):
+            if ((self.thread & 3) == 0) & (at < place.rows) & (tile < tiles):
                 partials[tile, place.start + at] = total
