@@ -23,6 +23,11 @@ def variants(kind, tile):
         yield {"weight_major": "k"}
         yield {"weight_major": "n", "table": True}
         yield {"bias": True, "scale": "float32", "dtype": "float16", "out_dtype": "float16"}
+    elif tile.n > 128 and kind == "glu":
+        for stripe in (0, 8, 32):
+            layout = {"paired": False, "stripe": stripe} if stripe else halves
+            yield {**QGEGLU, **layout, "keep": False, "table": True}
+            yield {**SWIGLU, **layout, "keep": True}
     elif kind == "glu":
         yield {**SWIGLU, **halves, "keep": True}
         yield {**SWIGLU, **BLOCKS_OF_16, "keep": False, "weight_major": "n"}
@@ -42,7 +47,7 @@ KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
-    for options in list(variants(kind, tile))[0 if tile is choices[0] else -1 :]
+    for options in list(variants(kind, tile))[0 if tile is choices[0] or tile.n > 128 else -1 :]
 ]
 
 

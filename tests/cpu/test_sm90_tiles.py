@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusible.kernels.sm90.tiles import TILES, choose
+from fusible.kernels.sm90.tiles import TILES, choose, takes_wide
 
 KINDS = list(TILES)
 
@@ -27,3 +27,15 @@ def test_the_rows_of_a_weight_gradient_count_too():
     high = choose("wgrad", True, columns=2048, rows=1536)
     assert (wide.m, wide.n) == (128, 192)
     assert (high.m, high.n) == (192, 128)
+
+
+def test_a_gated_product_gets_a_wide_tile_only_where_it_takes_it():
+    columns = 768  # of qwen3-30b: 8 tiles of 96 gate columns
+    assert choose("glu", True, columns).n == 192
+    assert choose("glu", True, columns, wide=False).n == 128
+    assert choose("glu", False, columns).n == 128  # groups of few rows
+    assert choose("glu", True, 512).n == 128  # 96 does not divide it
+    assert takes_wide("k", 0, bias=False)
+    assert takes_wide("k", 32, bias=False)
+    for refused in (("n", 0, False), ("k", 0, True), ("k", 64, False), ("k", 4, False)):
+        assert not takes_wide(*refused)

@@ -452,7 +452,8 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or _tile("glu", rows, weights.groups, columns)
+        wide = tiles.takes_wide(weights.major, interleave, bias is not None)
+        tile = tile or _tile("glu", rows, weights.groups, columns, 0, wide)
         _multiply(
             "glu",
             tile,

@@ -24,7 +24,7 @@ _LARGE = (
 )
 _TABLE = {
     "store": (_FEW, _MANY),
-    "glu": (_FEW, _MANY),
+    "glu": (_FEW, (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True), 0.96))),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
     "dglu": (((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)), _MANY),
     "wgrad": (_MANY, (*_MANY, *_LARGE)),
@@ -42,11 +42,20 @@ def has_many_rows(rows: int, groups: int) -> bool:
     return rows >= _MANY_ROWS * groups
 
 
+def takes_wide(major: str, interleave: int, bias: bool) -> bool:
+    """Whether a gated product may get a tile of 192 columns, which leaves few registers.
+
+    Its 96 gate columns hold whole stripes, and as a box of their own weights that are K-major.
+    """
+    return major == "k" and interleave in (0, 8, 16, 32) and not bias
+
+
 @functools.lru_cache(maxsize=4096)
-def choose(kind: str, many_rows: bool, columns: int, rows: int = 0) -> Tile:
+def choose(kind: str, many_rows: bool, columns: int, rows: int = 0, wide: bool = True) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns.
 
-    ``rows`` of the output, where the host knows them (wgrad).
+    ``rows`` of the output, where the host knows them (wgrad); not a ``wide`` one, of more than 128
+    columns, where the product does not take it.
     """
 
     def time(choice: tuple[Tile, float]) -> float:
@@ -55,7 +64,8 @@ def choose(kind: str, many_rows: bool, columns: int, rows: int = 0) -> Tile:
         relative *= _padded(columns, width * tile.cluster_n)
         return relative * _padded(rows, tile.m * tile.cluster_m) if rows else relative
 
-    return min(_TABLE[kind][many_rows], key=time)[0]
+    choices = _TABLE[kind][many_rows]
+    return min((choice for choice in choices if wide or choice[0].n <= 128), key=time)[0]
 
 
 def _padded(size: int, step: int) -> int:

@@ -88,27 +88,39 @@ class Epilogue:
         out, both = self._targets(place)
         if const_expr(spec.kind == "dglu" and tile.pingpong):
             take_turn(PREACT_TURN, self.team)
+        write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
         for m in cutlass.range_constexpr(tile.slabs):
             slab = place.row + m * tile.teams * WARPGROUP_ROWS
             if const_expr(tile.teams == 2):
                 slab += self.team * WARPGROUP_ROWS
-            if const_expr(spec.bias):
-                self._add_bias(accumulator, m, row_scales, place)
-            if const_expr(spec.kind in ("store", "wgrad")):
-                self._store(writer, accumulator, m, out, slab, place, m * per_slab)
-            elif const_expr(spec.kind == "glu"):
-                self._glu(writer, accumulator, m, row_scales, out, both, slab, place, m * per_slab)
-            else:
+            count = const_expr(m * per_slab)
+            if const_expr(spec.kind == "dglu"):
                 preact_state = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state,
-                    m * per_slab,
-                )  # fmt: skip
+                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state, count
+                )
+            elif const_expr(spec.kind == "wgrad"):
+                self._store(writer, accumulator, m, out, slab, place, count)
+            elif slab < place.rows:
+                write_slab(writer, accumulator, m, row_scales, out, both, slab, place, count)
         if const_expr(spec.kind == "dglu"):
             writer.settle(0)
             self.preacts.pipeline.consumer_release(behind(preact_state, 1))
         return preact_state
+
+    @cute.jit
+    def _write_slab(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Write 64 rows of a product of grouped rows."""
+        if const_expr(self.spec.bias):
+            self._add_bias(accumulator, m, row_scales, place)
+        if const_expr(self.spec.kind == "glu"):
+            self._glu(writer, accumulator, m, row_scales, out, both, slab, place, count)
+        else:
+            self._store(writer, accumulator, m, out, slab, place, count)
 
     def _targets(self, place):
         """Where the output and, if there are any, the gate and linear columns are written."""
@@ -206,33 +218,48 @@ class Epilogue:
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
+        write_block, settle = self._glu_block, writer.settle
+        blocks = const_expr(3 if self.spec.keep else 1)
+        for index in cutlass.range_constexpr(self.tile.n // 2 // self.columns):
+            column = place.column + index * self.columns
+            # Besides work it saves registers: the compiler begins no block before its turn.
+            if column < self.problem.columns:
+                write_block(
+                    writer, accumulator, m, row_scales, out, both, slab, place, index,
+                    count + index * blocks,
+                )  # fmt: skip
+            else:
+                settle(0)  # blocks are left out: the next may lie where any other did
+
+    @cute.jit
+    def _glu_block(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        index: cutlass.Constexpr, count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A block of activation columns, after the two blocks that it is computed from."""
         spec, glu_block = self.spec, self.problem.glu_block
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
-        for index in cutlass.range_constexpr(half // self.columns):
-            # First the two blocks that it is computed from: then their registers are free.
-            if const_expr(spec.keep):
-                for side in cutlass.range_constexpr(2):
-                    whole = index + side * half // self.columns if spec.paired else 2 * index + side
-                    block = writer.block(count)
-                    self._put_accumulator(writer, block, accumulator, m, whole)
-                    view = side if const_expr(spec.paired) else 0
-                    at = gate_column(spec, place.column, glu_block)
-                    at += whole * self.columns - view * half
-                    writer.write([(*both[view], slab, at, block)])
-                    count += 1
-            block = writer.block(count)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                values = []
-                for j in cutlass.range_constexpr(2):
-                    eight = 2 * piece + index * self.columns // 8 + j
-                    gates, linears = self._gates_and_linears(accumulator, m, eight)
-                    for i in cutlass.range_constexpr(4):
-                        value = activation(gates[i], linears[i], self.outputs.constants)
-                        values.append(value * row_scales[2 * m + i // 2])
-                writer.put(values, block, piece)
-            writer.write([(*out, slab, place.column + index * self.columns, block)])
-            count += 1
+        if const_expr(spec.keep):
+            for side in cutlass.range_constexpr(2):
+                whole = index + side * half // self.columns if spec.paired else 2 * index + side
+                block = writer.block(count + side)
+                self._put_accumulator(writer, block, accumulator, m, whole)
+                view = side if const_expr(spec.paired) else 0
+                at = gate_column(spec, place.column, glu_block)
+                at += whole * self.columns - view * half
+                writer.write([(*both[view], slab, at, block)])
+        block = writer.block(count + (2 if spec.keep else 0))
+        for piece in cutlass.range_constexpr(self.columns // PIECE):
+            values = []
+            for j in cutlass.range_constexpr(2):
+                eight = 2 * piece + index * self.columns // 8 + j
+                gates, linears = self._gates_and_linears(accumulator, m, eight)
+                for i in cutlass.range_constexpr(4):
+                    value = activation(gates[i], linears[i], self.outputs.constants)
+                    values.append(value * row_scales[2 * m + i // 2])
+            writer.put(values, block, piece)
+        writer.write([(*out, slab, place.column + index * self.columns, block)])
 
     @cute.jit
     def _dglu(

@@ -341,7 +341,7 @@ class GroupedGemm:
         else:
             across = cute.ceil_div(depth, tile.n * tile.cluster_n)
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
-        problem = Problem(total_rows, depth, groups, glu_block, table, base)
+        problem = Problem(total_rows, columns, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
         walk = Walk(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)

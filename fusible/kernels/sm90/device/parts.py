@@ -23,6 +23,7 @@ class Problem(NamedTuple):
     """Sizes, and where the matrices of the groups lie."""
 
     total_rows: Int32
+    columns: Int32  # of the output of a product of rows
     depth: Int32
     groups: Int32
     glu_block: Int32  # columns from a gate to its linear column
