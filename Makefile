@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto -m "not timing"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not timing"
 	$(BIN)/python -m pytest -m timing
 
 lint: $(INSTALLED)

@@ -8,12 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.fused.grouped_sm90 import (
-    MLP_NEEDS,
-    GroupedMLPSm90,
-    data_grad,
-    param_grads,
-)
+from fusible.fused.grouped_sm90 import MACHINE, MLP_FITS, GroupedMLPSm90, data_grad, param_grads
 from fusible.fused.sm90_operands import ScaledGLU, as_vector, prepare
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
@@ -138,7 +133,8 @@ class MoEExpertsSm90(FusedOperation):
     equal(this.dispatch.scale_input, False),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
-    *MLP_NEEDS,
+    *MACHINE,
+    *MLP_FITS,
 )
 def moe_experts_sm90(
     dispatch: Dispatch,

@@ -22,7 +22,8 @@ from fusible.kernels.sm100 import limits
 from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import Grads
-from fusible.ops.weights import encode_weights, matrix, one_weight
+from fusible.ops.rows import as_rows, matrix, with_rows_of
+from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import add_or_copy
 from fusible.recipes.product import (
     Operand,
@@ -199,15 +200,6 @@ def _saved_weights(saved: Sequence[Any], ctx: OperationContext) -> sm100.PackedW
     return sm100.PackedWeights(rest[:count], rest[count:], factors)
 
 
-def _like(t: Tensor, rows: Tensor) -> Tensor:
-    """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
-    return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
-
-
-def _as_rows(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.view(-1, buffer.shape[-1])
-
-
 def _data_grad(
     linear: GroupedLinear,
     ctx: OperationContext,
@@ -216,8 +208,9 @@ def _data_grad(
     places: sm100.Places,
     grad_output: Tensor,
 ) -> Tensor:
-    buffer = _as_rows(linear.grad_input_buffer(ctx, grad_output))
-    return _like(grad_output, sm100.gemm(dy, weights, places, transpose_w=True, out=buffer))
+    buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
+    dx = sm100.gemm(dy, weights, places, transpose_w=True, out=buffer)
+    return with_rows_of(dx, grad_output)
 
 
 def _moved_scales(scales: Tensor | None, places: sm100.Places) -> Tensor | None:
@@ -270,7 +263,7 @@ class GroupedLinearSm100(FusedOperation):
             places,
             bias=linear.stacked_bias(ctx.dtype),
             row_scale=_moved_scales(row_scale, places),
-            out=_as_rows(output),
+            out=as_rows(output),
         )
         ctx.save_for_backward(
             ends,
@@ -280,7 +273,7 @@ class GroupedLinearSm100(FusedOperation):
             *_flat(xq.column if wgrad else None),
             *_flat_weights(transposed if ctx.needs.input else None),
         )
-        return _like(input_, y), [()]
+        return with_rows_of(y, input_), [()]
 
     def fuser_backward(
         self,
@@ -374,7 +367,7 @@ class GroupedMLPSm100(FusedOperation):
             places,
             bias=fc2.stacked_bias(ctx2.dtype),
             row_scale=_moved_scales(row_scale, places),
-            out=_as_rows(output),
+            out=as_rows(output),
         )
         if ctx2.requires_grad:
             column = xq.column if ctx1.needs.params[0] else None
@@ -386,7 +379,7 @@ class GroupedMLPSm100(FusedOperation):
             ctx_act.dtype = scales.dtype
             column = hidden.column if ctx2.needs.params[0] else None
             ctx2.save_for_backward(row_scale, *_flat(column), *_flat_weights(transposed2))
-        return _like(input_, y), [(), (), ()]
+        return with_rows_of(y, input_), [(), (), ()]
 
     def fuser_backward(
         self,

@@ -13,14 +13,11 @@ from fusible.fused.direct_sm90 import DirectLinear, DirectMLP, is_plain
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
     ScaledGLU,
-    as_2d,
     as_matrix,
-    as_rows,
     as_vector,
     features_fit,
     glu_of,
     prepare,
-    with_rows_of,
 )
 from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
@@ -33,10 +30,11 @@ from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.activation import check_row_scales
 from fusible.ops.op import FusibleOperation, Grads
+from fusible.ops.rows import as_2d, as_rows, with_rows_of
 from fusible.ops.wgrad import add_or_copy, laid_out_as
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
-_MACHINE = (
+MACHINE = (
     equal(this.sm, limits.ARCHITECTURE),
     equal(this.recipe, "none"),
     one_of(this.dtype, *limits.DTYPES),
@@ -84,11 +82,10 @@ def grouped_linear(
     x, ends, row_scale, weights = linear.operands(
         ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
     )
-    bias = linear.stacked_bias(ctx.dtype)
-    output = linear.output_buffer(ctx, input_, kwargs)
+    bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     y = product.forward(x, w, ends, bias, row_scale, as_rows(output))
-    return with_rows_of(y, input_)
+    return with_rows_of(cast(y, ctx.dtype), input_)
 
 
 class GroupedLinearBackwardSm90(FusedOperation):
@@ -127,7 +124,7 @@ def data_grad(
     if not ctx.needs.input:
         return None
     buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
-    return with_rows_of(product.dgrad(dy, w, ends, buffer), grad_output)
+    return with_rows_of(cast(product.dgrad(dy, w, ends, buffer), ctx.dtype), grad_output)
 
 
 def param_grads(
@@ -216,7 +213,7 @@ def linear_glu(
     x, ends, _, weights = linear.operands(
         ctx, input_, *extra_inputs[0], ends_of=provider("sm90").group_ends
     )
-    bias = linear.stacked_bias(ctx.dtype)
+    bias = linear.stacked_bias(x.dtype)
     linear.output_buffer(ctx, input_, kwargs[0])  # none: it is not the last op
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     keep = ctx_act.requires_grad
@@ -224,7 +221,7 @@ def linear_glu(
     ctx_act.dtype = ctx.dtype
     if keep:
         ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
-    return with_rows_of(out, input_)
+    return with_rows_of(cast(out, ctx.dtype), input_)
 
 
 class GroupedMLPSm90(FusedOperation):
@@ -295,8 +292,7 @@ class GroupedMLPSm90(FusedOperation):
         return dx, [params1, (), params2], [extra1, (dscales,), extra2]
 
 
-MLP_NEEDS = (
-    *_MACHINE,
+MLP_FITS = (
     *features_fit(this.fc1, this.fc2),
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
@@ -310,14 +306,14 @@ MLP_NEEDS = (
 )
 
 
-@rule(*MLP_NEEDS)
+@rule(*MACHINE, *MLP_FITS)
 def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
     """Two launches forward, four backward: activations and their gradients never travel alone."""
     return GroupedMLPSm90(fc1, act, fc2)
 
 
 @rule(
-    *_MACHINE,
+    *MACHINE,
     *features_fit(this.linear),
     equal(this.linear.scale_bias, False),
     one_of(this.act.glu_interleave_size, *INTERLEAVES),
@@ -329,13 +325,13 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
     return GroupedLinearGLUSm90(linear, act)
 
 
-@rule(*_MACHINE, *features_fit(this.linear), phase="forward")
+@rule(*MACHINE, *features_fit(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*_MACHINE, *features_fit(this.linear), phase="backward")
+@rule(*MACHINE, *features_fit(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
     return GroupedLinearBackwardSm90(linear)

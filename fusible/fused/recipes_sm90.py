@@ -10,56 +10,37 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.formulas import cast
-from fusible.fused.grouped_sm90 import weight_grads
+from fusible.fused.grouped_sm90 import (
+    MLP_FITS,
+    GroupedLinearForwardSm90,
+    data_grad,
+    grouped_linear,
+    linear_glu,
+    weight_grads,
+)
 from fusible.fused.sm90_operands import (
-    INTERLEAVES,
     CheckedProducts,
     ScaledGLU,
-    as_2d,
     as_vector,
     features_fit,
     glu_of,
     prepare,
-    with_rows_of,
 )
-from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.conditions import equal, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear
-from fusible.ops.activation import check_row_scales
 from fusible.ops.grouped_linear import GradOperands
 from fusible.ops.op import Grads
+from fusible.ops.rows import as_2d, with_rows_of
 
 _RECIPE = (
     equal(this.sm, limits.ARCHITECTURE),
     one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
     equal(this.dtype, "bfloat16"),
 )
-
-
-class RecipeLinearForwardSm90(FusedOperation):
-    """Forward of one ``GroupedLinear``."""
-
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """One grouped product."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
-        return _product(linear, ctx, input_, basic_op_extra_inputs[0], basic_op_kwargs[0]), [()]
 
 
 class RecipeLinearBackwardSm90(FusedOperation):
@@ -106,21 +87,11 @@ class RecipeMLPSm90(FusedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two products, the first with the activation taken from its accumulators."""
         fc1, act, fc2 = self._parts
-        ctx1, ctx_act, ctx2 = basic_op_ctxs
-        x, ends, _, weights = fc1.operands(
-            ctx1, input_, *basic_op_extra_inputs[0], ends_of=provider("sm90").group_ends
+        *ctxs, ctx = basic_op_ctxs
+        hidden = linear_glu(
+            fc1, act, self._glu, ctxs, input_, basic_op_extra_inputs, basic_op_kwargs
         )
-        bias = fc1.stacked_bias(x.dtype)
-        fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
-        (scales,) = basic_op_extra_inputs[1]
-        scales = check_row_scales(scales, input_, type(act).__name__)
-        (x,), ((product, w),) = prepare([x], (fc1, weights), bias=bias)
-        keep = ctx_act.requires_grad
-        preact, hidden = product.glu(x, w, ends, as_vector(scales), self._glu, bias, keep)
-        if keep:
-            ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
-        hidden = with_rows_of(cast(hidden, ctx1.dtype), input_)
-        y = _product(fc2, ctx2, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
+        y = grouped_linear(fc2, ctx, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
         return y, [(), (), ()]
 
     def fuser_backward(
@@ -144,24 +115,6 @@ class RecipeMLPSm90(FusedOperation):
         return dx, [params1, (), params2], [extra1, (with_rows_of(dscales, grad_output),), extra2]
 
 
-def _product(
-    linear: GroupedLinear,
-    ctx: OperationContext,
-    input_: Tensor,
-    extra_inputs: Sequence[Tensor | None],
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Output of one linear, which saves its operands."""
-    x, ends, row_scale, weights = linear.operands(
-        ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
-    )
-    bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
-    (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
-    y = cast(product.forward(x, w, ends, bias, row_scale), ctx.dtype)
-    y = with_rows_of(y, input_)
-    return y if output is None else output.copy_(y)
-
-
 def _backward(
     linear: GroupedLinear, ctx: OperationContext, grad_output: Tensor
 ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
@@ -170,9 +123,7 @@ def _backward(
     dx = None
     if ctx.needs.input:
         (dy,), ((product, w),) = prepare([given.rows], (linear, given.weights))
-        dx = with_rows_of(cast(product.dgrad(dy, w, given.ends), ctx.dtype), grad_output)
-        buffer = linear.grad_input_buffer(ctx, grad_output)
-        dx = dx if buffer is None else buffer.copy_(dx)
+        dx = data_grad(linear, ctx, product, w, dy, given.ends, grad_output)
     return dx, *_param_grads(linear, ctx, given, grad_output)
 
 
@@ -185,27 +136,16 @@ def _param_grads(
     return linear.other_grads(ctx, given, dweights, grad_output.shape[:-1])
 
 
-@rule(
-    *_RECIPE,
-    *features_fit(this.fc1, this.fc2),
-    equal(this.fc1.num_groups, this.fc2.num_groups),
-    equal(this.fc1.out_features, 2 * this.fc2.in_features),
-    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
-    equal(this.fc1.scale_bias, False),
-    equal(this.fc1.requires_grad, this.fc2.requires_grad),
-    equal(this.act.requires_grad, this.fc2.requires_grad),
-    one_of(this.act.glu_interleave_size, *INTERLEAVES),
-    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
-)
+@rule(*_RECIPE, *MLP_FITS)
 def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> RecipeMLPSm90:
     """The kernels of BF16 on decoded operands; activations are not read again to be made."""
     return RecipeMLPSm90(fc1, act, fc2)
 
 
 @rule(*_RECIPE, *features_fit(this.linear), phase="forward")
-def recipe_linear_forward_sm90(linear: GroupedLinear) -> RecipeLinearForwardSm90:
+def recipe_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, of decoded operands."""
-    return RecipeLinearForwardSm90(linear)
+    return GroupedLinearForwardSm90(linear)
 
 
 @rule(*_RECIPE, *features_fit(this.linear), phase="backward")

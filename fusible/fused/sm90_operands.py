@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from fusible.fuser.conditions import multiple_of
-from fusible.fuser.context import OperationContext
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops.rows import as_2d
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
@@ -37,11 +37,6 @@ def readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
 
 
-def as_2d(t: Tensor) -> Tensor:
-    """``t`` as ``[rows, features]``."""
-    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
-
-
 def as_matrix(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
     rows = as_2d(t)
@@ -51,31 +46,6 @@ def as_matrix(kernels: Any, t: Tensor) -> Tensor:
 def as_vector(t: Tensor) -> Tensor:
     """``t`` as one contiguous dimension."""
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
-
-
-def as_rows(t: Tensor | None) -> Tensor | None:
-    """A contiguous ``t`` as ``[rows, features]``."""
-    return None if t is None else t.view(-1, t.shape[-1])
-
-
-def with_rows_of(t: Tensor, like: Tensor) -> Tensor:
-    """``t``, whose first dimension counts rows, with the leading dimensions of ``like``."""
-    return t if like.dim() == 2 else t.view(*like.shape[:-1], *t.shape[1:])
-
-
-def kernel_operands(
-    kernels: Any,
-    linear: GroupedLinear,
-    ctx: OperationContext,
-    input_: Tensor,
-    split_sizes: Tensor | None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor]]:
-    """What ``linear.operands`` gives, as the kernels read it."""
-    x, ends, row_scale, weights = linear.operands(
-        ctx, input_, split_sizes, scales, ends_of=kernels.group_ends
-    )
-    return as_matrix(kernels, x), ends, row_scale, readable(kernels, weights)
 
 
 class CheckedProducts:

@@ -9,6 +9,9 @@ INF = 0x7F800000
 NAN = 0x7FC00000
 ONE = 0x3F800000
 
+SIZES = {"bf16": 2, "f16": 2, "f32": 4}
+"""Bytes of a number of high precision, by its PTX name."""
+
 
 def load(address, inside, count):
     """``count`` words, in pieces of up to four, zeros where not ``inside``."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 
-def kept(package: Path, name: str, compile_it: Callable[[], Any]) -> Any:
-    """What ``name`` stands for in the folder ``package``: from disk, else compiled and written."""
+def kept(name: str, compile_it: Callable[[], Any]) -> Any:
+    """The kernel that ``name`` stands for: from disk, else compiled and written."""
     from cutlass import cute
 
-    path = cache_directory(package) / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
+    path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
     if not path.exists():
         compiled = compile_it()
         try:
@@ -31,13 +31,18 @@ def kept(package: Path, name: str, compile_it: Callable[[], Any]) -> Any:
 
 
 @functools.cache
-def cache_directory(package: Path) -> Path:
-    """Where kernels of ``package`` are kept: a folder for each version of its code and the DSL."""
+def directory() -> Path:
+    """Where kernels are kept: a folder for each version of their sources and of the compiler."""
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
-    device = sorted((package / "device").glob("*.py"))
-    shared = package.parent / "bits.py"
-    for source in [shared, *device, package / "spec.py", package / "launch.py"]:
+    for source in sources():
         digest.update(source.read_bytes())
-    return Path.home() / ".cache" / "fusible" / package.name / digest.hexdigest()[:16]
+    return Path.home() / ".cache" / "fusible" / digest.hexdigest()[:16]
+
+
+def sources() -> list[Path]:
+    """Every file that may shape a kernel: more than do, so that none is forgotten."""
+    package = Path(__file__).parents[1]
+    folders = package / "kernels", package / "recipes"
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]

@@ -1,11 +1,9 @@
-"""What launches ask of a GPU and its software, and how kernels of plain arguments are compiled."""
+"""What launches ask of a GPU and its software."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -14,6 +12,13 @@ import torch
 def capability(device: torch.device) -> tuple[int, int]:
     """Major and minor compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """What kernels for a CUDA device are compiled for, such as ``"sm_90a"``."""
+    major, minor = capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 @cache
@@ -26,23 +31,3 @@ def multiprocessors(device: torch.device) -> int:
 def has_cutlass() -> bool:
     """Whether nvidia-cutlass-dsl is installed; does not import it."""
     return importlib.util.find_spec("cutlass") is not None
-
-
-def compile_plain(
-    function: Callable[..., Any], kinds: Sequence[Any], spec: Any, options: str
-) -> Any:
-    """Compile ``function(*numbers, stream, spec)`` for numbers of ``kinds`` (Int64 for addresses).
-
-    What it gives is called with the numbers and a raw stream. ``options`` such as
-    ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
-    """
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    return cute.compile(
-        function,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        spec,
-        options=f"--enable-tvm-ffi {options}",
-    )

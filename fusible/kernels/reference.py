@@ -33,10 +33,8 @@ def grouped_gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group; transposed, ``x @ w[e]``."""
-    if out is not None:
-        grouped.grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
-        return out
-    return grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+    y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+    return y if out is None else out.copy_(y)
 
 
 def grouped_gemm_glu(

@@ -17,8 +17,9 @@ from fusible.kernels import grouped
 from fusible.ops.activation import check_row_scales
 from fusible.ops.checks import check_features, check_sizes, product_dtype
 from fusible.ops.op import Grads
+from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
-from fusible.ops.weights import WeightedOperation, matrix
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import grouped_gradient
 from fusible.recipes.product import (
     SAVED,
@@ -255,12 +256,10 @@ class GroupedLinear(WeightedOperation):
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        bias, output = (
-            self.stacked_bias(x.dtype),
-            self.output_buffer(ctx, input_, basic_op_kwargs[0]),
-        )
+        bias = self.stacked_bias(x.dtype)
+        output = self.output_buffer(ctx, input_, basic_op_kwargs[0])
         y = _product(output, x, weights, ends, bias, row_scale, False)
-        return _with_rows_of(input_, cast(y, ctx.dtype)), [()]
+        return with_rows_of(cast(y, ctx.dtype), input_), [()]
 
     def operands(
         self,
@@ -374,7 +373,7 @@ class GroupedLinear(WeightedOperation):
         if ctx.needs.input:
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
-            dx = _with_rows_of(grad_output, cast(dx, ctx.dtype))
+            dx = with_rows_of(cast(dx, ctx.dtype), grad_output)
         gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
         dweights = self.weight_grads(ctx, gradient)
         return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
@@ -384,10 +383,7 @@ class GroupedLinear(WeightedOperation):
         if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._encoded_grad(ctx, matrix(grad_output, ctx.dtype))
         x, ends, row_scale, *weights = ctx.saved_tensors
-        dy = grad_output
-        if dy.dim() != 2:
-            dy = dy.reshape(-1, self.out_features)
-        dy = cast(dy, ctx.dtype)
+        dy = cast(as_2d(grad_output), ctx.dtype)
         return GradOperands(dy, dy, weights, dy, x, ends, row_scale)
 
     def _encoded_grad(self, ctx: OperationContext, dy: Tensor) -> GradOperands:
@@ -460,11 +456,6 @@ class GroupedLinear(WeightedOperation):
             f"out_features={self.out_features}, bias={self.has_bias}"
             + "".join(f", {name}=True" for name in options if getattr(self, name))
         )
-
-
-def _with_rows_of(t: Tensor, rows: Tensor) -> Tensor:
-    """``rows`` ``[M, F]`` with the leading dimensions of ``t``."""
-    return rows if t.dim() == 2 else rows.view(*t.shape[:-1], rows.shape[1])
 
 
 def _product(

@@ -24,8 +24,9 @@ from fusible.ops.distributed import (
 )
 from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, FusedOperation, Grads
+from fusible.ops.rows import matrix
 from fusible.ops.state import State
-from fusible.ops.weights import WeightedOperation, matrix
+from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.product import (
     SAVED,

@@ -26,7 +26,7 @@ from fusible.ops.wgrad import (
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.model_init import current_model_init, weight_parameter
-from fusible.recipes.product import Operand, Product, encode_operand, is_quantized, quantizer
+from fusible.recipes.product import Operand, Product, encode_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.state import register_state_hooks
@@ -251,14 +251,6 @@ class WeightedOperation(BasicOperation):
     def __getstate__(self) -> dict[str, Any]:
         # A copy is in no scope, and no backward of it is waiting.
         return {**super().__getstate__(), "_reused": None, "_delayed": deque()}
-
-
-def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t`` ``[..., features]`` as rows in ``dtype``, unless it is quantized."""
-    if is_quantized(t):
-        return t
-    rows = t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
-    return cast(rows, dtype)
 
 
 def _capturing() -> bool:

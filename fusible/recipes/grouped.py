@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusible.recipes.blocks import column_block_ends
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.library import decode, encode
 from fusible.recipes.quantizer import Quantizer
@@ -320,13 +319,6 @@ def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> Grou
     values = g.dequantize(dtype)
     pieces = {name: piece for name, piece in g.pieces().items() if name in _SIZES}
     return GroupedTensor(pieces | {"rowwise_data": values}, None, g.shape, values.dtype, g.uniform)
-
-
-def column_scale_blocks(g: GroupedTensor) -> Tensor:
-    """Return the cumulative number of column-wise blocks after each group, int64 ``[groups]``."""
-    if g.format is None or g.format.block is None:
-        raise ValueError(f"column-wise blocks need a block format, got {g!r}")
-    return column_block_ends(g.ends, g.format.block[1])
 
 
 def _check_first_dims(first_dims: Tensor, num_groups: int, device: torch.device) -> None:

@@ -178,8 +178,11 @@ def test_gradients_are_added_to_main_grads(recipe, single, dtype):
     assert all(p.main_grad.any() for p in linear.parameters())
 
 
-def every_configuration(recipe, groups, compiling):
-    """All kernels that the ops can ask for under a recipe, over all options; what compiled."""
+def every_configuration(recipe, single, groups, compiling):
+    """All kernels that the ops can ask for under a recipe, over all options; what compiled.
+
+    With ``single``, those of dense weights, else of pointers to them.
+    """
     found, compiled = set(), 0
 
     def run(module, given):
@@ -192,43 +195,50 @@ def every_configuration(recipe, groups, compiling):
     # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
     biases = [("none", False), ("none", True), ("plain", False)]
     mlps = [(*bias, act) for bias in biases for act in (SWIGLU, GEGLU)]
-    for single, (bias, ordered, act) in product((True, False), [*mlps, ("scaled", False, SWIGLU)]):
+    for bias, ordered, act in [*mlps, ("scaled", False, SWIGLU)]:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled")
         with sums_in_order(ordered):
             run(module, inputs_of(module, sizes, 60))
-    for single, dtype, overwrite in product((True, False), (torch.float32, BF16), (True, False)):
+    for dtype, overwrite in product((torch.float32, BF16), (True, False)):
         linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups)
         run(linear, (torch.randn(60, 128, dtype=BF16), torch.tensor(sizes)))
     return found, compiled
 
 
-RECIPES = pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
+def configurations(test):
+    """Give a test each recipe and each kind of weights."""
+    recipes = pytest.mark.parametrize(
+        "recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"]
+    )
+    return recipes(
+        pytest.mark.parametrize("single", [True, False], ids=["dense", "pointers"])(test)
+    )
 
 
-def count_of(recipe):
-    """How many there are, dense weights and pointers."""
+def count_of(recipe, single):
+    """How many there are."""
     glu = 2 * 2  # bias, activation
     dglu = 2 * (2 if recipe is None else 3)  # activation; with its sum, without, that in an order
     # Bias, scaled or not (BF16's kernel takes a scale always), and the data gradient, whose weights
     # are k-major in NVFP4 as the forward's are.
     gemm = 4 if recipe == MXFP8 else 3
-    wgrad = 2 * 2  # dtype, written or added to
-    return 2 * (glu + dglu + gemm + wgrad)
+    wgrad = 2 * 2 + (not single)  # dtype, written or added to; and autograd's are dense
+    return glu + dglu + gemm + wgrad
 
 
-@RECIPES
-def test_every_configuration_is_supported(recipe):
+@configurations
+def test_every_configuration_is_supported(recipe, single):
     """The front end's support check of the very tensors of every kernel that can be asked for."""
-    found, _ = every_configuration(recipe, groups=2, compiling=False)
-    assert len(found) == count_of(recipe)
+    found, _ = every_configuration(recipe, single, groups=2, compiling=False)
+    assert len(found) == count_of(recipe, single)
 
 
-@RECIPES
-def test_every_configuration_compiles(recipe):
+@configurations
+def test_every_configuration_compiles(recipe, single):
     """And all of them cross-compiled, with the compiler's own checks of the arguments."""
-    found, compiled = every_configuration(recipe, groups=4, compiling=True)
-    assert len(found) == count_of(recipe)
+    found, compiled = every_configuration(recipe, single, groups=4, compiling=True)
+    assert len(found) == count_of(recipe, single)
     assert compiled >= len(found)
 
 

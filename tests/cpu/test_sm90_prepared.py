@@ -7,7 +7,6 @@ import fusible as fz
 from fusible.fuser import run as fuser_run
 from fusible.kernels import sm90
 from fusible.kernels.sm90 import launch, ops, prepared
-from fusible.kernels.sm90.spec import Spec, Tile
 from fusible.testing import assume_target
 
 SWIGLU = prepared.Glu()
@@ -38,17 +37,6 @@ def launches(monkeypatch):
     yield made
     launch.prepared.cache_clear()
     prepared._products.cache_clear()
-
-
-def test_kernels_are_kept_by_the_source_they_are_made_from(monkeypatch):
-    kept = {}
-    monkeypatch.setattr(launch, "kept", lambda folder, name, _: kept.setdefault(name, folder))
-    launch.kernel.__wrapped__(Spec("store", Tile(128, 128)))
-    launch._group_ends.__wrapped__(torch.int64)
-    launch._tile_sums.__wrapped__(torch.float32)
-    assert len(kept) == 3
-    for folder in kept.values():
-        assert (folder / "device" / "gemm.py").exists()
 
 
 def equal(one, other):

@@ -44,7 +44,8 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
     for interleave, activation in ((0, "swiglu"), (8, "clamped_qgeglu")):
         glu = (activation, interleave, 1.0, 1.7, 1.0)
         for tile in tiles.TILES["glu"]:
-            for w, b in (([w1], None), (separate(w1), bias), ([columns_first], None)):
+            every = (([w1], None), (separate(w1), bias), ([columns_first], None))
+            for w, b in every if tile.n <= 128 else (([w1], None), (separate(w1), None)):
                 for keep in (False, True):
                     preact, act = ops.grouped_gemm_glu(x, w, ends, b, scales, *glu, keep, tile=tile)
                     launches += 1

@@ -6,7 +6,6 @@ not take runs by the definitions.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense import definitions
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
-from fusible.kernels.machine import capability, compile_plain, has_cutlass, multiprocessors
+from fusible.kernels.machine import capability, has_cutlass, multiprocessors
+from fusible.kernels.plain import aligned, compile_plain, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
@@ -35,7 +35,6 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-@cache
 def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> Any:
     """Compile ``"activation_bias"`` or ``"rms_norm_backward"``, which say what they are given.
 
@@ -50,36 +49,19 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
         "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, spec, options)
-
-
-def _launch(
-    kernel: str,
-    spec: ActivationBias | RMSNorm,
-    device: torch.device,
-    *args: Tensor | int | None,
-) -> None:
-    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
-    with torch.cuda.device(device):
-        compiled(kernel, spec)(*given, torch._C._cuda_getCurrentRawStream(device.index))
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy, contiguous from 16 bytes on."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    return compile_plain(function, kinds, (spec,), options)
 
 
 def _activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if not takes(x, dy):
         return definitions.activation_bias_backward_definition(dy, x, activation)
-    dy, x = _aligned(dy), _aligned(x)
+    dy, x = aligned(dy), aligned(x)
     rows, features = x.shape
     dx = torch.empty_like(x)
     strip = strip_rows(rows, features, multiprocessors(x.device))
     partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
     spec = ActivationBias(activation, DTYPES[x.dtype])
-    _launch("activation_bias", spec, x.device, dy, x, dx, partial, rows, features, strip)
+    launch(compiled, ("activation_bias", spec), x.device, dy, x, dx, partial, rows, features, strip)
     return dx, partial.sum(0)
 
 
@@ -96,17 +78,15 @@ def _rms_norm_backward(
     fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
     if not fits:
         return definitions.rms_norm_backward_definition(dy, x, rstd, gain, addend)
-    dy, x, rstd = _aligned(dy), _aligned(x), rstd.contiguous()
-    gain = _aligned(_in_fp32(gain, torch.float32, False))
-    addend = None if addend is None else _aligned(addend)
+    dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
+    gain = aligned(_in_fp32(gain, torch.float32, False))
+    addend = None if addend is None else aligned(addend)
     spec = RMSNorm(x.shape[1], DTYPES[x.dtype], addend is not None)
     blocks = min(x.shape[0], spec.resident * multiprocessors(x.device))
     dx = torch.empty_like(x)
     partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
-    _launch(
-        "rms_norm_backward", spec, x.device, dy, x, rstd, gain, addend, dx, partial,
-        x.shape[0], blocks,
-    )  # fmt: skip
+    tensors = dy, x, rstd, gain, addend, dx, partial
+    launch(compiled, ("rms_norm_backward", spec), x.device, *tensors, x.shape[0], blocks)
     return dx, partial.sum(0)
 
 

@@ -6,7 +6,6 @@ not take runs by the definitions, which give the same bits but for dot products 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.kernels import grouped
-from fusible.kernels.machine import capability, compile_plain, has_cutlass
+from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
+from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 
 MAX_GROUPS = 1024  # counters of eight warps in 48 KiB
 _MAX_BLOCKS, _SORT_THREADS = 128, 256
@@ -55,7 +55,6 @@ def _machine(device: torch.device) -> dict[str, bool]:
     }
 
 
-@cache
 def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
     """Compile the kernel of that name in ``device.rows``, ``device.bias`` or ``device.router``.
 
@@ -76,10 +75,9 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
         "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, spec, options)
+    return compile_plain(function, kinds, (spec,), options)
 
 
-@cache
 def compiled_permutation(groups: int, ids_dtype: torch.dtype, options: str = "") -> Any:
     """Compile the sort; called with ids, scratch, row map, sizes, ends, two sizes."""
     import cutlass
@@ -121,10 +119,9 @@ def _permutation(
     sizes = ids.new_empty(num_groups, dtype=torch.int64)
     ends = ids.new_empty(num_groups, dtype=torch.int32)
     most = choices if capacity is None else min(capacity, choices)
-    with torch.cuda.device(ids.device):
-        compiled_permutation(num_groups, ids.dtype)(
-            ids.reshape(-1), counts, row_map, sizes, ends, per_block, most
-        )
+    sort = loaded(compiled_permutation, (num_groups, ids.dtype), architecture(ids.device))
+    given = ids.reshape(-1), counts, row_map, sizes, ends, per_block, most
+    call(ids.device.index, sort, given)
     return row_map.view(ids.shape), sizes, ends
 
 
@@ -135,35 +132,19 @@ def _spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) ->
     return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
 
 
-def _aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy, contiguous from 16 bytes on."""
-    t = t.contiguous()
-    return t if t.data_ptr() % BYTES == 0 else t.clone()
-
-
-def _launch(
-    kernel: str, spec: RowsSpec | RouteSpec, device: torch.device, *args: Tensor | int | None
-) -> None:
-    """Run a kernel on tensors, by address, and sizes."""
-    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
-    with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled(kernel, spec)(*given, stream)
-
-
 def _scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
 ) -> tuple[Tensor, Tensor]:
     if rows == 0 or why_not(x, row_map, weights) is not None:
         return permute.scatter_rows_definition(x, row_map, weights, rows, scale)
-    x, row_map = _aligned(x), row_map.contiguous()
+    x, row_map = aligned(x), row_map.contiguous()
     weights = None if weights is None else weights.contiguous()
     out = x.new_empty(rows, x.shape[1])
     spec = _spec(x, row_map, weights, scale=scale)
     moved = x.new_empty(0)
     if weights is not None and spec.weights == "choice":
         moved = weights.new_empty(rows)
-    _launch("scatter", spec, x.device, x, row_map, weights, out, moved, x.shape[0], rows)
+    launch(compiled, ("scatter", spec), x.device, x, row_map, weights, out, moved, x.shape[0], rows)
     return out, moved
 
 
@@ -172,7 +153,7 @@ def _gather_sum(
 ) -> tuple[Tensor, Tensor]:
     if why_not(rows, row_map, weights, values) is not None:
         return permute.gather_sum_definition(rows, row_map, weights, values)
-    rows, row_map = _aligned(rows), row_map.contiguous()
+    rows, row_map = aligned(rows), row_map.contiguous()
     weights = None if weights is None else weights.contiguous()
     tokens = row_map.shape[0]
     out = rows.new_empty(tokens, rows.shape[1])
@@ -181,17 +162,19 @@ def _gather_sum(
         values, kind = values.contiguous(), DTYPES[values.dtype]
         picked = values.new_empty(row_map.shape)
     spec = _spec(rows, row_map, weights, values=kind)
-    _launch("gather", spec, rows.device, rows, row_map, weights, values, out, picked, tokens)
+    launch(
+        compiled, ("gather", spec), rows.device, rows, row_map, weights, values, out, picked, tokens
+    )
     return out, picked
 
 
 def _row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
     if rows.dtype != x.dtype or why_not(rows, row_map) is not None:
         return permute.row_dots_definition(rows, x, row_map, by_row)
-    rows, x, row_map = _aligned(rows), _aligned(x), row_map.contiguous()
+    rows, x, row_map = aligned(rows), aligned(x), row_map.contiguous()
     out = rows.new_empty(rows.shape[:1] if by_row else row_map.shape, dtype=torch.float32)
     spec = _spec(rows, row_map, out if by_row else None)
-    _launch("dots", spec, rows.device, rows, x, row_map, out, x.shape[0], rows.shape[0])
+    launch(compiled, ("dots", spec), rows.device, rows, x, row_map, out, x.shape[0], rows.shape[0])
     return out
 
 
@@ -203,21 +186,23 @@ def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
 def _grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
     if not _takes_bias(dy, ends, row_scale):
         return grouped.grouped_sum_definition(dy, ends, row_scale)
-    dy, ends = _aligned(dy), ends.contiguous()
+    dy, ends = aligned(dy), ends.contiguous()
     row_scale = None if row_scale is None else row_scale.contiguous()
     out = dy.new_empty(ends.shape[0], dy.shape[1])
     spec = _spec(dy, ends[:, None], row_scale)
-    _launch("group_sums", spec, dy.device, dy, ends, row_scale, out, ends.shape[0])
+    launch(compiled, ("group_sums", spec), dy.device, dy, ends, row_scale, out, ends.shape[0])
     return out
 
 
 def _grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
         return grouped.grouped_dots_definition(dy, bias, ends)
-    dy, bias, ends = _aligned(dy), _aligned(bias), ends.contiguous()
+    dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()
     out = dy.new_empty(dy.shape[0], dtype=torch.float32)
     spec = _spec(dy, ends[:, None], None)
-    _launch("group_dots", spec, dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0])
+    launch(
+        compiled, ("group_dots", spec), dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0]
+    )
     return out
 
 
@@ -252,7 +237,7 @@ def _route(
     spec = RouteSpec(
         experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
     )
-    _launch("route", spec, logits.device, logits, bias, probs, ids, tokens)
+    launch(compiled, ("route", spec), logits.device, logits, bias, probs, ids, tokens)
     return probs, ids
 
 
@@ -273,7 +258,7 @@ def _route_backward(
     sigmoid = score_function == "sigmoid"
     spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
     given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
-    _launch("route_backward", spec, logits.device, *given)
+    launch(compiled, ("route_backward", spec), logits.device, *given)
     return dlogits
 
 

@@ -5,15 +5,13 @@ Importing this module registers them; cutlass is imported at the first launch.
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.kernels.cache import kept
-from fusible.kernels.machine import capability, compile_plain, has_cutlass
+from fusible.kernels.machine import architecture, capability, has_cutlass
+from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.recipes.formats import Encoded, dequantize
 from fusible.recipes.grouped import group_offsets
@@ -40,7 +38,6 @@ def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | No
     return next((sentence for sentence, holds in checks.items() if not holds), None)
 
 
-@cache
 def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> Any:
     """Compile ``"encode"``, ``"amax"`` or ``"decode"``, whose functions say what it is given.
 
@@ -56,17 +53,9 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
         "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, spec, options)
+    return compile_plain(function, kinds, (spec,), options)
 
 
-@cache
-def _kernel(kernel: str, spec: EncodeSpec | DecodeSpec, capability: tuple[int, int]) -> Any:
-    """The compiled kernel for GPUs of ``capability``: from memory, disk or the compiler."""
-    name = f"{kernel} {spec} {capability}"
-    return kept(Path(__file__).parent, name, lambda: compiled(kernel, spec))
-
-
-@cache
 def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
     """Compile the offsets kernel; called with first_dims, offsets, ends, columns."""
     import cutlass
@@ -96,16 +85,9 @@ def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
     col_blocks = pieces[4].numel() // x.shape[-1]
-    with torch.cuda.device(x.device):
-        _kernel("encode", spec, capability(x.device))(
-            x.data_ptr(),
-            0 if ends is None else ends.data_ptr(),
-            0 if amax is None else amax.data_ptr(),
-            *[p.data_ptr() for p in pieces],
-            *_sizes(x, ends),
-            col_blocks,
-            torch._C._cuda_getCurrentRawStream(x.device.index),
-        )
+    launch(
+        compiled, ("encode", spec), x.device, x, ends, amax, *pieces, *_sizes(x, ends), col_blocks
+    )
     return pieces
 
 
@@ -117,14 +99,7 @@ def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Ten
     spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), True, True)
     sizes = _sizes(x, ends)
     amax = x.new_zeros(sizes.groups, dtype=torch.int32)
-    with torch.cuda.device(x.device):
-        _kernel("amax", spec, capability(x.device))(
-            x.data_ptr(),
-            0 if ends is None else ends.data_ptr(),
-            amax.data_ptr(),
-            *sizes,
-            torch._C._cuda_getCurrentRawStream(x.device.index),
-        )
+    launch(compiled, ("amax", spec), x.device, x, ends, amax, *sizes)
     return amax
 
 
@@ -156,12 +131,6 @@ def _loadable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """``x``, or a copy, contiguous from 16 bytes on."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def _wide(ends: Tensor | None) -> bool:
     return ends is not None and ends.dtype == torch.int64
 
@@ -175,23 +144,12 @@ def _dequantize(
     if columns % 8 or why_not(data, dtype, ends) is not None:
         encoded = Encoded(data, scale, tensor_scale)
         return dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
-    data, scale = _aligned(data), _aligned(scale)
+    data, scale = aligned(data), aligned(scale)
     out = data.new_empty(*data.shape[:-1], columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else len(ends)
     spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
-    with torch.cuda.device(data.device):
-        _kernel("decode", spec, capability(data.device))(
-            data.data_ptr(),
-            scale.data_ptr(),
-            0 if tensor_scale is None else tensor_scale.data_ptr(),
-            0 if ends is None else ends.data_ptr(),
-            out.data_ptr(),
-            out.numel() // columns,
-            columns,
-            groups,
-            rows,
-            torch._C._cuda_getCurrentRawStream(data.device.index),
-        )
+    sizes = out.numel() // columns, columns, groups, rows
+    launch(compiled, ("decode", spec), data.device, data, scale, tensor_scale, ends, out, *sizes)
     return out
 
 
@@ -201,8 +159,8 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return group_offsets(first_dims, columns)
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
-    with torch.cuda.device(first_dims.device):
-        compiled_offsets(first_dims.dtype)(first_dims, offsets, ends, columns)
+    scan = loaded(compiled_offsets, (first_dims.dtype,), architecture(first_dims.device))
+    call(first_dims.device.index, scan, (first_dims, offsets, ends, columns))
     return offsets, ends
 
 

@@ -9,13 +9,14 @@ each value; sums are FP32, in an order that the groups alone decide.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
+from fusible.kernels.machine import capability
+from fusible.kernels.plain import compile_plain, launch
 from fusible.kernels.quantize.launch import largest_magnitudes, why_not
 from fusible.kernels.sm100.padding import Places, library, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
@@ -137,41 +138,24 @@ def _fake(
     return _empty(x, size, ends, FORMATS[name], rowwise, columnwise, sums)
 
 
-@cache
 def compiled(spec: PlacedSpec, options: str = "") -> Any:
     """Compile the kernel; ``options`` such as ``"--gpu-arch sm_90a"`` for a GPU not here."""
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Int32, Int64
 
     from fusible.kernels.sm100.device import quantize
 
     kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32]
-    return cute.compile(
-        quantize.quantize,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        spec,
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return compile_plain(quantize.quantize, kinds, (spec,), options)
 
 
-@cache
 def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
     """Compile the kernel that adds up sums of ``rows`` rows, in FP32 if ``wide``, else BF16."""
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+    from cutlass import Int32, Int64
 
     from fusible.kernels.sm100.device import quantize
 
     kinds = [Int64] * 4 + [Int32] * 2
-    return cute.compile(
-        quantize.sum_blocks,
-        *[kind(0) for kind in kinds],
-        make_fake_stream(),
-        rows,
-        wide,
-        options=f"--enable-tvm-ffi {options}",
-    )
+    return compile_plain(quantize.sum_blocks, kinds, (rows, wide), options)
 
 
 def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
@@ -205,34 +189,19 @@ def _cuda(
         )
     fmt, columns, groups = FORMATS[name], x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
-    spec = PlacedSpec(fmt, *uses, torch.cuda.get_device_capability(x.device) >= (10, 0))
+    spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
     pieces = _empty(x, size, ends, fmt, rowwise, columnwise, sums)
     amax = largest_magnitudes(x, ends, fmt) if fmt.has_tensor_scale else None
     scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
     parts = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
-    with torch.cuda.device(x.device):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        compiled(spec)(
-            x.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            0 if amax is None else amax.data_ptr(),
-            ends.data_ptr(),
-            placed_ends.data_ptr(),
-            *[piece.data_ptr() for piece in pieces[:5]],
-            parts.data_ptr(),
-            size,
-            columns,
-            x.stride(0),
-            groups,
-            stream,
+    sizes = size, columns, x.stride(0), groups
+    tensors = x, scale, amax, ends, placed_ends, *pieces[:5], parts
+    launch(compiled, (spec,), x.device, *tensors, *sizes)
+    if spec.sums:
+        what = spec.rows, sums == torch.float32
+        launch(
+            compiled_sums, what, x.device, parts, ends, placed_ends, pieces.sums, columns, groups
         )
-        if spec.sums:
-            compiled_sums(spec.rows, sums == torch.float32)(
-                *[t.data_ptr() for t in (parts, ends, placed_ends, pieces.sums)],
-                columns,
-                groups,
-                stream,
-            )
     return pieces
 
 

@@ -6,15 +6,15 @@ Nothing here reads a tensor's values: group ends, scales and pointers stay on th
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusible.kernels.cache import kept
+from fusible.kernels.machine import multiprocessors
+from fusible.kernels.plain import call
 from fusible.kernels.sm90.spec import Spec
 
-_HERE = Path(__file__).parent
 _MAX_POINTER_TABLES = 1024
 _pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
 # Sources of tables made while a CUDA graph was captured: a replay copies from them again.
@@ -62,19 +62,19 @@ def _compile(function: Any, kinds: list[Any], options: str):
 @functools.cache
 def kernel(spec: Spec):
     """The compiled kernel of a spec: from memory, disk or the compiler."""
-    return kept(_HERE, repr(spec), functools.partial(compile_spec, spec))
+    return kept(f"sm90 {spec}", functools.partial(compile_spec, spec))
 
 
 @functools.cache
 def _group_ends(dtype: torch.dtype):
     name = str(dtype).removeprefix("torch.")
-    return kept(_HERE, f"group_ends {name}", functools.partial(compile_group_ends, name))
+    return kept(f"sm90 group_ends {name}", functools.partial(compile_group_ends, name))
 
 
 @functools.cache
 def _tile_sums(dtype: torch.dtype):
     name = str(dtype).removeprefix("torch.")
-    return kept(_HERE, f"tile_sums {name}", functools.partial(compile_tile_sums, name))
+    return kept(f"sm90 tile_sums {name}", functools.partial(compile_tile_sums, name))
 
 
 class Start:
@@ -138,7 +138,7 @@ class Start:
         clusters = min(self._clusters, tiles * self._across)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = tile_counter(index, stream) if self._dynamic else 0
-        _call(index, self._function, (
+        call(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
             total_rows, *self._constant, clusters, stream,
         ))  # fmt: skip
@@ -181,22 +181,7 @@ def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
 def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: int) -> None:
     index = target.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
-    _call(index, function, (source.data_ptr(), target.data_ptr(), *sizes, stream))
-
-
-def _call(index: int, function: Any, arguments: tuple) -> None:
-    """Call what launches on a device while that is current."""
-    if index == torch._C._cuda_getDevice():
-        function(*arguments)
-        return
-    with torch.cuda.device(index):
-        function(*arguments)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of SMs."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    call(index, function, (source.data_ptr(), target.data_ptr(), *sizes, stream))
 
 
 _COUNTERS = 4096  # captured launches that need no memset of their own

@@ -5,5 +5,4 @@ ALIGNMENT_BYTES = 16  # of addresses and of row pitches: what a TMA box may begi
 MULTIPLE_OF = 8  # features, in and out: 16 bytes of a 16-bit type
 DTYPES = ("bfloat16", "float16")
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-WGRAD_DTYPES = ("bfloat16", "float16", "float32")  # the input's own, or float32
 ACTIVATIONS = ("swiglu", "clamped_qgeglu")

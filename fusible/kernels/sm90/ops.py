@@ -320,8 +320,8 @@ def spec_of(
     )
 
 
-def _tile(kind: str, rows: int, groups: int, columns: int) -> Tile:
-    return tiles.choose(kind, tiles.has_many_rows(rows, groups), columns)
+def _tile(kind: str, rows: int, groups: int, *output: int) -> Tile:
+    return tiles.choose(kind, tiles.has_many_rows(rows, groups), *output)
 
 
 def glu_layout(interleave: int, columns: int) -> tuple[int, int]:
@@ -452,7 +452,8 @@ def grouped_gemm_glu(
     preact = x.new_empty(rows if store_preact else 0, weights.rows)
     out = x.new_empty(rows, columns)
     if rows:
-        tile = tile or _tile("glu", rows, weights.groups, columns)
+        wide = tiles.takes_wide(weights.major, interleave, bias is not None)
+        tile = tile or _tile("glu", rows, weights.groups, columns, 0, wide)
         _multiply(
             "glu",
             tile,
@@ -560,7 +561,7 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
             for one in out:
                 one.zero_()
         return
-    tile = tile or _tile("wgrad", rows, grads.groups, depth)
+    tile = tile or _tile("wgrad", rows, grads.groups, depth, columns)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
     start = prepared(
         spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),

@@ -72,7 +72,8 @@ class Products:
             check_scale("scales", scale)
         pitch, group_pitch, major, features, depth, _ = self._layouts[transpose]
         columns = features // 2 if kind == "glu" else features
-        tile, dtype = tiles.choose(kind, self._many_rows, columns), self._dtype
+        wide = kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
+        tile, dtype = tiles.choose(kind, self._many_rows, columns, 0, wide), self._dtype
         gated = () if glu is None else (glu.activation, glu.interleave, keep)
         start = self._starts[launch] = prepared(
             spec_of(kind, tile, dtype, dtype, major, False, bias, scale, *gated),
@@ -92,7 +93,7 @@ class Products:
         return start
 
     def _make_wgrad(self, columns: int, depth: int) -> Start:
-        tile, dtype = tiles.choose("wgrad", self._many_rows, depth), self._dtype
+        tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
         start = self._starts["wgrad", columns, depth] = prepared(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
+WARP_ROWS = 16  # of which each warp holds
 TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
 SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
@@ -102,6 +103,40 @@ class Spec(NamedTuple):
         return WARPGROUP_ROWS * self.block_columns * (4 if self.out_dtype == "float32" else 2)
 
     @property
+    def stored_rows(self) -> int:
+        """Rows that one store takes from a block: what a warp holds, or all.
+
+        Stores of few rows begin early, which counts where products are short; they are many.
+        """
+        return WARP_ROWS if self.kind == "wgrad" else WARPGROUP_ROWS
+
+    @property
+    def fills(self) -> bool:
+        """Whether zeros are the output of groups without rows (wgrad), by a warp of their own."""
+        return self.skips and not self.accumulate
+
+    @property
+    def skips(self) -> bool:
+        """Whether groups without rows have no tiles: their output is what it was, or `fills`."""
+        if self.kind != "wgrad":
+            return False
+        return self.accumulate or not (self.table or self.out_dtype == "float32")
+
+    @property
+    def zero_bytes(self) -> int:
+        """Shared memory that holds the zeros of one store."""
+        return self.block_bytes * self.stored_rows // WARPGROUP_ROWS if self.fills else 0
+
+    @property
+    def fetches_early(self) -> bool:
+        """Whether weights are fetched under the end of the kernel before.
+
+        It pays where reading them is most of the work, which is where tiles are dealt out.
+        """
+        dealt = not self.tile.dynamic and self.tile.cluster_m == 1
+        return self.by_rows and dealt and not self.table
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""
         return (self.tile.m + self.tile.n) * TILE_K * 2
@@ -125,7 +160,7 @@ class Spec(NamedTuple):
     def stages(self) -> int:
         """Pipeline stages: what fits beside the blocks that the epilogue needs."""
         blocks = 2 * (self._least_out_blocks + self.preact_slots)
-        left = SHARED_BYTES - _BARRIER_BYTES - blocks * self.block_bytes
+        left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - blocks * self.block_bytes
         return left // self.stage_bytes
 
     @property
@@ -133,5 +168,5 @@ class Spec(NamedTuple):
         """Output blocks of shared memory for each warpgroup: up to 4, where room is left."""
         if self.kind == "dglu":
             return self._least_out_blocks
-        left = SHARED_BYTES - _BARRIER_BYTES - self.stages * self.stage_bytes
+        left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - self.stages * self.stage_bytes
         return min(left // (2 * self.block_bytes), 4)

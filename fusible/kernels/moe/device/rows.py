@@ -16,12 +16,10 @@ THREADS = 256
 UNROLL = 4  # tokens a thread has in flight
 TOGETHER = 8  # choices a thread has in flight
 
-_SIZES = {"bf16": 2, "f16": 2, "f32": 4}
-
 
 def number(address, index, inside, dtype):
     """One number in FP32, zero where not ``inside``."""
-    at = address + Int64(index) * _SIZES[dtype]
+    at = address + Int64(index) * bits.SIZES[dtype]
     if dtype == "f32":
         return bits.to_float(bits.load(at, Int32(inside), 1)[0])
     return bits.unpack([bits.load_half(at, Int32(inside))], dtype)[0]
@@ -29,7 +27,7 @@ def number(address, index, inside, dtype):
 
 def put(address, index, value, inside, dtype):
     """Store one number of FP32 where ``inside``."""
-    at = address + Int64(index) * _SIZES[dtype]
+    at = address + Int64(index) * bits.SIZES[dtype]
     if dtype == "f32":
         bits.store(at, [bits.to_bits(value)], Int32(inside))
     else:

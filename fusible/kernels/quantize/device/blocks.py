@@ -7,6 +7,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from fusible.kernels.bits import load_index
+from fusible.kernels.quantize.spec import THREADS
 
 
 class Place(NamedTuple):
@@ -20,18 +21,20 @@ class Place(NamedTuple):
     """Group of the rows; rows past the last group count to it."""
 
 
-def block_bound(rows, groups, matrix_rows, size, grouped):
-    """Blocks of ``size`` rows to launch: every group may end in a part of one."""
-    if cutlass.const_expr(grouped):
+def grid_of(rows, columns, groups, matrix_rows, spec):
+    """Blocks of rows to launch, where every group may end in a part of one, and chunks of each."""
+    size, width = spec.rows, THREADS // spec.parts * spec.vector
+    blocks = groups * ((matrix_rows + size - 1) // size)
+    if cutlass.const_expr(spec.grouped):
         # So may the rows past the last group.
-        return (rows + (groups + 1) * (size - 1)) // size
-    return groups * ((matrix_rows + size - 1) // size)
+        blocks = (rows + (groups + 1) * (size - 1)) // size
+    return blocks, (columns + width - 1) // width
 
 
 def place_of(block, rows, groups, matrix_rows, ends, spec):
     """The rows of ``block``, by the group ends at address ``ends`` or in equal matrices."""
     if cutlass.const_expr(spec.grouped):
-        return Place(*_find(ends, groups, rows, block, spec.rows, spec.wide_ends))
+        return Place(*find(ends, groups, rows, block, spec.rows, spec.wide_ends))
     blocks = (matrix_rows + spec.rows - 1) // spec.rows
     group = block // blocks
     first = group * matrix_rows + (block - group * blocks) * spec.rows
@@ -40,7 +43,7 @@ def place_of(block, rows, groups, matrix_rows, ends, spec):
 
 
 @cute.jit
-def _find(
+def find(
     ends: Int64,
     groups: Int32,
     rows: Int32,

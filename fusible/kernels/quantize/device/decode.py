@@ -6,10 +6,8 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import block_bound, place_of
+from fusible.kernels.quantize.device.blocks import grid_of, place_of
 from fusible.kernels.quantize.spec import THREADS
-
-_SIZES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 def _column_scales(scale, block, columns, column, inside, spec):
@@ -77,7 +75,7 @@ def _decode_rows(source, out, place, block, first, columns, column, scales, spec
             factors *= spec.vector // len(factors)
         elements = numbers.unpack_elements(words[r], fmt)
         values = [value * factor for value, factor in zip(elements, factors, strict=True)]
-        target = out + (offset + r * Int64(columns)) * _SIZES[spec.dtype]
+        target = out + (offset + r * Int64(columns)) * bits.SIZES[spec.dtype]
         bits.store(target, bits.pack(values, spec.dtype), Int32(exists[r]))
 
 
@@ -121,9 +119,7 @@ def decode(
     spec: cutlass.Constexpr,
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses and sizes, all contiguous."""
-    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
-    width = THREADS // spec.parts * spec.vector
-    chunks = (columns + width - 1) // width
+    blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _decode(
         data, scale, tensor_scale, ends, out, rows, columns, groups, matrix_rows, chunks, spec
     ).launch(grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream)

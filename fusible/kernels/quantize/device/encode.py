@@ -14,7 +14,13 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import block_bound, place_of
+from fusible.kernels.quantize.device.blocks import grid_of, place_of
+from fusible.kernels.quantize.device.magnitudes import (
+    largest_of,
+    largest_of_columns,
+    largest_of_lanes,
+    magnitude,
+)
 from fusible.kernels.quantize.spec import THREADS
 
 _SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
@@ -71,28 +77,6 @@ def _load(x, pitch, mine, spec):
     return rows
 
 
-def _largest(words, dtype):
-    """One word of the largest magnitudes of several."""
-    largest = words[0]
-    for word in words[1:]:
-        largest = bits.larger_magnitude(largest, word, dtype)
-    return largest
-
-
-def _largest_of_columns(rows, dtype):
-    """Words of the largest magnitude of every column."""
-    return [_largest(column, dtype) for column in zip(*rows, strict=True)]
-
-
-def _largest_of_lanes(word, lanes, dtype):
-    """The largest magnitudes of the words of neighbouring threads."""
-    step = 1
-    while step < lanes:
-        word = bits.larger_magnitude(word, cute.arch.shuffle_sync_bfly(word, step), dtype)
-        step *= 2
-    return word
-
-
 def _largest_of_parts(words, spec):
     """The largest magnitudes of the words of the threads below one another."""
     if spec.parts == 1:
@@ -110,13 +94,7 @@ def _largest_of_parts(words, spec):
         [shared[part * width + thread % width, i] for i in range(len(words))]
         for part in range(spec.parts)
     ]
-    return _largest_of_columns(parts, spec.dtype)
-
-
-def _magnitude(word, dtype):
-    """FP32 bits of the largest magnitude in a word."""
-    values = bits.magnitudes([word], dtype)
-    return values[0] if len(values) == 1 else cutlass.max(*values)
+    return largest_of_columns(parts, spec.dtype)
 
 
 def _store_scales(address, scales, fmt, inside):
@@ -137,7 +115,7 @@ def _store_scale(address, scale, fmt, inside):
 def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
     """The factor of every column of a thread; its scales are stored."""
     fmt = spec.format
-    largest = _largest_of_parts(_largest_of_columns(rows, spec.dtype), spec)
+    largest = _largest_of_parts(largest_of_columns(rows, spec.dtype), spec)
     encoded = [
         numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
     ]
@@ -151,8 +129,8 @@ def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
 def _row_factor(words, r, mine, outer, columns, row_scale, spec):
     """The factor of row ``r`` of a thread; its scale is stored by the first thread of a block."""
     fmt, along = spec.format, spec.format.block[1]
-    largest = _largest_of_lanes(_largest(words, spec.dtype), spec.lanes, spec.dtype)
-    scale, factor = numbers.encode_scale(_magnitude(largest, spec.dtype), outer, fmt)
+    largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
+    scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     offset = Int64(mine.first + r) * Int64(columns // along) + Int64(mine.column // along)
     inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
     _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
@@ -162,10 +140,10 @@ def _row_factor(words, r, mine, outer, columns, row_scale, spec):
 def _square_factor(rows, mine, columns, row_scale, spec):
     """The factor of a square block; its scale is stored by one thread."""
     fmt, along = spec.format, spec.format.block[1]
-    largest = _largest(_largest_of_columns(rows, spec.dtype), spec.dtype)
-    largest = _largest_of_lanes(largest, spec.lanes, spec.dtype)
+    largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
+    largest = largest_of_lanes(largest, spec.lanes, spec.dtype)
     (largest,) = _largest_of_parts([largest], spec)
-    scale, factor = numbers.encode_scale(_magnitude(largest, spec.dtype), None, fmt)
+    scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
     offset = Int64(mine.block) * Int64(columns // along) + Int64(mine.column // along)
     inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
     _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
@@ -307,9 +285,7 @@ def encode(
     spec: cutlass.Constexpr,
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements."""
-    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
-    width = THREADS // spec.parts * spec.vector
-    chunks = (columns + width - 1) // width
+    blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _encode(
         x, ends, amax, row_data, row_scale, row_tensor_scale, col_data, col_scale,
         col_tensor_scale, rows, columns, pitch, groups, matrix_rows, col_blocks, blocks, chunks,
@@ -338,8 +314,8 @@ def _amax(
         cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
     )
     words = _load(x, pitch, mine, spec)
-    largest = _largest(_largest_of_columns(words, spec.dtype), spec.dtype)
-    largest = _magnitude(_largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
+    largest = largest_of(largest_of_columns(words, spec.dtype), spec.dtype)
+    largest = magnitude(largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
     target = amax + Int64(mine.group) * 4
     # Most groups of threads find a larger one already there.
     (known,) = bits.load(target, Int32(1), 1)
@@ -360,9 +336,7 @@ def amax(
     spec: cutlass.Constexpr,
 ):
     """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group."""
-    blocks = block_bound(rows, groups, matrix_rows, spec.rows, spec.grouped)
-    width = THREADS // spec.parts * spec.vector
-    chunks = (columns + width - 1) // width
+    blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _amax(x, ends, amax, rows, columns, pitch, groups, matrix_rows, chunks, spec).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )

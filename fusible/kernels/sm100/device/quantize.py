@@ -17,12 +17,12 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import _find
-from fusible.kernels.quantize.device.encode import (
-    _largest,
-    _largest_of_columns,
-    _largest_of_lanes,
-    _magnitude,
+from fusible.kernels.quantize.device.blocks import find
+from fusible.kernels.quantize.device.magnitudes import (
+    largest_of,
+    largest_of_columns,
+    largest_of_lanes,
+    magnitude,
 )
 from fusible.kernels.quantize.spec import THREADS
 from fusible.kernels.sm100.spec import DTYPE, SLICES, SUMMED, VECTOR, WORDS
@@ -89,7 +89,7 @@ def _end(ends, group):
 
 
 def _rows_of_thread(groups, first, column, columns, rows):
-    _, _, live, group = _find(
+    _, _, live, group = find(
         groups.placed_ends, groups.count, groups.size, first // rows, rows, False
     )
     start, end = _start(groups.ends, group), _end(groups.ends, group)
@@ -201,7 +201,7 @@ def _outer(outer, there):
 
 def _column_factors(words, mine, first, outer, scales, spec):
     """The factor of each column of a block of rows; the scales go to the group's own region."""
-    largest = bits.magnitudes(_largest_of_columns(words, DTYPE), DTYPE)
+    largest = bits.magnitudes(largest_of_columns(words, DTYPE), DTYPE)
     outer = _outer(outer, first < mine.count)
     encoded = [numbers.encode_scale(amax, outer, spec.format) for amax in largest]
     lines = (mine.columns + 127) // 128 * 128
@@ -249,9 +249,9 @@ def _store_columns(data, values, factors, mine, r, pairs, spec):
 
 def _row_factor(words, mine, r, outer, scales, spec):
     """The factor of a row's block; its scale is stored by the block's first thread."""
-    largest = _largest_of_lanes(_largest(words, DTYPE), spec.along // VECTOR, DTYPE)
+    largest = largest_of_lanes(largest_of(words, DTYPE), spec.along // VECTOR, DTYPE)
     outer = _outer(outer, r < mine.count)
-    scale, factor = numbers.encode_scale(_magnitude(largest, DTYPE), outer, spec.format)
+    scale, factor = numbers.encode_scale(magnitude(largest, DTYPE), outer, spec.format)
     offset = scale_offset(mine.first + r, mine.column // spec.along, mine.columns // spec.along)
     first = Int32(Boolean(mine.inside != 0) & (mine.column % spec.along == 0))
     bits.store_byte(scales + Int64(offset), scale, first)

@@ -1,30 +1,35 @@
 """Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
 
 import cutlass
-from cutlass import Float32, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
+from fusible.kernels.sm90.device.addressing import at_distance
+from fusible.kernels.sm90.device.schedule import group_end
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS
+from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 _WARPGROUP = 128
+_FILLS = 8  # stores of zeros under way at once
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
 class BlockWriter:
-    """One warpgroup's way out: its ring of blocks, and its threads' part in each.
+    """A warpgroup's way out: its ring of blocks, and its threads' part in each.
 
-    A ring of ``n > 1`` blocks needs one barrier a block: the warp that stores waits, before the
-    barrier of block ``i``, until the store of block ``i - n + 1`` has left shared memory, so that
-    past the barrier every warp may write block ``i + 1`` over it. A single block is vacated first.
+    Stored in whole, a ring of ``n > 1`` blocks needs one barrier a block: the warp that stores
+    waits, before the barrier of block ``i``, until the store of block ``i - n + 1`` has left shared
+    memory, so that past the barrier every warp may write block ``i + 1`` over it. Stored warp by
+    warp (`Spec.stored_rows`), each waits for its own stores only. A single block is vacated first.
     """
 
     def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
-        self.dtype, self.out_dtype = dtype, out_dtype
-        self.thread, self.team, self.blocks = thread, team, blocks
+        self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
+        self.whole = spec.stored_rows == WARPGROUP_ROWS
+        self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
             dtype,
             dtype,
@@ -54,9 +59,17 @@ class BlockWriter:
 
     def put(self, values, block, piece):
         """Write a thread's 8 values of 16 columns of a block to shared memory."""
-        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
+        self.put_rounded(self.rounded(values, block.element_type), block, piece)
+
+    def rounded(self, values, dtype):
+        """A thread's 8 values of 16 columns as ``dtype``: 16 bits need half the registers."""
+        fragment = cute.make_rmem_tensor(self.shape, dtype)
         for i, value in enumerate(values):
-            fragment[i] = value.to(block.element_type)
+            fragment[i] = value.to(dtype)
+        return fragment
+
+    def put_rounded(self, fragment, block, piece):
+        """`put` of values that `rounded` gave."""
         copy = self.to_shared.get_slice(self.thread)
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
@@ -92,56 +105,106 @@ class BlockWriter:
         part = copy.get_slice(self.thread).partition_S(block)[None, 0, piece]
         return copy, part, cute.make_rmem_tensor(part.shape, self.dtype)
 
-    def block(self, count):
-        """Where the tile's ``count``-th block is put together."""
+    @cute.jit
+    def block(self, count: cutlass.Constexpr):
+        """Where the tile's ``count``-th block is put together, once it is vacant."""
+        if const_expr(count >= self.ring and (not self.whole or self.ring == 1)):
+            self.settle(self.ring - 1)
         return self.blocks[None, None, self.team * self.ring + count % self.ring]
 
     @cute.jit
-    def begin(self):
-        """Vacate the ring before a tile, whose blocks are numbered from 0."""
-        self._settle(0)
-        self._barrier()
+    def settle(self, pending: cutlass.Constexpr):
+        """Wait until all but ``pending`` of the stores have left shared memory."""
+        if const_expr(self.whole):
+            self._settle_first(pending)
+            self._barrier()
+        else:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+            cute.arch.sync_warp()
 
     @cute.jit
-    def vacate(self, release):
-        """Wait until all that was stored has left shared memory; release the slot of a pipeline."""
-        self._settle(0)
-        if self.thread == 0:
-            release[0].consumer_release(release[1])
-        self._barrier()
-
-    @cute.jit
-    def write(self, stores, vacated: cutlass.Constexpr = False):
-        """Store the tile's next block and whatever else was put together with it.
-
-        ``stores`` lists ``(atom, tensor, row, column, block)``; ``vacated`` if `vacate` has seen
-        to the ring.
-        """
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if const_expr(not vacated):
-            self._settle(self.ring - 2)
-        self._barrier()
-        if self.thread < 32:
-            for atom, tensor, row, column, block in stores:
-                box = cute.local_tile(
-                    cute.domain_offset((row, column), tensor),
-                    (WARPGROUP_ROWS, self.columns),
-                    (0, 0),
-                )
-                source, target = cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(block, 0, 2),
-                    cute.group_modes(box, 0, 2),
-                )
-                cute.copy(atom, source, target)
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _settle(self, pending: cutlass.Constexpr):
-        if self.thread < 32:
+    def _settle_first(self, pending: cutlass.Constexpr):
+        if self.warp == 0:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _barrier(self):
         cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)
+
+    @cute.jit
+    def write(self, stores):
+        """Store blocks that are put together.
+
+        ``stores`` lists ``(atom, tensor, row, column, block)``.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.whole):
+            if const_expr(self.ring > 1):
+                self._settle_first(self.ring - 2)
+            self._barrier()
+            if self.warp == 0:
+                self._store(stores, WARPGROUP_ROWS, Int32(0))
+        else:
+            cute.arch.sync_warp()
+            self._store(stores, WARP_ROWS, self.warp)
+
+    def _store(self, stores, height, which):
+        for atom, tensor, row, column, block in stores:
+            rows = cute.local_tile(block, (height, self.columns), (which, 0))
+            box = cute.local_tile(
+                cute.domain_offset((row + which * height, column), tensor),
+                (height, self.columns),
+                (0, 0),
+            )
+            source, target = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(rows, 0, 2),
+                cute.group_modes(box, 0, 2),
+            )
+            cute.copy(atom, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def fill_empty(
+    spec: cutlass.Constexpr, problem, ends: cute.Tensor, total_rows, columns, store, zeros
+):
+    """Write zeros to the output matrices of groups without rows; by one warp of every block.
+
+    Few are under way at once, so that they do not delay what the other warps wait for.
+    """
+    lane = cute.arch.lane_idx()
+    vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))
+    for i in cutlass.range_constexpr(cute.size(zeros) // 32):
+        vector[lane + 32 * i] = zeros.element_type(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    box = (spec.stored_rows, spec.block_columns)
+    down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
+    for group in cutlass.range(problem.groups, unroll=1):
+        start = group_end(ends, group - 1, total_rows)
+        if group_end(ends, group, total_rows) <= start:
+            out = output_of(spec, problem, store, group)
+            for index in cutlass.range(block, down * across, blocks, unroll=1):
+                offset = (index // across * box[0], index % across * box[1])
+                target = cute.local_tile(cute.domain_offset(offset, out), box, (0, 0))
+                source, target = cpasync.tma_partition(
+                    store.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(zeros, 0, 2),
+                    cute.group_modes(target, 0, 2),
+                )
+                cute.copy(store.atom, source, target)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def output_of(spec, problem, store, group):
+    """The output matrix of a group that the reduction is grouped by."""
+    if spec.table:
+        return at_distance(store.tma_tensor, problem.table[group] - problem.base)
+    return store.tma_tensor[None, None, group]

@@ -10,12 +10,13 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
 from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
-from fusible.kernels.sm90.device.addressing import at_distance, group_rows
-from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
+from fusible.kernels.sm90.device.addressing import group_rows
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter, output_of
 from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
+    behind,
     gate_column,
     give_turn,
     take_turn,
@@ -56,11 +57,10 @@ class Epilogue:
         self.problem, self.preacts, self.outputs = problem, preacts, outputs
         self.dtype, self.thread, self.team = dtype, thread, team
 
-    def states(self):
-        """Where reading and releasing pre-activations begin."""
+    def preact_state(self):
+        """Where reading pre-activations begins."""
         slots = max(self.spec.preact_slots, 1)
-        consumer = pipeline.PipelineUserType.Consumer
-        return tuple(pipeline.make_pipeline_state(consumer, slots) for _ in range(2))
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
 
     @cute.jit
     def row_scales(self, place: Place):
@@ -77,41 +77,50 @@ class Epilogue:
         return values
 
     @cute.jit
-    def write(self, accumulator, row_scales, place: Place, preact_state, preact_release):
+    def write(self, accumulator, row_scales, place: Place, preact_state):
         """Write a tile."""
         spec, tile = self.spec, self.tile
         out_blocks = self.outputs.blocks
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
         )
-        writer.begin()
+        writer.settle(0)
         out, both = self._targets(place)
         if const_expr(spec.kind == "dglu" and tile.pingpong):
             take_turn(PREACT_TURN, self.team)
+        write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
         for m in cutlass.range_constexpr(tile.slabs):
             slab = place.row + m * tile.teams * WARPGROUP_ROWS
             if const_expr(tile.teams == 2):
                 slab += self.team * WARPGROUP_ROWS
-            if const_expr(spec.bias):
-                self._add_bias(accumulator, m, row_scales, place)
-            if const_expr(spec.kind in ("store", "wgrad")):
-                self._store(writer, accumulator, m, out, slab, place, m * per_slab)
-            elif const_expr(spec.kind == "glu"):
-                self._glu(writer, accumulator, m, row_scales, out, both, slab, place, m * per_slab)
-            else:
-                preact_state, preact_release = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place,
-                    preact_state, preact_release, m * per_slab,
-                )  # fmt: skip
+            count = const_expr(m * per_slab)
+            if const_expr(spec.kind == "dglu"):
+                preact_state = self._dglu(
+                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state, count
+                )
+            elif const_expr(spec.kind == "wgrad"):
+                self._store(writer, accumulator, m, out, slab, place, count)
+            elif slab < place.rows:
+                write_slab(writer, accumulator, m, row_scales, out, both, slab, place, count)
         if const_expr(spec.kind == "dglu"):
-            if self.thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                if self.thread == 0:
-                    self.preacts.pipeline.consumer_release(preact_release)
-            preact_release.advance()
-        return preact_state, preact_release
+            writer.settle(0)
+            self.preacts.pipeline.consumer_release(behind(preact_state, 1))
+        return preact_state
+
+    @cute.jit
+    def _write_slab(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Write 64 rows of a product of grouped rows."""
+        if const_expr(self.spec.bias):
+            self._add_bias(accumulator, m, row_scales, place)
+        if const_expr(self.spec.kind == "glu"):
+            self._glu(writer, accumulator, m, row_scales, out, both, slab, place, count)
+        else:
+            self._store(writer, accumulator, m, out, slab, place, count)
 
     def _targets(self, place):
         """Where the output and, if there are any, the gate and linear columns are written."""
@@ -123,16 +132,14 @@ class Epilogue:
                     (side.atom, group_rows(side.tma_tensor, 0, place.start, place.rows))
                     for side in self.outputs.store_preact
                 ]
-        elif self.spec.table:
-            distance = self.problem.table[place.group] - self.problem.base
-            out = at_distance(store.tma_tensor, distance)
         else:
-            out = store.tma_tensor[None, None, place.group]
+            out = output_of(self.spec, self.problem, store, place.group)
         return (store.atom, out), both
 
     def _row(self, m, half):
         """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup."""
-        first = (self.thread // 32) * 16 + (self.thread % 32) // 4 + half * 8
+        # Shifts: a division of signed numbers takes many instructions.
+        first = (self.thread >> 5) * 16 + ((self.thread & 31) >> 2) + half * 8
         if self.tile.teams == 2:
             first += self.team * WARPGROUP_ROWS
         return first + m * self.tile.teams * WARPGROUP_ROWS
@@ -171,7 +178,7 @@ class Epilogue:
     def _add_bias(self, accumulator, m, row_scales, place: Place):
         """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
         spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
-        within = 2 * (self.thread % 4)
+        within = 2 * (self.thread & 3)
         columns = cute.size(bias, mode=[1])
         if place.group < self.problem.groups:
             for eight in cutlass.range_constexpr(self.tile.n // 8):
@@ -211,38 +218,53 @@ class Epilogue:
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
+        write_block, settle = self._glu_block, writer.settle
+        blocks = const_expr(3 if self.spec.keep else 1)
+        for index in cutlass.range_constexpr(self.tile.n // 2 // self.columns):
+            column = place.column + index * self.columns
+            # Besides work it saves registers: the compiler begins no block before its turn.
+            if column < self.problem.columns:
+                write_block(
+                    writer, accumulator, m, row_scales, out, both, slab, place, index,
+                    count + index * blocks,
+                )  # fmt: skip
+            else:
+                settle(0)  # blocks are left out: the next may lie where any other did
+
+    @cute.jit
+    def _glu_block(
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        index: cutlass.Constexpr, count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A block of activation columns, after the two blocks that it is computed from."""
         spec, glu_block = self.spec, self.problem.glu_block
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
-        for index in cutlass.range_constexpr(half // self.columns):
-            # First the two blocks that it is computed from: then their registers are free.
-            if const_expr(spec.keep):
-                for side in cutlass.range_constexpr(2):
-                    whole = index + side * half // self.columns if spec.paired else 2 * index + side
-                    block = writer.block(count)
-                    self._put_accumulator(writer, block, accumulator, m, whole)
-                    view = side if const_expr(spec.paired) else 0
-                    at = gate_column(spec, place.column, glu_block)
-                    at += whole * self.columns - view * half
-                    writer.write([(*both[view], slab, at, block)])
-                    count += 1
-            block = writer.block(count)
-            for piece in cutlass.range_constexpr(self.columns // PIECE):
-                values = []
-                for j in cutlass.range_constexpr(2):
-                    eight = 2 * piece + index * self.columns // 8 + j
-                    gates, linears = self._gates_and_linears(accumulator, m, eight)
-                    for i in cutlass.range_constexpr(4):
-                        value = activation(gates[i], linears[i], self.outputs.constants)
-                        values.append(value * row_scales[2 * m + i // 2])
-                writer.put(values, block, piece)
-            writer.write([(*out, slab, place.column + index * self.columns, block)])
-            count += 1
+        if const_expr(spec.keep):
+            for side in cutlass.range_constexpr(2):
+                whole = index + side * half // self.columns if spec.paired else 2 * index + side
+                block = writer.block(count + side)
+                self._put_accumulator(writer, block, accumulator, m, whole)
+                view = side if const_expr(spec.paired) else 0
+                at = gate_column(spec, place.column, glu_block)
+                at += whole * self.columns - view * half
+                writer.write([(*both[view], slab, at, block)])
+        block = writer.block(count + (2 if spec.keep else 0))
+        for piece in cutlass.range_constexpr(self.columns // PIECE):
+            values = []
+            for j in cutlass.range_constexpr(2):
+                eight = 2 * piece + index * self.columns // 8 + j
+                gates, linears = self._gates_and_linears(accumulator, m, eight)
+                for i in cutlass.range_constexpr(4):
+                    value = activation(gates[i], linears[i], self.outputs.constants)
+                    values.append(value * row_scales[2 * m + i // 2])
+            writer.put(values, block, piece)
+        writer.write([(*out, slab, place.column + index * self.columns, block)])
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
-        preact_state, preact_release, count: cutlass.Constexpr,
+        self, writer, accumulator, m, row_scales, out, both, slab, place: Place, preact_state,
+        count: cutlass.Constexpr,
     ):  # fmt: skip
         """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
         spec, ring = self.spec, self.preacts.pipeline
@@ -256,12 +278,14 @@ class Epilogue:
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            block = writer.block(count + index)
             # The gradients can be put down at once, the activations when their block is vacant.
             activations = [
                 self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
                 for piece in range(self.columns // PIECE)
             ]
+            block = writer.block(count + index)
+            if const_expr(count + index > 0):
+                ring.consumer_release(behind(preact_state, 1))
             column = place.column + index * self.columns
             first = gate_column(spec, column, self.problem.glu_block)
             stores = [(*out, slab, column, block)]
@@ -270,15 +294,12 @@ class Epilogue:
                 stores.append(
                     (*both[view], slab, first + (side - view) * self.columns, sides[side])
                 )
-            if const_expr(count + index > 0):
-                writer.vacate((ring, preact_release))
-                preact_release.advance()
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                writer.put(activations[piece], block, piece)
-            writer.write(stores, vacated=True)
+                writer.put_rounded(activations[piece], block, piece)
+            writer.write(stores)
             preact_state.advance()
         self._sum_up(scale_grads, m, place)
-        return preact_state, preact_release
+        return preact_state
 
     def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
         """16 activation columns: their gradients of gate and linear, put where those were.
@@ -307,7 +328,7 @@ class Epilogue:
             activations.append(value * scale)
         for at, part in values.items():
             writer.put_preacts(part, sides[at // pieces], at % pieces)
-        return activations
+        return writer.rounded(activations, self.dtype)
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):
@@ -320,5 +341,5 @@ class Epilogue:
             total += cute.arch.shuffle_sync_bfly(total, 2)
             at = place.row + self._row(m, half)
             # A cluster across an odd number of tiles has a block past the last column.
-            if (self.thread % 4 == 0) & (at < place.rows) & (tile < tiles):
+            if ((self.thread & 3) == 0) & (at < place.rows) & (tile < tiles):
                 partials[tile, place.start + at] = total

@@ -14,7 +14,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.loads import load_operands, load_preacts
+from fusible.kernels.sm90.device.blocks import fill_empty
+from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
     WARPGROUP,
@@ -25,7 +26,7 @@ from fusible.kernels.sm90.device.parts import (
     Walk,
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
-from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
+from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
@@ -40,6 +41,7 @@ class GroupedGemm:
         self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
+        self.stored = (spec.stored_rows, spec.block_columns)
 
     @cute.jit
     def __call__(
@@ -120,8 +122,8 @@ class GroupedGemm:
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),
                     address_rows_by_group(view, 0),
-                    self._block_layout(self.dtype, 1),
-                    self.block,
+                    self._rows_layout(self.dtype),
+                    self.stored,
                 )
                 for view in self._views(
                     d_preact, glu_block, (total_rows, glu_columns), d_preact_pitch
@@ -137,7 +139,9 @@ class GroupedGemm:
             self._load(tensor_a, layout_a, (tile.m, TILE_K), tile.cluster_n),
             self._load(tensor_b, layout_b, (part, TILE_K), tile.cluster_m),
             load_preact,
-            cpasync.make_tiled_tma_atom(store_op, tensor_out, layout_block, self.block),
+            cpasync.make_tiled_tma_atom(
+                store_op, tensor_out, self._rows_layout(self.out_dtype), self.stored
+            ),
             store_preact,
             self._vector(Int32, ends, groups),
             self._vector(Int64, table, groups) if const_expr(spec.table) else None,
@@ -202,11 +206,16 @@ class GroupedGemm:
         per_element = self.dtype.width // 8
         return [self._matrix(address + shift * per_element, shape, (pitch, 1)) for shift in shifts]
 
-    def _block_layout(self, dtype, count):
-        atom = warpgroup.make_smem_layout_atom(
+    def _block_atom(self, dtype):
+        return warpgroup.make_smem_layout_atom(
             hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, self.block[1]), dtype
         )
-        return cute.tile_to_shape(atom, (*self.block, count), order=(0, 1, 2))
+
+    def _block_layout(self, dtype, count):
+        return cute.tile_to_shape(self._block_atom(dtype), (*self.block, count), order=(0, 1, 2))
+
+    def _rows_layout(self, dtype):
+        return cute.tile_to_shape(self._block_atom(dtype), self.stored, order=(0, 1))
 
     @staticmethod
     def _load(tensor, layout, box, multicast):
@@ -256,7 +265,9 @@ class GroupedGemm:
             barriers: cute.struct.MemRange[Int64, 2 * spec.stages]
             preact_barriers: cute.struct.MemRange[Int64, max(2 * spec.preact_slots, 1)]
             queue_barriers: cute.struct.MemRange[Int64, 2 * TileQueue.SLOTS]
-            queue: cute.struct.MemRange[Int32, TileQueue.SLOTS]
+            queue: cute.struct.Align[
+                cute.struct.MemRange[Int32, TileQueue.SLOTS * TileQueue.WORDS], 16
+            ]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
             blocks: cute.struct.Align[
@@ -264,7 +275,8 @@ class GroupedGemm:
             ]
             preact: cute.struct.Align[
                 cute.struct.MemRange[
-                    self.dtype, cute.cosize(layout_preact) if spec.preact_slots else 8
+                    self.dtype,
+                    cute.cosize(layout_preact) if spec.preact_slots else spec.zero_bytes // 2 or 8,
                 ],
                 1024,
             ]
@@ -301,7 +313,7 @@ class GroupedGemm:
                 barrier_storage=shared.preact_barriers.data_ptr(),
                 num_stages=spec.preact_slots,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
                 tx_count=2 * spec.block_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
@@ -311,54 +323,60 @@ class GroupedGemm:
                 shared.preact.get_tensor(layout_preact.outer, swizzle=layout_preact.inner),
                 preact_ring,
             )
-        queue = None
-        if const_expr(tile.dynamic):
-            queue = TileQueue(
-                counter,
-                shared.queue.data_ptr(),
-                shared.queue_barriers.data_ptr(),
-                10 if const_expr(spec.kind == "dglu") else 9,
-                cute.size(self.cluster),
-            )
-            if warp_index == 0:
-                queue.initialise()
+        queue = TileQueue(
+            counter,
+            shared.queue.data_ptr(),
+            shared.queue_barriers.data_ptr(),
+            tile.dynamic,
+            10 if const_expr(spec.kind == "dglu") else 9,
+            cute.size(self.cluster),
+        )
+        if warp_index == 0:
+            queue.initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster)
-        # What is above ran under the end of the kernel before, what is below reads its results.
-        # The next kernel may come as soon as a block of this one leaves it room.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
         if const_expr(spec.by_rows):
             across = cute.ceil_div(columns, spec.width * tile.cluster_n)
-            schedule = RowSchedule(ends, total_rows, groups, across, tile.m * tile.cluster_m)
+            down = Int32(0)
         else:
-            schedule = ReductionSchedule(
-                ends,
-                total_rows,
-                groups,
-                cute.ceil_div(columns, tile.m * tile.cluster_m),
-                cute.ceil_div(depth, tile.n * tile.cluster_n),
-            )
-        problem = Problem(total_rows, depth, groups, glu_block, table, base)
+            across = cute.ceil_div(depth, tile.n * tile.cluster_n)
+            down = cute.ceil_div(columns, tile.m * tile.cluster_m)
+        problem = Problem(total_rows, columns, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
-        tile_step = cute.arch.grid_dim()[0] // cute.size(self.cluster)
-        walk = Walk(schedule, queue, first_tile, tile_step, in_cluster)
+        walk = Walk(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
+        zeros = cute.make_tensor(
+            cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
+            self._rows_layout(self.out_dtype).outer,
+        )
         outputs = Outputs(store, store_preact, blocks, bias, scales, partials, constants)
 
+        # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
-            if const_expr(tile.dynamic):  # noqa: SIM102 (decided when compiling)
-                if (warp_index == 2) & (rank == 0):
-                    queue.serve(schedule, first_tile, tile_step)
+            if const_expr(spec.fetches_early):  # noqa: SIM102 (decided when compiling)
+                if warp_index == 0:
+                    prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
+            cute.arch.griddepcontrol_wait()
+            # The next kernel may come as soon as a block of this one leaves it room.
+            cute.arch.griddepcontrol_launch_dependents()
+            if (warp_index == 2) & (rank == 0):
+                tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
+                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, spec.skips)
+                queue.serve(
+                    schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
+                )
             if warp_index == 0:
                 load_operands(spec, problem, walk, operands)
             if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
+            if const_expr(spec.fills):  # noqa: SIM102 (decided when compiling)
+                if warp_index == 3:
+                    fill_empty(spec, problem, ends, total_rows, columns, store, zeros)
         else:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
+            cute.arch.griddepcontrol_wait()
             multiply(
                 spec, problem, walk, operands, preacts, outputs, thread - WARPGROUP,
                 warpgroup_index - 1,

@@ -13,8 +13,9 @@ from fusible.kernels.sm90.device.parts import (
     gate_column,
     steps_of,
 )
-from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+
+_PREFETCHED = 8  # stages, of 16 KB each: 17 MB over all blocks
 
 
 def _boxes(load, shared, tensor, tile, offset, multicast=(1, 0)):
@@ -33,6 +34,48 @@ def _boxes(load, shared, tensor, tile, offset, multicast=(1, 0)):
     )
 
 
+def _weight_boxes(spec, problem, operands, group, column, in_cluster):
+    """Partition of a group's weight, of its gate and its linear columns if they lie apart."""
+    tile, tensor = spec.tile, operands.load_b.tma_tensor
+    weight = cutlass.min(group, problem.groups - 1)
+    if spec.table:
+        tensor = at_distance(tensor, problem.table[weight] - problem.base)
+    else:
+        tensor = tensor[None, None, weight]
+    if spec.kind == "glu":
+        column = gate_column(spec, column, problem.glu_block)
+    box, sharing = (tile.n // spec.b_parts, TILE_K), (tile.cluster_m, in_cluster[0])
+    return [
+        _boxes(
+            operands.load_b,
+            operands.b,
+            tensor,
+            box,
+            (column + part * problem.glu_block, 0),
+            sharing,
+        )
+        for part in range(spec.b_parts)
+    ]
+
+
+@cute.jit
+def prefetch_weights(
+    spec: cutlass.Constexpr[Spec], problem: Problem, operands: Operands, first, in_cluster, across
+):
+    """Bring weights to the L2 cache under the end of the kernel before; by one warp.
+
+    Those of a block's first tile, if groups have as many rows as a tile.
+    """
+    group = first // across
+    column = (first % across * spec.tile.cluster_n + in_cluster[1]) * spec.width
+    if group < problem.groups:
+        boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
+        steps = cutlass.min(cute.ceil_div(problem.depth, TILE_K), _PREFETCHED)
+        for step in cutlass.range(steps, unroll=1):
+            for part in cutlass.range_constexpr(spec.b_parts):
+                cute.prefetch(operands.load_b.atom, boxes[part][1][None, step])
+
+
 @cute.jit
 def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, operands: Operands):
     """Keep the operand stages filled; by one warp."""
@@ -49,39 +92,21 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         mask_b = cutlass.Int16(every << (in_cluster[1] * tile.cluster_m))
 
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.stages)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
         if const_expr(spec.by_rows):
             tensor_a, offset_a = load_a.tma_tensor, (start + row, 0)
-            tensor_b, offset_b = load_b.tma_tensor, (column, 0)
-            weight = cutlass.min(group, problem.groups - 1)
-            if const_expr(spec.table):
-                tensor_b = at_distance(tensor_b, problem.table[weight] - problem.base)
-            else:
-                tensor_b = tensor_b[None, None, weight]
-            if const_expr(spec.kind == "glu"):
-                offset_b = (gate_column(spec, column, problem.glu_block), 0)
+            boxes_b = _weight_boxes(spec, problem, operands, group, column, in_cluster)
         else:
             tensor_a = group_rows(load_a.tma_tensor, 1, start, rows)
             tensor_b = group_rows(load_b.tma_tensor, 1, start, rows)
-            offset_a, offset_b = (row, 0), (column, 0)
+            offset_a = (row, 0)
+            sharing_b = (tile.cluster_m, in_cluster[0])
+            boxes_b = [_boxes(load_b, operands.b, tensor_b, tile_b, (column, 0), sharing_b)]
         shared_by = (tile.cluster_n, in_cluster[1])
         to_a, from_a = _boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)
-        boxes_b = [
-            _boxes(
-                load_b,
-                operands.b,
-                tensor_b,
-                tile_b,
-                (offset_b[0] + part * problem.glu_block, 0),
-                (tile.cluster_m, in_cluster[0]),
-            )
-            for part in range(spec.b_parts)
-        ]
         for step in cutlass.range(steps_of(spec, problem, group, rows), unroll=1):
             ring.producer_acquire(state)
             barrier = ring.producer_get_barrier(state)
@@ -102,8 +127,7 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
                     mcast_mask=mask_b,
                 )
             state.advance()
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+        read, valid, group, m, n, start, rows = walk.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
     ring.producer_tail(state)
 
@@ -112,31 +136,35 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
 def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, preacts: Preacts):
     """Keep the pre-activation blocks filled, in the order the epilogue reads them; by one warp."""
     tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
-    box = (WARPGROUP_ROWS, spec.block_columns)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, _ = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, _ = walk.next(walk.begin())
     while valid:
         row = start + (m * tile.cluster_m + in_cluster[0]) * tile.m
         if group >= problem.groups:
             row = problem.total_rows  # out of bounds: zeros for the rows past the last group
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
         for block in cutlass.range(spec.preact_blocks, unroll=1):
-            down, right = block // (tile.n // box[1]), block % (tile.n // box[1])
-            at = gate_column(spec, column + right * box[1], problem.glu_block)
             ring.producer_acquire(state)
             for side in cutlass.range_constexpr(2):
-                load = preacts.loads[side if const_expr(spec.paired) else 0]
-                shift = 0 if const_expr(spec.paired) else side * box[1]
-                offset = (row + down * box[0], at + shift)
-                to_block, from_block = _boxes(load, preacts.blocks, load.tma_tensor, box, offset)
+                atom, source, targets = _preact_box(
+                    spec, problem, preacts, row, column, block, side
+                )
                 cute.copy(
-                    load.atom,
-                    from_block[None, 0],
-                    to_block[None, 2 * state.index + side],
+                    atom,
+                    source,
+                    targets[None, 2 * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
             state.advance()
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, _ = schedule.seek(tile_index)
+        read, valid, group, m, n, start, _ = walk.next(read)
+
+
+def _preact_box(spec, problem, preacts, row, column, block, side):
+    """Gate or linear columns of a block of a tile: TMA atom, where they are, where they may go."""
+    box = (WARPGROUP_ROWS, spec.block_columns)
+    across = spec.tile.n // box[1]
+    load = preacts.loads[side if spec.paired else 0]
+    at = gate_column(spec, column + block % across * box[1], problem.glu_block)
+    offset = (row + block // across * box[0], at + (0 if spec.paired else side * box[1]))
+    to_block, from_block = _boxes(load, preacts.blocks, load.tma_tensor, box, offset)
+    return load.atom, from_block[None, 0], to_block

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute, select_
+from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fusible.kernels.sm90.device.schedule import ReductionSchedule, RowSchedule, TileQueue
+from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, Spec
 
 WARPGROUP = 128  # threads
@@ -23,6 +23,7 @@ class Problem(NamedTuple):
     """Sizes, and where the matrices of the groups lie."""
 
     total_rows: Int32
+    columns: Int32  # of the output of a product of rows
     depth: Int32
     groups: Int32
     glu_block: Int32  # columns from a gate to its linear column
@@ -31,19 +32,18 @@ class Problem(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A block's way over the tiles, in units of cluster tiles."""
+    """A block's way over the tiles."""
 
-    schedule: RowSchedule | ReductionSchedule
-    queue: TileQueue | None  # where tiles are drawn; else each cluster steps over the others'
-    first: Int32
-    step: Int32
+    queue: TileQueue
     in_cluster: tuple[Int32, Int32]  # the block's place in its cluster
 
-    def next(self, state, tile_index):
-        """Number of the tile after ``tile_index``, and the state of the queue behind it."""
-        if self.queue is not None:
-            return self.queue.next(state)
-        return tile_index + self.step, state
+    def begin(self):
+        """Where a warp begins to read the queue."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
+
+    def next(self, state):
+        """See `TileQueue.next`."""
+        return self.queue.next(state)
 
 
 class Operands(NamedTuple):
@@ -89,6 +89,13 @@ def gate_column(spec: Spec, column, glu_block):
     if spec.paired:
         return (column // glu_block) * 2 * glu_block + column % glu_block
     return column * 2
+
+
+def behind(state, count):
+    """A pipeline's stage ``count`` before that of ``state``, to be released."""
+    index = state.index - count
+    index = Int32(select_(index < 0, index + state.stages, index))
+    return pipeline.PipelineState(state.stages, state.count, index, state.phase)
 
 
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.

@@ -14,11 +14,11 @@ from fusible.kernels.sm90.device.parts import (
     Preacts,
     Problem,
     Walk,
+    behind,
     give_turn,
     steps_of,
     take_turn,
 )
-from fusible.kernels.sm90.device.schedule import TileQueue
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 _MULTIPLY_TURN = 3  # and 4: named barriers of whose turn it is, in ping-pong, to multiply
@@ -70,13 +70,12 @@ def multiply(
     fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
     accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
-    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread % WARPGROUP, team)
+    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread & (WARPGROUP - 1), team)
     # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
     scales_of, write = epilogue.row_scales, epilogue.write
 
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
-    release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
-    preact_state, preact_release = epilogue.states()
+    preact_state = epilogue.preact_state()
     if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
         if team == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
@@ -84,9 +83,7 @@ def multiply(
                 give_turn(PREACT_TURN, Int32(1))
 
     turn = Int32(0)
-    drawn = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
-    tile_index = walk.first
-    schedule, valid, group, m, n, start, rows = walk.schedule.seek(tile_index)
+    read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         steps = steps_of(spec, problem, group, rows)
         mine = Boolean(True)
@@ -103,71 +100,85 @@ def multiply(
             if const_expr(tile.pingpong):
                 take_turn(_MULTIPLY_TURN, team)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
-            if const_expr(spec.by_rows and tile.pingpong and tile.m == 2 * WARPGROUP_ROWS):
-                # Where a group ends within the first 64 rows, the others need no products.
-                if rows - row > WARPGROUP_ROWS:
-                    state, release = _mainloop(*loop, state, release, 2)
+            if const_expr(spec.by_rows and tile.pingpong):
+                # Where a group ends within the tile, the rows behind need no products.
+                slabs = cute.ceil_div(rows - row, WARPGROUP_ROWS)
+                if const_expr(tile.slabs == 3) and slabs == 2:
+                    state = _mainloop(*loop, state, 2)
+                elif slabs >= tile.slabs:
+                    state = _mainloop(*loop, state, tile.slabs)
                 else:
-                    state, release = _mainloop(*loop, state, release, 1)
+                    state = _mainloop(*loop, state, 1)
+            elif const_expr(not spec.by_rows):
+                # The last stage of a group may hold fewer rows than it has place for.
+                whole = (rows + 15) // TILE_K
+                state = _mainloop(*loop[:-1], whole, state, tile.slabs)
+                rest = cute.ceil_div(rows - whole * TILE_K, 16)
+                if rest == 1:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 1)
+                elif rest == 2:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 2)
+                elif rest == 3:
+                    state = _step(*loop[:-1], whole, state, tile.slabs, 3)
             else:
-                state, release = _mainloop(*loop, state, release, tile.slabs)
+                state = _mainloop(*loop, state, tile.slabs)
             if const_expr(tile.pingpong):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, team)
-            release = _drain(operands.pipeline, release, steps)
-            preact_state, preact_release = write(
-                accumulator, row_scales, place, preact_state, preact_release
-            )
+            _drain(operands.pipeline, state, steps)
+            preact_state = write(accumulator, row_scales, place, preact_state)
         else:
             if steps > 0:
                 state.advance(steps)
-                release.advance(steps)
             if const_expr(spec.kind == "dglu"):
-                skipped = Int32(spec.preact_blocks)
-                preact_state.advance(skipped)
-                preact_release.advance(skipped)
+                preact_state.advance(Int32(spec.preact_blocks))
         if const_expr(tile.pingpong):
             turn = 1 - turn
-        tile_index, drawn = walk.next(drawn, tile_index)
-        schedule, valid, group, m, n, start, rows = schedule.seek(tile_index)
+        read, valid, group, m, n, start, rows = walk.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
 @cute.jit
 def _mainloop(
-    mma, accumulator, fragment_a, fragment_b, ring, steps, state, release,
-    slabs: cutlass.Constexpr,
-):  # fmt: skip
-    """Issue a tile's products; a stage is released once those of the next one are issued.
-
-    ``slabs``: how many times 64 rows of the warpgroup's accumulator are computed.
-    """
+    mma, accumulator, fragment_a, fragment_b, ring, steps, state, slabs: cutlass.Constexpr
+):
+    """Issue the products of ``steps`` stages, of ``slabs`` times 64 rows of the accumulator."""
     for step in cutlass.range(steps, unroll=1):
-        ring.consumer_wait(state)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-            for m in cutlass.range_constexpr(slabs):
-                cute.gemm(
-                    mma,
-                    _as_tiles(accumulator[None, m, 0], 3),
-                    _as_tiles(fragment_a[None, m, k, state.index], 2),
-                    _as_tiles(fragment_b[None, 0, k, state.index], 2),
-                    _as_tiles(accumulator[None, m, 0], 3),
-                )
-        warpgroup.commit_group()
-        state.advance()
-        if step > 0:
-            warpgroup.wait_group(1)
-            ring.consumer_release(release)
-            release.advance()
-    return state, release
+        state = _step(
+            mma, accumulator, fragment_a, fragment_b, ring, step, state, slabs,
+            cute.size(fragment_a, mode=[2]),
+        )  # fmt: skip
+    return state
 
 
 @cute.jit
-def _drain(ring, release, steps):
+def _step(
+    mma, accumulator, fragment_a, fragment_b, ring, step, state, slabs: cutlass.Constexpr,
+    depth: cutlass.Constexpr,
+):  # fmt: skip
+    """Issue the products of a stage, of ``depth`` times 16 of the reduction; release the last."""
+    ring.consumer_wait(state)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(depth):
+        for m in cutlass.range_constexpr(slabs):
+            cute.gemm(
+                mma,
+                _as_tiles(accumulator[None, m, 0], 3),
+                _as_tiles(fragment_a[None, m, k, state.index], 2),
+                _as_tiles(fragment_b[None, 0, k, state.index], 2),
+                _as_tiles(accumulator[None, m, 0], 3),
+            )
+    warpgroup.commit_group()
+    state.advance()
+    if step > 0:
+        warpgroup.wait_group(1)
+        ring.consumer_release(behind(state, 2))
+    return state
+
+
+@cute.jit
+def _drain(ring, state, steps):
     """Wait for the last products of a tile."""
     warpgroup.wait_group(0)
     if steps > 0:
-        ring.consumer_release(release)
-        release.advance()
-    return release
+        ring.consumer_release(behind(state, 1))

@@ -1,14 +1,11 @@
 """Which output tile a cluster computes next, from group ends that only the device knows.
 
-The grid is persistent: cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles
-differ in length, tile ``c`` and then whichever is next when it is ready for one (`TileQueue`).
-Every warp decodes tile numbers for itself. Both schedules give
-``(schedule, valid, group, m, n, start, rows)``: the schedule to ask next, tile coordinates in
-units of cluster tiles, the group's first row and its number of rows.
+The grid is persistent. One warp of a cluster finds its tiles (`Schedule`) and tells all the others
+(`TileQueue`).
 """
 
 import cutlass
-from cutlass import Boolean, Int32, cute, pipeline
+from cutlass import Boolean, Int32, const_expr, cute, pipeline
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 
 _LANES = 32
@@ -26,24 +23,24 @@ def group_end(ends: cute.Tensor, group: Int32, total_rows: Int32) -> Int32:
     return end
 
 
-class RowSchedule:
-    """Tiles of an output whose rows are grouped.
+class Schedule:
+    """Tiles, group by group.
 
-    Group ``groups`` stands for the rows past the last end, whose output is zero. Lane ``i`` of a
-    warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
+    Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
+    past the last end, whose output is zero. Where the reduction is grouped, ``tile_rows`` is 0: a
+    group has ``down`` rows of tiles, or none if it has no rows and such are skipped. Lane ``i`` of
+    a warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
     32 groups when the tile lies past theirs.
     """
 
-    def __init__(self, ends, total_rows, groups, columns, tile_rows, state=None):
+    def __init__(self, ends, total_rows, groups, columns, tile_rows, down, skips, state=None):
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
-        self.tile_rows = tile_rows
-        self.base, self.first, self.last, self.start, self.rows = state or self._look(
-            Int32(0), Int32(0)
-        )
+        self.tile_rows, self.down, self.skips = tile_rows, down, skips
+        self.base, self.last, self.start, self.rows = state or self._look(Int32(0), Int32(0))
 
     def __extract_mlir_values__(self):
-        values = [self.total_rows, self.groups, self.columns]
-        values += [self.base, self.first, self.last, self.start, self.rows]
+        values = [self.total_rows, self.groups, self.columns, self.down]
+        values += [self.base, self.last, self.start, self.rows]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -51,13 +48,32 @@ class RowSchedule:
     def __new_from_mlir_values__(self, values):
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        total_rows, groups, columns, *state = (Int32(v) for v in values[width:])
-        return RowSchedule(ends, total_rows, groups, columns, self.tile_rows, tuple(state))
+        total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
+        return Schedule(
+            ends, total_rows, groups, columns, self.tile_rows, down, self.skips, tuple(state)
+        )
 
     def _with(self, state):
-        return RowSchedule(
-            self.ends, self.total_rows, self.groups, self.columns, self.tile_rows, state
+        return Schedule(
+            self.ends,
+            self.total_rows,
+            self.groups,
+            self.columns,
+            self.tile_rows,
+            self.down,
+            self.skips,
+            state,
         )
+
+    @cute.jit
+    def _tiles_down(self, group, rows):
+        """Rows of tiles of a group."""
+        tiles = self.down
+        if const_expr(self.tile_rows):
+            tiles = cute.ceil_div(rows, self.tile_rows)
+        elif ((rows == 0) & self.skips) | (group >= self.groups):
+            tiles = Int32(0)
+        return tiles
 
     @cute.jit
     def _look(self, base: Int32, first: Int32):
@@ -71,79 +87,50 @@ class RowSchedule:
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
-        last = cute.ceil_div(rows, self.tile_rows) * self.columns
+        last = self._tiles_down(group, rows) * self.columns
         for step in cutlass.range_constexpr(5):
             below = shuffle_sync_up(last, 1 << step)
             if lane >= (1 << step):
                 last += below
-        return base, first, first + last, start, rows
+        return base, first + last, start, rows
 
     @cute.jit
     def seek(self, tile: Int32):
         """The tile's coordinates; tiles are asked for in ascending order."""
-        base, first, last = self.base, self.first, self.last
-        start, rows = self.start, self.rows
+        base, last, start, rows = self.base, self.last, self.start, self.rows
         end = shuffle_sync(last, _LANES - 1)
         while (tile >= end) & (base + _LANES <= self.groups):
-            base, first, last, start, rows = self._look(base + _LANES, end)
+            base, last, start, rows = self._look(base + _LANES, end)
             end = shuffle_sync(last, _LANES - 1)
-        moved = self._with((base, first, last, start, rows))
+        moved = self._with((base, last, start, rows))
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(last <= tile))
         valid = lane < _LANES
         lane = cutlass.min(lane, Int32(_LANES - 1))
+        group = base + lane
         group_start, group_rows = shuffle_sync(start, lane), shuffle_sync(rows, lane)
-        tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
+        tiles_down = cutlass.max(self._tiles_down(group, group_rows), Int32(1))
         index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
         m, n = _in_bands(index, tiles_down, self.columns)
-        return moved, valid, base + lane, m, n, group_start, group_rows
-
-
-class ReductionSchedule:
-    """Tiles of an output that every group has one of, reduced over the group's rows."""
-
-    def __init__(self, ends, total_rows, groups, tiles_down, columns):
-        self.ends, self.total_rows, self.groups = ends, total_rows, groups
-        self.tiles_down, self.columns = tiles_down, columns
-
-    def __extract_mlir_values__(self):
-        values = [self.total_rows, self.groups, self.tiles_down, self.columns]
-        return cutlass.extract_mlir_values(self.ends) + [
-            v for value in values for v in cutlass.extract_mlir_values(value)
-        ]
-
-    def __new_from_mlir_values__(self, values):
-        width = len(cutlass.extract_mlir_values(self.ends))
-        ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        return ReductionSchedule(ends, *(Int32(v) for v in values[width:]))
-
-    @cute.jit
-    def seek(self, tile: Int32):
-        """The tile's coordinates."""
-        tiles = self.tiles_down * self.columns
-        group = tile // tiles
-        start, rows = Int32(0), Int32(0)
-        if group < self.groups:
-            start = group_end(self.ends, group - 1, self.total_rows)
-            rows = group_end(self.ends, group, self.total_rows) - start
-        m, n = _in_bands(tile - group * tiles, self.tiles_down, self.columns)
-        rows = cutlass.max(rows, Int32(0))
-        return self, Boolean(group < self.groups), group, m, n, start, rows
+        return moved, valid, group, m, n, group_start, group_rows
 
 
 class TileQueue:
-    """Tile numbers from one counter in global memory, for every warp of every cluster.
+    """Tiles for every warp of every block of a cluster, found by one warp of its first block.
 
-    A warp of the cluster's first block draws numbers ahead of their use and sends each to a ring
-    in every block of the cluster; a slot is drawn for again when all its readers have read it.
-    The counter is two integers, 0 before and after every launch: numbers drawn, clusters done.
+    Cluster ``c`` of ``C`` takes tiles ``c``, ``c + C``, ..., or, where tiles differ in length, tile
+    ``c`` and then whichever is next, drawn from a counter, when it is ready for one. Tiles are
+    found ahead of their use and sent to a ring in every block; a slot is filled again when all its
+    readers have read it. The counter is two integers, 0 before and after every launch: numbers
+    drawn, clusters done.
     """
 
     SLOTS = 2
+    WORDS = 8  # of a slot: group, row and column in units of cluster tiles, start, rows; 3 unused
 
-    def __init__(self, counter, slots, barriers, readers, blocks):
+    def __init__(self, counter, slots, barriers, dynamic, readers, blocks):
         """``readers`` warps in each of ``blocks`` blocks of a cluster."""
         self.counter, self.slots, self.barriers = counter, slots, barriers
-        self.readers, self.blocks = readers, blocks
+        self.dynamic, self.readers, self.blocks = dynamic, readers, blocks
 
     def __extract_mlir_values__(self):
         return [
@@ -158,7 +145,7 @@ class TileQueue:
             width = len(cutlass.extract_mlir_values(part))
             parts.append(cutlass.new_from_mlir_values(part, values[:width]))
             values = values[width:]
-        return TileQueue(*parts, self.readers, self.blocks)
+        return TileQueue(*parts, self.dynamic, self.readers, self.blocks)
 
     @cute.jit
     def initialise(self):
@@ -171,50 +158,61 @@ class TileQueue:
                 )
 
     @cute.jit
-    def serve(self, schedule, first: Int32, clusters: Int32):
-        """One warp of the cluster's first block: draw numbers until they lie past the last tile."""
+    def serve(self, schedule, tile: Int32, clusters: Int32):
+        """One warp of the cluster: send tiles, from ``tile`` on, then that none is left."""
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.SLOTS)
-        schedule, valid, *_ = schedule.seek(first)
-        while valid:
-            tile = Int32(0)
-            if lane == 0:
-                tile = clusters + cute.arch.atomic_add(self.counter, Int32(1))
-            tile = shuffle_sync(tile, 0)
+        left = Boolean(True)
+        while left:
+            schedule, left, group, m, n, start, rows = schedule.seek(tile)
             cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
             if lane < self.blocks:
                 full = self.barriers + state.index
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 4, lane)
-                cute.arch.store_async_dsmem(self.slots + state.index, tile, full, lane)
+                slot = (self.slots + state.index * self.WORDS).align(16)
+                group = group if left else Int32(-1)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 20, lane)
+                cute.arch.store_async_dsmem(slot, (group, m, n, start), full, lane)
+                cute.arch.store_async_dsmem(slot + 4, rows, full, lane)
             state.advance()
-            schedule, valid, *_ = schedule.seek(tile)
+            if const_expr(self.dynamic):
+                if lane == 0:
+                    tile = clusters + cute.arch.atomic_add(self.counter, Int32(1))
+                tile = shuffle_sync(tile, 0)
+            else:
+                tile += clusters
         # The other blocks' readers arrive at this block's barriers: stay until they have.
         for _ in cutlass.range_constexpr(self.SLOTS):
             cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
             state.advance()
-        if lane == 0:
-            done = self.counter + 1
-            if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
-                cute.arch.store(self.counter, Int32(0))
-                cute.arch.store(done, Int32(0))
+        if const_expr(self.dynamic):  # noqa: SIM102 (decided when compiling)
+            if lane == 0:
+                done = self.counter + 1
+                if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
+                    cute.arch.store(self.counter, Int32(0))
+                    cute.arch.store(done, Int32(0))
 
     @cute.jit
     def next(self, state):
-        """A reading warp's next tile."""
+        """A reading warp's next tile: ``(state, left, group, m, n, start, rows)``.
+
+        ``left`` is whether there is one; ``state`` is where to read the tile after.
+        """
         cute.arch.mbarrier_wait(self.barriers + state.index, state.phase)
-        slot = cute.make_tensor(self.slots + state.index, cute.make_layout(1))
-        tile = slot[0]
+        slot = cute.make_tensor(self.slots + state.index * self.WORDS, cute.make_layout(self.WORDS))
+        group, m, n, start, rows = (cute.arch.make_warp_uniform(slot[i]) for i in range(5))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers + self.SLOTS + state.index, 0)
         state.advance()
-        return tile, state
+        return state, group >= 0, group, m, n, start, rows
 
 
 @cute.jit
 def _in_bands(index: Int32, tiles_down: Int32, columns: Int32):
-    band = index // (_BAND * columns)
-    index -= band * _BAND * columns
-    height = cutlass.min(tiles_down - band * _BAND, Int32(_BAND))
-    column = index // height
-    return band * _BAND + index - column * height, column
+    """Row and column of a tile, in bands of like heights: a low one would use weights little."""
+    height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, _BAND))
+    band = index // (height * columns)
+    index -= band * height * columns
+    rest = cutlass.min(tiles_down - band * height, height)
+    column = index // rest
+    return band * height + index - column * rest, column

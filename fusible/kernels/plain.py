@@ -1,0 +1,75 @@
+"""Kernels of plain arguments, addresses and sizes: compiled, kept on disk, started on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.kernels.cache import kept
+from fusible.kernels.machine import architecture
+
+_ALIGNMENT_BYTES = 16  # of addresses: what a thread moves at once
+
+
+def compile_plain(
+    function: Callable[..., Any], kinds: Sequence[Any], constants: Sequence[Any], options: str
+) -> Any:
+    """Compile ``function(*numbers, stream, *constants)`` for numbers of ``kinds``.
+
+    What it gives is called with the numbers (an Int64 for an address) and a raw stream. ``options``
+    such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
+    """
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    return cute.compile(
+        function,
+        *[kind(0) for kind in kinds],
+        make_fake_stream(),
+        *constants,
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def launch(
+    compiled: Callable[..., Any],
+    what: tuple[Any, ...],
+    device: torch.device,
+    *args: Tensor | int | None,
+) -> None:
+    """Start the kernel that ``compiled(*what, options)`` makes on a device's current stream.
+
+    Tensors go by address, None as address 0.
+    """
+    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    call(device.index, loaded(compiled, what, architecture(device)), (*given, stream))
+
+
+@cache
+def loaded(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
+    """The kernel that ``compiled(*what, options)`` makes for a GPU, such as ``"sm_90a"``.
+
+    From memory, disk or the compiler; the ``repr`` of ``what`` tells all of it.
+    """
+    name = f"{compiled.__module__}.{compiled.__name__}{what} {gpu}"
+    return kept(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))
+
+
+def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call what launches on the device of that index while it is current."""
+    if index == torch._C._cuda_getDevice():
+        function(*arguments)
+        return
+    with torch.cuda.device(index):
+        function(*arguments)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """``t``, or a copy, contiguous and beginning at 16 bytes."""
+    t = t.contiguous()
+    return t if t.data_ptr() % _ALIGNMENT_BYTES == 0 else t.clone()

@@ -1,0 +1,119 @@
+"""Kernels kept on disk: none is taken for another, nor for one of other sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusible
+from fusible.kernels import cache, plain
+from fusible.kernels.dense import launch as dense
+from fusible.kernels.dense.spec import ActivationBias, RMSNorm
+from fusible.kernels.moe import launch as moe
+from fusible.kernels.moe.spec import RouteSpec, RowsSpec
+from fusible.kernels.quantize import launch as quantize
+from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
+from fusible.kernels.sm90 import launch as sm90
+from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.kernels.sm100 import quantizer
+from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.recipes.rows import E5M2, fp8_block, mxfp8, nvfp4
+
+PACKAGE = Path(fusible.__file__).parent
+
+
+def imported(path):
+    """The files of the package that a file imports from, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fusible."):
+            continue
+        file = PACKAGE.joinpath(*node.module.split(".")[1:])
+        yield from [file.with_suffix(".py"), *[file / f"{a.name}.py" for a in node.names]]
+        yield file / "__init__.py"
+
+
+def test_every_source_of_a_kernel_is_told_apart():
+    """All that device code imports, however far away."""
+    sources = set(cache.sources())
+    waiting = [path for path in sources if path.parent.name == "device"]
+    assert len(waiting) > 20
+    seen = set()
+    while waiting:
+        path = waiting.pop()
+        if path.exists() and path not in seen:
+            seen.add(path)
+            waiting.extend(imported(path))
+    assert PACKAGE / "recipes" / "rows.py" in seen
+    assert seen <= sources
+
+
+def test_a_changed_source_is_another_folder(monkeypatch, tmp_path):
+    pytest.importorskip("cutlass")
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("1")
+    other.write_text("2")
+    monkeypatch.setattr(cache, "sources", lambda: [one, other])
+    before = cache.directory.__wrapped__()
+    assert cache.directory.__wrapped__() == before
+    other.write_text("3")
+    assert cache.directory.__wrapped__() != before
+
+
+KERNELS = [
+    (quantize.compiled, ("encode", EncodeSpec(mxfp8(), "bf16", False, False, True, True))),
+    (quantize.compiled, ("amax", EncodeSpec(mxfp8(), "bf16", False, False, True, True))),
+    (quantize.compiled, ("encode", EncodeSpec(mxfp8(E5M2), "bf16", False, False, True, True))),
+    (quantize.compiled, ("encode", EncodeSpec(mxfp8(), "bf16", False, False, True, False))),
+    (quantize.compiled, ("encode", EncodeSpec(fp8_block(), "bf16", True, False, True, True))),
+    (quantize.compiled,
+     ("encode", EncodeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True))),
+    (quantize.compiled, ("decode", DecodeSpec(mxfp8(), "bf16", False, False, False))),
+    (quantize.compiled_offsets, (torch.int32,)),
+    (quantize.compiled_offsets, (torch.int64,)),
+    (moe.compiled, ("scatter", RowsSpec("bf16", 8, 2))),
+    (moe.compiled, ("gather", RowsSpec("bf16", 8, 2))),
+    (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0))),
+    (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0000001))),
+    (moe.compiled_permutation, (8, torch.int32)),
+    (dense.compiled, ("activation_bias", ActivationBias("gelu", "bf16"))),
+    (dense.compiled, ("rms_norm_backward", RMSNorm(64, "bf16", True))),
+    (quantizer.compiled, (PlacedSpec(nvfp4(), True, True, False, False, True),)),
+    (quantizer.compiled_sums, (32, True)),
+]  # fmt: skip
+
+
+def test_no_kernel_is_taken_for_another(monkeypatch):
+    names = []
+    monkeypatch.setattr(plain, "kept", lambda name, _: names.append(name))
+    monkeypatch.setattr(sm90, "kept", lambda name, _: names.append(name))
+    for compiled, what in KERNELS:
+        for gpu in ("sm_90a", "sm_100a"):
+            plain.loaded.__wrapped__(compiled, what, gpu)
+    for dtype in ("bfloat16", "float16"):
+        sm90.kernel.__wrapped__(Spec("store", Tile(128, 128), dtype))
+    for dtype in (torch.int32, torch.int64):
+        sm90._group_ends.__wrapped__(dtype)
+        sm90._tile_sums.__wrapped__(dtype)
+    assert len(set(names)) == len(names) == 2 * len(KERNELS) + 6
+
+
+def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
+    """Then read from disk; where nothing can be written, it is taken as it was compiled."""
+    pytest.importorskip("cutlass")
+    times = []
+
+    def compiled(*what):
+        times.append(what)
+        return quantizer.compiled_sums(*what)
+
+    monkeypatch.setattr(cache, "directory", lambda: tmp_path / "kept")
+    found = [plain.loaded.__wrapped__(compiled, (32, True), "sm_90a") for _ in range(2)]
+    assert times == [(32, True, "--gpu-arch sm_90a")]
+    assert all(map(callable, found))
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".o"]
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cache, "directory", lambda: tmp_path / "file" / "kept")
+    assert callable(plain.loaded.__wrapped__(compiled, (32, True), "sm_90a"))
+    assert len(times) == 2

@@ -1,0 +1,41 @@
+"""The tile table: large tiles where the output fills them."""
+
+import pytest
+
+from fusible.kernels.sm90.tiles import TILES, choose, takes_wide
+
+KINDS = list(TILES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("many_rows", [False, True])
+@pytest.mark.parametrize("columns", [8, 128, 136, 512, 768, 1000, 2048, 7168])
+def test_little_is_computed_beside_the_output(kind, many_rows, columns):
+    """No tile of 128 columns would compute much less."""
+
+    def beside(tile):
+        width = (tile.n // 2 if kind == "glu" else tile.n) * tile.cluster_n
+        return -(-columns // width) * width / columns
+
+    chosen = choose(kind, many_rows, columns)
+    assert chosen in TILES[kind]
+    assert beside(chosen) <= 1.09 * min(beside(tile) for tile in TILES[kind] if tile.n == 128)
+
+
+def test_the_rows_of_a_weight_gradient_count_too():
+    wide = choose("wgrad", True, columns=768, rows=2048)
+    high = choose("wgrad", True, columns=2048, rows=1536)
+    assert (wide.m, wide.n) == (128, 192)
+    assert (high.m, high.n) == (192, 128)
+
+
+def test_a_gated_product_gets_a_wide_tile_only_where_it_takes_it():
+    columns = 768  # of qwen3-30b: 8 tiles of 96 gate columns
+    assert choose("glu", True, columns).n == 192
+    assert choose("glu", True, columns, wide=False).n == 128
+    assert choose("glu", False, columns).n == 128  # groups of few rows
+    assert choose("glu", True, 512).n == 128  # 96 does not divide it
+    assert takes_wide("k", 0, bias=False)
+    assert takes_wide("k", 32, bias=False)
+    for refused in (("n", 0, False), ("k", 0, True), ("k", 64, False), ("k", 4, False)):
+        assert not takes_wide(*refused)
