@@ -72,7 +72,9 @@ def quantize_by_formulas(
 
 def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
-    return quantize_by_formulas(x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise)
+    fmt = NumberFormat.from_spelled(*spelled)
+    check_quantize(x, ends, fmt, rowwise, columnwise)
+    return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
 
 
 def _quantize_fake(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
