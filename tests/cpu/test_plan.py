@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fusible as fz
-from fusible.fuser.target import Target
+from fusible.fuser.target import Target, Version
 from fusible.testing import assume_target
 
 
@@ -201,6 +201,11 @@ def target(seq, x):
         return seq(x)
 
 
+def target_with_an_older_package(seq, x):
+    with assume_target(Target("cuda", 100, Version(1, 0))):
+        return seq(x)
+
+
 CHANGES = [
     dtype,
     input_needs_a_gradient,
@@ -211,6 +216,7 @@ CHANGES = [
     recipe,
     recipe_with_other_options,
     target,
+    target_with_an_older_package,
 ]
 
 
