@@ -83,11 +83,6 @@ def check_sizes(who: str, dtype: torch.dtype | None = None, **sizes: Any) -> Non
         raise ValueError(f"dtype of {who} must be one of {_DTYPE_NAMES}, got {dtype}")
 
 
-def refuse(option: str, who: str, instead: str) -> ValueError:
-    """The error for an option that is not offered yet."""
-    return ValueError(f"{option} must be False in {who} for now, got True; {instead}")
-
-
 def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
     """Raise ValueError unless the last dimension of ``x`` is whole pairs of gate and linear."""
     unit = 2 if interleave is None else 2 * interleave
