@@ -92,3 +92,27 @@ def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
             f"last dimension of the input of {who} must be a multiple of {unit} ({layout}), got "
             f"shape {tuple(x.shape)}"
         )
+
+
+def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
+    """``scales``, refused unless it has one floating value per row of ``x``, beside it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if (
+        scales is not None
+        and scales.is_floating_point()
+        and scales.shape == x.shape[:-1]
+        and scales.device == x.device
+    ):
+        return scales
+    raise ValueError(
+        f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
+        f"{x.device}, one value for each row of the input, got {described(scales)}"
+    )
+
+
+def described(t: Tensor | None) -> str:
+    """What a message says of a tensor that does not fit."""
+    return "None" if t is None else f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
