@@ -143,7 +143,7 @@ def split_glu(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
     if interleave is None:
         gate, linear = x.chunk(2, dim=-1)
         return gate, linear
-    blocks = x.unflatten(-1, (-1, 2, interleave))
+    blocks = torch.unflatten(x, -1, (-1, 2, interleave))
     return blocks.select(-2, 0).flatten(-2), blocks.select(-2, 1).flatten(-2)
 
 
@@ -151,7 +151,10 @@ def join_glu(gate: Tensor, linear: Tensor, interleave: int | None) -> Tensor:
     """The inverse of :func:`split_glu`."""
     if interleave is None:
         return torch.cat((gate, linear), dim=-1)
-    blocks = (gate.unflatten(-1, (-1, interleave)), linear.unflatten(-1, (-1, interleave)))
+    blocks = (
+        torch.unflatten(gate, -1, (-1, interleave)),
+        torch.unflatten(linear, -1, (-1, interleave)),
+    )
     return torch.stack(blocks, dim=-2).flatten(-3)
 
 
@@ -401,7 +404,7 @@ def choose_experts(
         if expert_bias is not None:
             ranked = ranked + expert_bias.to(ranked.dtype)
     if num_groups > 1:
-        groups = ranked.unflatten(-1, (num_groups, -1))
+        groups = torch.unflatten(ranked, -1, (num_groups, -1))
         worth = torch.sort(groups, dim=-1, descending=True).values[..., :group_top].sum(-1)
         best = _largest(worth, top_groups)
         allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)

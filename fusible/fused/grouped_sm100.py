@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
-from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
+from fusible.fused.packages import CUDNN, CUTLASS
+from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.fuser.target import Version
 from fusible.kernels import sm100
 from fusible.kernels.sm100 import limits
 from fusible.ops import FusedOperation, GroupedLinear
@@ -39,7 +39,8 @@ from fusible.recipes.tensor import QuantizedTensor
 # What the kernels need of the machine, the recipe and a GroupedLinear: their own limits.
 _MACHINE = (
     one_of(this.sm, *limits.ARCHITECTURES),
-    at_least(this.cudnn_frontend, Version(*limits.CUDNN_FRONTEND)),
+    CUDNN,
+    CUTLASS,
     equal(this.dtype, limits.DTYPE),
     one_of(this.format.input, *limits.FORMATS),
     equal(this.format.weight, this.format.input),

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fused.direct_sm90 import DirectLinear, DirectMLP, is_plain
 from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
+from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
     as_matrix,
@@ -36,6 +37,7 @@ from fusible.ops.wgrad import add_or_copy, laid_out_as
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 MACHINE = (
     equal(this.sm, limits.ARCHITECTURE),
+    CUTLASS,
     equal(this.recipe, "none"),
     one_of(this.dtype, *limits.DTYPES),
 )

@@ -19,6 +19,7 @@ from fusible.fused.grouped_sm90 import (
     linear_glu,
     weight_grads,
 )
+from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     CheckedProducts,
     as_vector,
@@ -38,6 +39,7 @@ from fusible.ops.rows import as_2d, with_rows_of
 
 _RECIPE = (
     equal(this.sm, limits.ARCHITECTURE),
+    CUTLASS,
     one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
     equal(this.dtype, "bfloat16"),
 )

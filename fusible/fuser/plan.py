@@ -245,6 +245,7 @@ def _site_reader(
             format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
+            cutlass_dsl=target.cutlass_dsl,
             device=target.device,
             dtype=facts.dtype,
             input=facts.input,

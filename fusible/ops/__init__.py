@@ -1,6 +1,11 @@
 """What is computed: the op contract, the basic ops and ``Sequential``."""
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from fusible.ops.activation import (
     GEGLU,
     GELU,
@@ -90,5 +95,8 @@ __all__ = [
     "TopKRouter",
     "deinterleave_glu",
     "interleave_glu",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
     "reuse_quantized_weights",
 ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.fuser.target import CUTLASS_DSL
 from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
@@ -33,7 +34,7 @@ def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | No
         "ends must be contiguous int32 or int64": ends is None
         or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
         "the GPU must be SM89 or later": capability(matrix.device) >= (8, 9),
-        "nvidia-cutlass-dsl must be installed": has_cutlass(),
+        f"nvidia-cutlass-dsl must be at least {CUTLASS_DSL}": has_cutlass(),
     }
     return next((sentence for sentence, holds in checks.items() if not holds), None)
 
