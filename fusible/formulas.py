@@ -143,7 +143,7 @@ def split_glu(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
     if interleave is None:
         gate, linear = x.chunk(2, dim=-1)
         return gate, linear
-    blocks = x.unflatten(-1, (-1, 2, interleave))
+    blocks = torch.unflatten(x, -1, (-1, 2, interleave))
     return blocks.select(-2, 0).flatten(-2), blocks.select(-2, 1).flatten(-2)
 
 
@@ -151,7 +151,10 @@ def join_glu(gate: Tensor, linear: Tensor, interleave: int | None) -> Tensor:
     """The inverse of :func:`split_glu`."""
     if interleave is None:
         return torch.cat((gate, linear), dim=-1)
-    blocks = (gate.unflatten(-1, (-1, interleave)), linear.unflatten(-1, (-1, interleave)))
+    blocks = (
+        torch.unflatten(gate, -1, (-1, interleave)),
+        torch.unflatten(linear, -1, (-1, interleave)),
+    )
     return torch.stack(blocks, dim=-2).flatten(-3)
 
 
@@ -372,7 +375,7 @@ def gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     return 1 + cast(weight, dtype) if zero_centered else cast(weight, dtype)
 
 
-# --- routing ----------------------------------------------------------------------------------
+# --- routing --------------------------------------------------------------------------------------
 
 
 def router_scores(logits: Tensor, score_function: str) -> Tensor:
@@ -401,7 +404,7 @@ def choose_experts(
         if expert_bias is not None:
             ranked = ranked + expert_bias.to(ranked.dtype)
     if num_groups > 1:
-        groups = ranked.unflatten(-1, (num_groups, -1))
+        groups = torch.unflatten(ranked, -1, (num_groups, -1))
         worth = torch.sort(groups, dim=-1, descending=True).values[..., :group_top].sum(-1)
         best = _largest(worth, top_groups)
         allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
@@ -413,6 +416,11 @@ def _largest(values: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest in the last dimension; a stable order, unlike topk's."""
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     return order[..., :count].contiguous()
+
+
+def _total(scores: Tensor) -> Tensor:
+    """Sums over the last dimension that can be divided by, as in DeepSeek-V3's own code."""
+    return scores.sum(-1, keepdim=True) + 1e-20
 
 
 def router_probs(
@@ -427,7 +435,7 @@ def router_probs(
     else:
         probs = router_scores(logits.gather(-1, ids), score_function)
         if score_function == "sigmoid" and normalize:
-            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+            probs = probs / _total(probs)
     return probs * scaling_factor
 
 
@@ -450,7 +458,7 @@ def router_probs_backward(
         d = p * (d - (d * p).sum(-1, keepdim=True))
     else:
         if normalize:
-            total = p.sum(-1, keepdim=True) + 1e-20
+            total = _total(p)
             d = (d - (d * p).sum(-1, keepdim=True) / total) / total
         d = d * p * (1 - p)
     return torch.zeros_like(logits).scatter(-1, ids, d)
@@ -466,7 +474,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Ten
     experts = logits.shape[-1]
     scores = router_scores(logits, score_function)
     if score_function == "sigmoid":
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        scores = scores / _total(scores)
     chosen = ids.reshape(-1)
     counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     share = counts.to(scores.dtype) / max(chosen.numel(), 1)

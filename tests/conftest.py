@@ -38,6 +38,13 @@ def own_fusions():
 
 
 @pytest.fixture
+def default_device():
+    """Sets the device that tensors are made on unless they say where, as users may."""
+    yield torch.set_default_device
+    torch.set_default_device(None)
+
+
+@pytest.fixture
 def fresh_compiler():
     """No compiled code from before, and none left behind."""
     torch._dynamo.reset()

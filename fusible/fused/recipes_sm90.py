@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible.fused.grouped_mlp import ScaledGLU
 from fusible.fused.grouped_sm90 import (
     MLP_FITS,
     GroupedLinearForwardSm90,
@@ -21,7 +22,6 @@ from fusible.fused.grouped_sm90 import (
 from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     CheckedProducts,
-    ScaledGLU,
     as_vector,
     features_fit,
     glu_of,

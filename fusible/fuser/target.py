@@ -82,13 +82,13 @@ class Target:
 
 
 _assumed: Target | None = None
-_assumed_name: str | None = None  # a constant to torch.compile, which a Target is not
+_assumed_spelled: str | None = None  # a constant to torch.compile, which a Target is not
 _cuda_targets: dict[torch.device, Target] = {}
 
 
 def assumed_target() -> str | None:
-    """Name of the target that plans are made for instead of this machine, if any."""
-    return _assumed_name
+    """All of the target that plans are made for instead of this machine, spelled; None for this."""
+    return _assumed_spelled
 
 
 def target_of(device: torch.device) -> Target:
@@ -107,10 +107,10 @@ def target_of(device: torch.device) -> Target:
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Make every plan inside for ``target``."""
-    global _assumed, _assumed_name
-    outer = _assumed, _assumed_name
-    _assumed, _assumed_name = target, str(target)
+    global _assumed, _assumed_spelled
+    outer = _assumed, _assumed_spelled
+    _assumed, _assumed_spelled = target, repr(target)
     try:
         yield
     finally:
-        _assumed, _assumed_name = outer
+        _assumed, _assumed_spelled = outer

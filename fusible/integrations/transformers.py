@@ -215,7 +215,8 @@ def activation_of(experts: Any) -> BasicOperation | None:
         return None
     # explain() and torch.compile may be the first to call, under modes of fake tensors.
     with _disable_current_modes(), torch.no_grad():
-        rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).double() * 8
+        generator = torch.Generator("cpu").manual_seed(0)
+        rows = torch.randn(16, 64, generator=generator, device="cpu").double() * 8
         try:
             expected = experts._apply_gate(rows).double()
         except (RuntimeError, TypeError):  # such as parameters on another device

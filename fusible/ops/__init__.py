@@ -15,10 +15,6 @@ from fusible.ops.activation import (
     ClampedSwiGLU,
     ReGLU,
     ReLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -43,6 +39,12 @@ from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize import Quantize
 from fusible.ops.router import TopKRouter
+from fusible.ops.scaled_activation import (
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
 from fusible.ops.sequential import Sequential
 from fusible.ops.weights import reuse_quantized_weights
 

@@ -51,7 +51,8 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
         "dtype": str(q.dtype),
         "shape": tuple(q.shape),
     }
-    state["format"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    spelled = list(json.dumps(facts).encode())
+    state["format"] = torch.tensor(spelled, dtype=torch.uint8, device="cpu")
     return state
 
 

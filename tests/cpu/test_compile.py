@@ -123,6 +123,17 @@ def test_grouped_mlp(backend, dynamic, single):
         check(compiled, mlp, (x, splits, scales, splits))
 
 
+def test_where_a_default_device_is_set(default_device):
+    """Dynamo then traces what PyTorch's methods are written with, and knows less of it."""
+    experts = ref.grouped_mlp(hidden=8, inner=8)
+    experts[1] = fz.ScaledSwiGLU(glu_interleave_size=4)
+    router = fz.TopKRouter(8, 4, 2, num_groups=2, top_groups=1, expert_bias=True, z_loss=True)
+    block = fz.Sequential(router, fz.Dispatch(4), *experts, fz.Combine())
+    default_device("cpu")
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    check(compiled, block, (torch.randn(10, 8, requires_grad=True),))
+
+
 @pytest.mark.parametrize("name", ["Linear", "fused", "ScaledSwiGLU"])
 def test_inductor(name):
     op = OPS[name]()

@@ -204,6 +204,11 @@ def target(seq, x):
         return seq(x)
 
 
+def target_with_an_older_package(seq, x):
+    with assume_target(Target("cuda", 100, Version(1, 0))):
+        return seq(x)
+
+
 CHANGES = [
     dtype,
     input_needs_a_gradient,
@@ -214,6 +219,7 @@ CHANGES = [
     recipe,
     recipe_with_other_options,
     target,
+    target_with_an_older_package,
 ]
 
 

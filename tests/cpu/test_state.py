@@ -49,7 +49,7 @@ def build(single, recipe="none", keep=False, groups=3, **options):
 
 
 def bits(t):
-    return t.contiguous().reshape(-1).view(torch.uint8)
+    return t.contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
 def same_bits(a, b):
@@ -168,6 +168,14 @@ def test_an_ops_own_extra_state_is_loaded():
     here[0].count = 3
     there.load_state_dict(here.state_dict())
     assert there[0].count == 3
+
+
+def test_whatever_the_default_device_is(default_device):
+    module, other = build(True, "mxfp8"), build(False, "mxfp8")
+    default_device("meta")
+    other.load_state_dict(module.state_dict())
+    for theirs, mine in zip(stacked(module), stacked(other), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # --- files ---------------------------------------------------------------------------------------

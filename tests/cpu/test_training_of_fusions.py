@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from test_rules import FITS, randomised, scope_of
+from training_paths import on_machine
 
 import fusible as fz
 from fusible.ops.weights import WeightedOperation
-from fusible.testing import assume_target
 
 
 def ops_of(module):
@@ -37,7 +37,7 @@ def run(name, module, inputs, **options):
     copies = {t: t.detach().clone().requires_grad_(t.requires_grad) for t in inputs}
     inputs = [copies[t] for t in inputs]  # the same tensor where it was the same
     torch.manual_seed(1)
-    with assume_target(FITS[name][1]), scope_of(name):
+    with on_machine(FITS[name][1], "cpu"), scope_of(name):
         out = module(*inputs, **options)
         outs = out if isinstance(out, tuple) else (out,)
         torch.autograd.backward(outs, [torch.randn(o.shape).to(o.dtype) for o in outs])

@@ -55,6 +55,14 @@ def test_weights_are_used_where_they_lie() -> None:
         assert not experts._fusible_block.mlp[1].weights()[0].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gates_are_told_on_the_cpu(device: str, default_device: Any) -> None:
+    """Whatever the default device is when a model is first called."""
+    experts = experts_of(make_model("gpt_oss"))
+    default_device(device)
+    assert type(integration.activation_of(experts)) is fz.ScaledClampedQGeGLU
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_ids_of_other_ranks_give_nothing(family: str) -> None:
     experts = experts_of(make_model(family)).double()

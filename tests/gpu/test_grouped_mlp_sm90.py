@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from checks import never_waiting
 
 import fusible as fz
 from fusible.kernels import sm90
@@ -153,11 +154,8 @@ def test_repeats_bitwise_without_synchronisation(single):
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
     first = step(mlp, x, scales, splits, dy)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         again = [step(mlp, x, scales, splits, dy) for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for other in again:
         for name, value in first.items():
             assert torch.equal(value, other[name]), name
@@ -299,3 +297,112 @@ def test_compiles_as_one_graph():
     got = {"y": y, **dict(zip(leaves, torch.autograd.grad(y, leaves.values(), dy), strict=True))}
     for name, value in want.items():
         assert relative(got[name], value) < 1e-5, name
+
+
+# --- what callers give ---------------------------------------------------------------------------
+
+ALL = ("x", "scales", "0.weight", "0.bias", "2.weight", "2.bias")
+TRAINED = (
+    *[(name,) for name in ALL],
+    ("0.weight", "2.weight"),
+    ("0.weight", "0.bias"),
+    ("2.weight", "2.bias"),
+    ("0.bias", "2.bias"),
+    ("x", "2.weight"),
+    ("scales", "0.weight"),
+)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("trained", TRAINED, ids="+".join)
+def test_only_some_need_gradients(trained, bias):
+    if not bias and any("bias" in name for name in trained):
+        pytest.skip("there is none")
+    mlp, (x, scales, splits) = build(fz.ScaledSwiGLU(), bias=bias), inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    want = step(mlp, x, scales, splits, dy)
+    leaves = {"x": x, "scales": scales, **dict(mlp.named_parameters())}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in trained)
+    extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
+    y = mlp(x, *extra)
+    assert all("sm90" in name for name in mlp.plan.fired)
+    grads = torch.autograd.grad(y, [leaves[name] for name in trained], dy)
+    for name, got in {"y": y, **dict(zip(trained, grads, strict=True))}.items():
+        assert not got.isnan().any(), name
+        assert relative(got, want[name]) < 5e-3, name
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert relative(mlp(x, *extra), want["y"]) < 5e-3
+
+
+def laid_out(t, make):
+    """The values of ``t`` in what ``make`` makes."""
+    with torch.no_grad():
+        other = make(t.detach())
+        other.copy_(t)
+    return other.requires_grad_(t.requires_grad)
+
+
+def wider(x, before, after):
+    return x.new_full((len(x), before + HIDDEN + after), float("nan"))[:, before : before + HIDDEN]
+
+
+def turned(x):
+    return torch.empty_like(x.t().contiguous()).t()
+
+
+LAYOUTS = {
+    "int32 sizes": lambda x, s, n, dy: (x, s, n.int(), dy),
+    "sizes of the CPU": lambda x, s, n, dy: (x, s, n.cpu(), dy),
+    "a list": lambda x, s, n, dy: (x, s, n.tolist(), dy),
+    "sizes with a stride": lambda x, s, n, dy: (x, s, n.repeat_interleave(2)[::2], dy),
+    "scales with a stride": lambda x, s, n, dy: (
+        x, laid_out(s, lambda s: s.repeat_interleave(2)[::2]), n, dy,
+    ),
+    "rows of a wider tensor": lambda x, s, n, dy: (
+        laid_out(x, lambda x: wider(x, 8, 8)), s, n, laid_out(dy, lambda x: wider(x, 0, 64)),
+    ),
+    "rows not on 16 bytes": lambda x, s, n, dy: (
+        laid_out(x, lambda x: wider(x, 1, 0)), s, n, laid_out(dy, lambda x: wider(x, 3, 2)),
+    ),
+    "features first": lambda x, s, n, dy: (laid_out(x, turned), s, n, laid_out(dy, turned)),
+    "an expanded gradient": lambda x, s, n, dy: (x, s, n, dy[:1].expand_as(dy)),
+    "three dimensions": lambda x, s, n, dy: (
+        *[t.detach().unflatten(0, (7, -1)).requires_grad_() for t in (x, s)],
+        n,
+        dy.unflatten(0, (7, -1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_same_given_otherwise(how, bias):
+    """Any layout that callers have gives the bits of the contiguous one."""
+    mlp, (x, scales, splits) = build(fz.ScaledSwiGLU(), bias=bias), inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    if how == "an expanded gradient":
+        dy = dy[:1].repeat(len(dy), 1)
+    want = step(mlp, x, scales, splits, dy)
+    got = step(mlp, *LAYOUTS[how](x, scales, splits, dy))
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    for name, value in want.items():
+        assert torch.equal(got[name].reshape(value.shape), value), name
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_scales_of_low_precision(bias):
+    """Arithmetic is in FP32, and their gradient has their dtype."""
+    mlp, (x, scales, splits) = build(fz.ScaledSwiGLU(), bias=bias), inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    narrow = scales.detach().bfloat16()
+    want = step(mlp, x, narrow.float().requires_grad_(), splits, dy)
+    got = step(mlp, x, narrow.requires_grad_(), splits, dy)
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    for name, value in want.items():
+        if name == "scales":
+            assert got[name].dtype == torch.bfloat16
+            assert relative(got[name], value) < 5e-3
+        else:
+            assert torch.equal(got[name], value), name

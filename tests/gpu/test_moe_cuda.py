@@ -1,10 +1,15 @@
 """Routing and moving rows on CUDA: the bits of the definitions, which run on the CPU here."""
 
+import copy
+
 import pytest
 import torch
+from checks import never_waiting
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible import formulas
+from fusible.kernels import grouped
 from fusible.kernels.moe import launch, permute, routing
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +61,32 @@ def test_row_map(kind, groups):
             want = permute.permutation_definition(ids, groups, capacity)
             dtype = torch.int32 if capacity else torch.int64
             same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
+
+
+def test_ids_beyond_32_bits():
+    """None of them is a group, whatever their lower half says."""
+    ids = torch.randint(0, 6, (1000, 4))
+    ids[::2] += 2**32
+    ids[::3] -= 2**33
+    same(permute.permutation(ids.cuda(), 6, None), permute.permutation_definition(ids, 6, None))
+
+
+def test_more_than_two_to_the_31_elements():
+    tokens, k, hidden, groups = 65600, 8, 4112, 16
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, groups, (tokens, k), device="cuda")
+    row_map, sizes, ends = permute.permutation(ids, groups, None)
+    assert ids.numel() * hidden > 2**31
+    rows, _ = permute.scatter_rows(x, row_map, None, ids.numel(), False)
+    total, _ = permute.gather_sum(rows, row_map, None, None)
+    assert torch.equal(total, k * x)
+    for last in (rows[-1], rows[-2]):
+        assert (last == x).all(-1).any()
+    squares = x.float().square().sum(-1)
+    dots = permute.row_dots(rows, x, row_map, False)
+    torch.testing.assert_close(dots, squares[:, None].expand(-1, k), rtol=1e-4, atol=1e-3)
+    sums = grouped.grouped_sum(rows.fill_(1), ends, None)
+    assert torch.equal(sums, sizes.bfloat16()[:, None].expand(-1, hidden))
 
 
 def rows_case(dtype, tokens, hidden, k, weights, capacity):
@@ -161,6 +192,47 @@ def test_route_by_biased_scores_in_groups(groups, function, biased):
     torch.testing.assert_close(probs.cpu()[~differs].double(), want[~differs], rtol=1e-5, atol=1e-6)
 
 
+@on_poison
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [(8, 4, 2), (4, 1, 1), (32, 9, 3)])
+def test_ties_in_groups(groups, function):
+    """Of equal groups the first are kept, of equal experts the first are chosen, as on the CPU."""
+    logits = torch.randint(0, 4, (2000, 256)).float()
+    args = (6, function, True, 1.0, list(groups))
+    _, ids = routing.route(logits.cuda(), None, *args)
+    _, want = routing.route_definition(logits, None, *args)
+    assert torch.equal(ids.cpu(), want)
+
+
+LOSSES = {"load_balancing_loss": True, "z_loss": True}
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_losses(function):
+    """Against FP64, without a synchronisation."""
+    router, x = fz.TopKRouter(256, 16, 4, score_function=function, **LOSSES), torch.randn(500, 256)
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        router.to(device, dtype)
+        tokens = x.to(device, dtype).requires_grad_()
+
+        def losses_and_gradients(x):
+            _, _, _, balance, z = router(x)
+            loss = 0.3 * balance + 0.7 * z
+            return [balance.detach(), z.detach(), *torch.autograd.grad(loss, [x, router.weight])]
+
+        losses_and_gradients(tokens)  # compiles kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = losses_and_gradients(tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([t.cpu().double() for t in got])
+    for got, want in zip(*results[::-1], strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
 def test_opcheck():
     ids = torch.randint(0, 5, (6, 2), device="cuda")
     row_map, *_ = permute.permutation(ids, 4, None)
@@ -262,11 +334,8 @@ def test_no_synchronisation():
     dy = torch.randn_like(x)
     step(block, x, dy)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step(block, x, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_cuda_graph_replayed_with_other_tokens():
@@ -290,6 +359,79 @@ def test_cuda_graph_replayed_with_other_tokens():
         replayed = [t.clone() for t in captured]
         for a, b in zip(replayed, step(block, x, dy), strict=True):
             assert torch.equal(a, b)
+
+
+def balanced_step(block, x, dy):
+    """Output, losses and gradients; then the router's bias is moved by the load."""
+    y, balance, z, load = block(x)
+    outputs = y, balance, z
+    dys = dy, torch.ones_like(balance), torch.ones_like(z)
+    grads = torch.autograd.grad(outputs, [x, *block.parameters()], dys)
+    block[0].update_expert_bias(load, rate=0.05)
+    return [*(t.detach() for t in outputs), *grads, block[0].expert_bias]
+
+
+def balanced_block():
+    block = make_block(score_function="sigmoid", expert_bias=True, **LOSSES).bfloat16().cuda()
+    block[1].set_extra_output_channel(0, "load")
+    return block
+
+
+def test_balancing_in_a_graph():
+    """Losses and the update of the bias too are captured, and see the tokens of each replay."""
+    block = balanced_block()
+    x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            balanced_step(block, x, dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = balanced_step(block, x, dy)
+    eager = copy.deepcopy(block)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x) + seed * torch.randn(HIDDEN, device="cuda"))
+        before = block[0].expert_bias.clone()
+        graph.replay()
+        assert not torch.equal(block[0].expert_bias, before)
+        for a, b in zip(captured, balanced_step(eager, x, dy), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_block():
+    """Router, losses, experts and sum as one graph, for any number of tokens."""
+    block = balanced_block()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for tokens in (300, 77, 1000):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16().requires_grad_()
+        results = []
+        for call in (block, compiled):
+            y, balance, z, load = call(x)
+            loss = y.float().sin().sum() + balance + z
+            grads = torch.autograd.grad(loss, [x, *block.parameters()])
+            results.append([t.detach().double() for t in (y, balance, z, load, *grads)])
+        for mine, theirs in zip(*results, strict=True):
+            assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_few_tokens(tokens):
+    block = balanced_block()
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    got = balanced_step(block, x, torch.ones_like(x))
+    for t in got[:-1]:
+        assert torch.isfinite(t).all()
+        assert tokens or not t.any()
 
 
 def test_capacity_and_foreign_ids():

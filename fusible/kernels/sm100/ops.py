@@ -91,7 +91,7 @@ def _table(tensors: list[Tensor]) -> Tensor:
     pointers = tuple([t.data_ptr() for t in tensors])
     device = tensors[0].device
     if device.type == "cpu":
-        return torch.tensor(pointers, dtype=torch.int64)
+        return torch.tensor(pointers, dtype=torch.int64, device=device)
     return pointer_table(pointers, device)
 
 

@@ -217,7 +217,7 @@ def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tens
     if table is not None:
         _pointer_tables.move_to_end(key)
         return table
-    source = torch.tensor(pointers, dtype=torch.int64).pin_memory()
+    source = torch.tensor(pointers, dtype=torch.int64, device="cpu").pin_memory()
     table = source.to(device, non_blocking=True)
     if torch.cuda.is_current_stream_capturing():
         _captured_sources.append(source)
