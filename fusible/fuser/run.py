@@ -611,33 +611,16 @@ class _RunFunction(torch.autograd.Function):
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
-            if grad is None:
-                raise RuntimeError(
-                    f"the op after {type(op).__name__} must return the gradient of its input, got "
-                    "None; where nothing flows back it is zeros"
-                )
-            returned = op.fuser_backward(
+            grad, step_params, step_extra = _gradients(
+                op,
                 contexts[start:stop],
                 grad,
-                basic_op_grad_extra_outputs=[
+                [
                     tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
                     for i, count in enumerate(num_extra_outputs)
                 ],
+                num_grads,
             )
-            if not _is_tuple(returned, 3):
-                raise TypeError(
-                    f"the backward of {type(op).__name__} must return the gradient of its input, "
-                    "and for each basic op those of its parameters and of its extra inputs, got "
-                    f"{kind_of(returned)}"
-                )
-            grad, step_params, step_extra = returned
-            got = list(map(len, step_params)), list(map(len, step_extra))
-            if got != num_grads:
-                raise RuntimeError(
-                    f"the backward of {type(op).__name__} must return gradients (None where there "
-                    "is none) for each basic op's parameters and extra inputs, numbering "
-                    f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
-                )
             of_params[start:stop] = step_params
             for of_op, grads in zip(sources, step_extra, strict=True):
                 for (producer, k), g in zip(of_op, grads, strict=True):
@@ -653,6 +636,39 @@ class _RunFunction(torch.autograd.Function):
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _gradients(
+    op: Any,
+    contexts: list[OperationContext],
+    grad_output: Tensor | None,
+    of_extra_outputs: list[tuple[Tensor | None, ...]],
+    num_grads: tuple[list[int], list[int]],
+) -> tuple[Tensor | None, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+    """What the backward of an op of a plan returns, checked to be of the right form."""
+    name = type(op).__name__
+    if grad_output is None:
+        raise RuntimeError(
+            f"the op after {name} must return the gradient of its input, got None; where nothing "
+            "flows back it is zeros"
+        )
+    returned = op.fuser_backward(
+        contexts, grad_output, basic_op_grad_extra_outputs=of_extra_outputs
+    )
+    if not _is_tuple(returned, 3):
+        raise TypeError(
+            f"the backward of {name} must return the gradient of its input, and for each basic op "
+            f"those of its parameters and of its extra inputs, got {kind_of(returned)}"
+        )
+    grad_input, of_params, of_extra_inputs = returned
+    got = list(map(len, of_params)), list(map(len, of_extra_inputs))
+    if got != num_grads:
+        raise RuntimeError(
+            f"the backward of {name} must return gradients (None where there is none) for each "
+            f"basic op's parameters and extra inputs, numbering {num_grads[0]} and {num_grads[1]}, "
+            f"got {got[0]} and {got[1]}"
+        )
+    return grad_input, of_params, of_extra_inputs
 
 
 def _refuse_second_derivatives() -> None:
