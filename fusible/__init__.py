@@ -7,13 +7,7 @@ from fusible import ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
-from fusible.fuser.registry import (
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-    register_rule,
-    registry,
-)
+from fusible.fuser.registry import register_rule, registry
 from fusible.fuser.target import Target
 from fusible.kernels.grouped import checking
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
@@ -41,9 +35,6 @@ __all__ = [
     "ops",
     "quantized_model_init",
     "recipes",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
     "register_rule",
     *ops.__all__,
 ]

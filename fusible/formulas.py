@@ -375,7 +375,7 @@ def gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     return 1 + cast(weight, dtype) if zero_centered else cast(weight, dtype)
 
 
-# --- routing ----------------------------------------------------------------------------------
+# --- routing --------------------------------------------------------------------------------------
 
 
 def router_scores(logits: Tensor, score_function: str) -> Tensor:
@@ -418,6 +418,11 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return order[..., :count].contiguous()
 
 
+def _total(scores: Tensor) -> Tensor:
+    """Sums over the last dimension that can be divided by, as in DeepSeek-V3's own code."""
+    return scores.sum(-1, keepdim=True) + 1e-20
+
+
 def router_probs(
     logits: Tensor, ids: Tensor, score_function: str, normalize: bool, scaling_factor: float
 ) -> Tensor:
@@ -430,7 +435,7 @@ def router_probs(
     else:
         probs = router_scores(logits.gather(-1, ids), score_function)
         if score_function == "sigmoid" and normalize:
-            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+            probs = probs / _total(probs)
     return probs * scaling_factor
 
 
@@ -453,7 +458,7 @@ def router_probs_backward(
         d = p * (d - (d * p).sum(-1, keepdim=True))
     else:
         if normalize:
-            total = p.sum(-1, keepdim=True) + 1e-20
+            total = _total(p)
             d = (d - (d * p).sum(-1, keepdim=True) / total) / total
         d = d * p * (1 - p)
     return torch.zeros_like(logits).scatter(-1, ids, d)
@@ -469,7 +474,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, score_function: str) -> Ten
     experts = logits.shape[-1]
     scores = router_scores(logits, score_function)
     if score_function == "sigmoid":
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        scores = scores / _total(scores)
     chosen = ids.reshape(-1)
     counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     share = counts.to(scores.dtype) / max(chosen.numel(), 1)

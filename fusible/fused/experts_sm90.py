@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.fused.grouped_mlp import ScaledGLU
 from fusible.fused.grouped_sm90 import MACHINE, MLP_FITS, GroupedMLPSm90, data_grad, param_grads
-from fusible.fused.sm90_operands import ScaledGLU, as_vector, prepare
+from fusible.fused.sm90_operands import as_vector, prepare
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule

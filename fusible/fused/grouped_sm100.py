@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
+from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
+from fusible.fused.packages import CUDNN, CUTLASS
+from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.fuser.target import Version
 from fusible.kernels import sm100
 from fusible.kernels.sm100 import limits
-from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
-from fusible.ops.activation import check_row_scales
+from fusible.ops import FusedOperation, GroupedLinear
+from fusible.ops.checks import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.rows import as_rows, matrix, with_rows_of
 from fusible.ops.weights import encode_weights, one_weight
@@ -35,12 +36,11 @@ from fusible.recipes.product import (
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
-ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
-
 # What the kernels need of the machine, the recipe and a GroupedLinear: their own limits.
 _MACHINE = (
     one_of(this.sm, *limits.ARCHITECTURES),
-    at_least(this.cudnn_frontend, Version(*limits.CUDNN_FRONTEND)),
+    CUDNN,
+    CUTLASS,
     equal(this.dtype, limits.DTYPE),
     one_of(this.format.input, *limits.FORMATS),
     equal(this.format.weight, this.format.input),
@@ -469,15 +469,9 @@ def _weight_grads(
 @rule(
     *_MACHINE,
     *_linears(this.fc1, this.fc2),
-    equal(this.fc1.num_groups, this.fc2.num_groups),
-    equal(this.fc1.out_features, 2 * this.fc2.in_features),
-    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
-    equal(this.fc1.scale_bias, False),
+    *GROUPED_MLP,
     equal(this.act.glu_interleave_size, limits.INTERLEAVE, _CONVERT),
     where(this.format.input, "none", one_of(this.act.geglu, None, limits.BF16_GEGLU)),
-    # Its backward reads what the first two ops save, which ops without a backward do not.
-    equal(this.fc1.requires_grad, this.fc2.requires_grad),
-    equal(this.act.requires_grad, this.fc2.requires_grad),
 )
 def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm100:
     """FC1, activation, scale and quantization in one kernel; FC2 reads it as it was written."""

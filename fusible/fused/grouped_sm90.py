@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fused.direct_sm90 import DirectLinear, DirectMLP, is_plain
+from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
+from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
-    ScaledGLU,
     as_matrix,
     as_vector,
     features_fit,
@@ -28,7 +29,7 @@ from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import FusedOperation, GroupedLinear
-from fusible.ops.activation import check_row_scales
+from fusible.ops.checks import check_row_scales
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.rows import as_2d, as_rows, with_rows_of
 from fusible.ops.wgrad import add_or_copy, laid_out_as
@@ -36,6 +37,7 @@ from fusible.ops.wgrad import add_or_copy, laid_out_as
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 MACHINE = (
     equal(this.sm, limits.ARCHITECTURE),
+    CUTLASS,
     equal(this.recipe, "none"),
     one_of(this.dtype, *limits.DTYPES),
 )
@@ -294,13 +296,7 @@ class GroupedMLPSm90(FusedOperation):
 
 MLP_FITS = (
     *features_fit(this.fc1, this.fc2),
-    equal(this.fc1.num_groups, this.fc2.num_groups),
-    equal(this.fc1.out_features, 2 * this.fc2.in_features),
-    equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
-    equal(this.fc1.scale_bias, False),
-    # Its backward reads what the first two ops save, which ops without a backward do not.
-    equal(this.fc1.requires_grad, this.fc2.requires_grad),
-    equal(this.act.requires_grad, this.fc2.requires_grad),
+    *GROUPED_MLP,
     one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )

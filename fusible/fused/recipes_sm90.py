@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible.fused.grouped_mlp import ScaledGLU
 from fusible.fused.grouped_sm90 import (
     MLP_FITS,
     GroupedLinearForwardSm90,
@@ -18,9 +19,9 @@ from fusible.fused.grouped_sm90 import (
     linear_glu,
     weight_grads,
 )
+from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     CheckedProducts,
-    ScaledGLU,
     as_vector,
     features_fit,
     glu_of,
@@ -38,6 +39,7 @@ from fusible.ops.rows import as_2d, with_rows_of
 
 _RECIPE = (
     equal(this.sm, limits.ARCHITECTURE),
+    CUTLASS,
     one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
     equal(this.dtype, "bfloat16"),
 )

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible.fused.grouped_mlp import ScaledGLU
 from fusible.fuser.conditions import multiple_of
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.prepared import Glu
-from fusible.ops import GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops import GroupedLinear
 from fusible.ops.rows import as_2d
-
-ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 # Layouts of gate and linear columns that the kernels take: halves, or blocks of these columns.
 INTERLEAVES = (None, *(1 << i for i in range(11)))

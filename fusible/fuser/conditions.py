@@ -83,9 +83,10 @@ def one_of(subject: Path, *values: Any) -> Condition:
     return Condition(subject, says, lambda a, _: a in values)
 
 
-def at_least(subject: Path, least: Any) -> Condition:
+def at_least(subject: Path, least: Any, hint: str = "") -> Condition:
     """``subject`` is a number or version of at least ``least``; None counts as too small."""
-    return Condition(subject, f"at least {least}", lambda a, _: a is not None and a >= least)
+    says = f"at least {least}"
+    return Condition(subject, says, lambda a, _: a is not None and a >= least, None, hint)
 
 
 def at_most(subject: Path, most: int) -> Condition:

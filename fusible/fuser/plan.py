@@ -150,7 +150,7 @@ class Plan:
             if rule.name in self.fired or (rule.phase == "backward" and not backward):
                 continue
             reasons = [str(r) for r in self.refusals if r.rule.name == rule.name]
-            taken = [f"{f.rule.name if f.rule else type(f.op).__name__}" for _, f in self.fusions]
+            taken = [f.rule.name if f.rule else type(f.op).__name__ for _, f in self.fusions]
             why = "\n".join(reasons) or f"its ops were taken by {', '.join(taken)}"
             raise NotFused(f"{rule.name} is required but did not fire for {self.target}:\n{why}")
 
@@ -173,9 +173,9 @@ def plan(
     """
     user = user or UserFusions()
     refusals: list[Refusal] = []
+    site_of = _site_reader(facts, recipe, target, grad)
 
     def scan(phase: Phase, taken: Sequence[Fusion]) -> list[Fusion]:
-        site_of = _site_reader(facts, recipe, target, grad)
         chosen = [r for r in rules if r.phase == phase]
         return list(_scan(ops, chosen, taken, site_of, refusals))
 
@@ -184,6 +184,7 @@ def plan(
     # Without gradients there is no backward to plan.
     wanted = any(needs.requires_grad for needs in grad)
     backward = scan("backward", [*joint, *user.backward]) if wanted else []
+    # A user's joint fusions are among the forward ones and the backward ones too.
     made: list[tuple[Phase, Fusion]] = [
         *(("joint", f) for f in (*user.joint, *joint)),
         *(("forward", f) for f in (*user.forward, *forward) if f not in user.joint),
@@ -244,6 +245,7 @@ def _site_reader(
             format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
+            cutlass_dsl=target.cutlass_dsl,
             device=target.device,
             dtype=facts.dtype,
             input=facts.input,

@@ -33,9 +33,9 @@ def installed(package: str) -> Version | None:
     return Version(int(found[1]), int(found[2])) if found else None
 
 
-def _cudnn_frontend() -> Version:
-    # Of a machine that is not this one: what pip installs with this package on Linux.
-    return installed("nvidia-cudnn-frontend") or Version(1, 32)
+# What pip installs with this package on Linux, for a machine that is not this one.
+CUDNN_FRONTEND = Version(1, 32)
+CUTLASS_DSL = Version(4, 8)
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,19 @@ class Target:
     """What rules may know of a machine: the device type, and the SM version of a CUDA GPU.
 
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
-    None off CUDA. ``cudnn_frontend`` is the version of nvidia-cudnn-frontend; unless said, the one
-    installed here, or the one that this package depends on.
+    None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
+    and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
+    on.
     """
 
     device: str
     sm: int | None = None
-    cudnn_frontend: Version | None = field(default_factory=_cudnn_frontend)
+    cudnn_frontend: Version | None = field(
+        default_factory=lambda: installed("nvidia-cudnn-frontend") or CUDNN_FRONTEND
+    )
+    cutlass_dsl: Version | None = field(
+        default_factory=lambda: installed("nvidia-cutlass-dsl") or CUTLASS_DSL
+    )
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
@@ -76,13 +82,13 @@ class Target:
 
 
 _assumed: Target | None = None
-_assumed_name: str | None = None  # a constant to torch.compile, which a Target is not
+_assumed_spelled: str | None = None  # a constant to torch.compile, which a Target is not
 _cuda_targets: dict[torch.device, Target] = {}
 
 
 def assumed_target() -> str | None:
-    """Name of the target that plans are made for instead of this machine, if any."""
-    return _assumed_name
+    """All of the target that plans are made for instead of this machine, spelled; None for this."""
+    return _assumed_spelled
 
 
 def target_of(device: torch.device) -> Target:
@@ -93,18 +99,18 @@ def target_of(device: torch.device) -> Target:
         return Target(device.type)
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
-        frontend = installed("nvidia-cudnn-frontend")
-        _cuda_targets[device] = Target("cuda", 10 * major + minor, frontend)
+        packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
+        _cuda_targets[device] = Target("cuda", 10 * major + minor, *packages)
     return _cuda_targets[device]
 
 
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Make every plan inside for ``target``."""
-    global _assumed, _assumed_name
-    outer = _assumed, _assumed_name
-    _assumed, _assumed_name = target, str(target)
+    global _assumed, _assumed_spelled
+    outer = _assumed, _assumed_spelled
+    _assumed, _assumed_spelled = target, repr(target)
     try:
         yield
     finally:
-        _assumed, _assumed_name = outer
+        _assumed, _assumed_spelled = outer

@@ -11,7 +11,7 @@ The loop is the oracle: any floating dtype, FP64 included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-
-# Kept alive for the life of the process: the registrations end with it.
-library = torch.library.Library("fusible", "DEF")
+from fusible.kernels.library import define
 
 _ALIGNMENT = 16  # bytes: what torch.nn.functional.grouped_mm asks of strides and pointers
 
@@ -47,16 +45,6 @@ def checking(enabled: bool = True) -> Iterator[None]:
 def checks_enabled() -> bool:
     """Whether split sizes on a device are to be verified (`checking`)."""
     return _checking
-
-
-def define(schema: str, fake: Callable, cpu: Callable, cuda: Callable | None = None) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
-    name = schema.partition("(")[0]
-    library.define(schema)
-    library.impl(name, cpu, "CPU")
-    if cuda is not None:
-        library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"fusible::{name}", fake, lib=library)
 
 
 # --- group_ends -----------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 
 import torch
+
+from fusible.fuser.target import CUTLASS_DSL, installed
 
 
 @cache
@@ -29,5 +30,6 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def has_cutlass() -> bool:
-    """Whether nvidia-cutlass-dsl is installed; does not import it."""
-    return importlib.util.find_spec("cutlass") is not None
+    """Whether nvidia-cutlass-dsl is installed, and new enough; does not import it."""
+    version = installed("nvidia-cutlass-dsl")
+    return version is not None and version >= CUTLASS_DSL

@@ -1,6 +1,11 @@
 """What is computed: the op contract, the basic ops and ``Sequential``."""
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from fusible.ops.activation import (
     GEGLU,
     GELU,
@@ -10,10 +15,6 @@ from fusible.ops.activation import (
     ClampedSwiGLU,
     ReGLU,
     ReLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -38,6 +39,12 @@ from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize import Quantize
 from fusible.ops.router import TopKRouter
+from fusible.ops.scaled_activation import (
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
 from fusible.ops.sequential import Sequential
 from fusible.ops.weights import reuse_quantized_weights
 
@@ -88,5 +95,8 @@ __all__ = [
     "TopKRouter",
     "deinterleave_glu",
     "interleave_glu",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
     "reuse_quantized_weights",
 ]

@@ -1,12 +1,11 @@
-"""Activations, plain and scaled per row."""
+"""Activations of one input."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fusible import formulas
@@ -77,7 +76,7 @@ class _Activation(BasicOperation):
 
     def extra_repr(self) -> str:
         """Options."""
-        return _options(self)
+        return options_of(self)
 
 
 def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +85,7 @@ def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return encoded.data.view(x.shape), encoded.scale
 
 
-def _options(op: BasicOperation) -> str:
+def options_of(op: BasicOperation) -> str:
     """The options of an op but for what is off."""
     values = {name: getattr(op, name) for name in op.fact_names if name != "geglu"}
     on = {name: value for name, value in values.items() if value not in (None, False)}
@@ -164,7 +163,7 @@ class _GLU(_Activation):
         self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input)
-        self.glu_interleave_size = _check_interleave(glu_interleave_size, type(self).__name__)
+        self.glu_interleave_size = checked_interleave(glu_interleave_size, type(self).__name__)
 
     def glu(self) -> GLUMath:
         """The formula, its backward, and the keyword arguments of both."""
@@ -231,7 +230,7 @@ class SwiGLU(_GLU):
     gate = formulas.SILU
 
 
-class _Clamped:
+class Clamped:
     """The parameters of ``formulas.clamped_qgeglu``."""
 
     def _set_clamps(self, limit: float, alpha: float, glu_linear_offset: float) -> None:
@@ -245,7 +244,7 @@ class _Clamped:
         return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options
 
 
-class _SoftCapped:
+class SoftCapped:
     """The parameters of ``formulas.situglu``."""
 
     def _set_caps(self, beta1: float, beta2: float) -> None:
@@ -262,7 +261,7 @@ class _SoftCapped:
         return formulas.situglu, formulas.situglu_backward, options
 
 
-class ClampedSwiGLU(_Clamped, _GLU):
+class ClampedSwiGLU(Clamped, _GLU):
     """``g sigmoid(alpha g) (l + glu_linear_offset)``, clamped, as in GPT-OSS.
 
     ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
@@ -290,7 +289,7 @@ class ClampedSwiGLU(_Clamped, _GLU):
         self._set_clamps(limit, alpha, glu_linear_offset)
 
 
-class SiTUGLU(_SoftCapped, _GLU):
+class SiTUGLU(SoftCapped, _GLU):
     """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2)``, as in Kimi K3.
 
     Saves ``(x,)`` and ``ctx.dtype``.
@@ -315,261 +314,8 @@ class SiTUGLU(_SoftCapped, _GLU):
         self._set_caps(beta1, beta2)
 
 
-def _check_interleave(size: int | None, who: str) -> int | None:
+def checked_interleave(size: int | None, who: str) -> int | None:
+    """A ``glu_interleave_size``; ValueError if it is under 1."""
     if size is not None and size < 1:
         raise ValueError(f"glu_interleave_size of {who} must be None or at least 1, got {size}")
     return size
-
-
-# --- scaled per row -------------------------------------------------------------------------------
-
-
-class _Scaled(BasicOperation):
-    """An activation times one scale per row, which is the extra input ``scales``.
-
-    Saves ``(x, scales)``, and the dtype of ``x`` as ``ctx.dtype``. ``scales`` may have any
-    floating dtype, in which its gradient comes back; arithmetic is in FP32.
-    """
-
-    num_extra_inputs = 1
-    extra_input_names = ("scales",)
-    keywords = ()
-    saves = "x, scales"
-
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The output."""
-        raise TypeError(f"{type(self).__name__} must define scaled")
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales."""
-        raise TypeError(f"{type(self).__name__} must define scaled_grads")
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """The formula."""
-        (ctx,) = basic_op_ctxs
-        x = accept(ctx, input_, type(self).__name__)
-        scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
-        ctx.save_for_backward(x, scales)
-        (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
-        return hand_over(y, next_op_input_quantizer), [()]
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        """Gradients of the input and of the scales."""
-        (ctx,) = basic_op_ctxs
-        dy = accept_grad(ctx, grad_output)
-        dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
-        return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
-
-    def extra_repr(self) -> str:
-        """Options."""
-        return _options(self)
-
-
-PIECE = 1 << 24  # elements
-
-
-def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
-    """What a formula that works row by row gives for tensors with the same rows.
-
-    It takes some rows after the other where there are many: its temporaries, which are several in
-    FP32, then have the size of a piece. A compiler fuses them away by itself.
-    """
-    first = tensors[0]
-    if torch.compiler.is_compiling() or first.numel() <= PIECE:
-        return formula(*tensors)
-    rows = max(PIECE * len(first) // first.numel(), 1)
-    parts = [formula(*part) for part in zip(*[t.split(rows) for t in tensors], strict=True)]
-    return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
-
-
-def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
-    """``scales``, refused unless it has one floating value per row of ``x``, beside it.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if (
-        scales is not None
-        and scales.is_floating_point()
-        and scales.shape == x.shape[:-1]
-        and scales.device == x.device
-    ):
-        return scales
-    got = "None"
-    if scales is not None:
-        got = f"{scales.dtype} of shape {tuple(scales.shape)} on {scales.device}"
-    raise ValueError(
-        f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
-        f"{x.device}, one value for each row of the input, got {got}"
-    )
-
-
-class ScaledSReLU(_Scaled):
-    """``max(x, 0)^2 * scales[row]``.
-
-    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
-
-    Args:
-        activation_recompute_in_mlp: a fused grouped MLP shall compute the activation again in its
-            backward, from the pre-activation, rather than save it. It changes no value. Where no
-            fusion takes the op, the linear after it saves the activation, as ``explain`` says.
-    """
-
-    fact_names = ("activation_recompute_in_mlp",)
-
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__()
-        self.activation_recompute_in_mlp = activation_recompute_in_mlp
-
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.scaled_srelu`."""
-        return formulas.scaled_srelu(x, scales)
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusible.formulas.scaled_srelu_backward`."""
-        return formulas.scaled_srelu_backward(dy, x, scales)
-
-    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """That nothing is recomputed, if it was asked for."""
-        if not self.activation_recompute_in_mlp:
-            return ()
-        return (
-            "activation_recompute_in_mlp has no effect unfused: the next linear saves its input",
-        )
-
-
-class _ScaledGLU(_Scaled):
-    """A gated activation times one scale per row."""
-
-    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size", "geglu")
-
-    def __init__(
-        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
-    ) -> None:
-        super().__init__()
-        who = type(self).__name__
-        if activation_recompute_in_mlp:
-            raise ValueError(
-                f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "
-                "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
-            )
-        self.glu_interleave_size = _check_interleave(glu_interleave_size, who)
-
-    @property
-    def geglu(self) -> tuple[float, float] | None:
-        """Limit and slope of a clamped GeGLU, None of another activation."""
-        return None
-
-    def glu(self) -> GLUMath:
-        """The formula, its backward, and the keyword arguments of both."""
-        raise TypeError(f"{type(self).__name__} must define glu")
-
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The formula."""
-        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        formula, _, options = self.glu()
-        return formula(x, scales, self.glu_interleave_size, **options)
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Its gradients."""
-        _, backward, options = self.glu()
-        return backward(dy, x, scales, self.glu_interleave_size, **options)
-
-
-class ScaledSwiGLU(_ScaledGLU):
-    """``silu(gate) * linear * scales[row]`` for x ``[..., 2F]``, gate first.
-
-    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
-
-    Args:
-        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
-            the first half is the gate and the second is linear.
-        activation_recompute_in_mlp: must be False.
-
-    Raises:
-        ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
-            or ``scales`` are not one floating value for each row, beside it.
-    """
-
-    def glu(self) -> GLUMath:
-        """The formula, its backward, no options."""
-        return formulas.swiglu, formulas.swiglu_backward, {}
-
-
-class ScaledClampedQGeGLU(_Clamped, _ScaledGLU):
-    """``g sigmoid(alpha g) (l + glu_linear_offset) * scales[row]``, clamped, as in GPT-OSS.
-
-    ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
-    first. Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
-
-    Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        limit: bound of the clamps, positive.
-        alpha: slope of the sigmoid.
-        glu_linear_offset: added to the linear half after its clamp.
-        activation_recompute_in_mlp: must be False.
-    """
-
-    fact_names = ("glu_interleave_size", "geglu", "limit", "alpha", "glu_linear_offset")
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-        *,
-        activation_recompute_in_mlp: bool = False,
-    ) -> None:
-        super().__init__(
-            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
-        )
-        self._set_clamps(limit, alpha, glu_linear_offset)
-
-    @property
-    def geglu(self) -> tuple[float, float]:
-        """Limit and slope."""
-        return self.limit, self.alpha
-
-
-class ScaledSiTUGLU(_SoftCapped, _ScaledGLU):
-    """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2) * scales[row]``.
-
-    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
-
-    Args:
-        glu_interleave_size: as in :class:`ScaledSwiGLU`.
-        activation_recompute_in_mlp: must be False.
-        beta1, beta2: as in :class:`SiTUGLU`.
-    """
-
-    fact_names = ("glu_interleave_size", "beta1", "beta2")
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
-    ) -> None:
-        super().__init__(
-            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
-        )
-        self._set_caps(beta1, beta2)

@@ -83,11 +83,6 @@ def check_sizes(who: str, dtype: torch.dtype | None = None, **sizes: Any) -> Non
         raise ValueError(f"dtype of {who} must be one of {_DTYPE_NAMES}, got {dtype}")
 
 
-def refuse(option: str, who: str, instead: str) -> ValueError:
-    """The error for an option that is not offered yet."""
-    return ValueError(f"{option} must be False in {who} for now, got True; {instead}")
-
-
 def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
     """Raise ValueError unless the last dimension of ``x`` is whole pairs of gate and linear."""
     unit = 2 if interleave is None else 2 * interleave
@@ -97,3 +92,27 @@ def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
             f"last dimension of the input of {who} must be a multiple of {unit} ({layout}), got "
             f"shape {tuple(x.shape)}"
         )
+
+
+def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
+    """``scales``, refused unless it has one floating value per row of ``x``, beside it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if (
+        scales is not None
+        and scales.is_floating_point()
+        and scales.shape == x.shape[:-1]
+        and scales.device == x.device
+    ):
+        return scales
+    raise ValueError(
+        f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
+        f"{x.device}, one value for each row of the input, got {described(scales)}"
+    )
+
+
+def described(t: Tensor | None) -> str:
+    """What a message says of a tensor that does not fit."""
+    return "None" if t is None else f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

@@ -13,8 +13,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels.moe import permute
-from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_dtype, check_sizes
+from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.product import values
 
@@ -136,12 +135,12 @@ class Dispatch(BasicOperation):
             sizes = "".join([f"{size}, " for size in tokens])
             raise ValueError(
                 f"expert_ids of Dispatch must be int64 or int32 of shape ({sizes}k), for the "
-                f"tokens of the input, got {_described(ids)}"
+                f"tokens of the input, got {described(ids)}"
             )
         if probs is None or not probs.is_floating_point() or probs.shape != ids.shape:
             raise ValueError(
                 f"probs of Dispatch must be floating of the shape {tuple(ids.shape)} of "
-                f"expert_ids, got {_described(probs)}"
+                f"expert_ids, got {described(probs)}"
             )
         if not x.device == probs.device == ids.device:
             raise ValueError(
@@ -245,7 +244,7 @@ class Combine(BasicOperation):
         ):
             raise ValueError(
                 f"row_map of Combine must be int32 of shape (..., k) on {rows.device}, as Dispatch "
-                f"gives it, got {_described(row_map)}"
+                f"gives it, got {described(row_map)}"
             )
         if rows.dim() != 2 or rows.shape[0] > row_map.numel():
             raise ValueError(
@@ -278,7 +277,3 @@ class Combine(BasicOperation):
     def extra_repr(self) -> str:
         """Options."""
         return f"weighted={self.weighted}"
-
-
-def _described(t: Tensor | None) -> str:
-    return "None" if t is None else f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

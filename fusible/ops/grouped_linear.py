@@ -14,8 +14,13 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
-from fusible.ops.activation import check_row_scales
-from fusible.ops.checks import check_features, check_sizes, product_dtype
+from fusible.ops.checks import (
+    check_features,
+    check_row_scales,
+    check_sizes,
+    described,
+    product_dtype,
+)
 from fusible.ops.op import Grads
 from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
@@ -502,12 +507,9 @@ def group_ends(
         or split_sizes.dtype not in (torch.int64, torch.int32)
         or split_sizes.shape != (num_groups,)
     ):
-        got = "None"
-        if split_sizes is not None:
-            got = f"{split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
         raise ValueError(
             f"split_sizes of GroupedLinear must be an int64 or int32 tensor of shape "
-            f"({num_groups},), the rows of each group, got {got}"
+            f"({num_groups},), the rows of each group, got {described(split_sizes)}"
         )
     device = x.device
     if split_sizes.device != device and split_sizes.device.type != "cpu":

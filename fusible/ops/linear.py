@@ -338,7 +338,6 @@ class Linear(FusedOperation):
         self.in_features, self.out_features = in_features, out_features
         self.tensor_parallel_mode = tensor_parallel_mode
         register_state_hooks(self)
-        self.register_load_state_dict_pre_hook(_from_basic_ops)
         for part in parts:
             if not part._parameters:
                 continue
@@ -352,12 +351,12 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
-        # Transformer Engine saves the parameters under the ops that it is made of.
-        for at, name in enumerate(("weight", "bias")):
-            part = f"{prefix}basic_ops.{at}."
-            state_dict.pop(f"{part}_extra_state", None)
-            if f"{part}{name}" in state_dict:
-                state_dict.setdefault(f"{prefix}{name}", state_dict.pop(f"{part}{name}"))
+        # Transformer Engine saves parameters, and quantizers' states, under the ops it is made of.
+        start = f"{prefix}basic_ops."
+        for key in [key for key in state_dict if key.startswith(start)]:
+            name, value = key.removeprefix(start).partition(".")[2], state_dict.pop(key)
+            if name in self._parameters:
+                state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
@@ -396,13 +395,3 @@ def _divided(features: int, processes: int, what: str) -> int:
             f"got {features}"
         )
     return features // processes
-
-
-def _from_basic_ops(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take what Transformer Engine saves: parameters, and states of quantizers, by basic op."""
-    start = f"{prefix}basic_ops."
-    for key in [key for key in state if key.startswith(start)]:
-        name = key.removeprefix(start).partition(".")[2]
-        value = state.pop(key)
-        if name in module._parameters:
-            state[prefix + name] = value

@@ -145,7 +145,7 @@ class FusibleOperation(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
-        if type(self).get_extra_state is nn.Module.get_extra_state:
+        if type(self).set_extra_state is nn.Module.set_extra_state:
             # Transformer Engine's ops save their quantizers' state, of which there is none here.
             state_dict.pop(f"{prefix}_extra_state", None)
         with attributes_kept(self):
@@ -213,7 +213,6 @@ class BasicOperation(FusibleOperation):
             (None, True)
         ] * self.num_extra_outputs
         self._frozen = False
-        self.register_load_state_dict_pre_hook(_drop_extra_state)
 
     @property
     def is_fused_op(self) -> bool:
@@ -431,12 +430,6 @@ def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"keyword arguments of {type(op).__name__} must be among {list(names)}, got {unknown}"
         )
-
-
-def _drop_extra_state(op: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Forget the states of quantizers that Transformer Engine saves with every op: none has one."""
-    if type(op).set_extra_state is nn.Module.set_extra_state:
-        state.pop(f"{prefix}_extra_state", None)
 
 
 class FusedOperation(FusibleOperation):

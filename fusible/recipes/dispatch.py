@@ -20,6 +20,19 @@ _NOMINAL = (torch.float32, torch.bfloat16, torch.float16)
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation that has a quantized tensor among its arguments."""
+    if not torch.is_inference_mode_enabled():
+        return _run(func, args, kwargs)
+    # Operations made of others (``to``, ``reshape``) arrive whole in this mode.
+    made_of_others = func.decompose(*args, **kwargs)
+    if made_of_others is not NotImplemented:
+        return made_of_others
+    # PyTorch wants a view of a tensor from outside the mode to be one from outside, too.
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _KEEP and _is_quantized(args[0]):
         return _KEEP[func](*args, **kwargs)
     if func._schema.is_mutable:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import assert_no_spills
 
 from fusible import formulas
 from fusible.kernels.dense import definitions, launch
@@ -56,9 +57,4 @@ KERNELS = [
 def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
     pytest.importorskip("cutlass")
     launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
-    report = "".join(capfd.readouterr())
-    assert f"for '{architecture}'" in report
-    used = [line for line in report.splitlines() if "spill" in line]
-    assert used
-    for line in used:
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
+    assert_no_spills("".join(capfd.readouterr()), architecture)

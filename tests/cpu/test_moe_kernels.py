@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
@@ -31,14 +32,6 @@ KERNELS = [
     ("route_backward", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
     ("route_backward", RouteSpec(320, 10, sigmoid=True, normalize=True, scaling_factor=2.5)),
 ]
-
-
-def assert_no_spills(report, architecture):
-    assert f"for '{architecture}'" in report
-    used = [line for line in report.splitlines() if "spill" in line]
-    assert used
-    for line in used:
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

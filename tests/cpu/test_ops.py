@@ -8,7 +8,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.fuser.context import OperationContext
-from fusible.ops import activation
+from fusible.ops import scaled_activation
 
 SHAPES = [(5, 8), (2, 3, 8), (2, 1, 3, 8)]
 
@@ -53,7 +53,7 @@ def test_many_rows_in_pieces_give_the_same_bits(make, monkeypatch):
         dy = torch.randn_like(whole)
         grads = torch.autograd.grad(whole, (x, scales), dy)
         for piece in (1, 20, 24):  # elements: less than a row, two and a half, three
-            monkeypatch.setattr(activation, "PIECE", piece)
+            monkeypatch.setattr(scaled_activation, "PIECE", piece)
             y = op(x, scales)
             assert torch.equal(y, whole)
             for mine, other in zip(torch.autograd.grad(y, (x, scales), dy), grads, strict=True):

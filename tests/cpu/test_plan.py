@@ -1,12 +1,15 @@
 """Plans: what they depend on, what they say, for any machine on this one."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import reference as ref
 import torch
 from torch import nn
 
 import fusible as fz
-from fusible.fuser.target import Target
+from fusible.fuser.target import CUDNN_FRONTEND, CUTLASS_DSL, Target, Version
 from fusible.testing import assume_target
 
 
@@ -201,6 +204,11 @@ def target(seq, x):
         return seq(x)
 
 
+def target_with_an_older_package(seq, x):
+    with assume_target(Target("cuda", 100, Version(1, 0))):
+        return seq(x)
+
+
 CHANGES = [
     dtype,
     input_needs_a_gradient,
@@ -211,6 +219,7 @@ CHANGES = [
     recipe,
     recipe_with_other_options,
     target,
+    target_with_an_older_package,
 ]
 
 
@@ -346,3 +355,34 @@ def test_required_in_a_nested_sequential():
     outer(x, x)
     with fz.autocast(recipe=ref.Rows()), pytest.raises(fz.NotFused, match="linear_add"):
         outer(x, x)
+
+
+# --- installed packages -----------------------------------------------------------------------
+
+
+def test_a_machine_without_the_kernels_compiler_fuses_nothing_with_it():
+    grouped = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+    experts = fz.Sequential(
+        fz.GroupedLinear(2, 64, 128, **grouped),
+        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(2, 64, 64, **grouped),
+    )
+    splits = torch.tensor([3, 5])
+    inputs = torch.randn(8, 64, dtype=torch.bfloat16), splits, torch.rand(8), splits
+    assert fz.explain(experts, *inputs, target="sm90").fired == ("grouped_mlp_sm90",)
+    for version in (None, Version(4, 6)):
+        for sm in (90, 100):
+            target = Target("cuda", sm, cutlass_dsl=version)
+            plan = fz.explain(experts, *inputs, target=target)
+            assert plan.fired == ()
+            assert (
+                f"cutlass_dsl must be at least 4.8, got {version}; "
+                "pip install 'nvidia-cutlass-dsl[cu13]>=4.8'"
+            ) in str(plan)
+
+
+def test_floors_of_packages_are_those_of_the_installation():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    asked = " ".join(project["dependencies"])
+    assert f"nvidia-cutlass-dsl[cu13]>={CUTLASS_DSL};" in asked
+    assert f"nvidia-cudnn-frontend>={CUDNN_FRONTEND};" in asked

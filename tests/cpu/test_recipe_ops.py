@@ -535,6 +535,24 @@ def test_a_module_in_fp64_holds_the_values(grouped):
     assert module(torch.randn(8, 64, dtype=torch.float64), *extra).dtype == torch.float64
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_stored_weight_in_inference_mode(made_inside):
+    """Evaluation saves, moves and looks at weights as anything else does."""
+    with torch.inference_mode(made_inside), fz.quantized_model_init(recipe=MX):
+        module = fz.GroupedLinear(2, 64, 64, single_grouped_weight=True)
+    with torch.inference_mode():
+        decoded = module.weight.dequantize()
+        state = module.state_dict()
+        assert torch.equal(module.weight.detach().dequantize(), decoded)
+        assert torch.equal(module.weight.reshape(1, 2, 64, 64).dequantize()[0], decoded)
+        module.load_state_dict(state)
+        module.to(torch.bfloat16)
+        assert isinstance(module.weight, fz.QuantizedTensor)
+        assert module.weight.dtype == torch.bfloat16
+        assert torch.equal(module.weight.dequantize().float(), decoded)
+    assert module.weight.is_inference() == made_inside
+
+
 # --- Quantize ------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 import fusible as fz
 from fusible import recipes
 from fusible.fused import RULES, grouped_sm100
+from fusible.fuser.target import Version
 from fusible.kernels import emulator_sm100 as emulator
 from fusible.kernels import sm100
 from fusible.recipes.formats import dequantize, mxfp8, nvfp4, quantize
@@ -621,8 +622,19 @@ def test_reasons_tell_what_to_do():
     )
     (reason,) = refusal(mlp(3), given, recipes.Float8CurrentScaling(recipes.Format.E4M3))
     assert reason.startswith("format.input must be one of none, mxfp8_e4m3, nvfp4, got fp8_tensor")
-    old = fz.Target("cuda", 100, type(fz.Target("cpu").cudnn_frontend)(1, 31))
-    assert refusal(mlp(3), given, MXFP8, old) == ("cudnn_frontend must be at least 1.32, got 1.31",)
+    for old, reason in (
+        (
+            fz.Target("cuda", 100, cudnn_frontend=Version(1, 31)),
+            "cudnn_frontend must be at least 1.32, got 1.31; pip install "
+            "'nvidia-cudnn-frontend>=1.32'",
+        ),
+        (
+            fz.Target("cuda", 100, cutlass_dsl=None),
+            "cutlass_dsl must be at least 4.8, got None; pip install "
+            "'nvidia-cutlass-dsl[cu13]>=4.8'",
+        ),
+    ):
+        assert refusal(mlp(3), given, MXFP8, old) == (reason,)
     for sm in (80, 107, 120):
         (reason,) = refusal(mlp(3), given, MXFP8, f"sm{sm}")
         assert reason == f"sm must be one of 100, 101, 103, got {sm}"

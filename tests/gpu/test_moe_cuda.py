@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from checks import never_waiting
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -333,11 +334,8 @@ def test_no_synchronisation():
     dy = torch.randn_like(x)
     step(block, x, dy)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step(block, x, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_cuda_graph_replayed_with_other_tokens():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import never_waiting
 from torch import nn
 
 import fusible as fz
@@ -86,11 +87,8 @@ def test_no_step_synchronises(recipe):
     module, given = block().cuda(), inputs("cuda")
     step(module, recipe, *given)  # compiles kernels
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step(module, recipe, *given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @each_recipe

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checks import never_waiting
 
 from fusible.kernels.quantize import why_not
 from fusible.recipes.formats import (
@@ -193,6 +194,13 @@ def test_bits_of_int64_ends_and_row_pitch(fmt):
     compare(x[:1].expand(128, -1), fmt, ends)
 
 
+@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(), nvfp4()], ids=lambda fmt: fmt.name)
+def test_rows_of_no_whole_blocks_are_refused(fmt):
+    x = torch.randn(96, 264, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="columns must be a multiple of"):
+        torch.ops.fusible.quantize(x, None, *fmt.spelled(), True, True)
+
+
 def test_many_rows():
     x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
     got = torch.ops.fusible.quantize(x, None, *mxfp8().spelled(), True, True)
@@ -247,11 +255,8 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()

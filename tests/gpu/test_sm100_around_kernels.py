@@ -3,6 +3,7 @@
 import pytest
 import reference as ref
 import torch
+from checks import never_waiting
 from torch import Tensor
 
 import fusible as fz
@@ -174,11 +175,8 @@ def test_packing_waits_for_nothing_and_is_captured():
         )
 
     work()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = work()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from checks import never_waiting
 
 from fusible.kernels import sm90
 from fusible.kernels.sm90 import ops, tiles
@@ -483,11 +484,8 @@ def test_graph_replays_with_other_ends(separate):
 def test_never_synchronises(separate):
     arguments = _block(SIZES, separate)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         _all_kernels(*arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_opcheck():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checks import never_waiting
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -152,11 +153,8 @@ def same(mine, theirs):
 @contextmanager
 def no_synchronisation():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- weight gradients ----------------------------------------------------------------------------

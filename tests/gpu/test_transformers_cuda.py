@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from checks import never_waiting
 
 pytest.importorskip("transformers")
 from hf_models import experts_of, logits_and_grads, make_model
@@ -44,8 +45,5 @@ def test_experts_never_wait_for_the_device(family):
         experts(x, ids, weights).backward(x.detach())
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -5,24 +5,12 @@ Arithmetic and sums are in FP32 (FP64 for FP64); only results are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import cast, math_dtype
-from fusible.kernels.grouped import library
-
-
-def _define(schema: str, fake: Callable[..., Any], definition: Callable[..., Any]) -> None:
-    """Add the op ``fusible::<schema>``; ``launch`` implements it for CUDA."""
-    name = schema.partition("(")[0]
-    library.define(schema)
-    library.impl(name, definition, "CPU")
-    torch.library.register_fake(f"fusible::{name}", fake, lib=library)
-
+from fusible.kernels.library import define
 
 ACTIVATIONS = {
     "gelu": formulas.GELU,
@@ -46,7 +34,7 @@ def _activation_bias_backward_fake(dy: Tensor, x: Tensor, activation: str) -> tu
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=math_dtype(x.dtype))
 
 
-_define(
+define(
     "activation_bias_backward(Tensor dy, Tensor x, str activation) -> (Tensor, Tensor)",
     _activation_bias_backward_fake,
     activation_bias_backward_definition,
@@ -72,7 +60,7 @@ def _rms_norm_backward_fake(
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=rstd.dtype)
 
 
-_define(
+define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor gain, Tensor? addend) "
     "-> (Tensor, Tensor)",
     _rms_norm_backward_fake,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
+from fusible.fuser.target import CUTLASS_DSL
 from fusible.kernels import grouped
 from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.moe import permute, routing
@@ -51,7 +52,7 @@ def why_not(t: Tensor, row_map: Tensor, *others: Tensor | None) -> str | None:
 def _machine(device: torch.device) -> dict[str, bool]:
     return {
         "the GPU must be SM80 or later": capability(device) >= (8, 0),
-        "nvidia-cutlass-dsl must be installed": has_cutlass(),
+        f"nvidia-cutlass-dsl must be at least {CUTLASS_DSL}": has_cutlass(),
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast, math_dtype
-from fusible.kernels.grouped import define
+from fusible.kernels.library import define
 
 # --- permutation ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import math_dtype
-from fusible.kernels.grouped import define
+from fusible.kernels.library import define
 
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.fuser.target import CUTLASS_DSL
 from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.recipes.formats import Encoded, dequantize
 from fusible.recipes.grouped import group_offsets
-from fusible.recipes.library import Pieces, empty_pieces, quantize_by_formulas
+from fusible.recipes.library import Pieces, check_quantize, empty_pieces, quantize_by_formulas
 from fusible.recipes.rows import NumberFormat
 
 _library = torch.library.Library("fusible", "IMPL")
@@ -33,7 +34,7 @@ def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | No
         "ends must be contiguous int32 or int64": ends is None
         or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
         "the GPU must be SM89 or later": capability(matrix.device) >= (8, 9),
-        "nvidia-cutlass-dsl must be installed": has_cutlass(),
+        f"nvidia-cutlass-dsl must be at least {CUTLASS_DSL}": has_cutlass(),
     }
     return next((sentence for sentence, holds in checks.items() if not holds), None)
 
@@ -78,6 +79,7 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
 def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
     fmt = NumberFormat.from_spelled(*spelled)
+    check_quantize(x, ends, fmt, rowwise, columnwise)
     if why_not(x, x.dtype, ends) is not None or not (rowwise or columnwise):
         return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
     x = _loadable(x)

@@ -11,7 +11,7 @@ from typing import Any
 
 import cudnn
 
-from fusible.kernels.sm100 import limits
+from fusible.fuser.target import CUDNN_FRONTEND
 
 # Marks and arguments that came after the wrappers themselves, with the version that brought them.
 _CANONICAL = {"supports_canonical_layouts": "1.32", "supports_bf16_canonical_layouts": "1.32"}
@@ -44,11 +44,10 @@ def tested(package: Any, name: str) -> Callable[..., Any]:
         if feature not in known and not getattr(wrapper, feature, False)
     ]
     if lacking:
-        wanted = ".".join(map(str, limits.CUDNN_FRONTEND))
         raise RuntimeError(
             f"{name} of nvidia-cudnn-frontend must have {', '.join(_FEATURES[name])}, got version "
             f"{getattr(package, '__version__', 'unknown')} without {', '.join(lacking)}; "
-            f"install nvidia-cudnn-frontend >= {wanted}"
+            f"install nvidia-cudnn-frontend >= {CUDNN_FRONTEND}"
         )
     assert wrapper is not None  # what is not there has no feature
     return wrapper

@@ -1,0 +1,26 @@
+"""The ``torch.library`` ops of the kernels: ``fusible::...``, with what they equal in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Kept alive for the life of the process: the registrations end with it.
+_library = torch.library.Library("fusible", "DEF")
+
+
+def define(
+    schema: str,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+) -> None:
+    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, cpu, "CPU")
+    if cuda is not None:
+        _library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"fusible::{name}", fake, lib=_library)

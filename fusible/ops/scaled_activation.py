@@ -1,0 +1,245 @@
+"""Activations times one scale per row: a router's weights, applied where the experts' rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusible import formulas
+from fusible.fuser.context import OperationContext
+from fusible.ops.activation import Clamped, GLUMath, SoftCapped, checked_interleave, options_of
+from fusible.ops.checks import check_interleaved, check_row_scales
+from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.op import BasicOperation, Grads
+
+
+class _Scaled(BasicOperation):
+    """An activation times one scale per row, which is the extra input ``scales``.
+
+    Saves ``(x, scales)``, and the dtype of ``x`` as ``ctx.dtype``. ``scales`` may have any
+    floating dtype, in which its gradient comes back; arithmetic is in FP32.
+    """
+
+    num_extra_inputs = 1
+    extra_input_names = ("scales",)
+    keywords = ()
+    saves = "x, scales"
+
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The output."""
+        raise TypeError(f"{type(self).__name__} must define scaled")
+
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales."""
+        raise TypeError(f"{type(self).__name__} must define scaled_grads")
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """The formula."""
+        (ctx,) = basic_op_ctxs
+        x = accept(ctx, input_, type(self).__name__)
+        scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.save_for_backward(x, scales)
+        (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
+        return hand_over(y, next_op_input_quantizer), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Grads],
+    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        """Gradients of the input and of the scales."""
+        (ctx,) = basic_op_ctxs
+        dy = accept_grad(ctx, grad_output)
+        dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
+        return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
+
+    def extra_repr(self) -> str:
+        """Options."""
+        return options_of(self)
+
+
+PIECE = 1 << 24  # elements
+
+
+def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequence[Any]:
+    """What a formula that works row by row gives for tensors with the same rows.
+
+    It takes some rows after the other where there are many: its temporaries, which are several in
+    FP32, then have the size of a piece. A compiler fuses them away by itself.
+    """
+    first = tensors[0]
+    if torch.compiler.is_compiling() or first.numel() <= PIECE:
+        return formula(*tensors)
+    rows = max(PIECE * len(first) // first.numel(), 1)
+    parts = [formula(*part) for part in zip(*[t.split(rows) for t in tensors], strict=True)]
+    return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+
+
+class ScaledSReLU(_Scaled):
+    """``max(x, 0)^2 * scales[row]``.
+
+    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        activation_recompute_in_mlp: a fused grouped MLP shall compute the activation again in its
+            backward, from the pre-activation, rather than save it. It changes no value. Where no
+            fusion takes the op, the linear after it saves the activation, as ``explain`` says.
+    """
+
+    fact_names = ("activation_recompute_in_mlp",)
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """See :func:`fusible.formulas.scaled_srelu`."""
+        return formulas.scaled_srelu(x, scales)
+
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :func:`fusible.formulas.scaled_srelu_backward`."""
+        return formulas.scaled_srelu_backward(dy, x, scales)
+
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """That nothing is recomputed, if it was asked for."""
+        if not self.activation_recompute_in_mlp:
+            return ()
+        return (
+            "activation_recompute_in_mlp has no effect unfused: the next linear saves its input",
+        )
+
+
+class _ScaledGLU(_Scaled):
+    """A gated activation times one scale per row."""
+
+    fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size", "geglu")
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if activation_recompute_in_mlp:
+            raise ValueError(
+                f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "
+                "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
+            )
+        self.glu_interleave_size = checked_interleave(glu_interleave_size, who)
+
+    @property
+    def geglu(self) -> tuple[float, float] | None:
+        """Limit and slope of a clamped GeGLU, None of another activation."""
+        return None
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, and the keyword arguments of both."""
+        raise TypeError(f"{type(self).__name__} must define glu")
+
+    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The formula."""
+        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
+        formula, _, options = self.glu()
+        return formula(x, scales, self.glu_interleave_size, **options)
+
+    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Its gradients."""
+        _, backward, options = self.glu()
+        return backward(dy, x, scales, self.glu_interleave_size, **options)
+
+
+class ScaledSwiGLU(_ScaledGLU):
+    """``silu(gate) * linear * scales[row]`` for x ``[..., 2F]``, gate first.
+
+    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
+            the first half is the gate and the second is linear.
+        activation_recompute_in_mlp: must be False.
+
+    Raises:
+        ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
+            or ``scales`` are not one floating value for each row, beside it.
+    """
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, no options."""
+        return formulas.swiglu, formulas.swiglu_backward, {}
+
+
+class ScaledClampedQGeGLU(Clamped, _ScaledGLU):
+    """``g sigmoid(alpha g) (l + glu_linear_offset) * scales[row]``, clamped, as in GPT-OSS.
+
+    ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
+    first. Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        glu_interleave_size: as in :class:`ScaledSwiGLU`.
+        limit: bound of the clamps, positive.
+        alpha: slope of the sigmoid.
+        glu_linear_offset: added to the linear half after its clamp.
+        activation_recompute_in_mlp: must be False.
+    """
+
+    fact_names = ("glu_interleave_size", "geglu", "limit", "alpha", "glu_linear_offset")
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        *,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
+        self._set_clamps(limit, alpha, glu_linear_offset)
+
+    @property
+    def geglu(self) -> tuple[float, float]:
+        """Limit and slope."""
+        return self.limit, self.alpha
+
+
+class ScaledSiTUGLU(SoftCapped, _ScaledGLU):
+    """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2) * scales[row]``.
+
+    Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
+
+    Args:
+        glu_interleave_size: as in :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: must be False.
+        beta1, beta2: as in :class:`SiTUGLU`.
+    """
+
+    fact_names = ("glu_interleave_size", "beta1", "beta2")
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
+        self._set_caps(beta1, beta2)

@@ -1,0 +1,24 @@
+"""What tests ask of kernels beside their values."""
+
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def never_waiting():
+    """Refuse whatever makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_no_spills(report, architecture):
+    """Of the assembler's report on every kernel of a compilation with ``remarks{ptx}``."""
+    assert f"for '{architecture}'" in report
+    used = [line for line in report.splitlines() if "spill" in line]
+    assert used
+    for line in used:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line
