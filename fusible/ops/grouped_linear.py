@@ -347,11 +347,12 @@ class GroupedLinear(WeightedOperation):
         return scales.reshape(-1).contiguous()  # type: ignore[union-attr]
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The biases as one ``[num_groups, out_features]``, or None."""
+        """The biases as one contiguous ``[num_groups, out_features]``, or None."""
         if not self.has_bias:
             return None
         biases = self.biases()
-        return (biases[0] if self.single_grouped_bias else torch.stack(biases)).to(dtype)
+        bias = biases[0] if self.single_grouped_bias else torch.stack(biases)
+        return bias.to(dtype).contiguous()
 
     def check_needs(self, needs: GradNeeds) -> None:
         """Refuse groups of which some need a gradient and some do not."""
