@@ -72,20 +72,22 @@ def quantize_by_formulas(
 
 def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
-    return quantize_by_formulas(x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise)
+    fmt = NumberFormat.from_spelled(*spelled)
+    check_quantize(x, ends, fmt, rowwise, columnwise)
+    return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
 
 
 def _quantize_fake(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
     fmt = NumberFormat.from_spelled(*spelled)
-    _check(x, ends, fmt, rowwise, columnwise)
+    check_quantize(x, ends, fmt, rowwise, columnwise)
     return empty_pieces(x, ends, fmt, rowwise, columnwise)
 
 
-def _check(
+def check_quantize(
     x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> None:
-    """Raise the errors of ``encode``."""
+    """Raise the errors of ``fusible::quantize``, which are those of `formats.quantize`."""
     check_ends(x, fmt, ends)
     for wanted, use in ((rowwise, False), (columnwise, True)):
         if wanted:
@@ -124,8 +126,6 @@ def encode(
     gradient passes: what the gradient of a quantized product is, its op decides.
     """
     x = x.detach()
-    if not torch.compiler.is_compiling():  # or the op's fake does: traced, sizes become outputs
-        _check(x, ends, fmt, rowwise, columnwise)
     uses = (rowwise, columnwise) if fmt.directional else (rowwise or columnwise, False)
     pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
 

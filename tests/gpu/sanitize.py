@@ -4,6 +4,9 @@
 
 for each TOOL of memcheck, racecheck, synccheck and initcheck. Without the variable, PyTorch's
 segments hide what lies beside a tensor. A run without the tool compiles all kernels beforehand.
+
+initcheck takes what TMA has stored for uninitialised, so nothing here copies an output of a grouped
+product; that they write every element is for `test_sm90_grouped_gemm`, where outputs begin as NaN.
 """
 
 import torch
@@ -17,6 +20,7 @@ from fusible.kernels.dense import definitions
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import ops, tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.library import decode, encode
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
@@ -39,6 +43,7 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
         ends = sm90.group_ends(torch.tensor(SIZES, device="cuda", dtype=dtype), ROWS)
     x, dy, scales = random(ROWS, HIDDEN), random(ROWS, HIDDEN), torch.rand(ROWS, device="cuda")
     bias, w1 = random(GROUPS, 2 * INNER), random(GROUPS, 2 * INNER, HIDDEN)
+    preact = random(ROWS, 2 * INNER)
     w2, launches = random(GROUPS, HIDDEN, INNER), 0
     columns_first = w1.mT.contiguous().mT
     for interleave, activation in ((0, "swiglu"), (8, "clamped_qgeglu")):
@@ -47,7 +52,7 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
             every = (([w1], None), (separate(w1), bias), ([columns_first], None))
             for w, b in every if tile.n <= 128 else (([w1], None), (separate(w1), None)):
                 for keep in (False, True):
-                    preact, act = ops.grouped_gemm_glu(x, w, ends, b, scales, *glu, keep, tile=tile)
+                    _, act = ops.grouped_gemm_glu(x, w, ends, b, scales, *glu, keep, tile=tile)
                     launches += 1
         for tile in tiles.TILES["dglu"]:
             for w in ([w2], separate(w2)):
@@ -99,13 +104,12 @@ def dense() -> None:
 
 def quantize() -> None:
     """`fusible.kernels.quantize`."""
-    x, ends = random(96, 264), torch.tensor([0, 1, 33, 33, 64, 95], device="cuda")
+    x, ends = random(128, 384), torch.tensor([0, 1, 33, 33, 64, 127], device="cuda")
     for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
         for given in (None, ends) if fmt.block != (128, 128) else (None,):
-            uses = (True, fmt.directional)
-            pieces = torch.ops.fusible.quantize(x, given, *fmt.spelled(), *uses)
-            row = [piece if piece.numel() else None for piece in pieces[:3]]
-            torch.ops.fusible.dequantize(*row, given, *fmt.spelled(), False, torch.bfloat16)
+            uses = encode(x, fmt, rowwise=True, columnwise=True, ends=given)
+            for columnwise, encoded in enumerate(uses):
+                decode(encoded, fmt, torch.bfloat16, columnwise=bool(columnwise), ends=given)
 
 
 if __name__ == "__main__":

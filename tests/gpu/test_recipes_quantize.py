@@ -194,6 +194,13 @@ def test_bits_of_int64_ends_and_row_pitch(fmt):
     compare(x[:1].expand(128, -1), fmt, ends)
 
 
+@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(), nvfp4()], ids=lambda fmt: fmt.name)
+def test_rows_of_no_whole_blocks_are_refused(fmt):
+    x = torch.randn(96, 264, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="columns must be a multiple of"):
+        torch.ops.fusible.quantize(x, None, *fmt.spelled(), True, True)
+
+
 def test_many_rows():
     x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
     got = torch.ops.fusible.quantize(x, None, *mxfp8().spelled(), True, True)

@@ -16,7 +16,7 @@ from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.recipes.formats import Encoded, dequantize
 from fusible.recipes.grouped import group_offsets
-from fusible.recipes.library import Pieces, empty_pieces, quantize_by_formulas
+from fusible.recipes.library import Pieces, check_quantize, empty_pieces, quantize_by_formulas
 from fusible.recipes.rows import NumberFormat
 
 _library = torch.library.Library("fusible", "IMPL")
@@ -79,6 +79,7 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
 def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
     *spelled, rowwise, columnwise = rest
     fmt = NumberFormat.from_spelled(*spelled)
+    check_quantize(x, ends, fmt, rowwise, columnwise)
     if why_not(x, x.dtype, ends) is not None or not (rowwise or columnwise):
         return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
     x = _loadable(x)
