@@ -447,7 +447,7 @@ def _forward(
         forward = op.fuser_forward
         if plan.autocast_dtype is not None and op.casts_itself:
             forward = _without_autocast(forward, x.device.type)
-        x, outputs = forward(
+        returned = forward(
             contexts[start:stop],
             x,
             basic_op_extra_inputs=inputs,
@@ -455,6 +455,12 @@ def _forward(
             next_op_input_quantizer=quantizers[1],
             basic_op_kwargs=kwargs[start:stop],
         )
+        if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
+            raise TypeError(
+                f"the forward of {type(op).__name__} must return its output, one tensor, and the "
+                f"extra outputs of each basic op, got {kind_of(returned)}"
+            )
+        x, outputs = returned
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -468,6 +474,18 @@ def _forward(
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _is_tuple(returned: Any, length: int) -> bool:
+    return isinstance(returned, tuple | list) and len(returned) == length
+
+
+def kind_of(returned: Any) -> str:
+    """What an op returned, for a sentence."""
+    if isinstance(returned, tuple | list):
+        kinds = ", ".join([kind_of(value) for value in returned])
+        return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
+    return "a tensor" if isinstance(returned, Tensor) else repr(returned)
 
 
 def _numbers(values: Sequence[Any]) -> Tensor:
@@ -593,21 +611,16 @@ class _RunFunction(torch.autograd.Function):
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
-            grad, step_params, step_extra = op.fuser_backward(
+            grad, step_params, step_extra = _gradients(
+                op,
                 contexts[start:stop],
                 grad,
-                basic_op_grad_extra_outputs=[
+                [
                     tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
                     for i, count in enumerate(num_extra_outputs)
                 ],
+                num_grads,
             )
-            got = list(map(len, step_params)), list(map(len, step_extra))
-            if got != num_grads:
-                raise RuntimeError(
-                    f"the backward of {type(op).__name__} must return gradients (None where there "
-                    "is none) for each basic op's parameters and extra inputs, numbering "
-                    f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
-                )
             of_params[start:stop] = step_params
             for of_op, grads in zip(sources, step_extra, strict=True):
                 for (producer, k), g in zip(of_op, grads, strict=True):
@@ -623,6 +636,39 @@ class _RunFunction(torch.autograd.Function):
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _gradients(
+    op: Any,
+    contexts: list[OperationContext],
+    grad_output: Tensor | None,
+    of_extra_outputs: list[tuple[Tensor | None, ...]],
+    num_grads: tuple[list[int], list[int]],
+) -> tuple[Tensor | None, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor | None]]]:
+    """What the backward of an op of a plan returns, checked to be of the right form."""
+    name = type(op).__name__
+    if grad_output is None:
+        raise RuntimeError(
+            f"the op after {name} must return the gradient of its input, got None; where nothing "
+            "flows back it is zeros"
+        )
+    returned = op.fuser_backward(
+        contexts, grad_output, basic_op_grad_extra_outputs=of_extra_outputs
+    )
+    if not _is_tuple(returned, 3):
+        raise TypeError(
+            f"the backward of {name} must return the gradient of its input, and for each basic op "
+            f"those of its parameters and of its extra inputs, got {kind_of(returned)}"
+        )
+    grad_input, of_params, of_extra_inputs = returned
+    got = list(map(len, of_params)), list(map(len, of_extra_inputs))
+    if got != num_grads:
+        raise RuntimeError(
+            f"the backward of {name} must return gradients (None where there is none) for each "
+            f"basic op's parameters and extra inputs, numbering {num_grads[0]} and {num_grads[1]}, "
+            f"got {got[0]} and {got[1]}"
+        )
+    return grad_input, of_params, of_extra_inputs
 
 
 def _refuse_second_derivatives() -> None:

@@ -14,13 +14,13 @@ _library = torch.library.Library("fusible", "DEF")
 def define(
     schema: str,
     fake: Callable[..., Any],
-    cpu: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations; CUDA's may come later."""
+    """Add the op ``fusible::<schema>`` with its implementations, of which some may come later."""
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, cpu, "CPU")
-    if cuda is not None:
-        _library.impl(name, cuda, "CUDA")
+    for key, implementation in (("CPU", cpu), ("CUDA", cuda)):
+        if implementation is not None:
+            _library.impl(name, implementation, key)
     torch.library.register_fake(f"fusible::{name}", fake, lib=_library)

@@ -32,7 +32,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(ops, "_check_matrix", lambda _, x: (*x.shape, x.stride(0)))
+    monkeypatch.setattr(ops, "check_matrix", lambda _, x: (*x.shape, x.stride(0)))
     monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
     launch.prepared.cache_clear()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.ops import has_matrix_layout, is_direct, takes_wgrad
+from fusible.kernels.sm90.calls import is_direct
+from fusible.kernels.sm90.checks import has_matrix_layout, takes_wgrad
 from fusible.kernels.sm90.prepared import fit_again, products
 
 _ops = torch.ops.fusible

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90.calls import is_traced, is_transformed
+from fusible.kernels.sm90.checks import check_scale, layout
 from fusible.kernels.sm90.launch import Start, launch_group_ends, prepared
-from fusible.kernels.sm90.ops import (
-    check_scale,
-    glu_layout,
-    is_traced,
-    is_transformed,
-    layout,
-    spec_of,
-    sum_up,
-)
+from fusible.kernels.sm90.ops import glu_layout, spec_of, sum_up
 
 
 class Glu(NamedTuple):

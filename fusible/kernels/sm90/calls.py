@@ -1,0 +1,29 @@
+"""How calls arrive: traced, transformed, through PyTorch's dispatcher, or directly."""
+
+import torch
+from torch import Tensor
+
+
+def is_traced() -> bool:
+    """Whether tensors may stand for others: under ``torch.compile``, export and dispatch modes."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms what runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_direct(x: Tensor) -> bool:
+    """Whether nothing but an op's own function would run, which can then be called at once.
+
+    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
+    calls are traced, transformed, intercepted or recorded for a gradient.
+    """
+    return not (
+        is_traced()
+        or torch.is_grad_enabled()
+        or is_transformed()
+        or type(x) is not Tensor
+        or not x.is_cuda
+    )
