@@ -56,17 +56,38 @@ class Explanation:
     def to_text(self, *, every_rule: bool = False) -> str:
         """The ops of every run as a tree, then why rules that fit did not fire.
 
+        Runs alike, such as those of a model's layers, are told once.
+
         Args:
             every_rule: also those for other machines or recipes, which are otherwise counted.
         """
-        return "\n".join(line for p in self.planned for line in _lines(p, every_rule))
+        lines = []
+        for told, others in self._alike(every_rule):
+            lines.append(f"{told.name}: {_heading(told.plan)}")
+            lines.extend(_lines(told.plan, every_rule))
+            if others:
+                named = others if len(others) < 4 else [others[0], "...", others[-1]]
+                lines.append(f"{len(others)} more alike: {'; '.join(named)}")
+        return "\n".join(lines)
 
     def to_svg(self, path: str | Path | None = None) -> str:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
-        drawing = svg.draw([(p.name, p.run.wiring, p.plan) for p in self.planned])
+        runs = []
+        for told, others in self._alike():
+            more = f" and {len(others)} alike" if others else ""
+            runs.append((f"{told.name}{more}: {_heading(told.plan)}", told.run.wiring, told.plan))
+        drawing = svg.draw(runs)
         if path is not None:
             Path(path).write_text(drawing, encoding="utf-8")
         return drawing
+
+    def _alike(self, every_rule: bool = False) -> list[tuple[PlannedRun, list[str]]]:
+        """The first run of every kind, with the names of the others."""
+        kinds: dict[str, list[PlannedRun]] = {}
+        for p in self.planned:
+            text = "\n".join([_heading(p.plan), *_lines(p.plan, every_rule), repr(p.run.wiring)])
+            kinds.setdefault(text, []).append(p)
+        return [(first, [p.name for p in others]) for first, *others in kinds.values()]
 
 
 def explain(
@@ -111,8 +132,8 @@ def explain(
             ) from error
     if not planned:
         raise ValueError(
-            f"explain needs a module that contains fusible ops, got {type(module).__name__} "
-            "without any"
+            f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
+            "which ran none"
         )
     return Explanation(tuple(planned))
 
@@ -161,11 +182,13 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
     return [made[id(value)] for value in inputs]
 
 
-def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
-    plan = planned.plan
+def _heading(plan: Plan) -> str:
     recipe = "none" if plan.recipe is None else plan.recipe.name
     mode = "training" if any(n.requires_grad for n in plan.grad) else "inference"
-    yield f"{planned.name}: {plan.target}, recipe {recipe}, {plan.facts.dtype}, {mode}"
+    return f"{plan.target}, recipe {recipe}, {plan.facts.dtype}, {mode}"
+
+
+def _lines(plan: Plan, every_rule: bool) -> Iterator[str]:
     blocks = _blocks(plan)
     for i, block in enumerate(blocks):
         last = i == len(blocks) - 1

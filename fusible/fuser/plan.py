@@ -228,10 +228,22 @@ def _scan(
                 elsewhere = not rule.concerns(site)
                 refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, elsewhere))
                 continue
-            yield Fusion(at, stop, rule.build(**bound), rule)
+            yield Fusion(at, stop, _built(rule, bound, ops[at:stop]), rule)
             at = stop - 1
             break
         at += 1
+
+
+def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
+    """What the rule makes of the ops; RuntimeError unless it stands for exactly these."""
+    op = rule.build(**bound)
+    covered = getattr(op, "basic_ops", ())
+    if [*map(id, covered)] != [*map(id, ops)]:
+        raise RuntimeError(
+            f"{rule.name} must build a fused op of {[type(part).__name__ for part in ops]}, in "
+            f"this order, got {type(op).__name__} of {[type(part).__name__ for part in covered]}"
+        )
+    return op
 
 
 def _site_reader(

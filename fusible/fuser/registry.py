@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fusible.fuser.plan import UserFusions, cover
@@ -56,7 +56,11 @@ class Registry:
         def run(phase: Phase, start: Sequence[Any]) -> list[Any]:
             current = list(start)
             for function in self.functions[phase]:
-                current = list(function(current, recipe=recipe))
+                returned = function(current, recipe=recipe)
+                current = list(returned) if isinstance(returned, Iterable) else [returned]
+                if not all(hasattr(op, "basic_ops") for op in current):
+                    name = getattr(function, "__qualname__", function)
+                    raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
             return current
 
         joint_ops = run("joint", ops)

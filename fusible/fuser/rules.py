@@ -83,11 +83,27 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
     The function's signature is the pattern: each parameter names one op and its annotation says
     which types it may have (``A | B`` for alternatives, ``| None`` for an op that may be absent).
     Its docstring says what the fusion is worth.
+
+    Raises:
+        TypeError: a need is no condition, or the signature no pattern.
+        ValueError: there is no such phase.
     """
+    if phase not in typing.get_args(Phase):
+        raise ValueError(f"phase must be one of {', '.join(typing.get_args(Phase))}, got {phase!r}")
+    for need in needs:
+        if not isinstance(need, Condition):
+            raise TypeError(
+                f"a rule's needs must be conditions of fusible.fuser.conditions, got {need!r}"
+            )
 
     def make(build: Callable[..., Any]) -> Rule:
         hints = typing.get_type_hints(build)
-        pattern = tuple(_slot(name, hints[name]) for name in inspect.signature(build).parameters)
+        names = inspect.signature(build).parameters
+        pattern = tuple(_slot(build.__name__, name, hints.get(name)) for name in names)
+        if all(slot.optional for slot in pattern):
+            raise TypeError(
+                f"{build.__name__} must take an op that is not optional, got {[*names]}"
+            )
         worth = inspect.cleandoc(build.__doc__ or "")
         return Rule(build.__name__, phase, pattern, needs, build, worth)
 
@@ -103,10 +119,15 @@ def _computes_as(op: Any) -> type:
     return vars(type(op)).get("computes_as", type(op))
 
 
-def _slot(name: str, hint: Any) -> Slot:
-    union = isinstance(hint, types.UnionType)
+def _slot(rule: str, name: str, hint: Any) -> Slot:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     members = typing.get_args(hint) if union else (hint,)
     found = tuple(t for t in members if t is not types.NoneType)
+    if not all(hasattr(t, "fuser_forward") for t in found):
+        raise TypeError(
+            f"parameter {name} of {rule} must be annotated with the types of ops that it takes, "
+            f"got {hint!r}"
+        )
     return Slot(name, found, len(found) < len(members))
 
 

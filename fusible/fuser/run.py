@@ -447,7 +447,7 @@ def _forward(
         forward = op.fuser_forward
         if plan.autocast_dtype is not None and op.casts_itself:
             forward = _without_autocast(forward, x.device.type)
-        x, outputs = forward(
+        returned = forward(
             contexts[start:stop],
             x,
             basic_op_extra_inputs=inputs,
@@ -455,6 +455,12 @@ def _forward(
             next_op_input_quantizer=quantizers[1],
             basic_op_kwargs=kwargs[start:stop],
         )
+        if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
+            raise TypeError(
+                f"the forward of {type(op).__name__} must return its output, one tensor, and the "
+                f"extra outputs of each basic op, got {kind_of(returned)}"
+            )
+        x, outputs = returned
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -468,6 +474,18 @@ def _forward(
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _is_tuple(returned: Any, length: int) -> bool:
+    return isinstance(returned, tuple | list) and len(returned) == length
+
+
+def kind_of(returned: Any) -> str:
+    """What an op returned, for a sentence."""
+    if isinstance(returned, tuple | list):
+        kinds = ", ".join([kind_of(value) for value in returned])
+        return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
+    return "a tensor" if isinstance(returned, Tensor) else repr(returned)
 
 
 def _numbers(values: Sequence[Any]) -> Tensor:
@@ -593,7 +611,12 @@ class _RunFunction(torch.autograd.Function):
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
-            grad, step_params, step_extra = op.fuser_backward(
+            if grad is None:
+                raise RuntimeError(
+                    f"the op after {type(op).__name__} must return the gradient of its input, got "
+                    "None; where nothing flows back it is zeros"
+                )
+            returned = op.fuser_backward(
                 contexts[start:stop],
                 grad,
                 basic_op_grad_extra_outputs=[
@@ -601,6 +624,13 @@ class _RunFunction(torch.autograd.Function):
                     for i, count in enumerate(num_extra_outputs)
                 ],
             )
+            if not _is_tuple(returned, 3):
+                raise TypeError(
+                    f"the backward of {type(op).__name__} must return the gradient of its input, "
+                    "and for each basic op those of its parameters and of its extra inputs, got "
+                    f"{kind_of(returned)}"
+                )
+            grad, step_params, step_extra = returned
             got = list(map(len, step_params)), list(map(len, step_extra))
             if got != num_grads:
                 raise RuntimeError(

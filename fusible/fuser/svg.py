@@ -4,46 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import count
 from typing import Any
 
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.wiring import CALLER, Wiring
 
-_ROW, _BOX_HEIGHT, _WIDTH, _GAP, _MARGIN = 54, 36, 230, 60, 190
+_ROW, _BOX_HEIGHT, _WIDTH, _GAP, _MARGIN = 60, 42, 230, 60, 190
+_INPUTS = 30  # of a box's height, where outputs take the rest
+_FIRST_LANE = 92  # the others lie to its left
 _STYLE = (
     "text{font:13px sans-serif;fill:#1f2933}.small{font-size:11px;fill:#52606d}"
     ".title{font-weight:bold}.op{fill:#f5f7fa;stroke:#9aa5b1}.fused{fill:#d3f2e0;stroke:#27875a}"
     "path,line{stroke:#7b8794;fill:none;stroke-width:1.3}.channel{stroke:#b35c00}"
-    ".channelname{fill:#b35c00}"
+    ".channelname{fill:#b35c00}.behind{fill:white}"
 )
 _COLUMNS = ("as written", "forward, as run", "backward, as run")
 
 
 def draw(runs: Sequence[tuple[str, Wiring, Plan]]) -> str:
-    """A drawing of every ``(name, wiring, plan)``, one below the other."""
+    """A drawing of every ``(title, wiring, plan)``, one below the other."""
     body: list[str] = []
     top = 20
-    for name, wiring, plan in runs:
-        body.extend(_run(name, wiring, plan, top))
-        top += 60 + _ROW * len(plan.basic_ops) + 30
+    for title, wiring, plan in runs:
+        body.extend(_run(title, wiring, plan, top))
+        top += 60 + _ROW * len(plan.basic_ops)
     width = _MARGIN + len(_COLUMNS) * (_WIDTH + _GAP)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
-        f'viewBox="0 0 {width} {top}"><style>{_STYLE}</style>'
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" style="fill:#7b8794"/></marker>'
-        f'</defs><rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top - 20}" '
+        f'viewBox="0 0 {width} {top - 20}"><style>{_STYLE}</style>'
+        f"<defs>{_tip('tip', '#7b8794')}{_tip('channeltip', '#b35c00')}</defs>"
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'
     )
 
 
-def _run(name: str, wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
-    recipe = "none" if plan.recipe is None else plan.recipe.name
-    yield _text(20, top, f"{name}: {plan.target}, recipe {recipe}", "title")
+def _tip(name: str, colour: str) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" style="fill:{colour};'
+        'stroke:none"/></marker>'
+    )
+
+
+def _run(title: str, wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
+    yield _text(20, top, title, "title")
     written = tuple(Step(op, (op,)) for op in plan.basic_ops)
     columns = (written, plan.forward_ops, plan.backward_ops)
-    for column, (title, steps) in enumerate(zip(_COLUMNS, columns, strict=True)):
+    for column, (label, steps) in enumerate(zip(_COLUMNS, columns, strict=True)):
         x = _MARGIN + column * (_WIDTH + _GAP)
-        yield _text(x, top + 26, title, "small")
+        yield _text(x, top + 26, label, "small")
         y = top + 38
         for i, (op, basic_ops) in enumerate(steps):
             height = _BOX_HEIGHT + _ROW * (len(basic_ops) - 1)
@@ -58,27 +67,49 @@ def _run(name: str, wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
 
 
 def _extra_tensors(wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
-    """Extra inputs of the caller as arrows from the left, channels as arcs."""
+    """Extra inputs, each with its channel's name or its own: the caller's, or along a lane."""
+    lanes = _lanes(wiring)
     for i, sources in enumerate(wiring.sources):
-        for slot, (producer, _) in enumerate(sources):
-            y = _slot_height(top, i, slot, len(sources))
-            label = plan.basic_ops[i].extra_input_name(slot)
-            if producer == CALLER:
-                yield _arrow(_MARGIN - 60, y, _MARGIN, y)
-                yield _text(_MARGIN - 66, y + 4, label, "small", end=True)
-                continue
-            start = top + _ROW * producer + _BOX_HEIGHT // 2
-            bend = _MARGIN - 50
-            yield (
-                f'<path class="channel" marker-end="url(#tip)" d="M{_MARGIN} {start}'
-                f'C{bend} {start} {bend} {y} {_MARGIN} {y}"/>'
-            )
-            middle = (start + y) // 2 + 4
-            yield _text(_MARGIN - 44, middle, label, "small channelname", end=True)
+        op = plan.basic_ops[i]
+        for slot, source in enumerate(sources):
+            y = _input_port(top, i, slot, op)
+            if source[0] == CALLER:
+                yield _arrow(_FIRST_LANE, y, _MARGIN, y)
+            else:
+                start = _output_port(top, *source, plan.basic_ops[source[0]])
+                yield (
+                    f'<path class="channel" marker-end="url(#channeltip)" '
+                    f'd="M{_MARGIN} {start}H{lanes[source]}V{y}H{_MARGIN}"/>'
+                )
+            name = op.extra_input_channels[slot] or op.extra_input_name(slot)
+            kind = "small" if source[0] == CALLER else "small channelname"
+            end, width = _MARGIN - 14, 4 + 6 * len(name)
+            x = end - width
+            yield f'<rect class="behind" x="{x}" y="{y - 5}" width="{width}" height="10"/>'
+            yield _text(end, y + 4, name, kind, end=True)
 
 
-def _slot_height(top: int, op: int, slot: int, slots: int) -> int:
-    return top + _ROW * op + _BOX_HEIGHT * (slot + 1) // (slots + 1)
+def _lanes(wiring: Wiring) -> dict[tuple[int, int], int]:
+    """Where each extra output that an op reads runs down: those alive together lie apart."""
+    ends = {source: max(ops) for source, ops in wiring.consumers.items() if ops}
+    lanes: dict[tuple[int, int], int] = {}
+    for source in sorted(ends, key=lambda s: ends[s] - s[0]):
+        beside = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
+        lanes[source] = next(x for x in count(_FIRST_LANE, -8) if x not in beside)
+    return lanes
+
+
+def _input_port(top: int, place: int, slot: int, op: Any) -> int:
+    """How high an extra input enters the box of an op: in its upper part if outputs leave it."""
+    height = _INPUTS if op.num_extra_outputs else _BOX_HEIGHT
+    return top + _ROW * place + height * (slot + 1) // (op.num_extra_inputs + 1)
+
+
+def _output_port(top: int, place: int, slot: int, op: Any) -> int:
+    """How high an extra output leaves the box of an op: in its lower part if inputs enter it."""
+    above = _INPUTS if op.num_extra_inputs else 0
+    height = _BOX_HEIGHT - above
+    return top + _ROW * place + above + height * (slot + 1) // (op.num_extra_outputs + 1)
 
 
 def _box(x: int, y: int, height: int, op: Any) -> str:

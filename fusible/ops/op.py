@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
-from fusible.fuser.run import Direct, Run
+from fusible.fuser.run import Direct, Run, kind_of
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
@@ -232,6 +232,7 @@ class BasicOperation(FusibleOperation):
         Called when a run captures the op, since plans rely on both.
         """
         self._frozen = True
+        self._check_formula()
         return {name: getattr(self, name) for name in self.fact_names}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -300,6 +301,33 @@ class BasicOperation(FusibleOperation):
             "extra inputs or outputs) fuser_forward and fuser_backward"
         )
 
+    def _check_formula(self) -> None:
+        """Raise TypeError unless ``formula`` takes the parameters as it will be given them."""
+        kind, base = type(self), BasicOperation
+        by_hand = (
+            kind.op_forward is not base.op_forward or kind.fuser_forward is not base.fuser_forward
+        )
+        if (
+            by_hand
+            or kind.formula is base.formula
+            or kind.own_parameters is not base.own_parameters
+        ):
+            return
+        given = [name for name, p in self._parameters.items() if p is not None]
+        signature = inspect.signature(self.formula)
+        _, *taken = signature.parameters
+        try:
+            signature.bind(None, *given)
+        except TypeError:
+            fits = False
+        else:
+            fits = taken == given or {*taken} != {*given}
+        if not fits:
+            raise TypeError(
+                f"formula of {kind.__name__} must take its input and its parameters in the order "
+                f"of their registration, (input, {', '.join(given)}), got {signature}"
+            )
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -317,8 +345,14 @@ class BasicOperation(FusibleOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
+        saved = ctx.saved_tensors
+        if len(saved) != 1 + len(ctx.needs.params):
+            raise RuntimeError(
+                f"the forward of {type(self).__name__} must have saved {self.saves}, got "
+                f"{len(saved)} tensors; a forward fusion saves what each of its ops would"
+            )
         with ctx.autocast(grad_output.device.type):
-            output, derivative = torch.func.vjp(self.formula, *ctx.saved_tensors)  # type: ignore[misc]
+            output, derivative = torch.func.vjp(self.formula, *saved)  # type: ignore[misc]
             grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 
@@ -352,7 +386,13 @@ class BasicOperation(FusibleOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """See :class:`FusibleOperation`; calls ``op_backward``."""
         self._refuse_extra_tensors("fuser_backward")
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(grads, tuple | list) or len(grads) != 2:
+            raise TypeError(
+                f"op_backward of {type(self).__name__} must return (grad_input, grad_params), got "
+                f"{kind_of(grads)}"
+            )
+        grad_input, grad_params = grads
         return grad_input, [tuple(grad_params)], [()]
 
     def _refuse_extra_tensors(self, method: str) -> None:

@@ -1,6 +1,8 @@
 """explain: what it prints and draws, and that it changes nothing."""
 
+import re
 import xml.etree.ElementTree as ET
+from itertools import combinations, pairwise
 
 import pytest
 import reference as ref
@@ -220,7 +222,7 @@ def test_errors_are_the_modules_own():
 
 
 def test_a_module_without_ops():
-    with pytest.raises(ValueError, match="module that contains fusible ops, got Tanh"):
+    with pytest.raises(ValueError, match="forward runs fusible ops, got Tanh, which ran none"):
         fz.explain(nn.Tanh(), torch.randn(3))
 
 
@@ -240,5 +242,50 @@ def test_svg_is_well_formed(tmp_path):
     texts = [t.text for t in root.iter() if t.text]
     assert root.tag.endswith("svg")
     assert sum(e.get("class") == "channel" for e in root.iter()) == 1
-    for part in ("BasicLinear", "LinearBiasActivation", "addend", "as written"):
+    for part in ("BasicLinear", "LinearBiasActivation", "branch", "addend", "as written"):
         assert any(part in t for t in texts), part
+
+
+def test_svg_keeps_channels_and_their_names_apart():
+    grouped = {"bias": False, "single_grouped_weight": True}
+    block = fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+        fz.TopKRouter(8, 4, top_k=2),
+        fz.Dispatch(4),
+        fz.GroupedLinear(4, 8, 16, **grouped),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 8, 8, **grouped),
+        fz.Combine(),
+        fz.AddExtraInput().set_extra_input_channel(0, "tokens"),
+    )
+    root = ET.fromstring(fz.explain(block, torch.randn(5, 8)).to_svg())
+    paths = [e.get("d") for e in root.iter() if e.get("class") == "channel"]
+    ends = [
+        tuple(map(int, re.fullmatch(r"M\d+ (\d+)H(-?\d+)V(\d+)H\d+", d).groups())) for d in paths
+    ]
+    assert len(ends) == 7  # split_sizes goes to two ops, by one lane
+    for (start, lane, end), (other_start, other_lane, other_end) in combinations(ends, 2):
+        assert (lane == other_lane) == (start == other_start)
+        assert len({start, end, other_start, other_end}) == 4 - (start == other_start)
+    names = [e for e in root.iter() if "channelname" in e.get("class", "")]
+    assert sorted(e.text for e in names) == sorted(
+        ["probs", "expert_ids", "split_sizes", "scales", "split_sizes", "row_map", "tokens"]
+    )
+    heights = sorted(int(e.get("y")) for e in names)
+    assert min(b - a for a, b in pairwise(heights)) >= 10
+
+
+def test_runs_alike_are_told_once():
+    layers = [fz.Sequential(fz.Linear(8, 8), fz.SiLU()) for _ in range(5)]
+    model = nn.Sequential(*layers, nn.Tanh(), fz.GELU(), fz.Linear(8, 8))
+    explained = fz.explain(model, torch.randn(3, 8))
+    assert len(explained.plans) == 7
+    assert explained.fired == ("linear_bias_activation",) * 6
+    text = str(explained)
+    assert text.count("SiLU()") == 1
+    more = "4 more alike: Sequential.1.0 to Sequential.1.1; ...; Sequential.4.0 to Sequential.4.1"
+    assert more in text.splitlines()
+    assert "Sequential.6: cpu" in text
+    drawing = explained.to_svg()
+    assert drawing.count(">as written<") == 3
+    assert "Sequential.0.0 to Sequential.0.1 and 4 alike: cpu" in drawing
