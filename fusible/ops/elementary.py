@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.run import memory
+from fusible.fuser.node import memory
 from fusible.ops.op import BasicOperation, Grads
 
 
