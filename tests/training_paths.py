@@ -40,6 +40,8 @@ class Path:
     dtype: torch.dtype = BF16
     recipe: Recipe | None = None
     machine: str = "sm80"
+    stored: bool = False
+    """Whether the weights are stored quantized."""
     form: str = "mlp"
     """``mlp``; ``parts``: with two tensors of split sizes, so that no rule takes it whole; or
     ``experts``: between a Dispatch and a Combine."""
@@ -57,7 +59,8 @@ class Path:
     def build(self, single: bool = True, **options) -> fz.Sequential:
         layout = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
         options = {"dtype": self.dtype} | layout | options
-        mlp = ref.grouped_mlp(GROUPS, WIDTH, INNER, **options)
+        with fz.quantized_model_init(enabled=self.stored, recipe=self.recipe):
+            mlp = ref.grouped_mlp(GROUPS, WIDTH, INNER, **options)
         mlp[1] = fz.ScaledSwiGLU(32)
         for bias in (b for fc in linears(mlp) for b in fc.biases()):
             nn.init.normal_(bias)
@@ -96,9 +99,12 @@ PATHS = {
             NV,
         )
     },
+    "unfused mxfp8 stored": Path(recipe=MX, stored=True),
+    "sm90 mxfp8 stored": Path(("recipe_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
     "sm90 mxfp8 parts": Path(_RECIPE_PARTS90, recipe=MX, machine="sm90", form="parts"),
     "sm100": Path(("grouped_mlp_sm100",), machine="sm100"),
     "sm100 mxfp8": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100"),
+    "sm100 mxfp8 stored": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100", stored=True),
     "sm100 nvfp4": Path(("grouped_mlp_sm100",), recipe=NV, machine="sm100"),
     "sm100 mxfp8 parts": Path(
         2 * ("grouped_linear_sm100",), recipe=MX, machine="sm100", form="parts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusible.fused.grouped_mlp import ScaledGLU
@@ -28,18 +29,23 @@ def features_fit(*linears: Any) -> tuple[Any, ...]:
     )
 
 
-def readable(kernels: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors in a layout that TMA reads: as they are, or copied where they have another."""
-    fits = kernels.has_matrix_layout
-    if all([fits(t) for t in tensors]):
-        return tensors
-    return [t if fits(t) or fits(t.mT) else t.contiguous() for t in tensors]
+def readable(kernels: Any, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The weights in a layout that TMA reads: as they are, or copied where they have another."""
+    fits, strides = kernels.has_matrix_layout, weights[0].stride()
+    if all([(fits(w) or fits(w.mT)) and w.stride() == strides for w in weights]):
+        return weights
+    return [_copy(w) for w in weights]
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A copy where a kernel can read it: contiguous, and from an address of its own."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def as_matrix(kernels: Any, t: Tensor) -> Tensor:
     """``t`` as ``[rows, features]``, contiguous in its features."""
     rows = as_2d(t)
-    return rows if kernels.has_matrix_layout(rows) else rows.contiguous()
+    return rows if kernels.has_matrix_layout(rows) else _copy(rows)
 
 
 def as_vector(t: Tensor) -> Tensor:

@@ -338,7 +338,7 @@ class GroupedLinear(WeightedOperation):
     def checked_scales(
         self, ctx: OperationContext, input_: Tensor, scales: Tensor | None
     ) -> Tensor | None:
-        """The row scales of the bias, ``[rows]``; checks all but the input's features.
+        """The row scales of the bias, contiguous ``[rows]``; checks all but the input's features.
 
         Sets ``ctx.dtype``, that of the product.
         """
@@ -346,14 +346,15 @@ class GroupedLinear(WeightedOperation):
         if not self.scale_bias:
             return None
         check_row_scales(scales, input_, "GroupedLinear")
-        return scales.reshape(-1)  # type: ignore[union-attr]
+        return scales.reshape(-1).contiguous()  # type: ignore[union-attr]
 
     def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The biases as one ``[num_groups, out_features]``, or None."""
+        """The biases as one contiguous ``[num_groups, out_features]``, or None."""
         if not self.has_bias:
             return None
         biases = self.biases()
-        return (biases[0] if self.single_grouped_bias else torch.stack(biases)).to(dtype)
+        bias = biases[0] if self.single_grouped_bias else torch.stack(biases)
+        return bias.to(dtype).contiguous()
 
     def check_needs(self, needs: GradNeeds) -> None:
         """Refuse groups of which some need a gradient and some do not."""

@@ -23,10 +23,9 @@ def test_little_is_computed_beside_the_output(kind, many_rows, columns):
 
 
 def test_the_rows_of_a_weight_gradient_count_too():
-    wide = choose("wgrad", True, columns=768, rows=2048)
-    high = choose("wgrad", True, columns=2048, rows=1536)
-    assert (wide.m, wide.n) == (128, 192)
-    assert (high.m, high.n) == (192, 128)
+    beside, above = (choose("wgrad", True, columns=128, rows=rows) for rows in (128, 2048))
+    assert (beside.cluster_m, beside.cluster_n) == (1, 2)
+    assert (above.cluster_m, above.cluster_n) == (2, 1)
 
 
 def test_a_gated_product_gets_a_wide_tile_only_where_it_takes_it():

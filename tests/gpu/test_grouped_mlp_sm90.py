@@ -348,6 +348,11 @@ def wider(x, before, after):
     return x.new_full((len(x), before + HIDDEN + after), float("nan"))[:, before : before + HIDDEN]
 
 
+def odd(t):
+    """Contiguous, but not from 16 bytes on."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape)
+
+
 def turned(x):
     return torch.empty_like(x.t().contiguous()).t()
 
@@ -365,6 +370,9 @@ LAYOUTS = {
     ),
     "rows not on 16 bytes": lambda x, s, n, dy: (
         laid_out(x, lambda x: wider(x, 1, 0)), s, n, laid_out(dy, lambda x: wider(x, 3, 2)),
+    ),
+    "from an odd address": lambda x, s, n, dy: (
+        laid_out(x, odd), s, n, laid_out(dy, odd),
     ),
     "features first": lambda x, s, n, dy: (laid_out(x, turned), s, n, laid_out(dy, turned)),
     "an expanded gradient": lambda x, s, n, dy: (x, s, n, dy[:1].expand_as(dy)),
@@ -389,6 +397,31 @@ def test_the_same_given_otherwise(how, bias):
     assert mlp.plan.fired == ("grouped_mlp_sm90",)
     for name, value in want.items():
         assert torch.equal(got[name].reshape(value.shape), value), name
+
+
+def unevenly(t):
+    """Groups, or rows, that are 3 elements further apart."""
+    first, *steps = t.stride()
+    room = t.new_empty(t.shape[0] * (first + 3))
+    return room.as_strided(t.shape, (first + 3, *steps))
+
+
+@pytest.mark.parametrize("make", [odd, unevenly])
+@pytest.mark.parametrize("of", ["all", "one", "biases"])
+def test_parameters_that_lie_otherwise(of, make):
+    """As parametrizations and ``functional_call`` may give them."""
+    mlp, (x, scales, splits) = build(fz.ScaledSwiGLU(), single=of != "one"), inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    want = step(mlp, x, scales, splits, dy)
+    which = {"all": ("weight",), "one": ("weight1",), "biases": ("bias",)}[of]
+    for fc in (mlp[0], mlp[2]):
+        for name in which:
+            p = getattr(fc, name)
+            setattr(fc, name, torch.nn.Parameter(laid_out(p, make)))
+    got = step(mlp, x, scales, splits, dy)
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -52,8 +52,10 @@ def _is_readable(x: Tensor) -> bool:
         return False
     if x.is_contiguous():
         return x.shape[-1] % limits.MULTIPLE_OF == 0 or x.shape[-2] <= 1
-    rows, columns = x.shape[-2:]
-    pitch, step = x.stride()[-2:]
+    *groups, rows, columns = x.shape
+    *spacing, pitch, step = x.stride()
+    if groups and groups[0] > 1 and (spacing[0] <= 0 or spacing[0] % limits.MULTIPLE_OF):
+        return False
     return step == 1 and (rows <= 1 or (pitch >= columns and pitch % limits.MULTIPLE_OF == 0))
 
 
@@ -155,7 +157,8 @@ def matrices_of(name: str, w: Sequence[Tensor], device: torch.device, transpose:
     # Matrices that were allocated side by side are a dense tensor to the kernel.
     groups, size = len(w), first.element_size()
     step = pointers[1] - address if groups > 1 else first.numel() * size
-    if step > 0 and pointers == tuple(range(address, address + groups * step, step)):
+    evenly = step > 0 and pointers == tuple(range(address, address + groups * step, step))
+    if evenly and step % (limits.MULTIPLE_OF * size) == 0:
         pointers = ()
     shape, strides = (groups, *shape), (step // size, *strides)
     return Matrices(address, *layout(name, shape, strides, transpose, not pointers), pointers)

@@ -2,7 +2,8 @@
 
 Rows are counted through their mean over the groups; how they are really spread is known only to
 the device. The table comes from measurements on an H200 (``benchmarks/sm90_tiles.py``). A larger
-tile reads less for each product; what it computes beside the output costs as if it were output.
+tile reads less for each product, which pays beside an activation; what it computes beside the
+output costs as if it were output.
 Two blocks that share rows beat two that share weights, ping-pong beats cooperation, and drawing
 tiles from a counter pays once a group has a few rows of tiles.
 """
@@ -18,16 +19,12 @@ _MANY_ROWS = 256  # of a group, on average
 _SMALL, _ODD = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
 _FEW = ((_SMALL, 1.0), (_ODD, 1.08))
 _MANY = ((_SMALL._replace(dynamic=True), 1.0), (_ODD, 1.08))
-_LARGE = (
-    (Tile(128, 192, True, 2, 1, dynamic=True), 0.98),
-    (Tile(192, 128, True, 1, 2, dynamic=True), 0.98),
-)
 _TABLE = {
     "store": (_FEW, _MANY),
     "glu": (_FEW, (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True), 0.98))),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
     "dglu": (((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)), _MANY),
-    "wgrad": (_MANY, (*_MANY, *_LARGE)),
+    "wgrad": (_MANY, _MANY),
 }
 
 # Every tile that a kernel may get; tests compile and run each.

@@ -102,10 +102,7 @@ def multiply(
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.by_rows and tile.pingpong):
                 # Where a group ends within the tile, the rows behind need no products.
-                slabs = cute.ceil_div(rows - row, WARPGROUP_ROWS)
-                if const_expr(tile.slabs == 3) and slabs == 2:
-                    state = _mainloop(*loop, state, 2)
-                elif slabs >= tile.slabs:
+                if rows - row > WARPGROUP_ROWS:
                     state = _mainloop(*loop, state, tile.slabs)
                 else:
                     state = _mainloop(*loop, state, 1)
