@@ -270,7 +270,8 @@ def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: s
         ratios = [c["best_peer"] for c in cells if c["pass"] == name]
         places = [j + 0.27 * (i - 1) for j in range(len(ratios))]
         bars = axes.bar(places, ratios, 0.25, label=name)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+        within = {"label_type": "center", "color": "white", "fontsize": 8, "rotation": 90}
+        axes.bar_label(bars, fmt="%.2f", **within)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(labels)), [label.replace(" ", "\n") for label in labels], fontsize=8)
     axes.set_ylim(top=1.12 * axes.get_ylim()[1])  # room for the legend

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grouped_gemm_sm90 import environment
 
 import fusible as fz
 from fusible import recipes
@@ -217,12 +218,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, {args.rows} x {args.columns}")
     table = {
+        "environment": environment(),
         "placed": placed(args.rows, args.columns),
         "quantizers": quantizers(args.rows, args.columns),
         "modules": modules(),
     }
     if args.json:
-        args.json.write_text(json.dumps(table, indent=1))
+        args.json.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

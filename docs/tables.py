@@ -13,6 +13,16 @@ from fusible.fuser.rules import support_table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PASSES = ("forward", "forward + backward")
+EXPERTS = {
+    "qwen3-30b": "qwen3-30b, 128 x 768",
+    "mixtral-8x7b": "mixtral-8x7b, 8 x 14336",
+    "deepseek-v3": "deepseek-v3, 64 of its 256 x 2048",
+    "gpt-oss-20b": "gpt-oss-20b, 32 x 2880",
+    "gpt-oss-120b": "gpt-oss-120b, 128 x 2880",
+    "qwen3-30b, decoding": "qwen3-30b, decoding",
+    "gpt-oss-20b, decoding": "gpt-oss-20b, decoding",
+}
+SHAPES = {"tiny": "256, 128, 8, 512", "small": "1024, 512, 64, 8192"}
 
 
 def measured_table(report: dict[str, Any]) -> str:
@@ -110,6 +120,63 @@ def _block_sentences(report: dict[str, Any], shapes: dict[str, Any]) -> str:
     )
 
 
+def experts_table(report: dict[str, Any]) -> str:
+    """Experts of published models, ``benchmarks/transformers_experts.py``, as Markdown."""
+    columns = ["experts", "tokens, top-k"]
+    columns += [f"{what}, ms | against `grouped_mm`" for what in PASSES]
+    columns += ["against `eager`", "peak memory against `grouped_mm`"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * 8]
+    for name, experts in EXPERTS.items():
+        if case := report["cases"].get(name):
+            row = [experts, f"{case['tokens']}, {case['top_k']}"]
+            for ms in (case["ms"][what] for what in PASSES):
+                row += [f"{ms['fusible']:.2f}", f"{ms['grouped_mm'] / ms['fusible']:.2f}x"]
+            peak = case["peak_mb"]
+            row += [f"{ms['eager'] / ms['fusible']:.1f}x"]
+            row += [f"{peak['fusible'] / peak['grouped_mm']:.2f}x"]
+            lines.append(f"| {' | '.join(row)} |")
+    where = f"{_measured_at(report)} transformers {report['environment']['transformers']}."
+    few = report["cases"]["gpt-oss-20b, decoding"]["ms"]
+    forward, both = (few[what]["batched_mm"] / few[what]["fusible"] for what in PASSES)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{where} `batched_mm`, which copies the weight of every row, was measured where "
+            f"tokens are few: in decoding gpt-oss-20b ours is {forward:.1f} times as fast forward "
+            f"and {both:.1f} times with the backward.",
+        ]
+    )
+
+
+def dense_rules_table(h200: dict[str, Any], cpu: dict[str, Any]) -> str:
+    """What each dense rule gives, ``benchmarks/rules.py``, as Markdown."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for where, report in (("H200", h200), ("CPU", cpu)):
+        for case in report["results"]:
+            times = found.setdefault(case["rule"], {}).setdefault(where, [])
+            times.append(f"{case['speedup']:.2f}")
+    lines = ["| rule | H200 | CPU |", "|---|---|---|"]
+    for name, times in found.items():
+        rule, comma, form = name.partition(",")
+        cells = [", ".join(times.get(where, [])) for where in ("H200", "CPU")]
+        lines.append(f"| `{rule}`{comma}{form} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def steps_table(report: dict[str, Any]) -> str:
+    """Host time and launches of training steps, ``benchmarks/training_step.py``, as Markdown."""
+    cells = {(s["shape"], s["path"], s["way"]): s for s in report["steps"]}
+    ways = list(dict.fromkeys(way for _, _, way in cells))
+    lines = [f"| shape | run as | {' | '.join(ways)} |", "|" + "---|" * (2 + len(ways))]
+    for shape, path in dict.fromkeys((shape, path) for shape, path, _ in cells):
+        steps = [cells[shape, path, way] for way in ways]
+        row = [f"{s['host_us']:.0f} us, {s['launches']}" for s in steps]
+        name = path.replace("bf16", "BF16").replace("mxfp8", "MXFP8").replace("fp8 b", "FP8 b")
+        lines.append(f"| {SHAPES[shape]} | {name} | {' | '.join(row)} |")
+    return "\n".join([*lines, "", _measured_at(report)])
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -121,6 +188,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "measured": lambda: measured_table(_results("grouped_mlp")),
         "block": lambda: block_table(_results("moe_block")),
     },
+    "docs/porting.md": {
+        "dense rules": lambda: dense_rules_table(_results("rules_h200"), _results("rules_cpu")),
+    },
+    "docs/training.md": {"steps": lambda: steps_table(_results("training_step_h200"))},
+    "docs/transformers.md": {"experts": lambda: experts_table(_results("transformers_experts"))},
     "docs/rules.md": {"rules": lambda: support_table(fusible.fused.RULES)},
 }
 

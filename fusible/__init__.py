@@ -19,6 +19,8 @@ from fusible.recipes import (
     quantized_model_init,
 )
 
+__version__ = "0.1.0"
+
 registry.install(RULES)
 
 __all__ = [

@@ -301,6 +301,9 @@ class Linear(FusedOperation):
         RuntimeError: tensor-parallel without ``torch.distributed`` initialized.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,

@@ -148,7 +148,7 @@ def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
     shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
     wanted = (
         f"main_grad of every weight of {who} must be a tensor of shape {tuple(shape)} in FP32, "
-        f"BF16 or {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
+        f"BF16 or its own {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
     )
     if not isinstance(main_grad, Tensor):
         got = "none" if main_grad is None else repr(main_grad)

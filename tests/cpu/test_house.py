@@ -139,3 +139,11 @@ def _docstring_lines(node: ast.FunctionDef) -> int:
         return 0
     first = node.body[0]
     return first.end_lineno - first.lineno + 1
+
+
+def test_version_is_the_changelogs_newest() -> None:
+    import fusible
+
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert fusible.__version__ == newest[1]
