@@ -52,6 +52,28 @@ def check_device(x: Tensor, param: Tensor, who: str) -> None:
         )
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def beside(x: Tensor, sizes: Tensor, who: str) -> Tensor:
+    """What says how many rows each group has, on the device of the rows.
+
+    Raises:
+        RuntimeError: it is elsewhere while a CUDA graph is captured.
+    """
+    if sizes.device == x.device:
+        return sizes
+    if not torch.compiler.is_compiling() and capturing():
+        raise RuntimeError(
+            f"split_sizes of {who} must be on {x.device} while a CUDA graph is captured, got "
+            f"{sizes.device}; move them there before, since replays would copy what then lies in "
+            "their place in the host's memory"
+        )
+    return sizes.to(x.device, non_blocking=True)
+
+
 def check_dtype(t: Tensor, what: str, who: str) -> None:
     """Raise ValueError unless ``t`` has a dtype that ops compute in."""
     if t.dtype not in DTYPES:

@@ -15,6 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
 from fusible.ops.checks import (
+    beside,
     check_features,
     check_row_scales,
     check_sizes,
@@ -505,6 +506,7 @@ def group_ends(
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
             negative or of more rows than ``x`` has.
+        RuntimeError: they are on the host while a CUDA graph is captured.
     """
     rows = x.shape[0]
     known_rows, known = memo.get(split_sizes, (None, None))
@@ -525,8 +527,6 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = (ends_of or grouped.group_ends)(split_sizes, rows)
-    if ends.device != device:
-        ends = ends.to(device, non_blocking=True)
+    ends = beside(x, (ends_of or grouped.group_ends)(split_sizes, rows), "GroupedLinear")
     memo[split_sizes] = rows, ends
     return ends

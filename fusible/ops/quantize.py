@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.ops.checks import beside
 from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.grouped import GroupedQuantizer
@@ -95,7 +96,7 @@ class Quantize(BasicOperation):
 
 def _on_device(sizes: Tensor | None, x: Tensor) -> Tensor | None:
     """Row counts where the rows are; negative ones count as zero, as in ``GroupedLinear``."""
-    return None if sizes is None else sizes.to(x.device, non_blocking=True).clamp(min=0)
+    return None if sizes is None else beside(x, sizes, "Quantize").clamp(min=0)
 
 
 def _required(quantizer: Any, which: str, what: str, groups: Sequence[Any]) -> Any:

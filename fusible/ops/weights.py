@@ -15,6 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
+from fusible.ops.checks import capturing
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
 from fusible.ops.wgrad import (
     MainGrads,
@@ -227,7 +228,7 @@ class WeightedOperation(BasicOperation):
         encode = encode or encode_weights
         weights = self.weights()
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
-        if torch.compiler.is_compiling() or self._reused is None or _capturing():
+        if torch.compiler.is_compiling() or self._reused is None or capturing():
             return encode(weights, ctx.recipe, ctx.dtype, products)
         key = ctx.recipe, ctx.dtype, products, encode
         known, encoded = self._reused.get(key, ((), []))
@@ -251,10 +252,6 @@ class WeightedOperation(BasicOperation):
     def __getstate__(self) -> dict[str, Any]:
         # A copy is in no scope, and no backward of it is waiting.
         return {**super().__getstate__(), "_reused": None, "_delayed": deque()}
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def encode_weights(

@@ -1,5 +1,6 @@
 """GroupedLinear: forms of parameters, of splits, and what happens to unused rows."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -203,3 +204,23 @@ def test_two_ops_share_split_sizes_only_if_they_agree_on_them():
     )
     with pytest.raises(ValueError, match="at most the 2 rows"):
         shorter(x, splits, splits)
+
+
+@pytest.mark.parametrize("groups", [None, 3], ids=["GroupedLinear", "Quantize"])
+def test_splits_on_the_host_while_a_graph_is_captured(groups, monkeypatch):
+    """Recorded, the copy would read the host's memory at every replay."""
+    linear = fz.GroupedLinear(3, 32, 32, device="meta")
+    recipe = fz.recipes.MXFP8BlockScaling()
+    module = linear if groups is None else fz.Sequential(fz.Quantize(num_groups=groups), linear)
+    x, splits = torch.randn(8, 32, device="meta"), torch.tensor([3, 0, 5])
+    given = [splits] * (1 if groups is None else 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captured: now)
+        scope = (
+            pytest.raises(RuntimeError, match="on meta while a CUDA graph is captured, got cpu")
+            if captured
+            else contextlib.nullcontext()
+        )
+        with scope, fz.autocast(enabled=groups is not None, recipe=recipe):
+            module(x, *given)

@@ -295,6 +295,22 @@ def test_buffers(name):
 OTHERS = ([ROWS, *[0] * 7], [0] * 8, [1] * 8, [ROWS // 8] * 8, SIZES)
 
 
+@pytest.mark.parametrize("splits", [list(SIZES), torch.tensor(SIZES)], ids=["list", "on the host"])
+def test_splits_on_the_host_are_not_captured(splits):
+    """A replay would copy what then lies in their place."""
+    module = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        module(x, splits)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="while a CUDA graph is captured, got cpu"),
+        torch.cuda.graph(graph),
+    ):
+        module(x, splits)
+    assert torch.isfinite(module(x, splits)).all()
+
+
 def made_graphed(path, mlp):
     """A copy of ``mlp`` whose forward and backward are graphs."""
     graphed, (x, splits, scales, _) = copy.deepcopy(mlp), inputs(path)
