@@ -35,7 +35,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(ops, "check_matrix", lambda _, x: (*x.shape, x.stride(0)))
     monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
-    launch.prepared.cache_clear()
+    launch.start_of.cache_clear()
     prepared._products.cache_clear()
 
 

@@ -33,7 +33,7 @@ from fusible.kernels.sm100.checks import (
     check_weights,
     require,
 )
-from fusible.kernels.sm100.launches import prepare
+from fusible.kernels.sm100.launches import before_launch
 
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
@@ -232,7 +232,7 @@ def glu(
         return _glu_outputs(x, weights.n)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
-    prepare(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
+    before_launch(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_glu",
@@ -326,7 +326,7 @@ def dglu(
     root = None if alpha is None else alpha.sqrt()
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
-    prepare(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
+    before_launch(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_dglu",
@@ -390,7 +390,7 @@ def gemm(
         "d_tensor": out[:-1],
     }
     scaled = row_scale is not None
-    prepare(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
+    before_launch(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
@@ -473,7 +473,7 @@ def wgrad_(
     else:
         arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
     features = left.depth, right.depth
-    prepare(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
+    before_launch(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
     _run(
         x.device,
         "grouped_gemm_wgrad",
