@@ -95,10 +95,10 @@ class Start:
         b_pitch: int,
         b_group_pitch: int,
         out_pitch: int,
-        preact_pitch: int,
-        d_preact_pitch: int,
-        glu_layout: tuple[int, int],
-        constants: tuple[float, float, float],
+        preact_pitch: int = 0,
+        d_preact_pitch: int = 0,
+        glu_layout: tuple[int, int] = (1, 0),
+        constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
@@ -144,27 +144,8 @@ class Start:
         ))  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def prepared(
-    spec: Spec,
-    device: torch.device,
-    columns: int,
-    depth: int,
-    groups: int,
-    a_pitch: int,
-    b_pitch: int,
-    b_group_pitch: int,
-    out_pitch: int,
-    preact_pitch: int = 0,
-    d_preact_pitch: int = 0,
-    glu_layout: tuple[int, int] = (1, 0),
-    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> Start:
-    """The kernel of a spec, compiled if it is not yet, for these sizes and pitches in elements."""
-    return Start(
-        spec, device, columns, depth, groups, a_pitch, b_pitch, b_group_pitch, out_pitch,
-        preact_pitch, d_preact_pitch, glu_layout, constants,
-    )  # fmt: skip
+start_of = functools.lru_cache(maxsize=4096)(Start)
+"""A :class:`Start`, made once for the same arguments."""
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:

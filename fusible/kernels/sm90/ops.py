@@ -23,7 +23,7 @@ from fusible.kernels.sm90.launch import (
     launch_group_ends,
     launch_tile_sums,
     pointer_table,
-    prepared,
+    start_of,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -101,7 +101,7 @@ def _multiply(
     table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
     rows, columns = out.shape
-    start = prepared(
+    start = start_of(
         spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
         device,
         columns,
@@ -315,7 +315,7 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
         return
     tile = tile or _tile("wgrad", rows, grads.groups, depth, columns)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
-    start = prepared(
+    start = start_of(
         spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
         device,
         columns,

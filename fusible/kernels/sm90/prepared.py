@@ -12,7 +12,7 @@ from torch import Tensor
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.calls import is_traced, is_transformed
 from fusible.kernels.sm90.checks import check_scale, layout
-from fusible.kernels.sm90.launch import Start, launch_group_ends, prepared
+from fusible.kernels.sm90.launch import Start, launch_group_ends, start_of
 from fusible.kernels.sm90.ops import glu_layout, spec_of, sum_up
 
 
@@ -69,7 +69,7 @@ class Products:
         wide = kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
         tile, dtype = tiles.choose(kind, self._many_rows, columns, 0, wide), self._dtype
         gated = () if glu is None else (glu.activation, glu.interleave, keep)
-        start = self._starts[launch] = prepared(
+        start = self._starts[launch] = start_of(
             spec_of(kind, tile, dtype, dtype, major, False, bias, scale, *gated),
             self._device,
             columns,
@@ -88,7 +88,7 @@ class Products:
 
     def _make_wgrad(self, columns: int, depth: int) -> Start:
         tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
-        start = self._starts["wgrad", columns, depth] = prepared(
+        start = self._starts["wgrad", columns, depth] = start_of(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,
             columns,
