@@ -379,3 +379,12 @@ def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():
         "assert not {'cutlass', 'cudnn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recipe_that_is_not_here_names_what_serves():
+    with pytest.raises(
+        AttributeError, match=r"'DelayedScaling': its scales .*Float8CurrentScaling"
+    ):
+        recipes.DelayedScaling  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'Delayed'$"):
+        recipes.Delayed  # noqa: B018

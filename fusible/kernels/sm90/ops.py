@@ -170,10 +170,16 @@ def grouped_gemm(
             check_rows("row_scale", row_scale, rows, x.device)
     if out is None:
         out = x.new_empty(rows, weights.rows)
-    elif out.shape != (rows, weights.rows) or not out.is_contiguous() or out.dtype != x.dtype:
+    elif (
+        out.shape != (rows, weights.rows)
+        or not out.is_contiguous()
+        or out.dtype != x.dtype
+        or out.device != x.device
+    ):
         raise ValueError(
-            f"out must be a contiguous {x.dtype} tensor of shape {(rows, weights.rows)}, got "
-            f"{out.dtype} of shape {tuple(out.shape)} with strides {out.stride()}"
+            f"out must be a contiguous {x.dtype} tensor of shape {(rows, weights.rows)} on "
+            f"{x.device}, got {out.dtype} of shape {tuple(out.shape)} with strides "
+            f"{out.stride()} on {out.device}"
         )
     if rows:
         tile = tile or _tile("store", rows, weights.groups, weights.rows)
@@ -339,9 +345,9 @@ def grouped_wgrad_(
             f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
             f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {device}"
         )
+    grads = matrices_of("out", out, device, transpose=False)
     if out[0].dtype not in (x.dtype, torch.float32):
         raise ValueError(f"out must be {x.dtype} or FP32, got {out[0].dtype}")
-    grads = matrices_of("out", out, device, transpose=False)
     if (grads.rows, grads.depth) != (columns, depth) or grads.major != "k":
         raise ValueError(
             f"out must hold matrices of shape {(columns, depth)}, contiguous in the last "
