@@ -199,7 +199,9 @@ def _column_scales(rows: int, columns: int, x: Tensor) -> Tensor:
     return x.new_empty(shape, dtype=torch.float8_e8m0fnu)
 
 
-def _glu_fake(x, x_scales, w, w_scales, ends, alpha, bias, prob, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _glu_fake(
+    x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: object
+) -> tuple[Tensor, ...]:
     return _glu_outputs(x, w[0].shape[-2])
 
 
@@ -278,7 +280,8 @@ def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, .
     return d, scales[0], d_col, scales[1], dprob, dbias
 
 
-def _dglu_fake(x, x_scales, w, w_scales, ends, alpha, c, prob, bias, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, ends, _, c, _, bias, *_ = rest
     return _dglu_outputs(x, c.shape[1] // 2, ends.shape[0], bias)
 
 
@@ -350,7 +353,8 @@ def dglu(
 # --- plain grouped product ------------------------------------------------------------------------
 
 
-def _gemm_fake(x, x_scales, w, w_scales, ends, alpha, bias, row_scale, transpose_w):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> Tensor:
+    *_, transpose_w = rest
     n = w[0].shape[-1 if transpose_w and x.dtype != FP4 else -2]
     return x.new_empty(x.shape[0] + 1, n, dtype=torch.bfloat16)
 
@@ -411,7 +415,15 @@ _WGRAD = (
 )
 
 
-def _wgrad_fake(dy, dy_scales, x, x_scales, ends, dy_global, x_global, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _wgrad_fake(
+    dy: Tensor,
+    dy_scales: Tensor | None,
+    x: Tensor,
+    x_scales: Tensor | None,
+    ends: Tensor,
+    *rest: Any,
+) -> Tensor:
+    *_, out_dtype = rest
     at = 0 if x.dtype == FP4 else 1
     return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
 

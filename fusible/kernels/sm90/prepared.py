@@ -66,7 +66,7 @@ class Products:
             check_scale("scales", scale)
         pitch, group_pitch, major, features, depth, _ = self._layouts[transpose]
         columns = features // 2 if kind == "glu" else features
-        wide = kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
+        wide = glu is None or kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
         tile, dtype = tiles.choose(kind, self._many_rows, columns, 0, wide), self._dtype
         gated = () if glu is None else (glu.activation, glu.interleave, keep)
         start = self._starts[launch] = start_of(
@@ -128,8 +128,10 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """`grouped_gemm`."""
-        scaled = bias is not None and row_scale is not None
-        launch = "store", False, bias is not None, row_scale.dtype if scaled else None, None, False
+        if bias is None:
+            row_scale = None  # it multiplies the bias only
+        scale = None if row_scale is None else row_scale.dtype
+        launch = "store", False, bias is not None, scale, None, False
         start = self._starts.get(launch) or self._make(_Launch(*launch))
         y = x.new_empty(x.shape[0], self._columns) if out is None else out
         start(
@@ -139,7 +141,7 @@ class Products:
             y.data_ptr(),
             ends.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
-            scales=row_scale.data_ptr() if scaled else 0,
+            scales=0 if row_scale is None else row_scale.data_ptr(),
         )
         return y
 
