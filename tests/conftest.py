@@ -22,6 +22,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """List the registers of each kernel that was compiled."""
+    reports = terminalreporter.getreports("passed")
+    listed = {
+        text for report in reports for name, text in report.user_properties if name == "registers"
+    }
+    if listed:
+        terminalreporter.section("registers a thread at launch, no spills")
+        for text in sorted(listed):
+            terminalreporter.line(text)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

@@ -88,6 +88,17 @@ def same(mine, theirs):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transposed_weights(recipe):
+    """As GPT-OSS stores them: the same bits."""
+    module, given = mlp(3), inputs(*SPLITS["ragged"])
+    want = run(module, given, recipe)
+    for fc in (module[0], module[2]):
+        fc.weight = torch.nn.Parameter(fc.weight.detach().mT.contiguous().mT)
+    same(run(module, given, recipe), want)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+
+
 # --- what the kernels say they compute, from unpadded, unpacked operands --------------------------
 
 

@@ -83,12 +83,12 @@ every_kernel = pytest.mark.parametrize(
 
 
 @every_kernel
-def test_kernel_compiles_without_spills(spec, tmp_path):
+def test_kernel_compiles_without_spills(spec, tmp_path, record_property):
     compiled = compile_spec(spec, f"--keep-cubin --dump-dir={tmp_path}")
     registers, stack = resources(compiled.__cubin__)
-    print(f"{spec.kind} {spec.tile}: {registers} registers at entry, {stack} bytes of stack")  # noqa: T201
     assert len(registers) == 1
     assert stack == [0]
+    record_property("registers", f"{registers[0]}: {spec.kind} {spec.tile}")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,13 @@ def test_kernel_compiles_without_spills(spec, tmp_path):
         (compile_tile_sums, "float64"),
     ],
 )
-def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path):
+def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path, record_property):
     compiled = compile_it(dtype, f"--keep-cubin --dump-dir={tmp_path}")
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert registers[0] <= 40
     assert stack == [0]
+    record_property("registers", f"{registers[0]}: {compile_it.__name__} {dtype}")
 
 
 @every_kernel

@@ -28,7 +28,7 @@ def strict(monkeypatch):
     """The reference's functions behind the checks of the entries, which start nothing."""
     for name in ("_multiply", "launch_tile_sums"):
         monkeypatch.setattr(ops, name, lambda *_, **__: None)
-    monkeypatch.setattr(ops, "prepared", lambda *_, **__: lambda *_, **__: None)
+    monkeypatch.setattr(ops, "start_of", lambda *_, **__: lambda *_, **__: None)
     monkeypatch.setattr(ops, "pointer_table", lambda *_: torch.empty(0))
 
     def checked(name, entry):
@@ -162,3 +162,90 @@ def test_few_rows_anywhere(strict, rows):
         with assume_target("sm90", kernels):
             results.append(mlp(given, sizes, scales, sizes, scales))
     assert torch.equal(*results)
+
+
+# --- what no plan gives them ----------------------------------------------------------------------
+
+
+def good():
+    """Arguments that the entries take."""
+    torch.manual_seed(0)
+    x, preact = torch.randn(ROWS, HIDDEN).bfloat16(), torch.randn(ROWS, 2 * INNER).bfloat16()
+    w1 = torch.randn(GROUPS, 2 * INNER, HIDDEN).bfloat16()
+    w2 = torch.randn(GROUPS, HIDDEN, INNER).bfloat16()
+    bias, dw = torch.randn(GROUPS, 2 * INNER).bfloat16(), torch.zeros(w1.shape)
+    rows = {"x": x, "w": [w1], "ends": torch.tensor(SIZES).cumsum(0).int()}
+    scales, ends = torch.rand(ROWS), rows["ends"]
+    of_grads = {"dy": x, "w": [w2], "ends": ends, "preact": preact, "scales": scales}
+    return {
+        "grouped_gemm": {**rows, "bias": bias, "row_scale": scales, "out": preact.clone()},
+        "grouped_gemm_glu": {**rows, "scales": scales, "bias": bias, "interleave": 8},
+        "grouped_gemm_dglu": {**of_grads, "activation": "clamped_qgeglu", "interleave": 1},
+        "grouped_wgrad_": {"out": [dw], "dy": preact, "x": x, "ends": ends, "accumulate": True},
+    }
+
+
+MATRIX = {
+    "a device": (lambda t: t.to("meta"), "must|got meta"),
+    "a dtype": (lambda t: t.float(), "BF16|bfloat16"),
+    "a row less": (lambda t: t[:-1], "rows|shape"),
+    "odd columns": (lambda t: t[:, :-3].contiguous(), "multiple of 8|shape|the last dimension"),
+    "features first": (LAYOUTS["turned"], "contiguous"),
+    "three dimensions": (lambda t: t[None], "2 dimensions|shape"),
+}
+VECTOR = {
+    "a dtype": (lambda t: t.to(torch.int16), "must be a"),
+    "a value less": (lambda t: t[:-1], "one value for each"),
+    "a stride": (lambda t: t.repeat_interleave(2)[::2], "contiguous"),
+}
+WEIGHTS = {
+    "none": (lambda w: [], "at least one group"),
+    "a dtype": (lambda w: [w[0].half()], "must"),
+    "a group less": (lambda w: [w[0][1:]], "one value for each"),
+    "other features": (lambda w: [torch.cat((w[0], w[0]), 2)], "share the reduced|of shape"),
+    "odd features": (lambda w: [w[0][:, :-3]], "multiples of 8"),
+    "an odd pitch": (lambda w: [spread(w[0], 0, 3)], "multiples of 8"),
+    "oddly apart": (lambda w: [apart(w[0], 3)], "start at a multiple of 16 bytes"),
+    "an odd address": (lambda w: [LAYOUTS["not on 16 bytes"](w[0])], "multiple of 16 bytes"),
+    "uneven": (lambda w: [w[0][0], *w[0][1:, :-8]], "must share shape, strides and dtype"),
+    "vectors": (lambda w: list(w[0][:, 0]), "1 dimensions"),
+}
+ROLES = {
+    **dict.fromkeys(("x", "dy", "preact"), MATRIX),
+    **dict.fromkeys(("row_scale", "scales", "ends"), VECTOR),
+    **dict.fromkeys(("w", "out"), WEIGHTS),
+    "bias": {
+        "a dtype": (lambda t: t.float(), "bias must be a contiguous"),
+        "a column less": (lambda t: t[:, 1:], "bias must be a contiguous"),
+    },
+    "activation": {"another": (lambda _: "gelu", "activation must be one of")},
+    "interleave": {
+        "no power of two": (lambda _: 3, "a power of two that divides"),
+        "too wide": (lambda _: 16, "divides the 8 activation columns"),
+    },
+}
+BAD = [
+    pytest.param(entry, argument, *case, id=f"{entry}-{argument}-{what}")
+    for entry, arguments in good().items()
+    for argument, value in arguments.items()
+    if argument in ROLES
+    for what, case in (
+        MATRIX if argument == "out" and isinstance(value, torch.Tensor) else ROLES[argument]
+    ).items()
+]
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(("entry", "argument", "change", "said"), BAD)
+def test_what_the_entries_refuse(entry, argument, change, said):
+    """Each argument alone, before anything starts."""
+    arguments = good()[entry]
+
+    def call():
+        with patch.object(torch.Tensor, "is_cuda", True), torch.no_grad():
+            ENTRIES[entry](**arguments)
+
+    call()
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises(ValueError, match=said):
+        call()

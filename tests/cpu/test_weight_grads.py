@@ -142,7 +142,9 @@ def test_gradients_lie_as_their_weights(path, single):
         assert_close(grad, other, coarser(grad.dtype, other.dtype), roundings=16)
 
 
-@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8")
+@some_paths(
+    "unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100", "sm100 mxfp8"
+)
 @layouts
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_main_grads_lie_anyhow(path, single, dtype):

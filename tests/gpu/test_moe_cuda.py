@@ -242,6 +242,13 @@ def test_opcheck():
     torch.library.opcheck(permute.scatter_rows, (x, row_map, w, 12, True))
     torch.library.opcheck(permute.gather_sum, (y, row_map, w, v))
     torch.library.opcheck(permute.row_dots, (y, x, row_map, False))
+    logits, bias = torch.randn(6, 8, device="cuda"), torch.zeros(8, device="cuda")
+    torch.library.opcheck(routing.route, (logits, bias, 2, "sigmoid", True, 1.5, [2, 1, 2]))
+    args = (w, logits, ids.clamp(max=7), "softmax", True, 1.0)
+    torch.library.opcheck(routing.route_backward, args)
+    ends, rows = torch.tensor([3, 3, 9], device="cuda").int(), torch.randn(12, 8, device="cuda")
+    torch.library.opcheck(grouped.grouped_sum, (rows, ends, v))
+    torch.library.opcheck(grouped.grouped_dots, (rows, rows[:3].clone(), ends))
 
 
 # --- the block ------------------------------------------------------------------------------------

@@ -497,6 +497,7 @@ def test_opcheck():
     calls = (
         (fusible.sm90_group_ends, (torch.tensor([60, 0, 70], device=DEVICE), 130)),
         (fusible.sm90_grouped_gemm, (x, w1, ends, None, None, False)),
+        (fusible.sm90_grouped_gemm_, (preact.clone(), x, w1, ends, None, None, False)),
         (fusible.sm90_grouped_gemm_glu, (x, w1, ends, None, scales, *glu_options, True)),
         (fusible.sm90_grouped_gemm_dglu, (x, w2, ends, preact, scales, *glu_options)),
         (fusible.sm90_grouped_wgrad, (act, x, ends, None)),

@@ -141,7 +141,7 @@ def _weight_use(weight: Operand, transposed: bool) -> Use:
     encoded = weight.column if transposed else weight.row
     assert encoded is not None
     scale = encoded.scale.mT if transposed else encoded.scale
-    data = encoded.data
+    data = encoded.data.contiguous()  # it lies as the weight does
     if transposed and weight.format.element.per_byte == 2:
         data = _fp4_transposed(data)
     return Use(data, packed_scales(scale), encoded.tensor_scale)
