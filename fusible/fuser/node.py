@@ -92,6 +92,9 @@ def run_forward(
         forward = op.fuser_forward
         if plan.autocast_dtype is not None and op.casts_itself:
             forward = _without_autocast(forward, x.device.type)
+        if not type(op).__module__.startswith("fusible."):
+            for context, of_op in zip(contexts[start:stop], inputs, strict=True):
+                context.floats = [t is not None and t.is_floating_point() for t in of_op]
         returned = forward(
             contexts[start:stop],
             x,
@@ -264,11 +267,12 @@ class RunFunction(torch.autograd.Function):
             _check_grads(op, returned, num_grads)
             grad, step_params, step_extra = returned
             of_params[start:stop] = step_params
-            for of_op, grads in zip(sources, step_extra, strict=True):
-                for (producer, k), g in zip(of_op, grads, strict=True):
+            for i, (of_op, grads) in enumerate(zip(sources, step_extra, strict=True), start):
+                for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
                     if g is None:
-                        continue
-                    if producer == CALLER:
+                        if producer >= 0:
+                            _check_not_lost(op, contexts[i], slot)
+                    elif producer == CALLER:
                         of_callers[k] = g
                     elif producer >= 0:
                         flowing[producer, k] = _sum(flowing.get((producer, k)), g)
@@ -278,6 +282,19 @@ class RunFunction(torch.autograd.Function):
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
+    """Refuse that a user's op gives no gradient to what an earlier op made and needs one for."""
+    floats = getattr(context, "floats", None)  # of an op of ours, or run forward by one: none
+    if type(op).__module__.startswith("fusible.") or floats is None:
+        return
+    if floats[slot] and context.needs.extra_inputs[slot]:
+        raise RuntimeError(
+            f"the backward of {type(op).__name__} must return the gradient of extra input {slot}, "
+            "which an earlier op of the run made, got None; where nothing flows back it is zeros; "
+            "ctx.needs says who needs gradients, tensors inside a run do not"
+        )
 
 
 def _check_grads(op: Any, returned: Any, num_grads: tuple[list[int], list[int]]) -> None:

@@ -136,6 +136,60 @@ def test_a_backward_in_the_middle_returns_a_gradient():
         train(Own())
 
 
+class MakeScale(fz.BasicOperation):
+    """Hands on the mean square of its rows."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        basic_op_ctxs[0].save_for_backward(input_)
+        return input_, [(input_.square().mean(-1),)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        (x,) = basic_op_ctxs[0].saved_tensors
+        dscale = basic_op_grad_extra_outputs[0][0]
+        return grad_output + dscale.unsqueeze(-1) * 2 * x / x.shape[-1], [()], [()]
+
+
+class ScaleBy(fz.BasicOperation):
+    """Multiplies by what it is handed; ``asks`` says how it learns whether to give a gradient."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, asks):
+        super().__init__()
+        self.asks = asks
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        ((scale,),), (ctx,) = basic_op_extra_inputs, basic_op_ctxs
+        ctx.wanted = scale.requires_grad if self.asks == "the tensor" else ctx.needs.extra_inputs[0]
+        ctx.save_for_backward(input_, scale)
+        return input_ * scale.unsqueeze(-1), [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        x, scale = basic_op_ctxs[0].saved_tensors
+        dscale = (grad_output * x).sum(-1) if basic_op_ctxs[0].wanted else None
+        return grad_output * scale.unsqueeze(-1), [()], [(dscale,)]
+
+
+@pytest.mark.parametrize("asks", ["the tensor", "the context"])
+def test_a_gradient_to_an_earlier_op_is_not_lost(asks):
+    """Inside a run no tensor requires a gradient, so one that asks it would leave a wrong one."""
+    x = torch.randn(5, 8, requires_grad=True)
+    producer, consumer = MakeScale(), ScaleBy(asks)
+    producer.set_extra_output_channel(0, "scale", output_to_caller=False)
+    consumer.set_extra_input_channel(0, "scale")
+    y = fz.Sequential(producer, consumer)(x)
+    if asks == "the tensor":
+        with pytest.raises(RuntimeError, match="ScaleBy must return the gradient of extra input 0"):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    want = x.detach().requires_grad_()
+    (want * want.square().mean(-1, keepdim=True)).sum().backward()
+    torch.testing.assert_close(x.grad, want.grad)
+
+
 # --- fused ops and rules --------------------------------------------------------------------------
 
 
