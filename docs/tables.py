@@ -13,6 +13,14 @@ from fusible.fuser.rules import support_table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PASSES = ("forward", "forward + backward")
+FORMATS = {
+    "mxfp8": "MXFP8",
+    "fp8 1x128": "FP8 1x128",
+    "fp8 128x128": "FP8 128x128",
+    "fp8 tensor": "FP8 per tensor",
+    "nvfp4": "NVFP4",
+}
+SPLITS = ("equal", "ragged")
 EXPERTS = {
     "qwen3-30b": "qwen3-30b, 128 x 768",
     "mixtral-8x7b": "mixtral-8x7b, 8 x 14336",
@@ -128,7 +136,8 @@ def experts_table(report: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * 8]
     for name, experts in EXPERTS.items():
         if case := report["cases"].get(name):
-            row = [experts, f"{case['tokens']}, {case['top_k']}"]
+            at = f" (at {case['commit']})" if "commit" in case else ""
+            row = [experts + at, f"{case['tokens']}, {case['top_k']}"]
             for ms in (case["ms"][what] for what in PASSES):
                 row += [f"{ms['fusible']:.2f}", f"{ms['grouped_mm'] / ms['fusible']:.2f}x"]
             peak = case["peak_mb"]
@@ -177,6 +186,45 @@ def steps_table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _measured_at(report)])
 
 
+def quantizers_table(report: dict[str, Any]) -> str:
+    """Bandwidth of the quantizers, ``benchmarks/quantize.py``, from BF16, as Markdown."""
+    share = {row["case"]: row["of_copy"] for row in report["quantizers"]}
+    columns = ["format", "row-wise", "column-wise", "both", "both, 128 groups", "decoded to BF16"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for case, name in FORMATS.items():
+        for both in ("both", "one for both"):
+            cells = [
+                [f"{case}, torch.bfloat16, {use}"] for use in ("row-wise", "column-wise", both)
+            ]
+            cells.append([f"{case}, torch.bfloat16, {both}, 128 {how} groups" for how in SPLITS])
+            cells.append([key for key in share if key.startswith(f"{case}, decode ")])
+            if cells[2][0] in share:
+                row = [_range([share[key] for key in keys if key in share]) for keys in cells]
+                lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join([*lines, "", _measured_at(report)])
+
+
+def _range(shares: list[float]) -> str:
+    """The least and the largest share, as percentages."""
+    ends = sorted({f"{share:.0%}" for share in (min(shares), max(shares))}) if shares else []
+    return " to ".join(ends).replace("%", " %")
+
+
+def recipe_costs_table(report: dict[str, Any]) -> str:
+    """Forward and backward of modules under recipes, ``benchmarks/quantize.py``, as Markdown."""
+    costs: dict[str, list[str]] = {}
+    for row in report["modules"]:
+        module, _, recipe = row["case"].rpartition(", ")
+        cell = f"{row['us'] / 1e3:.2f} ms" if recipe == "bf16" else f"{row['over_bf16']:.2f}"
+        costs.setdefault(module, []).append(cell)
+    lines = [
+        "| module | BF16 | MXFP8 | FP8 block | FP8 current | NVFP4 |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {module} | {' | '.join(cells)} |" for module, cells in costs.items()]
+    return "\n".join([*lines, "", _measured_at(report)])
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -190,6 +238,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/porting.md": {
         "dense rules": lambda: dense_rules_table(_results("rules_h200"), _results("rules_cpu")),
+    },
+    "docs/recipes.md": {
+        "quantizers": lambda: quantizers_table(_results("quantize_h200")),
+        "recipe costs": lambda: recipe_costs_table(_results("quantize_h200")),
     },
     "docs/training.md": {"steps": lambda: steps_table(_results("training_step_h200"))},
     "docs/transformers.md": {"experts": lambda: experts_table(_results("transformers_experts"))},
