@@ -423,6 +423,23 @@ def test_the_same_given_otherwise(how, bias):
         assert torch.equal(got[name].reshape(value.shape), value), name
 
 
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_under_autocast(single):
+    """FP32 parameters and tokens: the kernels run in BF16, gradients come back in FP32."""
+    mlp = build(fz.ScaledSwiGLU(), single, dtype=torch.float32)
+    x, scales, splits = inputs(torch.float32)
+    dy = torch.randn_like(x.detach().nan_to_num())
+    narrow = build(fz.ScaledSwiGLU(), single)
+    narrow.load_state_dict(mlp.state_dict())
+    want = step(narrow, laid_out(x, torch.Tensor.bfloat16), scales, splits, dy.bfloat16())
+    with torch.autocast("cuda", torch.bfloat16):
+        got = step(mlp, x, scales, splits, dy.bfloat16())
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    for name, value in want.items():
+        assert got[name].dtype == (torch.bfloat16 if name == "y" else torch.float32)
+        assert relative(got[name], value) < 5e-3, name
+
+
 def unevenly(t):
     """Groups, or rows, that are 3 elements further apart."""
     first, *steps = t.stride()
