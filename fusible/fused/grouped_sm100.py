@@ -200,23 +200,47 @@ def _saved_weights(saved: Sequence[Any], ctx: OperationContext) -> sm100.PackedW
     return sm100.PackedWeights(rest[:count], rest[count:], factors)
 
 
+def _product(
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    x: sm100.Packed,
+    places: sm100.Places,
+    row_scale: Tensor | None,
+    output: Tensor | None,
+) -> tuple[Tensor, sm100.PackedWeights | None]:
+    """Output ``[M, N]`` of a linear, and its weights for the data gradient."""
+    assert x.row is not None
+    weights, transposed = _weights(linear, ctx)
+    y = sm100.gemm(
+        x.row,
+        weights,
+        places,
+        bias=linear.stacked_bias(ctx.dtype),
+        row_scale=None if row_scale is None else _moved_scales(row_scale, places),
+        out=as_rows(output),
+    )
+    return y, transposed
+
+
 def _data_grad(
     linear: GroupedLinear,
     ctx: OperationContext,
-    dy: sm100.Use,
-    weights: sm100.PackedWeights,
+    dy: sm100.Packed,
+    saved: Sequence[Any],
     places: sm100.Places,
     grad_output: Tensor,
-) -> Tensor:
+) -> Tensor | None:
+    """The input's gradient, if it is needed, from the weights as they were saved."""
+    if not ctx.needs.input:
+        return None
+    assert dy.row is not None
     buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
-    dx = sm100.gemm(dy, weights, places, transpose_w=True, out=buffer)
+    dx = sm100.gemm(dy.row, _saved_weights(saved, ctx), places, transpose_w=True, out=buffer)
     return with_rows_of(dx, grad_output)
 
 
-def _moved_scales(scales: Tensor | None, places: sm100.Places) -> Tensor | None:
+def _moved_scales(scales: Tensor, places: sm100.Places) -> Tensor:
     """One FP32 value per row, in its place, zero elsewhere."""
-    if scales is None:
-        return None
     return sm100.moved(scales.reshape(-1).float(), places).contiguous()
 
 
@@ -255,16 +279,7 @@ class GroupedLinearSm100(FusedOperation):
         places = _places(linear, ends, x.shape[0])
         wgrad = ctx.needs.params[0]
         xq = _packed(x, ctx, "input", {"forward": True, "wgrad": wgrad}, ends, places)
-        weights, transposed = _weights(linear, ctx)
-        assert xq.row is not None
-        y = sm100.gemm(
-            xq.row,
-            weights,
-            places,
-            bias=linear.stacked_bias(ctx.dtype),
-            row_scale=_moved_scales(row_scale, places),
-            out=as_rows(output),
-        )
+        y, transposed = _product(linear, ctx, xq, places, row_scale, output)
         ctx.save_for_backward(
             ends,
             row_scale,
@@ -287,14 +302,9 @@ class GroupedLinearSm100(FusedOperation):
         ends, row_scale, padded, rows, *saved = ctx.saved_tensors
         dy = matrix(grad_output, ctx.dtype)
         places = _known_places(padded, rows, dy.shape[0])
-        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
-        wanted: dict[Product, bool] = {"dgrad": dgrad, "wgrad": wgrad}
+        wanted: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
         dyq = _packed_grad(linear, ctx, dy, wanted, ends, places, row_scale)
-        dx = None
-        if dgrad:
-            assert dyq.row is not None
-            weights = _saved_weights(saved[3:], ctx)
-            dx = _data_grad(linear, ctx, dyq.row, weights, places, grad_output)
+        dx = _data_grad(linear, ctx, dyq, saved[3:], places, grad_output)
         dweights = _weight_grads(linear, ctx, dyq.column, sm100.Use(*saved[:3]), places)
         dy = values(dy)
         return (
@@ -338,13 +348,12 @@ class GroupedMLPSm100(FusedOperation):
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         x, ends, _ = fc1.rows(ctx1, input_, *basic_op_extra_inputs[0])
         (scales,), (_, *bias_scale) = basic_op_extra_inputs[1:]
-        check_row_scales(scales, input_, type(act).__name__)
+        scales = check_row_scales(scales, input_, type(act).__name__)
         row_scale = fc2.checked_scales(ctx2, input_, *bias_scale or [None])
         fc1.output_buffer(ctx1, input_, basic_op_kwargs[0])  # none: it is not the last op
         output = fc2.output_buffer(ctx2, input_, basic_op_kwargs[2])
         places = _places(fc1, ends, x.shape[0])
         prob = _moved_scales(scales, places)
-        assert scales is not None and prob is not None  # noqa: PT018 - for the type checker
         wanted: dict[Product, bool] = {"forward": True, "wgrad": ctx1.needs.params[0]}
         xq = _packed(x, ctx1, "input", wanted, ends, places)
         weights1, transposed1 = _weights(fc1, ctx1)
@@ -359,16 +368,7 @@ class GroupedMLPSm100(FusedOperation):
         )
         wanted = {"forward": True, "wgrad": ctx2.needs.params[0]}
         hidden = _packed_output(d, ctx2, "input", wanted, places)
-        weights2, transposed2 = _weights(fc2, ctx2)
-        assert hidden.row is not None
-        y = sm100.gemm(
-            hidden.row,
-            weights2,
-            places,
-            bias=fc2.stacked_bias(ctx2.dtype),
-            row_scale=_moved_scales(row_scale, places),
-            out=as_rows(output),
-        )
+        y, transposed2 = _product(fc2, ctx2, hidden, places, row_scale, output)
         if ctx2.requires_grad:
             column = xq.column if ctx1.needs.params[0] else None
             ctx1.save_for_backward(
@@ -412,11 +412,7 @@ class GroupedMLPSm100(FusedOperation):
         )
         wanted = {"dgrad": ctx1.needs.input, "wgrad": wgrad1}
         dq = _packed_output(d, ctx1, "grad", wanted, places)
-        dx = None
-        if ctx1.needs.input:
-            assert dq.row is not None
-            weights = _saved_weights(ctx1.saved_tensors[6:], ctx1)
-            dx = _data_grad(fc1, ctx1, dq.row, weights, places, grad_output)
+        dx = _data_grad(fc1, ctx1, dq, ctx1.saved_tensors[6:], places, grad_output)
         x, hidden = sm100.Use(*ctx1.saved_tensors[3:6]), sm100.Use(*ctx2.saved_tensors[1:4])
         dweights1 = _weight_grads(fc1, ctx1, dq.column, x, places)
         dweights2 = _weight_grads(fc2, ctx2, dyq.column, hidden, places)

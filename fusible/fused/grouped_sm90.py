@@ -141,9 +141,7 @@ def param_grads(
 ) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs."""
     dweights = weight_grads(linear, ctx, product, dy, x, ends)
-    dbiases = linear.bias_grads(ctx, dy, ends, row_scale)
-    scales = linear.scale_grad(ctx, dy, ends, grad_output.shape[:-1]) if linear.scale_bias else ()
-    return (*dweights, *dbiases), (None, *scales)
+    return linear.grads(ctx, dweights, dy, ends, row_scale, grad_output.shape[:-1])
 
 
 def weight_grads(

@@ -61,7 +61,8 @@ class RecipeLinearBackwardSm90(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        return _backward(linear, ctx, grad_output)
+        dx, params, extra = _backward(linear, ctx, grad_output)
+        return dx, [params], [extra]
 
 
 class RecipeMLPSm90(FusedOperation):
@@ -111,16 +112,16 @@ class RecipeMLPSm90(FusedOperation):
         rows = [given.rows, as_2d(preact)]
         (dy, preact), ((product, w),) = prepare(rows, (fc2, given.weights))
         dpreact, _, dscales = product.dglu(dy, w, given.ends, preact, as_vector(scales), self._glu)
-        (params2,), (extra2,) = _param_grads(fc2, ctx2, given, grad_output)
+        params2, extra2 = _param_grads(fc2, ctx2, given, grad_output)
         del given, rows, dy  # its memory serves what follows
-        dx, (params1,), (extra1,) = _backward(fc1, ctx1, with_rows_of(dpreact, grad_output))
+        dx, params1, extra1 = _backward(fc1, ctx1, with_rows_of(dpreact, grad_output))
         return dx, [params1, (), params2], [extra1, (with_rows_of(dscales, grad_output),), extra2]
 
 
 def _backward(
     linear: GroupedLinear, ctx: OperationContext, grad_output: Tensor
-) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-    """Gradients of one linear, from what it saved."""
+) -> tuple[Tensor | None, Grads, Grads]:
+    """Gradients of one linear, from what it saved: of its input, parameters and extra inputs."""
     given = linear.grad_operands(ctx, grad_output)
     dx = None
     if ctx.needs.input:
@@ -131,11 +132,12 @@ def _backward(
 
 def _param_grads(
     linear: GroupedLinear, ctx: OperationContext, given: GradOperands, grad_output: Tensor
-) -> tuple[Sequence[Grads], Sequence[Grads]]:
+) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs."""
     products = CheckedProducts(provider("sm90"))
     dweights = weight_grads(linear, ctx, products, given.columns, given.x, given.ends)
-    return linear.other_grads(ctx, given, dweights, grad_output.shape[:-1])
+    dy, ends, row_scale = given.dy, given.ends, given.row_scale
+    return linear.grads(ctx, dweights, dy, ends, row_scale, grad_output.shape[:-1])
 
 
 @rule(*_RECIPE, *MLP_FITS)

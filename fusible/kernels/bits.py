@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Single PTX instructions: memory under a condition, bits, packed numbers of high precision."""
 

@@ -51,7 +51,10 @@ class Dispatch(BasicOperation):
             kept if None.
 
     Raises:
-        ValueError: no expert, or a capacity factor that is not positive and finite.
+        TypeError: the number of experts is no integer.
+        ValueError: no expert, or a capacity factor that is not positive and finite; in a call,
+            ``probs`` and ``expert_ids`` do not fit the tokens or each other, or the input has a
+            dtype that ops do not compute in.
     """
 
     num_extra_inputs = 2

@@ -83,6 +83,9 @@ class AllReduce(_Collective):
 
     All processes are assumed to go on alike with the sum, so that they have one and the same
     gradient of it. Saves nothing. The group is all processes if ``process_group`` is None.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def op_forward(
@@ -107,6 +110,9 @@ class AllReduceGrad(_Collective):
 
     For an input that all processes share and each uses in part, as a column-parallel ``Linear``
     does. Saves nothing. The group is all processes if ``process_group`` is None.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def op_forward(
@@ -133,7 +139,7 @@ class AllGather(_Collective):
     is all processes if ``process_group`` is None.
 
     Raises:
-        ValueError: in the backward, the gradient's first dimension cannot be divided.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def op_forward(
@@ -162,7 +168,8 @@ class ReduceScatter(_Collective):
     ``process_group`` is None.
 
     Raises:
-        ValueError: the input's first dimension cannot be divided among the processes.
+        RuntimeError: ``torch.distributed`` is not initialized.
+        ValueError: in a call, the input's first dimension cannot be divided among the processes.
     """
 
     def op_forward(

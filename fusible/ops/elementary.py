@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.run import memory
+from fusible.fuser.node import memory
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -36,7 +36,10 @@ class Identity(BasicOperation):
 
 
 class Reshape(BasicOperation):
-    """``x.reshape(shape)``; one size may be -1. Saves only the shape, as ``ctx.input_shape``.
+    """``x.reshape(shape)``. Saves only the shape of x, as ``ctx.input_shape``.
+
+    Args:
+        shape: the output's sizes, of which one may be -1.
 
     Raises:
         RuntimeError: PyTorch's, in a call: the input has another number of elements.
@@ -72,7 +75,11 @@ class Reshape(BasicOperation):
 
 
 class ConstantScale(BasicOperation):
-    """``x * scale`` for x ``[...]`` and a constant number ``scale``. Saves nothing."""
+    """``x * scale`` for x ``[...]``. Saves nothing.
+
+    Args:
+        scale: a constant number.
+    """
 
     fact_names = ("scale",)
     saves = "nothing"

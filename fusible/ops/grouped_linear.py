@@ -53,7 +53,9 @@ class GradOperands(NamedTuple):
     """``dy`` as the weight gradient multiplies it, with ``x``."""
     x: Any
     ends: Any
+    """End rows of the groups, ``[num_groups]``."""
     row_scale: Tensor | None
+    """What multiplied the bias of each row, ``[rows]``."""
 
 
 class GroupedLinear(WeightedOperation):
@@ -382,8 +384,9 @@ class GroupedLinear(WeightedOperation):
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = with_rows_of(cast(dx, ctx.dtype), grad_output)
         gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
-        dweights = self.weight_grads(ctx, gradient)
-        return dx, *self.other_grads(ctx, given, dweights, grad_output.shape[:-1])
+        dweights, shape = self.weight_grads(ctx, gradient), grad_output.shape[:-1]
+        params, extra = self.grads(ctx, dweights, given.dy, given.ends, given.row_scale, shape)
+        return dx, [params], [extra]
 
     def grad_operands(self, ctx: OperationContext, grad_output: Tensor) -> GradOperands:
         """What the products of the backward multiply: as it is, or as the recipe decodes it."""
@@ -413,17 +416,21 @@ class GroupedLinear(WeightedOperation):
             x = operand(xq, "wgrad", "input", compute)
         return GradOperands(values(dy), rows, weights, columns, x, ends, row_scale)
 
-    def other_grads(
+    def grads(
         self,
         ctx: OperationContext,
-        given: GradOperands,
         dweights: Grads,
+        dy: Tensor,
+        ends: Tensor,
+        row_scale: Tensor | None,
         shape: Sequence[int],
-    ) -> tuple[Sequence[Grads], Sequence[Grads]]:
-        """Gradients of the parameters and of the extra inputs, with those of the weights."""
-        dy, ends, row_scale = given.dy, given.ends, given.row_scale
+    ) -> tuple[Grads, Grads]:
+        """Gradients of the parameters, of which those of the weights are given, and of the scales.
+
+        ``dy`` is ``[rows, out_features]``, and ``shape`` what the leading dimensions were.
+        """
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
-        return [(*dweights, *dbiases)], [(None, *self.scale_grad(ctx, dy, ends, shape))]
+        return (*dweights, *dbiases), (None, *self.scale_grad(ctx, dy, ends, shape))
 
     def bias_grads(
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None

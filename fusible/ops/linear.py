@@ -55,6 +55,8 @@ class BasicLinear(WeightedOperation):
         dtype: FP32, FP16, BF16 or FP64; PyTorch's default if None.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             sets the random state for initialisation (Megatron's tracker).
+        init_method: called with the weight to initialise it in place; by default
+            ``kaiming_uniform_(a=sqrt(5))``, as ``torch.nn.Linear``.
         accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (FP32 or BF16),
             or write it there if ``weight.overwrite_main_grad``, rather than give it to autograd.
 
@@ -75,6 +77,7 @@ class BasicLinear(WeightedOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         rng_state_tracker_function: Callable[[], Any] | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
         check_sizes("BasicLinear", dtype, in_features=in_features, out_features=out_features)
@@ -82,6 +85,7 @@ class BasicLinear(WeightedOperation):
         self.in_features = in_features
         self.out_features = out_features
         self.rng_state_tracker_function = rng_state_tracker_function
+        self.init_method = init_method
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, device=device, dtype=dtype)
         )
@@ -89,10 +93,13 @@ class BasicLinear(WeightedOperation):
         self.store_weights()
 
     def reset_parameters(self) -> None:
-        """Kaiming-uniform, as ``torch.nn.Linear``."""
+        """Initialise the weight by ``init_method``."""
         tracker = self.rng_state_tracker_function
-        with nullcontext() if tracker is None else tracker().fork():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+            if self.init_method is not None:
+                self.init_method(self.weight)
+            else:
+                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """``(weight,)``."""
@@ -316,6 +323,7 @@ class Linear(FusedOperation):
         tensor_parallel_group: Any = None,
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
         before, after, processes = _collectives(
@@ -328,6 +336,7 @@ class Linear(FusedOperation):
             device=device,
             dtype=dtype,
             rng_state_tracker_function=rng_state_tracker_function,
+            init_method=init_method,
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
         parts: list[BasicOperation] = [*before, linear, *after]
@@ -363,7 +372,7 @@ class Linear(FusedOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
-        """Kaiming-uniform weight, zero bias."""
+        """Initialise the weight by ``init_method``, and the bias with zeros."""
         for part in self.basic_ops:
             if isinstance(part, BasicLinear | Bias):
                 part.reset_parameters()

@@ -176,6 +176,12 @@ class L2Normalization(BasicOperation):
 
     Saves ``(x, rnorm)``, the latter the reciprocal of the root in FP32, ``[..., 1]``; the dtype of
     x as ``ctx.dtype``.
+
+    Args:
+        eps: added to the sum of squares.
+
+    Raises:
+        ValueError: ``eps`` is negative; in a call, x has a dtype that ops do not compute in.
     """
 
     fact_names = ("eps",)

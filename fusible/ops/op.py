@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
-from fusible.fuser.run import Direct, Run, kind_of
+from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor

@@ -28,6 +28,10 @@ class Quantize(BasicOperation):
         backward: quantize the gradient. The previous op must take quantized gradients.
         num_groups: groups of rows to quantize apart, as a neighbouring ``GroupedLinear`` wants
             them.
+
+    Raises:
+        ValueError: in a call, a neighbour does not take what it would be handed, or is a
+            ``GroupedLinear`` and ``num_groups`` is None.
     """
 
     extra_input_names = ("split_sizes",)
@@ -54,11 +58,7 @@ class Quantize(BasicOperation):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """``q(x)``.
-
-        Raises:
-            ValueError: a neighbour does not take what it would be handed.
-        """
+        """``q(x)``."""
         (ctx,), (sizes,) = basic_op_ctxs, basic_op_extra_inputs
         recipe = ctx.recipe
         forward = self.quantize_forward and recipe is not None and recipe.format("input")

@@ -60,7 +60,9 @@ class TopKRouter(BasicOperation):
         dtype: of the parameters; PyTorch's default if None.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown score function.
+        TypeError: a size is no integer.
+        ValueError: sizes that do not fit each other, an unknown score function, or a dtype that ops
+            do not compute in; in a call, x has other features or such a dtype, or is elsewhere.
     """
 
     saves = "x, weight, logits, expert ids"

@@ -87,8 +87,8 @@ def _values_of(tree: Any) -> Any:
     return pytree.tree_map(lambda x: _value(x) if _is_quantized(x) else x, tree)
 
 
-def _value(q: QuantizedTensor) -> Tensor:
-    return q._decoded(q.dtype, not q.has_rowwise)
+def _value(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    return q._decoded(dtype or q.dtype, not q.has_rowwise)
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +119,7 @@ def _to_copy(
     """Keep the format for a dtype that can be nominal, else return values."""
     dtype = dtype or q.dtype
     if dtype not in _NOMINAL:
-        values = q._decoded(torch.float32, not q.has_rowwise)
+        values = _value(q, torch.float32)
         return torch.ops.aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
     return q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
@@ -137,7 +137,7 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
             for name, piece in mine.items():
                 overwrite(piece, theirs[name], non_blocking)
             return target
-        source = source._decoded(torch.float32, not source.has_rowwise)
+        source = _value(source, torch.float32)
     target.requantize_(source.to(target.dtype))
     return target
 

@@ -1,4 +1,4 @@
-"""The scale layout that Blackwell's block-scaled MMA reads (32x4x4), and its inverse.
+"""The scale layout that Blackwell's block-scaled MMA reads (32x4x4).
 
 Scales of 128 rows by 4 blocks lie in one atom of 512 bytes, atoms row-major. With ``block`` along
 the reduction, ``atoms = ceil(blocks / 4)``, the byte of scale (row, block) is
@@ -35,21 +35,9 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     rows, blocks = scale.shape[-2:]
     data = scale.view(torch.uint8)
     data = functional.pad(data, (0, -blocks % ATOM_BLOCKS, 0, -rows % ATOM_ROWS))
+    # Atom of rows, row // 32, row % 32, atom of blocks, block % 4.
     tiles = data.unflatten(-1, (-1, ATOM_BLOCKS)).unflatten(-3, (-1, 4, 32))
-    order = (-5, -2, -3, -4, -1)  # row atom, block atom, row % 32, row // 32, block % 4
-    return _permute_last(tiles, order).contiguous().view(scale.dtype)
-
-
-def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
-    """Undo ``swizzle_scales``: contiguous ``[..., rows, blocks]``."""
-    data = _permute_last(swizzled.view(torch.uint8), (-5, -2, -3, -4, -1))
-    data = data.flatten(-2).flatten(-4, -2)
-    return data[..., :rows, :blocks].contiguous().view(swizzled.dtype)
-
-
-def _permute_last(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    batch = tuple(range(x.ndim - len(order)))
-    return x.permute(*batch, *(x.ndim + d for d in order))
+    return tiles.transpose(-4, -2).contiguous().view(scale.dtype)
 
 
 def swizzled_group_bytes(rows: int, columns: int, groups: int, along: int) -> int:
@@ -74,15 +62,6 @@ def swizzle_group_scales(scale: Tensor, rows: int, ends: Tensor, along: int) -> 
     offset = _group_offsets(scale.shape[0], scale.shape[1], ends, along, spare=size)
     out[offset] = scale.view(torch.uint8)
     return out[:size].view(scale.dtype)
-
-
-def unswizzle_group_scales(
-    swizzled: Tensor, shape: tuple[int, int], ends: Tensor, along: int
-) -> Tensor:
-    """Undo ``swizzle_group_scales``; ``shape`` is (blocks, columns), spare scales are zero."""
-    data = functional.pad(swizzled.view(torch.uint8), (0, 1))
-    offset = _group_offsets(*shape, ends, along, spare=len(swizzled))
-    return data[offset].view(swizzled.dtype)
 
 
 def _group_offsets(blocks: int, columns: int, ends: Tensor, along: int, spare: int) -> Tensor:

@@ -454,3 +454,13 @@ def test_the_extra_state_of_ones_own_op_is_kept():
     other = Counting()
     other.load_state_dict(op.state_dict())
     assert other.calls == 3
+
+
+@pytest.mark.parametrize("op", [fz.Linear, fz.BasicLinear])
+def test_initialised_by_the_users_method(op):
+    made = op(3, 4, init_method=lambda w: w.fill_(2.0), dtype=torch.bfloat16)
+    assert torch.equal(made.weight, torch.full((4, 3), 2.0, dtype=torch.bfloat16))
+    with torch.no_grad():
+        made.weight.zero_()
+    made.reset_parameters()
+    assert torch.equal(made.weight, torch.full((4, 3), 2.0, dtype=torch.bfloat16))

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from number_formats import BLOCK, CURRENT, HYBRID, MX, NV, each_recipe
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,16 +16,6 @@ import fusible as fz
 from fusible import recipes
 from fusible.recipes.formats import E5M2, mxfp8
 
-MX, HYBRID, BLOCK, CURRENT, NV = ALL = [
-    recipes.MXFP8BlockScaling(),
-    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    recipes.Float8BlockScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.NVFP4BlockScaling(),
-]
-each_recipe = pytest.mark.parametrize(
-    "recipe", ALL, ids=["mxfp8", "mxfp8_hybrid", "fp8_block", "fp8_current", "nvfp4"]
-)
 SIZES = [5, 0, 40, 16]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from number_formats import FORMATS
 
 from fusible.recipes.blocks import column_block_bound, column_block_ends
 from fusible.recipes.formats import (
@@ -20,19 +21,6 @@ from fusible.recipes.formats import (
     quantize,
 )
 from fusible.recipes.library import decode, encode
-
-FORMATS = {
-    "mxfp8_e4m3": mxfp8(),
-    "mxfp8_e5m2": mxfp8(E5M2),
-    "mxfp8_e4m3_floor": mxfp8(E4M3, "floor"),
-    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
-    "fp8_1x128_e4m3": fp8_block(),
-    "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
-    "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
-    "fp8_tensor_e4m3": fp8_tensor(),
-    "fp8_tensor_e5m2": fp8_tensor(E5M2),
-    "nvfp4": nvfp4(),
-}
 
 
 def raw(tensor):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from number_formats import FORMATS
 from torch.nn import functional
 
 from fusible.recipes.encoding import DECODERS
@@ -18,10 +19,6 @@ from fusible.recipes.formats import (
     E4M3,
     E5M2,
     e8m0_value,
-    fp8_block,
-    fp8_tensor,
-    mxfp8,
-    nvfp4,
     quantize,
 )
 from fusible.recipes.library import encode
@@ -29,18 +26,6 @@ from fusible.recipes.library import encode
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))
 VALUES = {k: bytes.fromhex(v) for k, v in json.loads((GOLDEN / "values.json").read_text()).items()}
-FORMATS = {
-    "mxfp8_e4m3": mxfp8(),
-    "mxfp8_e5m2": mxfp8(E5M2),
-    "mxfp8_e4m3_floor": mxfp8(E4M3, "floor"),
-    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
-    "fp8_1x128_e4m3": fp8_block(),
-    "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
-    "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
-    "fp8_tensor_e4m3": fp8_tensor(),
-    "fp8_tensor_e5m2": fp8_tensor(E5M2),
-    "nvfp4": nvfp4(),
-}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

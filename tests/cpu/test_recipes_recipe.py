@@ -4,44 +4,36 @@ import threading
 
 import pytest
 import torch
+from number_formats import BLOCK, CURRENT, HYBRID, MX, NV, RECIPES, each_recipe
 from torch.utils.checkpoint import checkpoint
 
 from fusible import recipes
 from fusible.recipes.autocast import Forward
 from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 
-ALL = [
-    recipes.MXFP8BlockScaling(),
-    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    recipes.Float8BlockScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.NVFP4BlockScaling(),
-]
-MX, BLOCK = ALL[0], ALL[2]
-
-
 # --- Recipes -------------------------------------------------------------------------------------
 
 
 def test_recipes_are_values():
-    assert len({recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), *ALL}) == len(ALL)
-    assert [r.name for r in ALL] == ["mxfp8", "mxfp8", "fp8_block", "fp8_current", "nvfp4"]
+    assert len({recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), *RECIPES.values()}) == 5
+    names = [recipe.name for recipe in RECIPES.values()]
+    assert names == ["mxfp8", "mxfp8", "fp8_block", "fp8_current", "nvfp4"]
     with pytest.raises(AttributeError):
         MX.fp8_format = recipes.Format.E5M2
 
 
 def test_formats_of_roles():
     assert MX.format("grad") == MX.format("input") == MX.format("weight") == mxfp8()
-    assert ALL[1].format("grad") == mxfp8(E5M2)
-    assert ALL[1].format("weight") == mxfp8()
+    assert HYBRID.format("grad") == mxfp8(E5M2)
+    assert HYBRID.format("weight") == mxfp8()
     assert BLOCK.format("weight") == fp8_block(E4M3, (128, 128))
     assert BLOCK.format("grad") == fp8_block()
-    assert ALL[3].format("input") == fp8_tensor()
-    assert ALL[3].format("grad") == fp8_tensor(E5M2)
-    assert ALL[4].format("grad") == nvfp4()
+    assert CURRENT.format("input") == fp8_tensor()
+    assert CURRENT.format("grad") == fp8_tensor(E5M2)
+    assert NV.format("grad") == nvfp4()
     assert recipes.Recipe().format("input") is None
     assert recipes.Float8BlockScaling(use_f32_scales=True).format("input").scale == "fp32"
-    assert recipes.Float8CurrentScaling(use_power_2_scales=True) != ALL[3]
+    assert recipes.Float8CurrentScaling(use_power_2_scales=True) != CURRENT
     with pytest.raises(ValueError, match="input, weight, grad"):
         recipes.Recipe().format("output")
 
@@ -96,7 +88,7 @@ def test_an_e5m2_tensor_is_never_read_as_e4m3():
         recipes.MXFP8Quantizer()(gradient)
     with pytest.raises(TypeError, match="mxfp8_e4m3"):
         recipes.encode_operand(gradient, MX, "grad", "dgrad")
-    taken = recipes.encode_operand(gradient, ALL[1], "grad", "dgrad")
+    taken = recipes.encode_operand(gradient, HYBRID, "grad", "dgrad")
     assert taken.row.data is gradient.rowwise_data
 
 
@@ -213,7 +205,7 @@ def reentrant(model, x):
 @pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("backward_scope", [None, BLOCK])
 @pytest.mark.parametrize("call", [nonreentrant, reentrant])
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+@each_recipe
 def test_checkpoint_repeats_the_forward_under_its_own_recipe(recipe, call, backward_scope, thread):
     want = gradient(Rounds(), plain, recipe)
     model = Rounds()
@@ -302,7 +294,7 @@ def saved_and_restored(x, recipe, role):
     return recipes.from_columnwise(saved, recipe.format(role))
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+@each_recipe
 def test_operands_of_the_three_products(recipe):
     x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
     xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
@@ -323,7 +315,7 @@ def test_operands_of_the_three_products(recipe):
         assert float((got - want).norm() / want.norm()) < bound
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+@each_recipe
 def test_grouped_operands_are_those_of_each_group(recipe):
     sizes = torch.tensor([5, 0, 43, 16])
     ends = sizes.cumsum(0)
@@ -374,7 +366,7 @@ def test_a_saved_operand_has_no_row_wise_data_to_misread():
     with pytest.raises(ValueError, match="column-wise use needs"):
         recipes.encode_operand(grouped, MX, "input", "wgrad")
     with pytest.raises(TypeError, match="mxfp8_e5m2"):
-        recipes.encode_operand(grouped, ALL[1], "grad", "dgrad")
+        recipes.encode_operand(grouped, HYBRID, "grad", "dgrad")
 
 
 def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():
@@ -387,3 +379,12 @@ def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():
         "assert not {'cutlass', 'cudnn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recipe_that_is_not_here_names_what_serves():
+    with pytest.raises(
+        AttributeError, match=r"'DelayedScaling': its scales .*Float8CurrentScaling"
+    ):
+        recipes.DelayedScaling  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'Delayed'$"):
+        recipes.Delayed  # noqa: B018

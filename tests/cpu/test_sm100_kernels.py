@@ -160,7 +160,7 @@ def test_fp4_weight_gradients_need_their_factors():
     given["out"] = [torch.zeros(E, N, N)]
     with (
         assume_target("sm100", NoKernels()),
-        pytest.raises(ValueError, match="global_scale_a of FP4 operands must be given, got None"),
+        pytest.raises(ValueError, match="global_scale_a must be float32 of shape"),
     ):
         ops.wgrad_(**given)
 
@@ -198,12 +198,12 @@ def test_a_capture_needs_a_warm_configuration(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "a stream")
     gpu = torch.device("cuda", 0)
-    launches.prepare(gpu, "glu", FP8, 64)
+    launches.before_launch(gpu, "glu", FP8, 64)
     capturing = True
-    launches.prepare(gpu, "glu", FP8, 64)
-    launches.prepare(torch.device("cpu"), "glu", FP8, 128)
+    launches.before_launch(gpu, "glu", FP8, 64)
+    launches.before_launch(torch.device("cpu"), "glu", FP8, 128)
     with pytest.raises(RuntimeError, match=r"must have run once before .* got glu in a conf"):
-        launches.prepare(gpu, "glu", FP8, 128)
+        launches.before_launch(gpu, "glu", FP8, 128)
 
 
 def test_another_stream_waits_for_the_last(monkeypatch):
@@ -222,7 +222,7 @@ def test_another_stream_waits_for_the_last(monkeypatch):
     gpu = torch.device("cuda", 0)
     for stream in (first, first, second, second, first):
         current = stream
-        launches.prepare(gpu, "glu")
+        launches.before_launch(gpu, "glu")
     assert waited == [(second, first), (first, second)]
 
 

@@ -91,8 +91,8 @@ def test_without_gradients(build):
     given = inputs(model)
     directly = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        run = fuser_run._run_directly
-        patch.setattr(fuser_run, "_run_directly", lambda *a: directly.append(a) or run(*a))
+        run = fuser_run.run_directly
+        patch.setattr(fuser_run, "run_directly", lambda *a: directly.append(a) or run(*a))
         y = call(model, given)
     assert len(directly) == 1
     assert not y.requires_grad

@@ -38,7 +38,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(ops, "check_matrix", lambda _, x: (*x.shape, x.stride(0)))
     monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
-    launch.prepared.cache_clear()
+    launch.start_of.cache_clear()
     prepared._products.cache_clear()
 
 
@@ -178,7 +178,7 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
     monkeypatch.setattr(fuser_run.Run, "_direct", lambda *_: None)
     model[0]._run = model._captured = None
     other, general = step()
-    assert (node, other) == ("_DirectFunctionBackward", "_RunFunctionBackward")
+    assert (node, other) == ("_DirectFunctionBackward", "RunFunctionBackward")
     assert direct == general
     assert len(direct) == (7 if whole else 4)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checks import never_waiting
+from number_formats import each_recipe
 from torch import nn
 
 import fusible as fz
@@ -10,16 +11,6 @@ from fusible import recipes
 
 pytestmark = pytest.mark.gpu
 
-ALL = [
-    recipes.MXFP8BlockScaling(),
-    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    recipes.Float8BlockScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.NVFP4BlockScaling(),
-]
-each_recipe = pytest.mark.parametrize(
-    "recipe", ALL, ids=["mxfp8", "mxfp8_hybrid", "fp8_block", "fp8_current", "nvfp4"]
-)
 SIZES = [37, 0, 128, 64]
 
 

@@ -57,7 +57,7 @@ class Outputs(dict):
         return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in FP32, whatever autocast the caller is in: no kernel knows of it."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
@@ -119,7 +119,7 @@ class Rows:
         else:
             a = used.float()
         for expert, start, end in self.groups:
-            yield expert, start, end, product(a[start:end], self.weights.matrix(expert).t())
+            yield expert, start, end, multiplied(a[start:end], self.weights.matrix(expert).t())
 
 
 class WideD:
@@ -412,7 +412,7 @@ def wgrad(call: Any) -> Outputs:
     sides = (("a", call.a_tensor, call.sfa_tensor), ("b", call.b_tensor.t(), call.sfb_tensor))
     for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         a, b = (_wgrad_side(call, *side, expert, start, end, ragged) for side in sides)
-        added = product(a, b.t()).to(outputs[expert].dtype)
+        added = multiplied(a, b.t()).to(outputs[expert].dtype)
         if call.accumulate_on_output:
             outputs[expert] += added
         else:

@@ -10,7 +10,7 @@ _warm: set[tuple[Any, ...]] = set()
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def prepare(device: torch.device, *configuration: Any) -> None:
+def before_launch(device: torch.device, *configuration: Any) -> None:
     """Call before a kernel of a ``configuration``, which is all that it may be compiled for.
 
     A compiled kernel owns scratch memory (TMA descriptors, the counter of its scheduler), so a

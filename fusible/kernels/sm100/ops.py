@@ -33,7 +33,7 @@ from fusible.kernels.sm100.checks import (
     check_weights,
     require,
 )
-from fusible.kernels.sm100.launches import prepare
+from fusible.kernels.sm100.launches import before_launch
 
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
@@ -199,7 +199,9 @@ def _column_scales(rows: int, columns: int, x: Tensor) -> Tensor:
     return x.new_empty(shape, dtype=torch.float8_e8m0fnu)
 
 
-def _glu_fake(x, x_scales, w, w_scales, ends, alpha, bias, prob, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _glu_fake(
+    x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: object
+) -> tuple[Tensor, ...]:
     return _glu_outputs(x, w[0].shape[-2])
 
 
@@ -232,7 +234,7 @@ def glu(
         return _glu_outputs(x, weights.n)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
-    prepare(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
+    before_launch(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_glu",
@@ -278,7 +280,8 @@ def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, .
     return d, scales[0], d_col, scales[1], dprob, dbias
 
 
-def _dglu_fake(x, x_scales, w, w_scales, ends, alpha, c, prob, bias, *_: object):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, ends, _, c, _, bias, *_ = rest
     return _dglu_outputs(x, c.shape[1] // 2, ends.shape[0], bias)
 
 
@@ -326,7 +329,7 @@ def dglu(
     root = None if alpha is None else alpha.sqrt()
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
-    prepare(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
+    before_launch(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_dglu",
@@ -350,7 +353,8 @@ def dglu(
 # --- plain grouped product ------------------------------------------------------------------------
 
 
-def _gemm_fake(x, x_scales, w, w_scales, ends, alpha, bias, row_scale, transpose_w):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> Tensor:
+    *_, transpose_w = rest
     n = w[0].shape[-1 if transpose_w and x.dtype != FP4 else -2]
     return x.new_empty(x.shape[0] + 1, n, dtype=torch.bfloat16)
 
@@ -390,7 +394,7 @@ def gemm(
         "d_tensor": out[:-1],
     }
     scaled = row_scale is not None
-    prepare(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
+    before_launch(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
@@ -411,7 +415,15 @@ _WGRAD = (
 )
 
 
-def _wgrad_fake(dy, dy_scales, x, x_scales, ends, dy_global, x_global, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _wgrad_fake(
+    dy: Tensor,
+    dy_scales: Tensor | None,
+    x: Tensor,
+    x_scales: Tensor | None,
+    ends: Tensor,
+    *rest: Any,
+) -> Tensor:
+    *_, out_dtype = rest
     at = 0 if x.dtype == FP4 else 1
     return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
 
@@ -464,31 +476,19 @@ def wgrad_(
         for t in () if accumulate else out:
             t.zero_()
         return
-    arguments: dict[str, Any] = {}
-    if x.dtype == FP4:
-        for name, scale in (("global_scale_a", dy_global), ("global_scale_b", x_global)):
-            require(scale is not None, f"{name} of FP4 operands must be given", None)
-            assert scale is not None
-            check_vector(name, scale, groups, x.device)
-            arguments[name] = scale
-        arguments |= {"input_order": "tensor_ragged"}
-        a, b = _as_element(dy), _as_element(x).t()
-    else:
-        a, b = dy.t(), x
+    arguments = _wgrad_operands(dy, x, dy_global, x_global, groups)
     if x.dtype in VECTOR:
         arguments |= {"sf_vec_size": VECTOR[x.dtype], "descriptor_workspace": _workspace(out, x)}
-    if len(out) == 1 and out[0].ndim == 3:
+    dense = len(out) == 1 and out[0].ndim == 3
+    if dense:
         arguments |= {"wgrad_tensor": out[0]}
     else:
         arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
-    dense = "wgrad_tensor" in arguments
     features = left.depth, right.depth
-    prepare(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
+    before_launch(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
     _run(
         x.device,
         "grouped_gemm_wgrad",
-        a_tensor=a,
-        b_tensor=b,
         sfa_tensor=dy_scales,
         sfb_tensor=x_scales,
         offsets_tensor=ends,
@@ -497,6 +497,19 @@ def wgrad_(
         accumulate_on_output=accumulate,
         **arguments,
     )
+
+
+def _wgrad_operands(
+    dy: Tensor, x: Tensor, dy_global: Tensor | None, x_global: Tensor | None, groups: int
+) -> dict[str, Any]:
+    """The operands ``[N, rows]`` and ``[rows, K]``, with the factors of FP4's groups."""
+    if x.dtype != FP4:
+        return {"a_tensor": dy.t(), "b_tensor": x}
+    factors = {"global_scale_a": dy_global, "global_scale_b": x_global}
+    for name, factor in factors.items():
+        check_vector(name, factor, groups, x.device)
+    a, b = _as_element(dy), _as_element(x).t()
+    return {"a_tensor": a, "b_tensor": b, "input_order": "tensor_ragged", **factors}
 
 
 def _check_grads(out: list[Tensor], shape: tuple[int, int], groups: int) -> None:

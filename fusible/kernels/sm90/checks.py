@@ -160,8 +160,8 @@ def matrices_of(name: str, w: Sequence[Tensor], device: torch.device, transpose:
     evenly = step > 0 and pointers == tuple(range(address, address + groups * step, step))
     if evenly and step % (limits.MULTIPLE_OF * size) == 0:
         pointers = ()
-    shape, strides = (groups, *shape), (step // size, *strides)
-    return Matrices(address, *layout(name, shape, strides, transpose, not pointers), pointers)
+    together = (groups, *shape), (step // size, *strides)
+    return Matrices(address, *layout(name, *together, transpose, not pointers), pointers)
 
 
 def _misaligned(name: str) -> str:

@@ -22,7 +22,7 @@ _pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] 
 _captured: dict[int, torch.Tensor] = {}
 
 
-def compile_spec(spec: Spec, options: str = ""):
+def compile_spec(spec: Spec, options: str = "") -> Any:
     """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU."""
     from cutlass import Float32, Int32, Int64
 
@@ -33,17 +33,17 @@ def compile_spec(spec: Spec, options: str = ""):
     return _compile(GroupedGemm(spec), kinds, options)
 
 
-def compile_group_ends(dtype: str, options: str = ""):
+def compile_group_ends(dtype: str, options: str = "") -> Any:
     """Compile the scan of group sizes of ``dtype``, as `compile_spec`."""
     return _compile_vector_kernel("GroupEnds", dtype, options)
 
 
-def compile_tile_sums(dtype: str, options: str = ""):
+def compile_tile_sums(dtype: str, options: str = "") -> Any:
     """Compile the sums over tiles that become ``dtype``, as `compile_spec`."""
     return _compile_vector_kernel("TileSums", dtype, options)
 
 
-def _compile_vector_kernel(name: str, dtype: str, options: str):
+def _compile_vector_kernel(name: str, dtype: str, options: str) -> Any:
     from cutlass import Int32, Int64
 
     from fusible.kernels.sm90.device import vectors
@@ -51,7 +51,7 @@ def _compile_vector_kernel(name: str, dtype: str, options: str):
     return _compile(getattr(vectors, name)(dtype), [Int64, Int64, Int32, Int32], options)
 
 
-def _compile(function: Any, kinds: list[Any], options: str):
+def _compile(function: Any, kinds: list[Any], options: str) -> Any:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -61,19 +61,19 @@ def _compile(function: Any, kinds: list[Any], options: str):
 
 
 @functools.cache
-def kernel(spec: Spec):
+def kernel(spec: Spec) -> Any:
     """The compiled kernel of a spec: from memory, disk or the compiler."""
     return kept(f"sm90 {spec}", functools.partial(compile_spec, spec))
 
 
 @functools.cache
-def _group_ends(dtype: torch.dtype):
+def _group_ends(dtype: torch.dtype) -> Any:
     name = str(dtype).removeprefix("torch.")
     return kept(f"sm90 group_ends {name}", functools.partial(compile_group_ends, name))
 
 
 @functools.cache
-def _tile_sums(dtype: torch.dtype):
+def _tile_sums(dtype: torch.dtype) -> Any:
     name = str(dtype).removeprefix("torch.")
     return kept(f"sm90 tile_sums {name}", functools.partial(compile_tile_sums, name))
 
@@ -96,10 +96,10 @@ class Start:
         b_pitch: int,
         b_group_pitch: int,
         out_pitch: int,
-        preact_pitch: int,
-        d_preact_pitch: int,
-        glu_layout: tuple[int, int],
-        constants: tuple[float, float, float],
+        preact_pitch: int = 0,
+        d_preact_pitch: int = 0,
+        glu_layout: tuple[int, int] = (1, 0),
+        constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
@@ -145,27 +145,8 @@ class Start:
         ))  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def prepared(
-    spec: Spec,
-    device: torch.device,
-    columns: int,
-    depth: int,
-    groups: int,
-    a_pitch: int,
-    b_pitch: int,
-    b_group_pitch: int,
-    out_pitch: int,
-    preact_pitch: int = 0,
-    d_preact_pitch: int = 0,
-    glu_layout: tuple[int, int] = (1, 0),
-    constants: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> Start:
-    """The kernel of a spec, compiled if it is not yet, for these sizes and pitches in elements."""
-    return Start(
-        spec, device, columns, depth, groups, a_pitch, b_pitch, b_group_pitch, out_pitch,
-        preact_pitch, d_preact_pitch, glu_layout, constants,
-    )  # fmt: skip
+start_of = functools.lru_cache(maxsize=4096)(Start)
+"""A :class:`Start`, made once for the same arguments."""
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
@@ -199,8 +180,9 @@ def tile_counter(index: int, stream: int) -> int:
     if torch._C._cuda_isCurrentStreamCapturing():
         pool, rows = _capture_counters.get(index, (None, iter(())))
         row = next(rows, None)
-        own = torch.zeros(2, dtype=torch.int32, device=index) if row is None else pool[row]
-        return own.data_ptr()
+        if pool is None or row is None:
+            return torch.zeros(2, dtype=torch.int32, device=index).data_ptr()
+        return pool[row].data_ptr()
     counter = _stream_counters.get((index, stream))
     if counter is None:
         counter = torch.zeros(2, dtype=torch.int32, device=index)

@@ -1,6 +1,10 @@
 """The SM90 kernels as ``torch.library`` ops: schemas, fakes, and the CUDA implementations."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +27,7 @@ from fusible.kernels.sm90.launch import (
     launch_group_ends,
     launch_tile_sums,
     pointer_table,
-    prepared,
+    start_of,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -101,7 +105,7 @@ def _multiply(
     table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
     rows, columns = out.shape
-    start = prepared(
+    start = start_of(
         spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
         device,
         columns,
@@ -144,7 +148,14 @@ def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
 
 
 def grouped_gemm(
-    x, w, ends, bias, row_scale, transpose_w, tile: Tile | None = None, out: Tensor | None = None
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `fusible.kernels.sm90.grouped_gemm`."""
     rows, depth, pitch = check_matrix("x", x)
@@ -176,16 +187,34 @@ def grouped_gemm(
     return out
 
 
-def grouped_gemm_(out, x, w, ends, bias, row_scale, transpose_w) -> None:
+def grouped_gemm_(
+    out: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> None:
     """`grouped_gemm` into ``out``."""
     check_matrix("out", out)
     grouped_gemm(x, w, ends, bias, row_scale, transpose_w, out=out)
 
 
 def grouped_gemm_glu(
-    x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    activation: str,
+    interleave: int,
+    limit: float,
+    alpha: float,
+    offset: float,
+    store_preact: bool,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """See `fusible.kernels.sm90.grouped_gemm_glu`."""
     rows, depth, pitch = check_matrix("x", x)
     weights = matrices_of("w", w, x.device, transpose=False)
@@ -224,9 +253,19 @@ def grouped_gemm_glu(
 
 
 def grouped_gemm_dglu(
-    dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset,
-    tile: Tile | None = None, overwrite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    activation: str,
+    interleave: int,
+    limit: float,
+    alpha: float,
+    offset: float,
+    tile: Tile | None = None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `fusible.kernels.sm90.grouped_gemm_dglu`."""
     rows, depth, pitch = check_matrix("dy", dy)
     device = dy.device
@@ -281,7 +320,7 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
+def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     """See `fusible.kernels.sm90.grouped_wgrad`."""
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     out = x.new_empty(shape, dtype=out_dtype or x.dtype)
@@ -289,7 +328,14 @@ def grouped_wgrad(dy, x, ends, out_dtype) -> Tensor:
     return out
 
 
-def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> None:
+def grouped_wgrad_(
+    out: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    accumulate: bool,
+    tile: Tile | None = None,
+) -> None:
     """See `fusible.kernels.sm90.grouped_wgrad_`."""
     rows, columns, dy_pitch = check_matrix("dy", dy)
     x_rows, depth, x_pitch = check_matrix("x", x)
@@ -315,7 +361,7 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
         return
     tile = tile or _tile("wgrad", rows, grads.groups, depth, columns)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
-    start = prepared(
+    start = start_of(
         spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
         device,
         columns,
@@ -336,43 +382,38 @@ def grouped_wgrad_(out, dy, x, ends, accumulate, tile: Tile | None = None) -> No
     )
 
 
-def _features(w: list[Tensor], transpose: bool) -> int:
-    return w[0].shape[-1 if transpose else -2]
+def _nothing(*_: object) -> None:
+    """The fake of an op that only writes to what it is given."""
 
 
-def _fake_ends(split_sizes, rows):
+def _fake_ends(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
-def _fake_gemm(x, w, ends, bias, row_scale, transpose_w):
-    return x.new_empty(x.shape[0], _features(w, transpose_w))
+def _fake_gemm(x: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
+    *_, transpose_w = rest
+    return x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
 
 
-def _fake_gemm_(out, x, w, ends, bias, row_scale, transpose_w):
-    return None
+def _fake_glu(x: Tensor, w: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, store_preact = rest
+    rows, features = x.shape[0], w[0].shape[-2]
+    return x.new_empty(rows if store_preact else 0, features), x.new_empty(rows, features // 2)
 
 
-def _fake_glu(x, w, ends, bias, scales, activation, interleave, limit, alpha, offset, store_preact):
-    features = _features(w, transpose=False)
-    preact = x.new_empty(x.shape[0] if store_preact else 0, features)
-    return preact, x.new_empty(x.shape[0], features // 2)
-
-
-def _fake_dglu(dy, w, ends, preact, scales, activation, interleave, limit, alpha, offset):
-    features = _features(w, transpose=True)
+def _fake_dglu(
+    dy: Tensor, w: list[Tensor], ends: Tensor, preact: Tensor, scales: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, features = dy.shape[0], w[0].shape[-1]
     return (
-        dy.new_empty(dy.shape[0], 2 * features),
-        dy.new_empty(dy.shape[0], features),
+        dy.new_empty(rows, 2 * features),
+        dy.new_empty(rows, features),
         torch.empty_like(scales),
     )
 
 
-def _fake_wgrad(dy, x, ends, out_dtype):
+def _fake_wgrad(dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
-
-
-def _fake_wgrad_(out, dy, x, ends, accumulate):
-    return None
 
 
 define("sm90_group_ends(Tensor split_sizes, SymInt rows) -> Tensor", _fake_ends, cuda=group_ends)
@@ -385,7 +426,7 @@ define(
 define(
     "sm90_grouped_gemm_(Tensor(a!) out, Tensor x, Tensor[] w, Tensor ends, Tensor? bias, "
     "Tensor? row_scale, bool transpose_w) -> ()",
-    _fake_gemm_,
+    _nothing,
     cuda=grouped_gemm_,
 )
 define(
@@ -410,6 +451,6 @@ define(
 define(
     "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) "
     "-> ()",
-    _fake_wgrad_,
+    _nothing,
     cuda=grouped_wgrad_,
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.calls import is_traced, is_transformed
 from fusible.kernels.sm90.checks import check_scale, layout
-from fusible.kernels.sm90.launch import Start, launch_group_ends, prepared
+from fusible.kernels.sm90.launch import Start, launch_group_ends, start_of
 from fusible.kernels.sm90.ops import glu_layout, spec_of, sum_up
 
 
@@ -66,10 +66,10 @@ class Products:
             check_scale("scales", scale)
         pitch, group_pitch, major, features, depth, _ = self._layouts[transpose]
         columns = features // 2 if kind == "glu" else features
-        wide = kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
+        wide = glu is None or kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
         tile, dtype = tiles.choose(kind, self._many_rows, columns, 0, wide), self._dtype
         gated = () if glu is None else (glu.activation, glu.interleave, keep)
-        start = self._starts[launch] = prepared(
+        start = self._starts[launch] = start_of(
             spec_of(kind, tile, dtype, dtype, major, False, bias, scale, *gated),
             self._device,
             columns,
@@ -88,7 +88,7 @@ class Products:
 
     def _make_wgrad(self, columns: int, depth: int) -> Start:
         tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
-        start = self._starts["wgrad", columns, depth] = prepared(
+        start = self._starts["wgrad", columns, depth] = start_of(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,
             columns,
@@ -128,8 +128,10 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """`grouped_gemm`."""
-        scaled = bias is not None and row_scale is not None
-        launch = "store", False, bias is not None, row_scale.dtype if scaled else None, None, False
+        if bias is None:
+            row_scale = None  # it multiplies the bias only
+        scale = None if row_scale is None else row_scale.dtype
+        launch = "store", False, bias is not None, scale, None, False
         start = self._starts.get(launch) or self._make(_Launch(*launch))
         y = x.new_empty(x.shape[0], self._columns) if out is None else out
         start(
@@ -139,7 +141,7 @@ class Products:
             y.data_ptr(),
             ends.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
-            scales=row_scale.data_ptr() if scaled else 0,
+            scales=0 if row_scale is None else row_scale.data_ptr(),
         )
         return y
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """An activation's gradient and its sums over rows in one pass over both inputs (CuTe DSL).
 

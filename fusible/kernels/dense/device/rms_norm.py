@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """An RMS norm's gradients, and a residual's added, in one pass over the inputs (CuTe DSL).
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """The gradients of a bias that each group adds to its rows, and of the rows' scales (CuTe DSL)."""
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """A stable counting sort of choices by group in two launches (CuTe DSL).
 

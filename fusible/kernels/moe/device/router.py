@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Top-k of a router's logits, the weights of those chosen, and their gradient (CuTe DSL).
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Rows to experts and back: scatter, gather and sum, dot products (CuTe DSL).
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Which rows a block of threads works on: blocks start anew at every group."""
 
 from typing import NamedTuple

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """From elements and scales back to values in one pass: FP32, rounded once."""
 
 import cutlass

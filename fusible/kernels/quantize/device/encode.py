@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Quantization for row-wise and column-wise use in one pass over the input.
 
 See ``spec`` for what a thread owns. The largest magnitude of a column is then its own, that of a

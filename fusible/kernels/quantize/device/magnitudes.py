@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Largest magnitudes of packed numbers, in the registers of a thread and of its neighbours."""
 
 import cutlass

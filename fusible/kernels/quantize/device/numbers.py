@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Scales and elements of every format on the device: ``recipes.encoding``, bit for bit."""
 
 import cutlass

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Where groups begin and end, from their sizes, in one launch."""
 
 import cutlass

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Quantization of ragged groups straight into the layout of the SM100 kernels.
 
 A thread takes a few rows and columns of the padded matrix, rows of one group: groups begin at

@@ -1,0 +1,365 @@
+"""A schedule's execution: a run of ops as one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import Plan
+from fusible.fuser.wiring import CALLER
+
+if TYPE_CHECKING:
+    from fusible.fuser.run import Run
+
+Kwargs = Sequence[dict[str, Any]]
+
+# torch 2.11 compiles an autograd function so that every tensor made in its forward is an output,
+# and a tensor that a cast to its own dtype returned is two: the gradient goes to the wrong one,
+# and what the backward sees is zero. A view is one of a kind.
+_LOSES_OUTPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+class ScheduledStep(NamedTuple):
+    """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
+
+    op: Any
+    start: int
+    stop: int
+    sources: tuple[tuple[tuple[int, int], ...], ...]
+    num_extra_outputs: list[int]
+    num_grads: tuple[list[int], list[int]]
+    quantizers: tuple[Any, Any]
+    """Of the previous op's output gradient and of the next op's input."""
+
+
+class Direct(Protocol):
+    """A plan of one op as one autograd node of its own, without contexts: the host's time.
+
+    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
+    the same results.
+    """
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """What the forward needs to run these operands, or None if the op itself shall run."""
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the operands, in their dtypes."""
+
+
+class Schedule(NamedTuple):
+    """A plan with all that its execution looks up."""
+
+    plan: Plan
+    forward: tuple[ScheduledStep, ...]
+    backward: tuple[ScheduledStep, ...]  # the last op first
+    dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
+    direct: Direct | None
+
+
+# In a step's sources: made and used inside one fused op, which wires it itself.
+INTERNAL = (-2, 0)
+
+
+def run_forward(
+    run: Run, schedule: Schedule, caller_inputs: Sequence[Tensor], kwargs: Kwargs
+) -> tuple[list[Tensor], list[OperationContext]]:
+    """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
+    plan = schedule.plan
+    memo: dict[Any, Any] = {}
+    contexts = [
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
+    ]
+    x = caller_inputs[0]
+    produced: list[Sequence[Any]] = []
+    for op, start, stop, sources, num_extra_outputs, _, quantizers in schedule.forward:
+        inputs = [
+            [
+                caller_inputs[1 + slot]
+                if producer == CALLER
+                else (produced[producer][slot] if producer >= 0 else None)
+                for producer, slot in of_op
+            ]
+            for of_op in sources
+        ]
+        forward = op.fuser_forward
+        if plan.autocast_dtype is not None and op.casts_itself:
+            forward = _without_autocast(forward, x.device.type)
+        returned = forward(
+            contexts[start:stop],
+            x,
+            basic_op_extra_inputs=inputs,
+            prev_op_grad_output_quantizer=quantizers[0],
+            next_op_input_quantizer=quantizers[1],
+            basic_op_kwargs=kwargs[start:stop],
+        )
+        if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
+            raise TypeError(
+                f"the forward of {type(op).__name__} must return its output, one tensor, and the "
+                f"extra outputs of each basic op, got {kind_of(returned)}"
+            )
+        x, outputs = returned
+        if [len(of_op) for of_op in outputs] != num_extra_outputs:
+            raise RuntimeError(
+                f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
+                f"of lengths {num_extra_outputs}, got {[len(of_op) for of_op in outputs]}"
+            )
+        if any(num_extra_outputs):
+            _check_complete(run, op, outputs, start, stop)
+        if run.writes and not torch.compiler.is_compiling():
+            _check_not_saved(run, contexts, inputs, start, stop)
+        produced.extend(outputs)
+    if not run.wiring.public:
+        return [x], contexts
+    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _is_tuple(returned: Any, length: int) -> bool:
+    return isinstance(returned, tuple | list) and len(returned) == length
+
+
+def kind_of(returned: Any) -> str:
+    """What an op returned, for a sentence."""
+    if isinstance(returned, tuple | list):
+        kinds = ", ".join([kind_of(value) for value in returned])
+        return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
+    return "a tensor" if isinstance(returned, Tensor) else repr(returned)
+
+
+def _without_autocast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """``function`` outside of ``torch.autocast``."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _check_complete(
+    run: Run, op: Any, outputs: Sequence[Sequence[Tensor | None]], start: int, stop: int
+) -> None:
+    """Refuse a missing extra output that something outside the op needs."""
+    for i, values in enumerate(outputs, start):
+        for slot, value in enumerate(values):
+            if value is None and run.wiring.needed_outside((i, slot), start, stop):
+                raise RuntimeError(
+                    f"{type(op).__name__} must return extra output {slot} of op {i} "
+                    f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
+                )
+
+
+def _check_not_saved(
+    run: Run,
+    contexts: Sequence[OperationContext],
+    inputs: Sequence[Sequence[Tensor | None]],
+    start: int,
+    stop: int,
+) -> None:
+    """Refuse extra inputs that were written to after an op of this very run had saved them.
+
+    Autograd notices only what changes after the run, which saves for all its ops at its end.
+    """
+    for i, of_op in enumerate(inputs, start):
+        if not getattr(run.ops[i], "in_place", False):
+            continue
+        written = {memory(t) for t in of_op if t is not None}
+        for j, context in enumerate(contexts[:stop]):
+            if context.requires_grad and any(
+                memory(t) in written for t in context.to_save if t is not None
+            ):
+                raise ValueError(
+                    f"op {i} ({type(run.ops[i]).__name__}) must not write to a tensor that op {j} "
+                    f"({type(run.ops[j]).__name__}) saved for its backward, got in_place=True; "
+                    "make it False"
+                )
+
+
+def memory(t: Tensor) -> int:
+    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    return t.untyped_storage()._cdata
+
+
+class RunFunction(torch.autograd.Function):
+    """The whole run as one node, since forward and backward may be fused differently."""
+
+    @staticmethod
+    def forward(
+        fctx: Any,
+        run: Run,
+        schedule: Schedule,
+        slots: tuple[int, ...] | None,
+        kwargs: Kwargs,
+        *tensors: Tensor,
+    ) -> Any:
+        """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
+        inputs: Sequence[Tensor] = tensors[: 1 + run.num_extra_inputs]
+        if slots is not None:
+            inputs = [tensors[slot] for slot in slots[: 1 + run.num_extra_inputs]]
+        outputs, contexts = run_forward(run, schedule, inputs, kwargs)
+        saved: list[Tensor | None] = []
+        # The contexts outlive the forward: only autograd may keep tensors.
+        states = []
+        for context in contexts:
+            first = len(saved)
+            if context.requires_grad:
+                saved.extend(context.to_save)
+            context.to_save, context.memo = (), {}
+            states.append((first, len(saved), context))
+        fctx.save_for_backward(*saved)
+        fctx.call = run, schedule, slots, states
+        outputs = _distinct(outputs, inputs if slots is None else tensors)
+        if len(outputs) > 1:
+            grad = schedule.plan.grad
+            fctx.mark_non_differentiable(
+                *[
+                    t
+                    for t, (op, _) in zip(outputs[1:], run.wiring.public, strict=True)
+                    if not (grad[op].requires_grad and t.is_floating_point())
+                ]
+            )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+        """Run backward; gives the gradients of the tensors that forward was given."""
+        _refuse_second_derivatives()
+        run, schedule, slots, states = fctx.call
+        plan, saved = schedule.plan, fctx.saved_tensors
+        # New contexts: nothing that the forward made is changed, so that a second backward works.
+        contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
+        # Gradients of extra outputs, by (op, slot), summed over their uses.
+        flowing: dict[tuple[int, int], Tensor | None] = {
+            output: grad
+            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
+            if plan.grad[output[0]].requires_grad
+        }
+        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
+        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
+        grad: Tensor | None = grad_output
+        for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
+            if not contexts[stop - 1].requires_grad:
+                grad = None
+                break
+            if grad is None:
+                raise RuntimeError(
+                    f"the op after {type(op).__name__} must return the gradient of its input, got "
+                    "None; where nothing flows back it is zeros"
+                )
+            returned = op.fuser_backward(
+                contexts[start:stop],
+                grad,
+                basic_op_grad_extra_outputs=[
+                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
+                    for i, count in enumerate(num_extra_outputs)
+                ],
+            )
+            _check_grads(op, returned, num_grads)
+            grad, step_params, step_extra = returned
+            of_params[start:stop] = step_params
+            for of_op, grads in zip(sources, step_extra, strict=True):
+                for (producer, k), g in zip(of_op, grads, strict=True):
+                    if g is None:
+                        continue
+                    if producer == CALLER:
+                        of_callers[k] = g
+                    elif producer >= 0:
+                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+        flat = grad, *of_callers, *chain(*of_params)
+        given = [
+            g if g is None or g.dtype == dtype else g.to(dtype)
+            for g, dtype in zip(flat, schedule.dtypes, strict=True)
+        ]
+        return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _check_grads(op: Any, returned: Any, num_grads: tuple[list[int], list[int]]) -> None:
+    """Refuse what is not the gradients of an op's input, parameters and extra inputs."""
+    if not _is_tuple(returned, 3):
+        raise TypeError(
+            f"the backward of {type(op).__name__} must return the gradient of its input, and for "
+            "each basic op those of its parameters and of its extra inputs, got "
+            f"{kind_of(returned)}"
+        )
+    _, params, extra = returned
+    got = list(map(len, params)), list(map(len, extra))
+    if got != num_grads:
+        raise RuntimeError(
+            f"the backward of {type(op).__name__} must return gradients (None where there is none) "
+            "for each basic op's parameters and extra inputs, numbering "
+            f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
+        )
+
+
+def _refuse_second_derivatives() -> None:
+    # Not by once_differentiable, which misses second derivatives by what was saved.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the backward of fusible ops cannot be differentiated: create_graph must be False, "
+            "got True; write what needs second derivatives with torch.nn modules"
+        )
+
+
+class _DirectFunction(torch.autograd.Function):
+    """A plan of one op, in the op's shorter way."""
+
+    @staticmethod
+    def forward(fctx: Any, direct: Direct, prepared: Any, *operands: Tensor) -> Tensor:
+        output, saved = direct.forward(prepared, *operands)
+        fctx.save_for_backward(*saved)
+        fctx.direct = direct
+        return output
+
+    @staticmethod
+    def backward(fctx: Any, grad_output: Tensor) -> Any:
+        _refuse_second_derivatives()
+        return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
+
+
+def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
+    """The output of the only op, in its shorter way, ``prepared`` for these operands."""
+    direct = schedule.direct
+    assert direct is not None
+    if schedule.plan.grad[-1].requires_grad:
+        return _DirectFunction.apply(direct, prepared, *operands)
+    return direct.forward(prepared, *operands)[0]
+
+
+def folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The tensors without repetitions, and the place of each.
+
+    An autograd function under torch.compile does not take a tensor twice.
+    """
+    unique: dict[Tensor, int] = {}
+    slots = tuple([unique.setdefault(t, len(unique)) for t in tensors])
+    return tuple(unique), slots
+
+
+def _summed(grads: Sequence[Tensor | None], slots: Sequence[int]) -> list[Tensor | None]:
+    """The gradients of folded tensors from those of their uses."""
+    total: list[Tensor | None] = [None] * (1 + max(slots))
+    for slot, grad in zip(slots, grads, strict=True):
+        if grad is not None:
+            total[slot] = _sum(total[slot], grad)
+    return total
+
+
+def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
+    return grad if total is None else total + grad
+
+
+def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """``outputs`` with a view in place of each that is an input, or an earlier output, itself."""
+    distinct: list[Tensor] = []
+    twice = _LOSES_OUTPUTS and torch.compiler.is_compiling()
+    for t in outputs:
+        known = any([t is other for other in inputs]) or any([t is other for other in distinct])
+        distinct.append(t.view_as(t) if known or twice else t)
+    return distinct

@@ -1,0 +1,30 @@
+"""Every recipe and every number format, for what shall hold for all of them."""
+
+import pytest
+
+from fusible import recipes
+from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+
+RECIPES = {
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "mxfp8_hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
+    "fp8_block": recipes.Float8BlockScaling(),
+    "fp8_current": recipes.Float8CurrentScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+}
+MX, HYBRID, BLOCK, CURRENT, NV = RECIPES.values()
+
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+FORMATS = {
+    "mxfp8_e4m3": mxfp8(),
+    "mxfp8_e5m2": mxfp8(E5M2),
+    "mxfp8_e4m3_floor": mxfp8(E4M3, "floor"),
+    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
+    "fp8_1x128_e4m3": fp8_block(),
+    "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
+    "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
+    "fp8_tensor_e4m3": fp8_tensor(),
+    "fp8_tensor_e5m2": fp8_tensor(E5M2),
+    "nvfp4": nvfp4(),
+}
