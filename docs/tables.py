@@ -225,6 +225,25 @@ def recipe_costs_table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _measured_at(report)])
 
 
+def placed_table(report: dict[str, Any]) -> str:
+    """Rows quantized into SM100's places, ``benchmarks/quantize.py``, as Markdown."""
+    cases = {case["case"]: case for case in report["placed"]}
+    columns = ["groups", "format", "us", "of a copy", "with sums, us"]
+    columns += ["as passes of PyTorch, us", "the sums alone, us"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for groups in (8, 128):
+        for name in ("mxfp8", "nvfp4"):
+            one, sums, parts = (
+                cases[f"{name} into places, {groups} groups, {how}"]
+                for how in ("one kernel", "with sums", "in parts")
+            )
+            alone = cases[f"sums alone, {groups} groups"]
+            row = [f"{groups}", name.upper(), f"{one['us']:.0f}", f"{one['of_copy']:.0%}"]
+            row += [f"{case['us']:.0f}" for case in (sums, parts, alone)]
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, "", _measured_at(report)])
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -236,6 +255,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "measured": lambda: measured_table(_results("grouped_mlp")),
         "block": lambda: block_table(_results("moe_block")),
     },
+    "docs/blackwell.md": {"placed": lambda: placed_table(_results("quantize_h200"))},
     "docs/porting.md": {
         "dense rules": lambda: dense_rules_table(_results("rules_h200"), _results("rules_cpu")),
     },

@@ -29,7 +29,7 @@ class PlannedRun:
     plan: Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The plans of a module's runs; prints as :meth:`to_text`, draws itself by :meth:`to_svg`."""
 
@@ -50,7 +50,7 @@ class Explanation:
         """The rules that fit and did not fire, with the reasons, over all runs."""
         return tuple(refusal for plan in self.plans for refusal in plan.refusals)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_text()
 
     def to_text(self, *, every_rule: bool = False) -> str:

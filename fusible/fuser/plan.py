@@ -74,7 +74,7 @@ class Step(NamedTuple):
     basic_ops: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Refusal:
     """A rule whose pattern fits the ops from ``start``, and the conditions that were false.
 
@@ -87,7 +87,7 @@ class Refusal:
     reasons: tuple[str, ...]
     elsewhere: bool = False
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         where = f"ops[{self.start}:{self.start + len(self.ops)}]"
         return f"{self.rule.name} not used for {where}: {'; '.join(self.reasons)}"
 
@@ -110,7 +110,7 @@ class UserFusions:
     backward: tuple[Fusion, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What runs as what.
 
@@ -134,6 +134,15 @@ class Plan:
     autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
+
+    def __repr__(self) -> str:
+        """Where it runs, and what runs in each pass."""
+        recipe = "none" if self.recipe is None else self.recipe.name
+        forward, backward = (
+            ", ".join([type(op).__name__ for op, _ in ops])
+            for ops in (self.forward_ops, self.backward_ops)
+        )
+        return f"Plan({self.target}, recipe {recipe}, forward: {forward}; backward: {backward})"
 
     @property
     def fired(self) -> tuple[str, ...]:

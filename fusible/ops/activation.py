@@ -37,6 +37,11 @@ class _Activation(BasicOperation):
     saves = "x"
 
     def __init__(self, cache_quantized_input: bool = False) -> None:
+        if not isinstance(cache_quantized_input, bool):
+            raise TypeError(
+                f"cache_quantized_input of {type(self).__name__} must be a bool, got "
+                f"{cache_quantized_input!r}"
+            )
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
         if cache_quantized_input:

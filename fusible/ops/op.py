@@ -315,8 +315,11 @@ class BasicOperation(FusibleOperation):
         ):
             return
         given = [name for name, p in self._parameters.items() if p is not None]
-        signature = inspect.signature(self.formula)
-        _, *taken = signature.parameters
+        try:
+            signature = inspect.signature(self.formula)
+        except ValueError:  # of a builtin function, which has none
+            return
+        taken = [*signature.parameters][1:]
         try:
             signature.bind(None, *given)
         except TypeError:
@@ -326,7 +329,7 @@ class BasicOperation(FusibleOperation):
         if not fits:
             raise TypeError(
                 f"formula of {kind.__name__} must take its input and its parameters in the order "
-                f"of their registration, (input, {', '.join(given)}), got {signature}"
+                f"of their registration, ({', '.join(['input', *given])}), got {signature}"
             )
 
     def op_forward(

@@ -78,6 +78,13 @@ class Sequential(nn.Sequential):
         if len(segments) == 1 and isinstance(run := segments[0], Run):
             of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in run.ops]
             return run(x, *rest, kwargs=of_ops)
+        wanted = sum(map(_num_extra_inputs, segments))
+        if len(rest) != wanted:
+            between = [type(module).__name__ for module in segments if not isinstance(module, Run)]
+            raise ValueError(
+                f"extra inputs must number {wanted}, got {len(rest)}; what ops hand to later ones "
+                f"does not pass modules between their runs, here {', '.join(between) or 'none'}"
+            )
         for segment in segments:
             if isinstance(segment, Run):
                 taken = segment.num_extra_inputs
@@ -90,10 +97,6 @@ class Sequential(nn.Sequential):
             if isinstance(x, tuple) and hasattr(segment, "num_extra_inputs"):
                 x, *more = x
                 extra_outputs.extend(more)
-        if rest:
-            raise ValueError(
-                f"extra inputs must number {self.num_extra_inputs}, got {len(extra_inputs)}"
-            )
         return (x, *extra_outputs) if extra_outputs else x
 
     @property

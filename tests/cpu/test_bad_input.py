@@ -34,6 +34,20 @@ CASES = {
         ValueError,
         ("must have 8 features", "got shape (3, 9)", "input of BasicLinear"),
     ),
+    "an ordinary module between an op and what reads its extra output": (
+        lambda: fz.Sequential(
+            fz.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
+            torch.nn.Tanh(),
+            fz.AddExtraInput(),
+        )(torch.randn(3, 8)),
+        ValueError,
+        ("extra inputs must number 1", "got 0", "does not pass modules", "here Tanh"),
+    ),
+    "the block size of a gated unit for its first option": (
+        lambda: fz.SwiGLU(32),
+        TypeError,
+        ("must be a bool", "got 32", "cache_quantized_input of SwiGLU"),
+    ),
     "features of Linear, in the middle of a run": (
         lambda: fz.Sequential(fz.Linear(8, 4), fz.SiLU(), fz.Linear(5, 2))(torch.randn(3, 8)),
         ValueError,

@@ -275,6 +275,23 @@ def test_svg_keeps_channels_and_their_names_apart():
     assert min(b - a for a, b in pairwise(heights)) >= 10
 
 
+def test_a_notebook_shows_what_print_does():
+    seq = fz.Sequential(fz.BasicLinear(8, 8), fz.AddExtraInput(), fz.GELU())
+    x = torch.randn(3, 8)
+    explained = fz.explain(seq, x, x.bfloat16(), target="cpu")
+    assert repr(explained) == str(explained) == explained.to_text()
+    seq(x, x)
+    assert repr(seq.plan) == (
+        "Plan(cpu, recipe none, forward: LinearAdd, GELU; backward: BasicLinear, AddExtraInput, "
+        "GELU)"
+    )
+    refusals = fz.explain(fz.GroupedLinear(2, 8, 8), x, [1, 2], target="sm90").refusals
+    assert (
+        "grouped_linear_forward_sm90 not used for ops[0:1]: dtype must be one of bfloat16, "
+        "float16, got float32"
+    ) in [repr(refusal) for refusal in refusals]
+
+
 def test_runs_alike_are_told_once():
     layers = [fz.Sequential(fz.Linear(8, 8), fz.SiLU()) for _ in range(5)]
     model = nn.Sequential(*layers, nn.Tanh(), fz.GELU(), fz.Linear(8, 8))

@@ -65,6 +65,24 @@ def test_a_formula_takes_the_parameters_in_order(formula):
         op(torch.randn(4, 8))
 
 
+def of_nothing_at_all(self):
+    return self.scale
+
+
+def test_a_formula_takes_an_input():
+    op = type("Own", (fz.BasicOperation,), {"formula": of_nothing_at_all})()
+    with pytest.raises(TypeError, match=r"formula of Own must take its input .*, got \(\)"):
+        op(torch.randn(4, 8))
+
+
+def test_a_formula_may_be_a_builtin_function():
+    op = type("Own", (fz.BasicOperation,), {"formula": staticmethod(torch.tanh)})()
+    x = torch.randn(4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(op(x).sum(), x)
+    assert torch.equal(op(x), x.tanh())
+    torch.testing.assert_close(grad, 1 - x.tanh() ** 2)
+
+
 def renamed(self, x, factor, addend, power=1):
     return (x * factor + addend) ** power
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import grouped
+from fusible.kernels.library import define
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90.launch import pointer_table
 from fusible.kernels.sm100 import limits
@@ -39,17 +40,12 @@ _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
 _FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
 
-_library = torch.library.Library("fusible", "FRAGMENT")
 
-
-def _define(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register what is decorated for every device: the provider's kernels know where they run."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.define(f"{name}{schema}")
-        _library.impl(name, function, "CPU")
-        _library.impl(name, function, "CUDA")
-        torch.library.register_fake(f"fusible::{name}", fake, lib=_library)
+        define(schema, fake, function, function)
         return function
 
     return register
@@ -206,8 +202,7 @@ def _glu_fake(
 
 
 @_define(
-    "sm100_glu",
-    f"(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
+    f"sm100_glu(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _glu_fake,
 )
@@ -286,8 +281,7 @@ def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @_define(
-    "sm100_dglu",
-    f"(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
+    f"sm100_dglu(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dglu_fake,
 )
@@ -360,8 +354,8 @@ def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) 
 
 
 @_define(
-    "sm100_gemm",
-    f"(Tensor x, {_PRODUCT}, Tensor? bias, Tensor? row_scale, bool transpose_w) -> Tensor",
+    f"sm100_gemm(Tensor x, {_PRODUCT}, Tensor? bias, Tensor? row_scale, bool transpose_w) "
+    "-> Tensor",
     _gemm_fake,
 )
 def gemm(
@@ -428,7 +422,7 @@ def _wgrad_fake(
     return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
 
 
-@_define("sm100_wgrad", f"({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake)
+@_define(f"sm100_wgrad({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake)
 def wgrad(
     dy: Tensor,
     dy_scales: Tensor | None,
@@ -449,7 +443,7 @@ def _wgrad_fake_(*_: object) -> None:
     return None
 
 
-@_define("sm100_wgrad_", f"(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_)
+@_define(f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_)
 def wgrad_(
     out: list[Tensor],
     dy: Tensor,

@@ -8,16 +8,18 @@ plain PyTorch: the definition of what ``quantizer`` does in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.kernels.library import define
 from fusible.kernels.sm100 import limits
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
+
+_ops = torch.ops.fusible
 
 
 class Places(NamedTuple):
@@ -202,30 +204,24 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
     return out[:spare].view(columns, -1)
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    library.define(schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusible::{name}", fake, lib=library)
-
-
 # torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
-_ops = torch.ops.fusible
-library = torch.library.Library("fusible", "FRAGMENT")
-_define("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)", _places, _places_fake)
-_define(
-    "sm100_pack_scales(Tensor scale) -> Tensor",
-    swizzle_scales,
-    lambda scale: _swizzled_like(scale, scale.shape[-2]),
-)
-_define(
-    "sm100_pack_rows(Tensor data, Tensor scale, Tensor rows, SymInt size) -> (Tensor, Tensor)",
-    _pack_rows,
-    _pack_rows_fake,
-)
-_define(
-    "sm100_pack_columns(Tensor data, Tensor scale, Tensor ends, Tensor placed_ends, Tensor? rows, "
-    "SymInt size, int along, bool pairs) -> (Tensor, Tensor)",
-    _pack_columns,
-    _pack_columns_fake,
-)
+for _schema, _function, _fake in (
+    ("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)", _places, _places_fake),
+    (
+        "sm100_pack_scales(Tensor scale) -> Tensor",
+        swizzle_scales,
+        lambda scale: _swizzled_like(scale, scale.shape[-2]),
+    ),
+    (
+        "sm100_pack_rows(Tensor data, Tensor scale, Tensor rows, SymInt size) -> (Tensor, Tensor)",
+        _pack_rows,
+        _pack_rows_fake,
+    ),
+    (
+        "sm100_pack_columns(Tensor data, Tensor scale, Tensor ends, Tensor placed_ends, "
+        "Tensor? rows, SymInt size, int along, bool pairs) -> (Tensor, Tensor)",
+        _pack_columns,
+        _pack_columns_fake,
+    ),
+):
+    define(_schema, _fake, _function, _function)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
+from fusible.kernels.library import define
 from fusible.kernels.machine import capability
 from fusible.kernels.plain import compile_plain, launch
 from fusible.kernels.quantize.launch import largest_magnitudes, why_not
-from fusible.kernels.sm100.padding import Places, library, packed_columns, packed_rows
+from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
 from fusible.recipes.library import encode
@@ -205,11 +206,11 @@ def _cuda(
     return pieces
 
 
-library.define(
+define(
     "sm100_quantize(Tensor x, Tensor ends, Tensor placed_ends, Tensor? rows, SymInt size, "
     "str format, bool rowwise, bool columnwise, ScalarType? sums, Tensor? row_scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+    _quantize,
+    _cuda,
 )
-library.impl("sm100_quantize", _quantize, "CompositeExplicitAutograd")
-library.impl("sm100_quantize", _cuda, "CUDA")
-torch.library.register_fake("fusible::sm100_quantize", _fake, lib=library)
