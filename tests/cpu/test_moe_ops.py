@@ -637,6 +637,19 @@ def test_two_blocks_in_one_run():
     assert torch.equal(fz.Sequential(*one, *two)(x), two(one(x)))
 
 
+def test_a_hook_inside_a_block_is_said_to_end_the_run():
+    block = make_block()
+    block[2].register_forward_hook(lambda *_: None)
+    said = "split_sizes of op 0 .* got 0; earlier ops give theirs within a run, which hooks and"
+    with pytest.raises(ValueError, match=said):
+        block(torch.randn(7, HIDDEN, dtype=torch.float64))
+    block[2]._forward_hooks.clear()
+    seen = []
+    block.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    x = torch.randn(7, HIDDEN, dtype=torch.float64)
+    assert [block(x).shape] == seen == [x.shape]
+
+
 def test_a_channel_goes_before_a_name():
     """A named extra input that has a channel takes what the channel carries."""
     scale = fz.MakeExtraOutput().set_extra_output_channel(0, "mine", output_to_caller=False)

@@ -1,5 +1,8 @@
 """A grouped linear's prepared launches are those that the checked entries make; nothing runs."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -186,3 +189,58 @@ def test_scales_of_no_known_dtype_are_refused(launches):
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
         it.glu(random(16, 32), it.of(w), torch.zeros(2).int(), scales, SWIGLU)
+
+
+# --- tables of separate weights' addresses --------------------------------------------------------
+
+
+@pytest.fixture
+def on_stream(monkeypatch):
+    """Makes streams current, which note what they wait for, instead of CUDA's."""
+    state = SimpleNamespace(current=None, capturing=False)
+
+    def stream(name, capturing=False):
+        state.current, state.capturing = SimpleNamespace(name=name, waits=[]), capturing
+        state.current.wait_event = state.current.waits.append
+        return state.current
+
+    event = lambda: SimpleNamespace(record=lambda stream: None)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: state.current.name,
+                        raising=False)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: state.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    for kept in ("_pointer_tables", "_captured"):
+        monkeypatch.setattr(launch, kept, type(getattr(launch, kept))())
+    return stream
+
+
+def test_a_stream_waits_for_a_table_that_another_copies(on_stream):
+    cpu, pointers = torch.device("cpu"), (16, 32, 96)
+    first = on_stream(1)
+    table = launch.pointer_table(pointers, cpu)
+    assert table.tolist() == [16, 32, 96]
+    assert launch.pointer_table(pointers, cpu) is table
+    assert first.waits == []
+    second = on_stream(2)
+    assert launch.pointer_table(pointers, cpu) is table
+    assert len(second.waits) == 1
+    captured = on_stream(3, capturing=True)  # an event from outside would break the capture
+    assert launch.pointer_table(pointers, cpu) is table
+    assert captured.waits == []
+
+
+def test_tables_of_a_graph_live_as_long_as_it_may(on_stream):
+    """However many others there have been since its capture."""
+    cpu = torch.device("cpu")
+    on_stream(1)
+    table = weakref.ref(launch.pointer_table((16, 32), cpu))
+    forgotten = weakref.ref(launch.pointer_table((16, 48), cpu))
+    on_stream(2, capturing=True)
+    launch.pointer_table((16, 32), cpu)
+    on_stream(1)
+    for i in range(launch._MAX_POINTER_TABLES + 1):
+        launch.pointer_table((i,), cpu)
+    assert table() is not None
+    assert forgotten() is None

@@ -260,6 +260,30 @@ def test_saves_only_the_input_and_the_preactivation():
     assert sum(kept.values()) <= 2 * rows * (HIDDEN + 2 * INNER) + small + 1024
 
 
+def launched(call):
+    """How many kernels, copies and fills the device runs, and what the call gives."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = call()
+        torch.cuda.synchronize()
+    return [
+        e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
+    ], result
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_launches_six_products_and_nothing_that_moves_activations(single):
+    """Forward: end rows of the groups, then two products. Backward: four."""
+    mlp, (x, scales, splits) = build(fz.ScaledSwiGLU(), single, bias=False), inputs()
+    dy = torch.randn_like(x.detach().nan_to_num())
+    leaves = x, scales, *mlp.parameters()
+    for _ in range(2):
+        torch.autograd.grad(mlp(x, splits, scales, splits), leaves, dy)
+    forward, y = launched(lambda: mlp(x, splits, scales, splits))
+    backward, _ = launched(lambda: torch.autograd.grad(y, leaves, dy))
+    assert (len(forward), len(backward)) == (3, 4), (forward, backward)
+
+
 def test_parts_of_the_pattern():
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": True}
@@ -397,6 +421,23 @@ def test_the_same_given_otherwise(how, bias):
     assert mlp.plan.fired == ("grouped_mlp_sm90",)
     for name, value in want.items():
         assert torch.equal(got[name].reshape(value.shape), value), name
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_under_autocast(single):
+    """FP32 parameters and tokens: the kernels run in BF16, gradients come back in FP32."""
+    mlp = build(fz.ScaledSwiGLU(), single, dtype=torch.float32)
+    x, scales, splits = inputs(torch.float32)
+    dy = torch.randn_like(x.detach().nan_to_num())
+    narrow = build(fz.ScaledSwiGLU(), single)
+    narrow.load_state_dict(mlp.state_dict())
+    want = step(narrow, laid_out(x, torch.Tensor.bfloat16), scales, splits, dy.bfloat16())
+    with torch.autocast("cuda", torch.bfloat16):
+        got = step(mlp, x, scales, splits, dy.bfloat16())
+    assert mlp.plan.fired == ("grouped_mlp_sm90",)
+    for name, value in want.items():
+        assert got[name].dtype == (torch.bfloat16 if name == "y" else torch.float32)
+        assert relative(got[name], value) < 5e-3, name
 
 
 def unevenly(t):

@@ -488,6 +488,24 @@ def test_never_synchronises(separate):
         _all_kernels(*arguments)
 
 
+def test_two_streams_share_a_table_of_addresses():
+    """Which the first copies when it has done what it has to do; the second waits for the copy."""
+    x, ends = random(130, 128), ends_of((60, 0, 70))
+    w = [random(90, 128)[:64], random(64, 128), random(64, 128)]  # not evenly spaced
+    assert w[1].data_ptr() - w[0].data_ptr() != w[2].data_ptr() - w[1].data_ptr()
+    want = sm90.grouped_gemm(x, [torch.stack(w)], ends)
+    torch.cuda.synchronize()
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(200_000_000)
+        first = sm90.grouped_gemm(x, w, ends)
+    with torch.cuda.stream(other):
+        second = sm90.grouped_gemm(x, w, ends)
+    torch.cuda.synchronize()
+    assert torch.equal(first, want)
+    assert torch.equal(second, want)
+
+
 def test_opcheck():
     x, w1, w2, ends, scales = _block((60, 0, 70), separate=False)
     x[:] = random(*x.shape)

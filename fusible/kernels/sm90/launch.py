@@ -16,9 +16,10 @@ from fusible.kernels.plain import call
 from fusible.kernels.sm90.spec import Spec
 
 _MAX_POINTER_TABLES = 1024
-_pointer_tables: OrderedDict[tuple, torch.Tensor] = OrderedDict()
-# Sources of tables made while a CUDA graph was captured: a replay copies from them again.
-_captured_sources: list[torch.Tensor] = []
+# A table, the stream that it was copied on, and the copy's end.
+_pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] = OrderedDict()
+# What captured CUDA graphs read at each replay: tables, and the sources of those made meanwhile.
+_captured: dict[int, torch.Tensor] = {}
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
@@ -193,18 +194,29 @@ def tile_counter(index: int, stream: int) -> int:
 
 
 def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The pointers as an int64 tensor on the device, without waiting for the copy."""
-    key = (device.index, pointers)
-    table = _pointer_tables.get(key)
-    if table is not None:
+    """The pointers as an int64 tensor on the device, without waiting for the copy.
+
+    A stream that another one copies for waits for that on the device. A capture does not, which
+    begins with a synchronisation.
+    """
+    key, stream = (device.index, pointers), torch._C._cuda_getCurrentRawStream(device.index)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if known := _pointer_tables.get(key):
+        table, of_stream, copied = known
         _pointer_tables.move_to_end(key)
+        if capturing:
+            _captured[id(table)] = table
+        elif stream != of_stream:
+            torch.cuda.current_stream(device).wait_event(copied)
         return table
     source = torch.tensor(pointers, dtype=torch.int64, device="cpu").pin_memory()
     table = source.to(device, non_blocking=True)
-    if torch.cuda.is_current_stream_capturing():
-        _captured_sources.append(source)
+    if capturing:
+        _captured[id(source)] = source
         return table
-    _pointer_tables[key] = table
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(device))
+    _pointer_tables[key] = table, stream, copied
     if len(_pointer_tables) > _MAX_POINTER_TABLES:
         _pointer_tables.popitem(last=False)
     return table
