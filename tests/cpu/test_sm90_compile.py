@@ -42,12 +42,11 @@ def variants(kind, tile):
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
 
 
-# Every tile with the options that need the most registers, the last; one tile with all of them.
 KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
-    for options in list(variants(kind, tile))[0 if tile is choices[0] or tile.n > 128 else -1 :]
+    for options in variants(kind, tile)
 ]
 
 
