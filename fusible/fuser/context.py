@@ -30,6 +30,7 @@ class OperationContext:
         to_save: in the forward, what it has saved so far.
         grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
             forward has noted it; None for as it is.
+        floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
     """
 
@@ -40,6 +41,7 @@ class OperationContext:
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any
+    floats: list[bool] | None
     memo: dict[Any, Any]
 
     if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class OperationContext:
         self.autocast_dtype = autocast_dtype
         self.to_save = ()
         self.grad_quantizer = None
+        self.floats = None
         self.memo = {} if memo is None else memo
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

@@ -35,6 +35,8 @@ class ScheduledStep(NamedTuple):
     num_grads: tuple[list[int], list[int]]
     quantizers: tuple[Any, Any]
     """Of the previous op's output gradient and of the next op's input."""
+    is_users: bool
+    """Whether the op is not of this package: that it gives all its gradients is then checked."""
 
 
 class Direct(Protocol):
@@ -79,7 +81,7 @@ def run_forward(
     ]
     x = caller_inputs[0]
     produced: list[Sequence[Any]] = []
-    for op, start, stop, sources, num_extra_outputs, _, quantizers in schedule.forward:
+    for op, start, stop, sources, num_extra_outputs, _, quantizers, is_users in schedule.forward:
         inputs = [
             [
                 caller_inputs[1 + slot]
@@ -92,7 +94,7 @@ def run_forward(
         forward = op.fuser_forward
         if plan.autocast_dtype is not None and op.casts_itself:
             forward = _without_autocast(forward, x.device.type)
-        if not type(op).__module__.startswith("fusible."):
+        if is_users:
             for context, of_op in zip(contexts[start:stop], inputs, strict=True):
                 context.floats = [t is not None and t.is_floating_point() for t in of_op]
         returned = forward(
@@ -247,7 +249,16 @@ class RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        for op, start, stop, sources, num_extra_outputs, num_grads, _ in schedule.backward:
+        for (
+            op,
+            start,
+            stop,
+            sources,
+            num_extra_outputs,
+            num_grads,
+            _,
+            is_users,
+        ) in schedule.backward:
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
@@ -270,7 +281,7 @@ class RunFunction(torch.autograd.Function):
             for i, (of_op, grads) in enumerate(zip(sources, step_extra, strict=True), start):
                 for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
                     if g is None:
-                        if producer >= 0:
+                        if is_users and producer >= 0:
                             _check_not_lost(op, contexts[i], slot)
                     elif producer == CALLER:
                         of_callers[k] = g
@@ -286,10 +297,8 @@ class RunFunction(torch.autograd.Function):
 
 def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
     """Refuse that a user's op gives no gradient to what an earlier op made and needs one for."""
-    floats = getattr(context, "floats", None)  # of an op of ours, or run forward by one: none
-    if type(op).__module__.startswith("fusible.") or floats is None:
-        return
-    if floats[slot] and context.needs.extra_inputs[slot]:
+    floats = context.floats  # None if one of ours ran it forward
+    if floats is not None and floats[slot] and context.needs.extra_inputs[slot]:
         raise RuntimeError(
             f"the backward of {type(op).__name__} must return the gradient of extra input {slot}, "
             "which an earlier op of the run made, got None; where nothing flows back it is zeros; "

@@ -299,7 +299,10 @@ class Run:
             needs = plan.grad[start:stop]
             grads = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
             quantizers = self._quantizers(start, stop, plan.recipe)
-            made.append(ScheduledStep(op, start, stop, sources, counts, grads, quantizers))
+            is_users = not type(op).__module__.startswith("fusible.")
+            made.append(
+                ScheduledStep(op, start, stop, sources, counts, grads, quantizers, is_users)
+            )
             start = stop
         return tuple(made)
 
