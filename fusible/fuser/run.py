@@ -178,11 +178,9 @@ class Run:
                 for slot, (producer, _) in enumerate(self.wiring.sources[i])
                 if producer == CALLER
             )
-            few = len(inputs) - 1 < self.num_extra_inputs
-            reach = "; earlier ops give theirs within a run, which hooks and other modules end"
             raise ValueError(
                 f"extra inputs must number {self.num_extra_inputs} ({wanted or 'none'}), got "
-                f"{len(inputs) - 1}{reach if few else ''}"
+                f"{len(inputs) - 1}"
             )
         if all([isinstance(t, Tensor) for t in inputs]):
             return inputs

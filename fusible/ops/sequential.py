@@ -83,7 +83,8 @@ class Sequential(nn.Sequential):
             between = [type(module).__name__ for module in segments if not isinstance(module, Run)]
             raise ValueError(
                 f"extra inputs must number {wanted}, got {len(rest)}; what ops hand to later ones "
-                f"does not pass modules between their runs, here {', '.join(between) or 'none'}"
+                "does not pass other modules, nor ops with hooks, between them: here "
+                f"{', '.join(between) or 'none'}"
             )
         for segment in segments:
             if isinstance(segment, Run):

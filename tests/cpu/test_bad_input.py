@@ -41,7 +41,7 @@ CASES = {
             fz.AddExtraInput(),
         )(torch.randn(3, 8)),
         ValueError,
-        ("extra inputs must number 1", "got 0", "does not pass modules", "here Tanh"),
+        ("extra inputs must number 1", "got 0", "does not pass other modules", "here Tanh"),
     ),
     "the block size of a gated unit for its first option": (
         lambda: fz.SwiGLU(32),
