@@ -1,11 +1,12 @@
 """Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.addressing import at_distance
+from fusible.kernels.sm90.device.addressing import at_distance, group_rows
+from fusible.kernels.sm90.device.parts import gate_column
 from fusible.kernels.sm90.device.schedule import group_end
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
@@ -149,20 +150,9 @@ class BlockWriter:
 
     def _store(self, stores, height, which):
         for atom, tensor, row, column, block in stores:
-            rows = cute.local_tile(block, (height, self.columns), (which, 0))
-            box = cute.local_tile(
-                cute.domain_offset((row + which * height, column), tensor),
-                (height, self.columns),
-                (0, 0),
-            )
-            source, target = cpasync.tma_partition(
-                atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(rows, 0, 2),
-                cute.group_modes(box, 0, 2),
-            )
-            cute.copy(atom, source, target)
+            box = (height, self.columns)
+            rows = cute.local_tile(block, box, (which, 0))
+            store_box(atom, tensor, box, (row + which * height, column), rows)
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -189,18 +179,59 @@ def fill_empty(
             out = output_of(spec, problem, store, group)
             for index in cutlass.range(block, down * across, blocks, unroll=1):
                 offset = (index // across * box[0], index % across * box[1])
-                target = cute.local_tile(cute.domain_offset(offset, out), box, (0, 0))
-                source, target = cpasync.tma_partition(
-                    store.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(zeros, 0, 2),
-                    cute.group_modes(target, 0, 2),
-                )
-                cute.copy(store.atom, source, target)
+                store_box(store.atom, out, box, offset, zeros)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+@cute.jit
+def store_gradients(spec: cutlass.Constexpr, problem, walk, preacts, outputs):
+    """Store what the epilogue of the activation's backward puts together; by one warp."""
+    tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
+    box = (WARPGROUP_ROWS, spec.block_columns)
+    across = tile.n // box[1]
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.preact_slots)
+    read, valid, _, m, n, start, rows = walk.next(walk.begin())
+    while valid:
+        row = (m * tile.cluster_m + in_cluster[0]) * tile.m
+        column = (n * tile.cluster_n + in_cluster[1]) * tile.n
+        out = group_rows(outputs.store.tma_tensor, 0, start, rows)
+        both = [group_rows(side.tma_tensor, 0, start, rows) for side in outputs.store_preact]
+        for block in cutlass.range(spec.preact_blocks, unroll=1):
+            cute.arch.mbarrier_wait(preacts.done + state.index, state.phase)
+            down, right = row + block // across * box[0], column + block % across * box[1]
+            first = gate_column(spec, right, problem.glu_block)
+            store_box(outputs.store.atom, out, box, (down, right), outputs.blocks[None, None, block % 2])
+            for side in cutlass.range_constexpr(2):
+                view = side if const_expr(spec.paired) else 0
+                store_box(
+                    outputs.store_preact[view].atom,
+                    both[view],
+                    box,
+                    (down, first + (side - view) * box[1]),
+                    preacts.blocks[None, None, 2 * state.index + side],
+                )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            ring.consumer_release(state)
+            state.advance()
+        read, valid, _, m, n, start, rows = walk.next(read)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+def store_box(atom, tensor, box, offset, source):
+    """Store one box from shared memory."""
+    target = cute.local_tile(cute.domain_offset(offset, tensor), box, (0, 0))
+    source, target = cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(source, 0, 2),
+        cute.group_modes(target, 0, 2),
+    )
+    cute.copy(atom, source, target)
 
 
 def output_of(spec, problem, store, group):

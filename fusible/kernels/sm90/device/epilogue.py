@@ -84,10 +84,12 @@ class Epilogue:
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
         )
-        writer.settle(0)
-        out, both = self._targets(place)
-        if const_expr(spec.kind == "dglu" and tile.pingpong):
+        out, both = None, None
+        if const_expr(spec.kind == "dglu"):
             take_turn(PREACT_TURN, self.team)
+        else:
+            writer.settle(0)
+            out, both = self._targets(place)
         write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
@@ -98,15 +100,12 @@ class Epilogue:
             count = const_expr(m * per_slab)
             if const_expr(spec.kind == "dglu"):
                 preact_state = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state, count
+                    writer, accumulator, m, row_scales, place, preact_state, count
                 )
             elif const_expr(spec.kind == "wgrad"):
                 self._store(writer, accumulator, m, out, slab, place, count)
             elif slab < place.rows:
                 write_slab(writer, accumulator, m, row_scales, out, both, slab, place, count)
-        if const_expr(spec.kind == "dglu"):
-            writer.settle(0)
-            self.preacts.pipeline.consumer_release(behind(preact_state, 1))
         return preact_state
 
     @cute.jit
@@ -263,48 +262,47 @@ class Epilogue:
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place, preact_state,
+        self, writer, accumulator, m, row_scales, place: Place, preact_state,
         count: cutlass.Constexpr,
     ):  # fmt: skip
-        """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
-        spec, ring = self.spec, self.preacts.pipeline
+        """Gradients of gate, linear and scale from the accumulator, and the scaled activation.
+
+        They are put together in shared memory, from where `store_gradients` stores them.
+        """
+        ring, out_blocks = self.preacts.pipeline, self.outputs.blocks
         blocks = const_expr(self.tile.n // self.columns)
         scale_grads = [Float32(0.0), Float32(0.0)]
         for index in cutlass.range_constexpr(blocks):
             ring.consumer_wait(preact_state)
-            if const_expr(self.tile.pingpong and m == self.tile.slabs - 1 and index == blocks - 1):
+            if const_expr(m == self.tile.slabs - 1 and index == blocks - 1):
                 give_turn(PREACT_TURN, self.team)
+            # The block of activations is vacated with the slot that was stored together with it.
+            if const_expr(self.spec.preact_slots > 2):
+                stored = behind(preact_state, 2)
+                ring.sync_object_empty.wait(stored.index, stored.phase)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            # The gradients can be put down at once, the activations when their block is vacant.
-            activations = [
-                self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
-                for piece in range(self.columns // PIECE)
-            ]
-            block = writer.block(count + index)
-            if const_expr(count + index > 0):
-                ring.consumer_release(behind(preact_state, 1))
-            column = place.column + index * self.columns
-            first = gate_column(spec, column, self.problem.glu_block)
-            stores = [(*out, slab, column, block)]
-            for side in cutlass.range_constexpr(2):
-                view = side if spec.paired else 0
-                stores.append(
-                    (*both[view], slab, first + (side - view) * self.columns, sides[side])
-                )
+            block = out_blocks[None, None, (count + index) % 2]
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                writer.put_rounded(activations[piece], block, piece)
-            writer.write(stores)
+                self._backward(
+                    writer, accumulator, m, row_scales, sides, block, index, piece, scale_grads
+                )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.preacts.done + preact_state.index)
             preact_state.advance()
         self._sum_up(scale_grads, m, place)
         return preact_state
 
-    def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
-        """16 activation columns: their gradients of gate and linear, put where those were.
+    def _backward(
+        self, writer, accumulator, m, row_scales, sides, block, index, piece, scale_grads
+    ):
+        """16 scaled activation columns; the gradients of gate and linear, put where those were.
 
-        Adds to the gradients of a thread's two scales; gives its 8 scaled activations.
+        Adds to the gradients of a thread's two scales.
         """
         backward, pieces = BACKWARD[self.spec.activation], self.columns // PIECE
         gates, linears = zip(*[self._sides(2 * piece + i) for i in range(2)], strict=True)
@@ -328,7 +326,7 @@ class Epilogue:
             activations.append(value * scale)
         for at, part in values.items():
             writer.put_preacts(part, sides[at // pieces], at % pieces)
-        return writer.rounded(activations, self.dtype)
+        writer.put(activations, block, piece)
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):

@@ -57,11 +57,16 @@ class Operands(NamedTuple):
 
 
 class Preacts(NamedTuple):
-    """The ring of pre-activation blocks, of gate and linear columns each (dglu)."""
+    """The ring of pre-activation blocks, of gate and linear columns each (dglu).
+
+    A slot is loaded (``pipeline``), a warpgroup puts gradients in the place of what it reads
+    (``done``), and they are stored, which vacates the slot.
+    """
 
     loads: tuple[Any, ...]
     blocks: cute.Tensor
     pipeline: Any
+    done: cute.Pointer  # a barrier for each slot, at which every warp of a warpgroup arrives
 
 
 class Outputs(NamedTuple):
@@ -92,10 +97,11 @@ def gate_column(spec: Spec, column, glu_block):
 
 
 def behind(state, count):
-    """A pipeline's stage ``count`` before that of ``state``, to be released."""
-    index = state.index - count
+    """A pipeline's stage ``count`` before that of ``state``, of which there are as many."""
+    index, phase = state.index - count, state.phase
+    phase = Int32(select_(index < 0, phase ^ 1, phase))
     index = Int32(select_(index < 0, index + state.stages, index))
-    return pipeline.PipelineState(state.stages, state.count, index, state.phase)
+    return pipeline.PipelineState(state.stages, state.count, index, phase)
 
 
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.
