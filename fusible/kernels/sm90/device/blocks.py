@@ -1,19 +1,16 @@
 """Blocks of 64 rows between a warpgroup's registers and global memory, through shared memory."""
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
+from cutlass import Float32, Int32, const_expr, cute
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, warp
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.addressing import at_distance, group_rows
-from fusible.kernels.sm90.device.parts import gate_column
-from fusible.kernels.sm90.device.schedule import group_end
+from fusible.kernels.sm90.device.stores import store_box
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 _WARPGROUP = 128
-_FILLS = 8  # stores of zeros under way at once
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
@@ -60,17 +57,9 @@ class BlockWriter:
 
     def put(self, values, block, piece):
         """Write a thread's 8 values of 16 columns of a block to shared memory."""
-        self.put_rounded(self.rounded(values, block.element_type), block, piece)
-
-    def rounded(self, values, dtype):
-        """A thread's 8 values of 16 columns as ``dtype``: 16 bits need half the registers."""
-        fragment = cute.make_rmem_tensor(self.shape, dtype)
+        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
         for i, value in enumerate(values):
-            fragment[i] = value.to(dtype)
-        return fragment
-
-    def put_rounded(self, fragment, block, piece):
-        """`put` of values that `rounded` gave."""
+            fragment[i] = value.to(block.element_type)
         copy = self.to_shared.get_slice(self.thread)
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
@@ -154,88 +143,3 @@ class BlockWriter:
             rows = cute.local_tile(block, box, (which, 0))
             store_box(atom, tensor, box, (row + which * height, column), rows)
         cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def fill_empty(
-    spec: cutlass.Constexpr, problem, ends: cute.Tensor, total_rows, columns, store, zeros
-):
-    """Write zeros to the output matrices of groups without rows; by one warp of every block.
-
-    Few are under way at once, so that they do not delay what the other warps wait for.
-    """
-    lane = cute.arch.lane_idx()
-    vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))
-    for i in cutlass.range_constexpr(cute.size(zeros) // 32):
-        vector[lane + 32 * i] = zeros.element_type(0)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    box = (spec.stored_rows, spec.block_columns)
-    down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
-    for group in cutlass.range(problem.groups, unroll=1):
-        start = group_end(ends, group - 1, total_rows)
-        if group_end(ends, group, total_rows) <= start:
-            out = output_of(spec, problem, store, group)
-            for index in cutlass.range(block, down * across, blocks, unroll=1):
-                offset = (index // across * box[0], index % across * box[1])
-                store_box(store.atom, out, box, offset, zeros)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
-    cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-
-@cute.jit
-def store_gradients(spec: cutlass.Constexpr, problem, walk, preacts, outputs):
-    """Store what the epilogue of the activation's backward puts together; by one warp."""
-    tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
-    box = (WARPGROUP_ROWS, spec.block_columns)
-    across = tile.n // box[1]
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.preact_slots)
-    read, valid, _, m, n, start, rows = walk.next(walk.begin())
-    while valid:
-        row = (m * tile.cluster_m + in_cluster[0]) * tile.m
-        column = (n * tile.cluster_n + in_cluster[1]) * tile.n
-        out = group_rows(outputs.store.tma_tensor, 0, start, rows)
-        both = [group_rows(side.tma_tensor, 0, start, rows) for side in outputs.store_preact]
-        for block in cutlass.range(spec.preact_blocks, unroll=1):
-            cute.arch.mbarrier_wait(preacts.done + state.index, state.phase)
-            down, right = row + block // across * box[0], column + block % across * box[1]
-            first = gate_column(spec, right, problem.glu_block)
-            store_box(outputs.store.atom, out, box, (down, right), outputs.blocks[None, None, block % 2])
-            for side in cutlass.range_constexpr(2):
-                view = side if const_expr(spec.paired) else 0
-                store_box(
-                    outputs.store_preact[view].atom,
-                    both[view],
-                    box,
-                    (down, first + (side - view) * box[1]),
-                    preacts.blocks[None, None, 2 * state.index + side],
-                )
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            ring.consumer_release(state)
-            state.advance()
-        read, valid, _, m, n, start, rows = walk.next(read)
-    cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-
-def store_box(atom, tensor, box, offset, source):
-    """Store one box from shared memory."""
-    target = cute.local_tile(cute.domain_offset(offset, tensor), box, (0, 0))
-    source, target = cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(source, 0, 2),
-        cute.group_modes(target, 0, 2),
-    )
-    cute.copy(atom, source, target)
-
-
-def output_of(spec, problem, store, group):
-    """The output matrix of a group that the reduction is grouped by."""
-    if spec.table:
-        return at_distance(store.tma_tensor, problem.table[group] - problem.base)
-    return store.tma_tensor[None, None, group]

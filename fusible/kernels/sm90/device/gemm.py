@@ -1,9 +1,10 @@
 """The grouped matrix product on Hopper: one mainloop, every epilogue.
 
 A block is three warpgroups. The first loads: its warp 0 keeps a ring of operand stages filled by
-TMA, its warp 1 a ring of pre-activation blocks where the epilogue reads them. The other two
-multiply (WGMMA from shared memory, FP32 accumulators) and run the epilogue, which walks the
-accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store.
+TMA, its warp 1 a ring of pre-activation blocks where the epilogue reads them, whose gradients its
+warp 3 stores. The other two multiply (WGMMA from shared memory, FP32 accumulators) and run the
+epilogue, which walks the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared
+memory, TMA store.
 """
 
 import cuda.bindings.driver as cuda
@@ -15,7 +16,6 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.blocks import fill_empty, store_gradients
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
@@ -28,6 +28,7 @@ from fusible.kernels.sm90.device.parts import (
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
+from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
@@ -323,6 +324,7 @@ class GroupedGemm:
                 load_preact,
                 shared.preact.get_tensor(layout_preact.outer, swizzle=layout_preact.inner),
                 preact_ring,
+                shared.preact_barriers.data_ptr() + spec.preact_slots,
                 shared.preact_barriers.data_ptr() + 2 * spec.preact_slots,
             )
             if warp_index == 1:
@@ -374,7 +376,7 @@ class GroupedGemm:
                 )
             if warp_index == 0:
                 load_operands(spec, problem, walk, operands)
-            if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
+            if const_expr(spec.kind == "dglu"):
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
                 elif warp_index == 3:

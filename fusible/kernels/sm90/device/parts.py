@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fusible.kernels.sm90.device.schedule import TileQueue
-from fusible.kernels.sm90.spec import TILE_K, Spec
+from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
 DTYPES = {
@@ -59,14 +59,15 @@ class Operands(NamedTuple):
 class Preacts(NamedTuple):
     """The ring of pre-activation blocks, of gate and linear columns each (dglu).
 
-    A slot is loaded (``pipeline``), a warpgroup puts gradients in the place of what it reads
-    (``done``), and they are stored, which vacates the slot.
+    A slot is loaded; a warpgroup puts gradients in the place of what it reads, and activations in a
+    block beside the ring; both are stored, which vacates slot and block.
     """
 
     loads: tuple[Any, ...]
     blocks: cute.Tensor
     pipeline: Any
-    done: cute.Pointer  # a barrier for each slot, at which every warp of a warpgroup arrives
+    vacated: cute.Pointer  # the pipeline's barriers of empty slots
+    done: cute.Pointer  # barriers of slots with gradients, at which a warpgroup's warps arrive
 
 
 class Outputs(NamedTuple):
@@ -87,6 +88,15 @@ def steps_of(spec: Spec, problem: Problem, group, rows):
         return cute.ceil_div(rows, TILE_K)
     depth = cute.ceil_div(problem.depth, TILE_K)
     return Int32(select_(group < problem.groups, depth, Int32(0)))
+
+
+def preact_blocks_of(spec: Spec, rows, row):
+    """Blocks of pre-activations of the tile that begins at ``row`` of a group of ``rows`` rows.
+
+    64 rows of the tile that lie past the group's have none.
+    """
+    slabs = cutlass.max(cutlass.min(cute.ceil_div(rows - row, WARPGROUP_ROWS), spec.tile.slabs), 0)
+    return slabs * (spec.preact_blocks // spec.tile.slabs)
 
 
 def gate_column(spec: Spec, column, glu_block):
