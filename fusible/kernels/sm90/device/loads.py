@@ -158,6 +158,13 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
                     targets[None, 2 * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
+                if const_expr(spec.fetches_preacts):  # noqa: SIM102 (decided when compiling)
+                    if block + spec.preact_slots < blocks:
+                        later = block + spec.preact_slots
+                        atom, source, _ = _preact_box(
+                            spec, problem, preacts, row, column, later, side
+                        )
+                        cute.prefetch(atom, source)
             state.advance()
         read, valid, group, m, n, start, rows = walk.next(read)
 
