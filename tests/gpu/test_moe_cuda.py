@@ -11,6 +11,7 @@ import fusible as fz
 from fusible import formulas
 from fusible.kernels import grouped
 from fusible.kernels.moe import launch, permute, routing
+from fusible.kernels.moe.spec import SortSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +62,24 @@ def test_row_map(kind, groups):
             want = permute.permutation_definition(ids, groups, capacity)
             dtype = torch.int32 if capacity else torch.int64
             same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
+
+
+@on_poison
+@pytest.mark.parametrize(
+    ("groups", "choices"), [(128, 2**22 + 5), (300, SortSpec(300, False, 8).most_choices)]
+)
+@pytest.mark.parametrize("kind", ["skewed", "one group"])
+def test_row_map_of_many_choices(kind, groups, choices):
+    ids = IDS[kind](choices, 1, groups).int().cuda()
+    got = permute.permutation(ids, groups, choices // 2)
+    for a, b in zip(got, permute.permutation_definition(ids, groups, choices // 2), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_row_map_of_narrow_ids(dtype):
+    ids = IDS["even"](1000, 4, 100).to(dtype)
+    same(permute.permutation(ids.cuda(), 100, 50), permute.permutation_definition(ids, 100, 50))
 
 
 def test_ids_beyond_32_bits():
