@@ -65,7 +65,7 @@ class SortSpec(NamedTuple):
     @property
     def warps(self) -> int:
         """Warps of a CTA, each with counters of its own in shared memory."""
-        return 32 if self.groups <= 256 else 8
+        return 32 if self.groups <= 512 else 16
 
     @property
     def threads(self) -> int:

@@ -3,14 +3,14 @@
 
 The choices are divided among the CTAs of the cluster, and a CTA's among its warps, so that each
 warp has neighbours. A warp counts its choices by group and notes which of the group's each one is:
-among the 32 that are looked at together, that is a matter of one ``match``. The CTAs send each
-other their counts through distributed shared memory, and each computes where the groups begin and
-what came before its warps; then a choice's place is a sum. Choices of no group are those of one
-more group, whose rows are in the tail, after those that were too many for theirs.
+among the 32 that are looked at together, that is a matter of votes. The CTAs send each other their
+counts through distributed shared memory, and each computes where the groups begin and what came
+before its warps; then a choice's place is a sum. Choices of no group are those of one more group,
+whose rows are in the tail, after those that were too many for theirs.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from fusible.kernels.moe.spec import GROUP_BITS
@@ -101,9 +101,11 @@ def _count(
     choices before it have the same.
     """
     for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
+        found = []
         for choice, wanted in _loaded(ids, start, last):
             group = _group_of(wanted, choice < last, groups)
-            peers = cute.arch.match_sync(0xFFFFFFFF, group)
+            found.append((choice, group, _peers(group, (groups + 1).bit_length())))
+        for choice, group, peers in found:
             earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
             before = counters[group]
             cute.arch.sync_warp()
@@ -148,6 +150,15 @@ def _group_of(wanted, exists, groups: cutlass.Constexpr):
     if not exists:
         group = Int32(groups + 1)
     return group
+
+
+def _peers(group, bits):
+    """The lanes with the same group: by its bits, which takes less than a ``match`` of many."""
+    peers = Uint32(0xFFFFFFFF)
+    for i in range(bits):
+        bit = Uint32((group >> i) & 1)
+        peers = peers & (Uint32(cute.arch.vote_ballot_sync(bit != 0)) ^ (bit - 1))
+    return peers
 
 
 @cute.jit
