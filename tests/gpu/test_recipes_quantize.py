@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import launched, never_waiting
 
 from fusible.kernels.quantize import why_not
 from fusible.recipes.formats import (
@@ -254,14 +254,9 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
         return torch.ops.fusible.dequantize(*row, ends, *fmt.spelled(), False, torch.bfloat16)
 
     step()
-    torch.cuda.synchronize()
     with never_waiting():
         step()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels, _ = launched(step)
     whole = fmt.block is None or fmt.has_tensor_scale
     # The largest magnitudes of whole matrices: a fill and a pass. Then one pass, and one back.
-    assert len(kernels) == (4 if whole else 2), [e.name for e in kernels]
+    assert len(kernels) == (4 if whole else 2), kernels
