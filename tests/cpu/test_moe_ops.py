@@ -701,6 +701,14 @@ def test_block_compiles_as_one_graph():
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize(
+    ("factor", "capacity"),
+    [(None, None), (1e-9, 1), (0.1, 1), (1.0, 6), (1.25, 8), (1e9, 6 * 10**9)],
+)
+def test_capacity_is_rounded_up(factor, capacity):
+    assert fz.Dispatch(4, capacity_factor=factor).capacity(24) == capacity
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["scaled input", "scaled output"])

@@ -110,7 +110,11 @@ WRONG = [
     ("glu", {"x": fp8(M, K).to(torch.float8_e5m2)}, "x must be BF16, FP8 E4M3 or FP4 in bytes"),
     ("glu", {"w": [fp8(E, 96, K)], "w_scales": [scales(96, K, E)]}, "features of w must be a mult"),
     ("glu", {"bias": torch.zeros(E, N)}, "bias must be BF16 of shape (2, 128)"),
-    ("glu", {"bias": torch.zeros(N, E, dtype=BF16).t()}, "bias must be contiguous and begin at a multiple of 16"),
+    (
+        "glu",
+        {"bias": torch.zeros(N, E, dtype=BF16).t()},
+        "bias must be contiguous and begin at a multiple of 16",
+    ),
     ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be BF16 of shape (2, 1"),
     ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous and begin at a multi"),
     ("glu", {"activation": "relu"}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
