@@ -6,11 +6,13 @@ faster ones for CUDA, with the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.calls import is_direct
 from fusible.recipes import formats
 from fusible.recipes.blocks import column_block_bound
 from fusible.recipes.formats import Encoded, NumberFormat, check_encoded, check_ends, check_input
@@ -26,14 +28,26 @@ _library.define(
     f"{_FORMAT}, bool columnwise, ScalarType dtype) -> Tensor"
 )
 
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Data, scales and tensor scales, row-wise and column-wise; empty where there are none."""
+Uses = tuple[Encoded | None, Encoded | None]
+"""Encodings for row-wise and for column-wise use, None where there are none.
+
+The ops spell them out in six tensors, of which those that are not there are empty.
+"""
 
 
-def empty_pieces(
+class Implementation(NamedTuple):
+    """Functions that do what the ops do, of arguments that need no check."""
+
+    quantize: Callable[[Tensor, Tensor | None, NumberFormat, bool, bool], Uses]
+    """Takes ``x``, ``ends``, the format, and whether there are row-wise and column-wise uses."""
+    dequantize: Callable[[Encoded, Tensor | None, NumberFormat, bool, torch.dtype], Tensor]
+    """Takes what is encoded, ``ends``, the format, whether it is column-wise, and a dtype."""
+
+
+def empty(
     x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Pieces:
-    """Allocate what ``fusible::quantize`` returns."""
+) -> Uses:
+    """Allocate what ``quantize`` of an implementation returns."""
     *lead, rows, columns = x.shape
     matrices = lead if ends is None else []
     data = *lead, rows, columns // fmt.element.per_byte
@@ -43,45 +57,43 @@ def empty_pieces(
     blocks = column_block_bound(rows, 1 if ends is None else ends.shape[0], along)
     col_scale = *lead, blocks, columns
 
-    def pieces(wanted: bool, scale: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        top = whole if wanted and fmt.has_tensor_scale else (0,)
-        return (
-            x.new_empty(data if wanted else (0,), dtype=fmt.element.dtype),
-            x.new_empty(scale if wanted else (0,), dtype=fmt.scale_dtype),
-            x.new_empty(top, dtype=torch.float32),
+    def encoded(scale: tuple[int, ...]) -> Encoded:
+        return Encoded(
+            x.new_empty(data, dtype=fmt.element.dtype),
+            x.new_empty(scale, dtype=fmt.scale_dtype),
+            x.new_empty(whole, dtype=torch.float32) if fmt.has_tensor_scale else None,
         )
 
-    return *pieces(rowwise, row_scale), *pieces(columnwise, col_scale)
+    return encoded(row_scale) if rowwise else None, encoded(col_scale) if columnwise else None
 
 
 def quantize_by_formulas(
     x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Pieces:
+) -> Uses:
     """Quantize by ``formats.quantize``, whatever the device."""
-    pieces = list(empty_pieces(x, ends, fmt, False, False))
-    for wanted, use, start in ((rowwise, False, 0), (columnwise, True, 3)):
-        if wanted:
-            encoded = formats.quantize(x, fmt, columnwise=use, ends=ends)
-            got = [t for t in encoded if t is not None]
-            pieces[start : start + len(got)] = got
-    return tuple(pieces)  # type: ignore[return-value]
+    row, column = (
+        formats.quantize(x, fmt, columnwise=use, ends=ends) if wanted else None
+        for wanted, use in ((rowwise, False), (columnwise, True))
+    )
+    return row, column
 
 
-# The last arguments of the ops are a format, spelled, and how it is used.
+def dequantize_by_formulas(
+    encoded: Encoded,
+    ends: Tensor | None,
+    fmt: NumberFormat,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Dequantize by ``formats.dequantize``, whatever the device."""
+    return formats.dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
 
 
-def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
-    *spelled, rowwise, columnwise = rest
-    fmt = NumberFormat.from_spelled(*spelled)
-    check_quantize(x, ends, fmt, rowwise, columnwise)
-    return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
-
-
-def _quantize_fake(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
-    *spelled, rowwise, columnwise = rest
-    fmt = NumberFormat.from_spelled(*spelled)
-    check_quantize(x, ends, fmt, rowwise, columnwise)
-    return empty_pieces(x, ends, fmt, rowwise, columnwise)
+def _empty_values(
+    encoded: Encoded, ends: Tensor | None, fmt: NumberFormat, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    *lead, columns = encoded.data.shape
+    return encoded.data.new_empty(*lead, columns * fmt.element.per_byte, dtype=dtype)
 
 
 def check_quantize(
@@ -94,26 +106,39 @@ def check_quantize(
             check_input(x, fmt, use)
 
 
-def _dequantize(
-    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
-) -> Tensor:
-    *spelled, columnwise, dtype = rest
-    fmt, encoded = NumberFormat.from_spelled(*spelled), Encoded(data, scale, tensor_scale)
-    return formats.dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
+    """An implementation as functions of what the ops take, with the format spelled."""
+
+    def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        *spelled, rowwise, columnwise = rest
+        given = x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise
+        check_quantize(*given)
+        pieces = [t for use in implementation.quantize(*given) for t in use or (None,) * 3]
+        return tuple([x.new_empty(0) if t is None else t for t in pieces])
+
+    def dequantize(
+        data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+    ) -> Tensor:
+        *spelled, columnwise, dtype = rest
+        fmt, encoded = NumberFormat.from_spelled(*spelled), Encoded(data, scale, tensor_scale)
+        return implementation.dequantize(encoded, ends, fmt, columnwise, dtype)
+
+    return {"quantize": quantize, "dequantize": dequantize}
 
 
-def _dequantize_fake(
-    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
-) -> Tensor:
-    *spelled, _, dtype = rest
-    per_byte = NumberFormat.from_spelled(*spelled).element.per_byte
-    return data.new_empty(*data.shape[:-1], data.shape[-1] * per_byte, dtype=dtype)
+_implementations: dict[str, Implementation] = {}
 
 
-_library.impl("quantize", _quantize, "CompositeExplicitAutograd")
-_library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
-torch.library.register_fake("fusible::quantize", _quantize_fake, lib=_library)
-torch.library.register_fake("fusible::dequantize", _dequantize_fake, lib=_library)
+def implement(key: str, implementation: Implementation) -> None:
+    """Run the ops by ``implementation`` for a dispatch key, such as ``"CUDA"``."""
+    for name, function in _ops_of(implementation).items():
+        _library.impl(name, function, key)
+    _implementations[key] = implementation
+
+
+implement("CompositeExplicitAutograd", Implementation(quantize_by_formulas, dequantize_by_formulas))
+for _name, _fake in _ops_of(Implementation(empty, _empty_values)).items():
+    torch.library.register_fake(f"fusible::{_name}", _fake, lib=_library)
 
 
 def encode(
@@ -127,15 +152,20 @@ def encode(
     """
     x = x.detach()
     uses = (rowwise, columnwise) if fmt.directional else (rowwise or columnwise, False)
-    pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
-
-    def encoded(data: Tensor, scale: Tensor, tensor_scale: Tensor) -> Encoded:
-        return Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None)
-
-    row = encoded(*pieces[:3]) if uses[0] else None
+    if is_direct(x):
+        check_quantize(x, ends, fmt, *uses)
+        row, column = _implementations["CUDA"].quantize(x, ends, fmt, *uses)
+    else:
+        pieces = torch.ops.fusible.quantize.default(x, ends, *fmt.spelled(), *uses)
+        row, column = (
+            Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None) if wanted else None
+            for wanted, (data, scale, tensor_scale) in zip(
+                uses, (pieces[:3], pieces[3:]), strict=True
+            )
+        )
     if not fmt.directional:
         return row if rowwise else None, row if columnwise else None
-    return row, encoded(*pieces[3:]) if columnwise else None
+    return row, column
 
 
 def decode(
@@ -149,4 +179,7 @@ def decode(
     """Return the values of ``encoded``, as ``formats.dequantize``; in one launch where it can."""
     check_encoded(encoded, fmt)
     columnwise = columnwise and fmt.directional
-    return torch.ops.fusible.dequantize(*encoded, ends, *fmt.spelled(), columnwise, dtype)
+    if is_direct(encoded.data):
+        return _implementations["CUDA"].dequantize(encoded, ends, fmt, columnwise, dtype)
+    dequantize = torch.ops.fusible.dequantize.default
+    return dequantize(*encoded, ends, *fmt.spelled(), columnwise, dtype)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import launched, never_waiting
 
-from fusible.kernels.quantize import why_not
+from fusible.kernels.quantize import takes
 from fusible.recipes.formats import (
     E4M3,
     E5M2,
@@ -15,7 +15,6 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.library import quantize_by_formulas
 
 pytestmark = pytest.mark.gpu
 
@@ -94,9 +93,9 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
     """Bits of every piece, and values decoded from them."""
     uses = uses if fmt.directional else (True, False)
     on_device = x.cuda(), None if ends is None else ends.cuda()
-    assert why_not(on_device[0], x.dtype, on_device[1]) is None
+    assert takes(on_device[0], x.dtype, on_device[1])
     got = torch.ops.fusible.quantize(*on_device, *fmt.spelled(), *uses)
-    want = quantize_by_formulas(x, ends, fmt, *uses)
+    want = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
     names = [f"{use} {what}" for use in ("row", "col") for what in ("data", "scale", "top")]
     same(got, want, names)
     for dtype in decoded:
@@ -205,7 +204,7 @@ def test_many_rows():
     x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
     got = torch.ops.fusible.quantize(x, None, *mxfp8().spelled(), True, True)
     for rows in (slice(0, 64), slice(69920, 69984)):
-        want = quantize_by_formulas(x[rows].cpu(), None, mxfp8(), True, True)
+        want = torch.ops.fusible.quantize(x[rows].cpu(), None, *mxfp8().spelled(), True, True)
         blocks = slice(rows.start // 32, rows.stop // 32)
         same(
             [got[0][rows], got[1][rows], got[3][rows], got[4][blocks]],
@@ -235,7 +234,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
     for sizes in ([64, 128, 256], [1, 2, 3], [33, 33, 250]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
-        want = quantize_by_formulas(x, torch.tensor(sizes), fmt, *uses)
+        want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.spelled(), *uses)
         same(got, want, "abcdef")
         row = Encoded(*[t if t.numel() else None for t in want[:3]])
         assert torch.equal(
@@ -254,14 +253,9 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
         return torch.ops.fusible.dequantize(*row, ends, *fmt.spelled(), False, torch.bfloat16)
 
     step()
-    torch.cuda.synchronize()
     with never_waiting():
         step()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels, _ = launched(step)
     whole = fmt.block is None or fmt.has_tensor_scale
     # The largest magnitudes of whole matrices: a fill and a pass. Then one pass, and one back.
-    assert len(kernels) == (4 if whole else 2), [e.name for e in kernels]
+    assert len(kernels) == (4 if whole else 2), kernels

@@ -1,5 +1,5 @@
 """Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
 
-from fusible.kernels.quantize.launch import why_not
+from fusible.kernels.quantize.launch import takes
 
-__all__ = ["why_not"]
+__all__ = ["takes"]

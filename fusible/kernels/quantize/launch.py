@@ -10,33 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.fuser.target import CUTLASS_DSL
 from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
-from fusible.recipes.formats import Encoded, dequantize
+from fusible.recipes.formats import Encoded
 from fusible.recipes.grouped import group_offsets
-from fusible.recipes.library import Pieces, check_quantize, empty_pieces, quantize_by_formulas
+from fusible.recipes.library import (
+    Implementation,
+    Uses,
+    dequantize_by_formulas,
+    empty,
+    implement,
+    quantize_by_formulas,
+)
 from fusible.recipes.rows import NumberFormat
 
 _library = torch.library.Library("fusible", "IMPL")
 
 
-def why_not(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> str | None:
-    """Say why the kernels cannot take ``[..., rows, columns]``, or None if they can.
+def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
+    """Whether the kernels serve ``[..., rows, columns]``; if not, the formulas give the same bits.
 
-    The formulas, which then serve, give the same bits. ``dtype`` is that in high precision.
+    ``dtype`` is that in high precision.
     """
-    checks = {
-        f"dtype must be bfloat16, float16 or float32, got {dtype}": dtype in DTYPES,
-        f"columns must be a multiple of 8, got {matrix.shape[-1]}": matrix.shape[-1] % 8 == 0,
-        "there must be rows and columns": matrix.numel() > 0,
-        "ends must be contiguous int32 or int64": ends is None
-        or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)),
-        "the GPU must be SM89 or later": capability(matrix.device) >= (8, 9),
-        f"nvidia-cutlass-dsl must be at least {CUTLASS_DSL}": has_cutlass(),
-    }
-    return next((sentence for sentence, holds in checks.items() if not holds), None)
+    return (
+        dtype in DTYPES
+        and matrix.shape[-1] % 8 == 0
+        and matrix.numel() > 0
+        and (ends is None or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)))
+        and capability(matrix.device) >= (8, 9)
+        and has_cutlass()
+    )
 
 
 def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> Any:
@@ -76,21 +80,24 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
     )
 
 
-def _quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> Pieces:
-    *spelled, rowwise, columnwise = rest
-    fmt = NumberFormat.from_spelled(*spelled)
-    check_quantize(x, ends, fmt, rowwise, columnwise)
-    if why_not(x, x.dtype, ends) is not None or not (rowwise or columnwise):
+def _quantize(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
+) -> Uses:
+    if not (rowwise or columnwise) or not takes(x, x.dtype, ends):
         return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
     x = _loadable(x)
-    pieces = empty_pieces(x, ends, fmt, rowwise, columnwise)
+    row, column = empty(x, ends, fmt, rowwise, columnwise)
     spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
-    col_blocks = pieces[4].numel() // x.shape[-1]
+    pieces = *(row or _NOWHERE), *(column or _NOWHERE)
+    col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     launch(
         compiled, ("encode", spec), x.device, x, ends, amax, *pieces, *_sizes(x, ends), col_blocks
     )
-    return pieces
+    return row, column
+
+
+_NOWHERE = None, None, None
 
 
 def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Tensor:
@@ -116,7 +123,7 @@ class _Sizes(NamedTuple):
 
 def _sizes(x: Tensor, ends: Tensor | None) -> _Sizes:
     rows, columns = x.shape[-2:]
-    groups = x.numel() // (rows * columns) if ends is None else len(ends)
+    groups = x.numel() // (rows * columns) if ends is None else ends.shape[0]
     return _Sizes(x.numel() // columns, columns, x.stride(-2), groups, rows)
 
 
@@ -138,17 +145,20 @@ def _wide(ends: Tensor | None) -> bool:
 
 
 def _dequantize(
-    data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+    encoded: Encoded,
+    ends: Tensor | None,
+    fmt: NumberFormat,
+    columnwise: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    *spelled, columnwise, dtype = rest
-    fmt = NumberFormat.from_spelled(*spelled)
-    rows, columns = data.shape[-2], data.shape[-1] * fmt.element.per_byte
-    if columns % 8 or why_not(data, dtype, ends) is not None:
-        encoded = Encoded(data, scale, tensor_scale)
-        return dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+    data, scale, tensor_scale = encoded
+    *lead, rows, stored = data.shape
+    columns = stored * fmt.element.per_byte
+    if columns % 8 or not takes(data, dtype, ends):
+        return dequantize_by_formulas(encoded, ends, fmt, columnwise, dtype)
     data, scale = aligned(data), aligned(scale)
-    out = data.new_empty(*data.shape[:-1], columns, dtype=dtype)
-    groups = data.shape[:-2].numel() if ends is None else len(ends)
+    out = data.new_empty(*lead, rows, columns, dtype=dtype)
+    groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
     spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
     sizes = out.numel() // columns, columns, groups, rows
     launch(compiled, ("decode", spec), data.device, data, scale, tensor_scale, ends, out, *sizes)
@@ -166,6 +176,5 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return offsets, ends
 
 
-_library.impl("quantize", _quantize, "CUDA")
-_library.impl("dequantize", _dequantize, "CUDA")
+implement("CUDA", Implementation(_quantize, _dequantize))
 _library.impl("group_offsets", _group_offsets, "CUDA")

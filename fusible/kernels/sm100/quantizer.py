@@ -18,7 +18,7 @@ from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.library import define
 from fusible.kernels.machine import capability
 from fusible.kernels.plain import compile_plain, launch
-from fusible.kernels.quantize.launch import largest_magnitudes, why_not
+from fusible.kernels.quantize.launch import largest_magnitudes, takes
 from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
@@ -168,7 +168,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
         and x.data_ptr() % 16 == 0
         and ends.dtype == torch.int32
         and sums in (None, torch.bfloat16, torch.float32)
-        and why_not(x, x.dtype, ends) is None
+        and takes(x, x.dtype, ends)
     )
 
 

@@ -10,9 +10,9 @@ launch.
 import torch
 from torch import Tensor
 
+from fusible.calls import is_direct
 from fusible.kernels import grouped
 from fusible.kernels.sm90 import limits, ops  # the latter registers the ops
-from fusible.kernels.sm90.calls import is_direct
 from fusible.kernels.sm90.checks import has_matrix_layout, takes_wgrad
 from fusible.kernels.sm90.prepared import fit_again, products
 

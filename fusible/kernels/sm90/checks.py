@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.calls import is_traced
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.calls import is_traced
 
 DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",

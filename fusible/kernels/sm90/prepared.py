@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.calls import is_traced, is_transformed
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.calls import is_traced, is_transformed
 from fusible.kernels.sm90.checks import check_scale, layout
 from fusible.kernels.sm90.launch import Start, launch_group_ends, start_of
 from fusible.kernels.sm90.ops import glu_layout, spec_of, sum_up

@@ -17,11 +17,13 @@ def is_transformed() -> bool:
 def is_direct(x: Tensor) -> bool:
     """Whether nothing but an op's own function would run, which can then be called at once.
 
-    PyTorch's dispatcher takes 8 us of host time for an op written in Python. It is needed where
-    calls are traced, transformed, intercepted or recorded for a gradient.
+    PyTorch's dispatcher takes 8 us of host time for an op written in Python, and more for one of
+    many arguments. It is needed where calls are traced, transformed, intercepted or recorded for a
+    gradient.
     """
     return not (
         is_traced()
+        or torch._C._len_torch_function_stack() > 0
         or torch.is_grad_enabled()
         or is_transformed()
         or type(x) is not Tensor

@@ -1,0 +1,128 @@
+"""Ops are called directly where nothing is there to see the call, and through PyTorch elsewhere."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusible.recipes import library
+from fusible.recipes.formats import mxfp8
+from fusible.recipes.library import Implementation, decode, encode
+
+FORMAT = mxfp8()
+OPS = ["fusible::quantize", "fusible::dequantize"]
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes the ops of this library that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        note(self.seen, func)
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Notes the ops of this library that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        note(self.seen, func)
+        return func(*args, **(kwargs or {}))
+
+
+def note(seen, func):
+    if isinstance(func, torch._ops.OpOverload) and func.namespace == "fusible":
+        seen.append(func._schema.name)
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Names of the direct calls, of tensors that say they are on CUDA."""
+    calls = []
+
+    def noted(function):
+        return lambda *given: calls.append(function.__name__) or function(*given)
+
+    formulas = library._implementations["CompositeExplicitAutograd"]
+    stand_in = Implementation(*[noted(function) for function in formulas])
+    monkeypatch.setitem(library._implementations, "CUDA", stand_in)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    return calls
+
+
+def round_trip(x):
+    row, _ = encode(x, FORMAT, rowwise=True, columnwise=False)
+    return decode(row, FORMAT, torch.float32, columnwise=False)
+
+
+def test_nothing_stands_between(direct):
+    x = torch.randn(4, 64)
+    want = round_trip(x)
+    assert direct == []  # gradients are enabled
+    with torch.no_grad():
+        got = round_trip(x)
+    assert direct == ["quantize_by_formulas", "dequantize_by_formulas"]
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", [Dispatched, Called])
+def test_modes_see_the_ops(direct, mode):
+    with torch.no_grad(), mode() as noting:
+        round_trip(torch.randn(4, 64))
+    assert noting.seen == OPS
+    assert direct == []
+
+
+def test_fake_tensors_go_to_the_ops(direct):
+    fake = FakeTensorMode()
+    for scope in (fake, nullcontext()):
+        with torch.no_grad(), fake:
+            x = torch.empty(4, 64)
+        with torch.no_grad(), scope:
+            got = round_trip(x)
+        assert got.shape == (4, 64)
+        assert got.fake_mode is fake
+    assert direct == []
+
+
+def test_what_is_compiled_has_the_ops(direct):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        got = torch.compile(round_trip, fullgraph=True, backend=backend)(x)
+        assert direct == []
+        assert torch.equal(got, round_trip(x))
+    (graph,) = graphs
+    seen = []
+    for node in graph.graph.nodes:
+        note(seen, node.target)
+    assert seen == OPS
+
+
+def test_transforms_go_to_the_ops(direct):
+    with torch.no_grad():
+        torch.func.vjp(lambda t: t + round_trip(torch.randn(4, 64)), torch.randn(4, 64))
+    assert direct == []
+
+
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_bad_input_is_refused_as_by_the_op(direct, scope):
+    with scope(), pytest.raises(ValueError, match="columns must be a multiple of 32"):
+        encode(torch.randn(4, 48), FORMAT, rowwise=True, columnwise=False)
+    assert direct == []
