@@ -183,20 +183,22 @@ def encode(
     magnitudes. One whose blocks have no direction is encoded once, returned for both uses. No
     gradient passes: what the gradient of a quantized product is, its op decides.
     """
-    made = quantize(x, fmt, Wanted(rowwise, columnwise), ends)
+    made = quantize_as(x, fmt, Wanted(rowwise, columnwise), ends)
     return made.row, made.column
 
 
-def quantize(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None = None) -> Quantized:
+def quantize_as(
+    x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None = None
+) -> Quantized:
     """`encode`, and `decode` of that to ``compute_dtype``: called directly, in the same launch.
 
     An encoding that only its values are wanted of is then not written.
     """
     x = x.detach()
     if fmt.directional:
-        return _quantize(x, fmt, wanted, ends)
+        return _quantize_as(x, fmt, wanted, ends)
     once = Wanted(wanted.row or wanted.column, False, wanted.row_values or wanted.column_values)
-    encoded, _, values, _ = _quantize(x, fmt, once, ends)
+    encoded, _, values, _ = _quantize_as(x, fmt, once, ends)
     return Quantized(
         encoded if wanted.row else None,
         encoded if wanted.column else None,
@@ -205,7 +207,7 @@ def quantize(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None =
     )
 
 
-def _quantize(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None) -> Quantized:
+def _quantize_as(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None) -> Quantized:
     if is_direct(x):
         _check(x, ends, fmt, wanted)
         return _implementations["CUDA"].quantize(x, ends, fmt, wanted)

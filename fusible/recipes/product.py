@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.grouped import GroupedTensor
-from fusible.recipes.library import Wanted, decode, quantize
+from fusible.recipes.library import Wanted, decode, quantize_as
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -96,7 +96,7 @@ def encode_operand(
             return Operand(fmt)
         encoded = _uses(role, [product for product in products if product not in at_once])
         wanted = Wanted(*encoded, *_uses(role, at_once))
-        row, column, *decoded = quantize(x, fmt, wanted, ends)
+        row, column, *decoded = quantize_as(x, fmt, wanted, ends)
         return Operand(fmt, row, column, None, ends, *decoded)
     if x.format != fmt:
         raise TypeError(

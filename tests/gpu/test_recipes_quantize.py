@@ -15,7 +15,7 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.library import Wanted, encode, quantize
+from fusible.recipes.library import Wanted, encode, quantize_as
 
 pytestmark = pytest.mark.gpu
 
@@ -157,7 +157,7 @@ def compare_quantized(x, fmt, wanted, ends=None):
     """Bits of what direct calls give, against the formulas."""
     on_device = None if ends is None else ends.cuda()
     with torch.no_grad():
-        got = quantize(x.cuda(), fmt, wanted, on_device)
+        got = quantize_as(x.cuda(), fmt, wanted, on_device)
     uses = (wanted.rowwise, wanted.columnwise)
     encodings = encode(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
     for columnwise, use in enumerate(encodings):
@@ -299,7 +299,7 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
 
     @torch.no_grad()
     def direct_step():
-        return quantize(x, fmt, Wanted(False, True, True, False), ends)
+        return quantize_as(x, fmt, Wanted(False, True, True, False), ends)
 
     activities = [torch.profiler.ProfilerActivity.CUDA]
     whole = fmt.block is None or fmt.has_tensor_scale
