@@ -254,6 +254,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "nvidia-cutlass-dsl": of("nvidia-cutlass-dsl"),
         "quack-kernels": of("quack-kernels"),
+        "transformers": of("transformers"),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

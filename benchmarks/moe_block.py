@@ -1,6 +1,6 @@
 """The whole mixture-of-experts block on one GPU, against what people run today.
 
-    python benchmarks/moe_block.py [--config NAME ...] [--out DIR]
+    python benchmarks/moe_block.py [--config NAME ...] [--out FILE.json]
 
 Contestants: fusible's Sequential of router, dispatch, experts and combine; these four run apart, so
 that no rule covers them together; plain PyTorch (linear, softmax and topk; stable argsort and
@@ -9,8 +9,8 @@ transformers' Qwen3MoeSparseMoeBlock (grouped_mm and eager), where transformers 
 run interleaved in one process on the same tokens and weights, in BF16, L2 flushed, CUDA events,
 median. Beside the block's time: where it goes, the bandwidth of the kernels that move rows relative
 to a copy, and the peak memory of forward + backward. FC1 is timed with the activation; in our
-backward the activation's belongs to FC2, whose data gradient makes it. Writes moe_block.json and
-moe_block.png.
+backward the activation's belongs to FC2, whose data gradient makes it. Writes the JSON and a
+picture beside it.
 """
 
 from __future__ import annotations
@@ -440,12 +440,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--eager", action="store_true", help="transformers' eager experts too")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe_block.json"))
     options = parser.parse_args()
     report = run(options.config, options.eager)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "moe_block.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, options.out / "moe_block.png")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

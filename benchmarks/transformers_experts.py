@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=out)
     options = parser.parse_args()
     integration.register()
-    versions = environment() | {"transformers": transformers.__version__}
+    versions = environment()
     report: dict[str, Any] = {"environment": versions, "cases": {}}
     for name in options.cases or CASES:
         report["cases"][name] = compare(CASES[name])

@@ -77,13 +77,17 @@ def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [sizes for config, sizes in report["memory"].items() if config != "small"]
 
 
-def block_table(report: dict[str, Any]) -> str:
-    """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown."""
+def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
+    """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown.
+
+    ``newer`` is the same beside a newer release of transformers.
+    """
+    releases = [r["environment"]["transformers"].removesuffix(".0") for r in (report, newer)]
     columns = [
         "block",
         "ours, ms",
         "plain PyTorch / ours",
-        "transformers / ours",
+        f"transformers {releases[0]} ({releases[1]}) / ours",
         "peak memory, MB: ours, plain, transformers",
         "kept for the backward, MB: ours (`recompute_rows`), plain, transformers",
     ]
@@ -92,11 +96,14 @@ def block_table(report: dict[str, Any]) -> str:
     for name, cell in shapes.items():
         ms, sizes = cell["passes"][PASSES[1]]["ms"], cell["sizes"]
         ours, again, *peers = ("fusible", "fusible, recompute", "torch", "transformers grouped_mm")
+        plain, theirs = (f"{ms[who] / ms[ours]:.2f}" for who in peers)
+        beside_newer = newer["shapes"][name]["passes"][PASSES[1]]["ratio"][peers[1]]
         peak, saved = cell["peak_mb"], cell["saved_mb"]
         row = [
             f"{name}, {sizes['tokens']} tokens, top-{sizes['top_k']}",
             f"{ms[ours]:.3g}",
-            *[f"{ms[who] / ms[ours]:.2f}" for who in peers],
+            plain,
+            f"{theirs} ({beside_newer:.2f})",
             ", ".join(f"{peak[who]:.0f}" for who in (ours, *peers)),
             f"{saved[ours]:.0f} ({saved[again]:.0f}), "
             + ", ".join(f"{saved[who]:.0f}" for who in peers),
@@ -253,7 +260,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rules": lambda: support_table(fusible.fused.RULES, needs=False),
         "measured": lambda: measured_table(_results("grouped_mlp")),
-        "block": lambda: block_table(_results("moe_block")),
+        "block": lambda: block_table(
+            _results("moe_block"), _results("moe_block_transformers_5_23")
+        ),
     },
     "docs/blackwell.md": {"placed": lambda: placed_table(_results("quantize_h200"))},
     "docs/porting.md": {

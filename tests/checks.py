@@ -15,6 +15,16 @@ def never_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def launched(call):
+    """The names of all that the device runs, kernels, copies and fills, and what the call gives."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = call()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == on_device], result
+
+
 def assert_no_spills(report, architecture):
     """Of the assembler's report on every kernel of a compilation with ``remarks{ptx}``."""
     assert f"for '{architecture}'" in report

@@ -19,6 +19,7 @@ from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this, 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import sm100
+from fusible.kernels.plain import aligned
 from fusible.kernels.sm100 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.checks import check_row_scales
@@ -68,8 +69,7 @@ def _recipe(ctx: OperationContext) -> Recipe:
 
 
 def _places(linear: GroupedLinear, ends: Tensor, rows: int) -> sm100.Places:
-    aligned = linear.split_alignment % limits.GROUP_ROWS == 0
-    return sm100.places_of(ends, rows, aligned)
+    return sm100.places_of(ends, rows, linear.split_alignment % limits.GROUP_ROWS == 0)
 
 
 def _known_places(ends: Tensor, rows: Tensor | None, count: int) -> sm100.Places:
@@ -169,7 +169,7 @@ def _weights(
 
 
 def _plain_weights(weights: Sequence[Tensor]) -> sm100.PackedWeights:
-    return sm100.PackedWeights([weight.contiguous() for weight in weights], [])
+    return sm100.PackedWeights([aligned(weight) for weight in weights], [])
 
 
 def _quantized_weights(
@@ -241,7 +241,7 @@ def _data_grad(
 
 def _moved_scales(scales: Tensor, places: sm100.Places) -> Tensor:
     """One FP32 value per row, in its place, zero elsewhere."""
-    return sm100.moved(scales.reshape(-1).float(), places).contiguous()
+    return aligned(sm100.moved(scales.reshape(-1).float(), places))
 
 
 # --- one grouped linear ---------------------------------------------------------------------------

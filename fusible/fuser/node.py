@@ -230,6 +230,8 @@ class RunFunction(torch.autograd.Function):
                     if not (grad[op].requires_grad and t.is_floating_point())
                 ]
             )
+            if not torch.compiler.is_compiling():  # which does not know the attribute
+                fctx._materialize_non_diff_grads = False  # else each would get zeros
         return tuple(outputs)
 
     @staticmethod

@@ -72,4 +72,9 @@ def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy, contiguous and beginning at 16 bytes."""
     t = t.contiguous()
-    return t if t.data_ptr() % _ALIGNMENT_BYTES == 0 else t.clone()
+    return t if begins_aligned(t) else t.clone()
+
+
+def begins_aligned(t: Tensor) -> bool:
+    """Whether ``t`` begins at 16 bytes; a traced tensor, whose address is not known, counts."""
+    return torch.compiler.is_compiling() or t.data_ptr() % _ALIGNMENT_BYTES == 0

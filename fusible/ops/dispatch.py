@@ -92,7 +92,9 @@ class Dispatch(BasicOperation):
         if self.capacity_factor is None:
             return None
         # In integers, which torch.compile keeps symbolic.
-        factor = Fraction(self.capacity_factor).limit_denominator(1 << 16) / self.num_experts
+        parts = 1 << 16
+        factor = Fraction(max(self.capacity_factor, 1 / parts)).limit_denominator(parts)
+        factor /= self.num_experts
         return -(-choices * factor.numerator // factor.denominator)
 
     def fuser_forward(

@@ -11,7 +11,7 @@ from fusible.kernels import cache, plain
 from fusible.kernels.dense import launch as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
 from fusible.kernels.moe import launch as moe
-from fusible.kernels.moe.spec import RouteSpec, RowsSpec
+from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize import launch as quantize
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
 from fusible.kernels.sm90 import launch as sm90
@@ -75,7 +75,8 @@ KERNELS = [
     (moe.compiled, ("gather", RowsSpec("bf16", 8, 2))),
     (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0))),
     (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0000001))),
-    (moe.compiled_permutation, (8, torch.int32)),
+    (moe.compiled, ("permutation", SortSpec(8, False, 8))),
+    (moe.compiled, ("permutation", SortSpec(8, True, 8))),
     (dense.compiled, ("activation_bias", ActivationBias("gelu", "bf16"))),
     (dense.compiled, ("rms_norm_backward", RMSNorm(64, "bf16", True))),
     (quantizer.compiled, (PlacedSpec(nvfp4(), True, True, False, False, True),)),

@@ -1,13 +1,12 @@
 """The kernels that move rows compile for Hopper and Blackwell on a machine with no GPU."""
 
 import pytest
-import torch
 from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
 from fusible.kernels.moe import launch
-from fusible.kernels.moe.spec import RouteSpec, RowsSpec
+from fusible.kernels.moe.spec import MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 KERNELS = [
@@ -31,6 +30,9 @@ KERNELS = [
     ("route_backward", RouteSpec(128, 8, sigmoid=False, normalize=True, scaling_factor=1.0)),
     ("route_backward", RouteSpec(60, 4, sigmoid=False, normalize=False, scaling_factor=1.0)),
     ("route_backward", RouteSpec(320, 10, sigmoid=True, normalize=True, scaling_factor=2.5)),
+    ("permutation", SortSpec(128, wide=True, ctas=8)),
+    ("permutation", SortSpec(MAX_GROUPS, wide=False, ctas=8)),
+    ("permutation", SortSpec(60, wide=True, ctas=1)),
 ]
 
 
@@ -38,12 +40,4 @@ KERNELS = [
 @pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=lambda v: str(v)[:60])
 def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
     launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
-    assert_no_spills("".join(capfd.readouterr()), architecture)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_sort_compiles_without_spills(dtype, architecture, capfd):
-    groups = 128 if dtype == torch.int64 else launch.MAX_GROUPS
-    launch.compiled_permutation(groups, dtype, f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)

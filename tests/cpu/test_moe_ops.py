@@ -701,6 +701,34 @@ def test_block_compiles_as_one_graph():
     assert counter.frame_count == 2
 
 
+def test_no_zeros_are_made_for_integer_outputs(monkeypatch):
+    """They have no gradient; zeros would be two launches."""
+    dispatch, seen = fz.Dispatch(EXPERTS), []
+    backward = dispatch.fuser_backward
+
+    def watched(contexts, dy, *, basic_op_grad_extra_outputs):
+        seen.extend(basic_op_grad_extra_outputs[0])
+        return backward(contexts, dy, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs)
+
+    monkeypatch.setattr(dispatch, "fuser_backward", watched)
+    ids = random_ids()
+    x = torch.randn(len(ids), HIDDEN, requires_grad=True)
+    rows, _, _, _ = dispatch(x, torch.rand(ids.shape, requires_grad=True), ids)
+    rows.sum().backward()
+    split_sizes, scales, row_map = seen
+    assert split_sizes is None
+    assert row_map is None
+    assert torch.equal(scales, torch.zeros(ids.numel()))
+
+
+@pytest.mark.parametrize(
+    ("factor", "capacity"),
+    [(None, None), (1e-9, 1), (0.1, 1), (1.0, 6), (1.25, 8), (1e9, 6 * 10**9)],
+)
+def test_capacity_is_rounded_up(factor, capacity):
+    assert fz.Dispatch(4, capacity_factor=factor).capacity(24) == capacity
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["scaled input", "scaled output"])

@@ -99,6 +99,28 @@ def test_transposed_weights(recipe):
     assert module.plan.fired == ("grouped_mlp_sm100",)
 
 
+def off(t):
+    """The same values, not at a multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", ["ragged", "whole tiles"])
+def test_operands_that_begin_anywhere(recipe, splits, single):
+    """The kernels read from multiples of 16 bytes."""
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    module, (x, splits, scales, _) = mlp(3, **options), inputs(*SPLITS[splits])
+    given = x, splits, scales, splits
+    want = run(module, given, recipe)
+    for fc in (module[0], module[2]):
+        for name, parameter in list(fc.named_parameters()):
+            setattr(fc, name, torch.nn.Parameter(off(parameter)))
+    moved = off(x).requires_grad_(), splits, off(scales).requires_grad_(), splits
+    same(run(module, moved, recipe), want)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+
+
 # --- what the kernels say they compute, from unpadded, unpacked operands --------------------------
 
 

@@ -82,6 +82,7 @@ def rows() -> None:
         logits = random(77, 60, dtype=torch.float32)
         probs, ids = routing.route(logits, None, 4, function, True, 2.5, [1, 1, 2])
         routing.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
+    permute.permutation(torch.randint(-9, 70, (5000, 4), device="cuda"), 60, 300)  # every CTA
     for capacity in (None, 3):
         row_map, *_ = permute.permutation(ids, 60, capacity)
         moved = 77 * 4 if capacity is None else min(77 * 4, 60 * capacity)

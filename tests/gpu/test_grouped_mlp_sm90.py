@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import launched, never_waiting
 
 import fusible as fz
 from fusible.kernels import sm90
@@ -258,17 +258,6 @@ def test_saves_only_the_input_and_the_preactivation():
     rows = len(x)
     small = scales.untyped_storage().nbytes() + 4 * len(SIZES)
     assert sum(kept.values()) <= 2 * rows * (HIDDEN + 2 * INNER) + small + 1024
-
-
-def launched(call):
-    """How many kernels, copies and fills the device runs, and what the call gives."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        result = call()
-        torch.cuda.synchronize()
-    return [
-        e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
-    ], result
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])

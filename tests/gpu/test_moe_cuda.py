@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import launched, never_waiting
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible import formulas
 from fusible.kernels import grouped
 from fusible.kernels.moe import launch, permute, routing
+from fusible.kernels.moe.spec import SortSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +62,24 @@ def test_row_map(kind, groups):
             want = permute.permutation_definition(ids, groups, capacity)
             dtype = torch.int32 if capacity else torch.int64
             same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
+
+
+@on_poison
+@pytest.mark.parametrize(
+    ("groups", "choices"), [(128, 2**22 + 5), (300, SortSpec(300, False, 8).most_choices)]
+)
+@pytest.mark.parametrize("kind", ["skewed", "one group"])
+def test_row_map_of_many_choices(kind, groups, choices):
+    ids = IDS[kind](choices, 1, groups).int().cuda()
+    got = permute.permutation(ids, groups, choices // 2)
+    for a, b in zip(got, permute.permutation_definition(ids, groups, choices // 2), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_row_map_of_narrow_ids(dtype):
+    ids = IDS["even"](1000, 4, 100).to(dtype)
+    same(permute.permutation(ids.cuda(), 100, 50), permute.permutation_definition(ids, 100, 50))
 
 
 def test_ids_beyond_32_bits():
@@ -207,6 +226,29 @@ def test_ties_in_groups(groups, function):
 LOSSES = {"load_balancing_loss": True, "z_loss": True}
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_or_two_launches(weighted):
+    """Dispatch: the sort, then the rows. Combine, if weighted, has gradients of its weights."""
+    dispatch, combine = fz.Dispatch(16), fz.Combine(weighted)
+    x = torch.randn(100, 256, device="cuda", requires_grad=True)
+    probs, ids = torch.rand(100, 4, device="cuda"), IDS["foreign"](100, 4, 16).cuda()
+
+    def step():
+        there, (rows, _, scales, row_map) = launched(
+            lambda: dispatch(x, probs.requires_grad_(), ids)
+        )
+        own = [t.detach().requires_grad_() for t in (rows, scales)]
+        back, y = launched(lambda: combine(own[0], row_map, *own[1:][:weighted]))
+        dy, drows = torch.randn_like(y), [torch.randn_like(t) for t in (rows, scales)]
+        of_back, _ = launched(lambda: torch.autograd.grad(y, own[: 1 + weighted], dy))
+        of_there, _ = launched(lambda: torch.autograd.grad((rows, scales), (x, probs), drows))
+        return there, of_there, back, of_back
+
+    step()
+    kernels = step()
+    assert [len(names) for names in kernels] == [2, 1, 1, 1 + weighted], kernels
+
+
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_losses(function):
     """Against FP64, without a synchronisation."""
@@ -222,12 +264,8 @@ def test_losses(function):
             return [balance.detach(), z.detach(), *torch.autograd.grad(loss, [x, router.weight])]
 
         losses_and_gradients(tokens)  # compiles kernels
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waiting():
             got = losses_and_gradients(tokens)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append([t.cpu().double() for t in got])
     for got, want in zip(*results[::-1], strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm()

@@ -14,13 +14,12 @@ from torch import Tensor
 from fusible import formulas
 from fusible.fuser.target import CUTLASS_DSL
 from fusible.kernels import grouped
-from fusible.kernels.machine import architecture, capability, has_cutlass
+from fusible.kernels.machine import capability, has_cutlass
 from fusible.kernels.moe import permute, routing
-from fusible.kernels.moe.spec import BYTES, DTYPES, RouteSpec, RowsSpec
-from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
+from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
+from fusible.kernels.plain import aligned, compile_plain, launch
 
-MAX_GROUPS = 1024  # counters of eight warps in 48 KiB
-_MAX_BLOCKS, _SORT_THREADS = 128, 256
+_CLUSTER = 8  # CTAs: the most that every GPU with clusters takes
 _MAX_TOP_K = 32
 _MAX_GRID_Y = 2**16
 _INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
@@ -56,19 +55,20 @@ def _machine(device: torch.device) -> dict[str, bool]:
     }
 
 
-def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
-    """Compile the kernel of that name in ``device.rows``, ``device.bias`` or ``device.router``.
+def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = "") -> Any:
+    """Compile the kernel of that name in one of ``device``'s modules.
 
     The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
     for a GPU that need not be there.
     """
     from cutlass import Int32, Int64
 
-    from fusible.kernels.moe.device import bias, router, rows
+    from fusible.kernels.moe.device import bias, placement, router, rows
 
     functions = {
         "route": (router.route, [Int64] * 4 + [Int32]),
         "route_backward": (router.route_backward, [Int64] * 4 + [Int32]),
+        "permutation": (placement.permutation, [Int64] * 4 + [Int32] * 2),
         "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
         "gather": (rows.gather, [Int64] * 6 + [Int32]),
         "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
@@ -79,51 +79,26 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec, options: str = "") -> Any:
     return compile_plain(function, kinds, (spec,), options)
 
 
-def compiled_permutation(groups: int, ids_dtype: torch.dtype, options: str = "") -> Any:
-    """Compile the sort; called with ids, scratch, row map, sizes, ends, two sizes."""
-    import cutlass
-    from cutlass import Int32, cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    from fusible.kernels.moe.device import placement
-
-    def vector(dtype: Any, size: Any) -> Any:
-        return make_fake_tensor(dtype, (size,), stride=(1,))
-
-    wide = ids_dtype == torch.int64
-    counts = make_fake_tensor(Int32, (cute.sym_int(), groups + 1), stride=(groups + 1, 1))
-    return cute.compile(
-        placement.permutation,
-        vector(cutlass.Int64 if wide else Int32, cute.sym_int()),
-        counts,
-        vector(Int32, cute.sym_int()),
-        vector(cutlass.Int64, groups),
-        vector(Int32, groups),
-        Int32(0),
-        Int32(0),
-        groups,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}",
-    )
+def _sort_spec(ids: Tensor, num_groups: int) -> SortSpec:
+    ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
+    return SortSpec(num_groups, ids.dtype == torch.int64, ctas)
 
 
 def _permutation(
     ids: Tensor, num_groups: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choices = ids.numel()
-    fits = 0 < choices < _INDEX and num_groups <= MAX_GROUPS and all(_machine(ids.device).values())
-    if not fits:
+    choices, spec = ids.numel(), _sort_spec(ids, num_groups)
+    fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
+    if not (fits and 0 < choices <= spec.most_choices and all(_machine(ids.device).values())):
         return permute.permutation_definition(ids, num_groups, capacity)
-    per_block = -(-choices // (_MAX_BLOCKS * _SORT_THREADS)) * _SORT_THREADS
-    counts = ids.new_empty(-(-choices // per_block), num_groups + 1, dtype=torch.int32)
-    row_map = ids.new_empty(choices, dtype=torch.int32)
+    ids = ids.contiguous()
+    row_map = torch.empty_like(ids, dtype=torch.int32)
     sizes = ids.new_empty(num_groups, dtype=torch.int64)
     ends = ids.new_empty(num_groups, dtype=torch.int32)
     most = choices if capacity is None else min(capacity, choices)
-    sort = loaded(compiled_permutation, (num_groups, ids.dtype), architecture(ids.device))
-    given = ids.reshape(-1), counts, row_map, sizes, ends, per_block, most
-    call(ids.device.index, sort, given)
-    return row_map.view(ids.shape), sizes, ends
+    given = ids, row_map, sizes, ends, choices, most
+    launch(compiled, ("permutation", spec), ids.device, *given)
+    return row_map, sizes, ends
 
 
 def _spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:

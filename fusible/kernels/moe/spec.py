@@ -44,3 +44,35 @@ class RouteSpec(NamedTuple):
     biased: bool = False
     groups: tuple[int, int, int] = (1, 1, 2)
     """Number of groups, how many are kept, how many scores make a group's worth."""
+
+
+MAX_GROUPS = 1024
+"""Experts that the router and the sort take."""
+
+GROUP_BITS = MAX_GROUPS.bit_length()
+"""Of the 31 in which the sort notes a choice's group, or that it has none, and its number."""
+
+
+class SortSpec(NamedTuple):
+    """A sort by group, as ``permute.permutation`` names its arguments."""
+
+    groups: int
+    wide: bool
+    """Ids are int64, or else int32."""
+    ctas: int
+    """Of the cluster; 1 for a GPU without clusters."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA, each with counters of its own in shared memory."""
+        return 32 if self.groups <= 512 else 16
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def most_choices(self) -> int:
+        """Choices that can be counted."""
+        return (self.ctas * self.warps) << (31 - GROUP_BITS)

@@ -184,10 +184,11 @@ def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> N
         return
     shape = (weights.groups, weights.n)
     require(
-        bias.dtype == torch.bfloat16 and bias.shape == shape and bias.is_contiguous(),
-        f"bias must be contiguous BF16 of shape {shape}",
-        f"{bias.dtype} of shape {tuple(bias.shape)} with strides {bias.stride()}",
+        bias.dtype == torch.bfloat16 and bias.shape == shape,
+        f"bias must be BF16 of shape {shape}",
+        f"{bias.dtype} of shape {tuple(bias.shape)}",
     )
+    check_layout("bias", bias)
     require(bias.device == device, f"bias must be on {device}", bias.device)
 
 

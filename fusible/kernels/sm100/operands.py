@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.kernels.plain import aligned, begins_aligned
 from fusible.kernels.sm100.checks import FP8
 from fusible.kernels.sm100.padding import (
     Places,
@@ -54,7 +55,7 @@ def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
     """Rows ``x`` in groups up to ``ends``, encoded by group, as the kernels read them."""
     if x.format is None:
         assert x.plain is not None
-        use = Use(moved(x.plain, places).contiguous())
+        use = Use(aligned(moved(x.plain, places)))
         return Packed(use, use)
     ends = ends if x.ends is None else x.ends
     row = column = None
@@ -141,7 +142,7 @@ def _weight_use(weight: Operand, transposed: bool) -> Use:
     encoded = weight.column if transposed else weight.row
     assert encoded is not None
     scale = encoded.scale.mT if transposed else encoded.scale
-    data = encoded.data.contiguous()  # it lies as the weight does
+    data = aligned(encoded.data)  # it lies as the weight does
     if transposed and weight.format.element.per_byte == 2:
         data = _fp4_transposed(data)
     return Use(data, packed_scales(scale), encoded.tensor_scale)
@@ -178,6 +179,7 @@ def glu(
     blocks of 32. ``d`` is taken from the unrounded product; of MXFP8 operands it is quantized for
     both uses, of others it is BF16. ``prob`` is FP32, one value a row.
     """
+    bias = None if bias is None else aligned(bias)
     c, d, scales, column, column_scales = _ops.sm100_glu.default(
         *_product(x, w, places), bias, prob, activation, limit, alpha, offset
     )
@@ -227,6 +229,7 @@ def gemm(
 
     With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """
+    bias = None if bias is None else aligned(bias)
     y = _ops.sm100_gemm.default(*_product(x, w, places), bias, row_scale, transpose_w)
     if places.rows is not None:
         return returned(y, places, out)
@@ -249,12 +252,8 @@ def wgrad_(out: list[Tensor], dy: Use, x: Use, places: Places, accumulate: bool)
 
 def takes_wgrad(out: Sequence[Tensor]) -> bool:
     """Whether the kernel can write weight gradients to ``out``, or add to it, as it lies."""
-    # The address of a traced tensor is not known.
-    traced = torch.compiler.is_compiling()
     return all(
-        t.dtype in (torch.bfloat16, torch.float32)
-        and t.is_contiguous()
-        and (traced or t.data_ptr() % 16 == 0)
+        t.dtype in (torch.bfloat16, torch.float32) and t.is_contiguous() and begins_aligned(t)
         for t in out
     )
 

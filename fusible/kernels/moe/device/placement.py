@@ -1,132 +1,164 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
-"""A stable counting sort of choices by group in two launches (CuTe DSL).
+"""A stable counting sort of choices by group, in one launch of one cluster (CuTe DSL).
 
-The choices are divided among the CTAs, and a CTA's among its warps, so that each warp has
-neighbours. First every CTA counts its choices by group. Then every CTA sums the counts of
-the CTAs before it, counts its own once more, by warp, and places them: a choice's rank among the 32
-of its warp that are looked at together is a matter of one ``match``. Choices of no group are those
-of one more group, whose rows are in the tail, after those that were too many for theirs.
+The choices are divided among the CTAs of the cluster, and a CTA's among its warps, so that each
+warp has neighbours. A warp counts its choices by group and notes which of the group's each one is:
+among the 32 that are looked at together, that is a matter of votes. The CTAs send each other their
+counts through distributed shared memory, and each computes where the groups begin and what came
+before its warps; then a choice's place is a sum. Choices of no group are those of one more group,
+whose rows are in the tail, after those that were too many for theirs.
 """
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
 
-WARPS = 8
-THREADS = 32 * WARPS
+from fusible.kernels.moe.spec import GROUP_BITS
 
-
-@cute.jit
-def _group_of(ids: cute.Tensor, choice: Int32, last: Int32, groups: cutlass.Constexpr):
-    """The group of a choice, ``groups`` for an id that is none, ``groups + 1`` beyond the last."""
-    group = Int32(groups + 1)
-    if choice < last:
-        group = Int32(groups)
-        wanted = ids[choice]
-        if (wanted >= 0) & (wanted < groups):
-            group = Int32(wanted)
-    return group
-
-
-@cute.jit
-def _tally(
-    ids: cute.Tensor,
-    counters: cute.Tensor,
-    table: cute.Tensor,
-    row_map: cute.Tensor,
-    first: Int32,
-    last: Int32,
-    groups: cutlass.Constexpr,
-    place: cutlass.Constexpr,
-):
-    """A warp goes through its choices, 32 at a time, and counts them by group.
-
-    ``counters`` ``[groups + 2]`` are the warp's; where the choices are placed they start from the
-    number of earlier choices of the group.
-    """
-    lane = cute.arch.lane_idx()
-    for at in cutlass.range(first, last, 32, unroll=1):
-        choice = at + lane
-        group = _group_of(ids, choice, last, groups)
-        peers = cute.arch.match_sync(0xFFFFFFFF, group)
-        earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
-        start = counters[group]
-        cute.arch.sync_warp()
-        if earlier == 0:
-            counters[group] = start + Int32(cute.arch.popc(peers))
-        cute.arch.sync_warp()
-        if cutlass.const_expr(place):  # noqa: SIM102 - one is known to the compiler
-            if choice < last:
-                within = start + earlier
-                size, begin, spare = table[0, group], table[1, group], table[2, group]
-                row = begin + within
-                if within >= size:
-                    row = ~(spare + within - size)
-                row_map[choice] = row
+TOGETHER = 4  # loads a thread has in flight
 
 
 @cute.kernel
-def _count(ids: cute.Tensor, counts: cute.Tensor, per_block: Int32, groups: cutlass.Constexpr):
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    warp = cute.arch.warp_idx()
-    counters = _shared(WARPS, groups + 2)
-    _zero(counters, thread)
-    first, last = _span(cute.size(ids), per_block, block, warp)
-    _tally(ids, counters[warp, None], counters, ids, first, last, groups, False)
-    cute.arch.sync_threads()
-    for group in cutlass.range(thread, groups + 1, THREADS, unroll=1):
-        total = Int32(0)
-        for w in cutlass.range_constexpr(WARPS):
-            total += counters[w, group]
-        counts[block, group] = total
-
-
-@cute.kernel
-def _place(
+def _permutation(
     ids: cute.Tensor,
-    counts: cute.Tensor,
     row_map: cute.Tensor,
     sizes: cute.Tensor,
     ends: cute.Tensor,
-    per_block: Int32,
     capacity: Int32,
-    groups: cutlass.Constexpr,
+    spec: cutlass.Constexpr,
 ):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.warp_idx()
-    counters = _shared(WARPS, groups + 2)
-    table = _shared(3, groups + 2)  # of each group: rows, first row, first row of the tail
-    _zero(counters, thread)
-    first, last = _span(cute.size(ids), per_block, block, warp)
-    _tally(ids, counters[warp, None], counters, ids, first, last, groups, False)
-    for group in cutlass.range(thread, groups + 1, THREADS, unroll=1):
+    if cutlass.const_expr(spec.ctas > 1):
+        cute.arch.cluster_arrive_relaxed()  # see that all CTAs are there before one is written to
+    # Choices of no group are counted in the last column but one, what is no choice in the last.
+    shared = SmemAllocator()
+    counters = _integers(shared, spec.warps, spec.groups + 2)
+    counts = _integers(shared, spec.ctas, spec.groups + 1)
+    # Of each group: rows, first row, first row of the tail.
+    table = _integers(shared, 3, spec.groups + 1)
+    for i in cutlass.range(thread, spec.warps * (spec.groups + 2), spec.threads, unroll=1):
+        (counters.iterator + i).store(Int32(0))
+    cute.arch.sync_threads()
+    choices = cute.size(ids)
+    workers = spec.ctas * spec.warps
+    per_warp = (choices + 32 * workers - 1) // (32 * workers) * 32
+    first = cutlass.min((block * spec.warps + warp) * per_warp, choices)
+    last = cutlass.min(first + per_warp, choices)
+
+    _count(ids, row_map, counters[warp, None], first, last, spec.groups)
+    cute.arch.sync_threads()
+    if cutlass.const_expr(spec.ctas > 1):
+        cute.arch.cluster_wait()
+    for group in cutlass.range(thread, spec.groups + 1, spec.threads, unroll=1):
+        total = Int32(0)
+        for w in cutlass.range_constexpr(spec.warps):
+            total += counters[w, group]
+        for cta in cutlass.range_constexpr(spec.ctas):
+            _send(counts, block * (spec.groups + 1) + group, total, cta, spec.ctas)
+    if cutlass.const_expr(spec.ctas > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    # From here on the counters say how many of the group came before the warp's choices.
+    for group in cutlass.range(thread, spec.groups + 1, spec.threads, unroll=1):
         before, total = Int32(0), Int32(0)
-        for other in cutlass.range(cute.size(counts, mode=[0]), unroll=16):
-            count = counts[other, group]
+        for cta in cutlass.range_constexpr(spec.ctas):
+            count = counts[cta, group]
             total += count
-            if other < block:
+            if cta < block:
                 before += count
         table[0, group] = total
-        table[2, group] = before
-    cute.arch.sync_threads()
-    # From here on the counters say how many of the group came before the warp's choices.
-    for group in cutlass.range(thread, groups + 1, THREADS, unroll=1):
-        before = table[2, group]
-        for w in cutlass.range_constexpr(WARPS):
+        for w in cutlass.range_constexpr(spec.warps):
             count = counters[w, group]
             counters[w, group] = before
             before += count
     cute.arch.sync_threads()
     if warp == 0:
-        _scan(table, capacity, groups)
+        _scan(table, capacity, spec.groups)
     cute.arch.sync_threads()
     if block == 0:
-        for group in cutlass.range(thread, groups, THREADS, unroll=1):
+        for group in cutlass.range(thread, spec.groups, spec.threads, unroll=1):
             size = table[0, group]
             sizes[group] = Int64(size)
             ends[group] = table[1, group] + size
-    _tally(ids, counters[warp, None], table, row_map, first, last, groups, True)
+    _place(row_map, counters[warp, None], table, first, last)
+
+
+@cute.jit
+def _count(
+    ids: cute.Tensor,
+    row_map: cute.Tensor,
+    counters: cute.Tensor,
+    first: Int32,
+    last: Int32,
+    groups: cutlass.Constexpr,
+):
+    """A warp counts its choices by group.
+
+    Until it has its row, a choice's entry in ``row_map`` is its group and how many of the warp's
+    choices before it have the same.
+    """
+    for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
+        found = []
+        for choice, wanted in _loaded(ids, start, last):
+            group = _group_of(wanted, choice < last, groups)
+            found.append((choice, group, _peers(group, (groups + 1).bit_length())))
+        for choice, group, peers in found:
+            earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
+            before = counters[group]
+            cute.arch.sync_warp()
+            if earlier == 0:
+                counters[group] = before + Int32(cute.arch.popc(peers))
+            cute.arch.sync_warp()
+            if choice < last:
+                row_map[choice] = ((before + earlier) << GROUP_BITS) | group
+
+
+@cute.jit
+def _place(
+    row_map: cute.Tensor, counters: cute.Tensor, table: cute.Tensor, first: Int32, last: Int32
+):
+    """A warp gives its choices their rows."""
+    for start in cutlass.range(first, last, 32 * TOGETHER, unroll=1):
+        for choice, noted in _loaded(row_map, start, last):
+            note = cutlass.select_(choice < last, noted, Int32(0))
+            group = note & ((1 << GROUP_BITS) - 1)
+            within = (note >> GROUP_BITS) + counters[group]
+            size, begin, spare = table[0, group], table[1, group], table[2, group]
+            row = begin + within
+            if within >= size:
+                row = ~(spare + within - size)
+            if choice < last:
+                row_map[choice] = row
+
+
+def _loaded(tensor, start, last):
+    """A thread's choices from ``start`` on, each with its number; beyond the last, any number."""
+    choices = [start + 32 * i + cute.arch.lane_idx() for i in range(TOGETHER)]
+    numbers = [tensor[cutlass.min(choice, last - 1)] for choice in choices]
+    return list(zip(choices, numbers, strict=True))
+
+
+@cute.jit
+def _group_of(wanted, exists, groups: cutlass.Constexpr):
+    """The group of an id, ``groups`` for an id that is none, ``groups + 1`` for no choice."""
+    group = Int32(groups)
+    if (wanted >= 0) & (wanted < groups):
+        group = Int32(wanted)
+    if not exists:
+        group = Int32(groups + 1)
+    return group
+
+
+def _peers(group, bits):
+    """The lanes with the same group: by its bits, which takes less than a ``match`` of many."""
+    peers = Uint32(0xFFFFFFFF)
+    for i in range(bits):
+        bit = Uint32((group >> i) & 1)
+        peers = peers & (Uint32(cute.arch.vote_ballot_sync(bit != 0)) ^ (bit - 1))
+    return peers
 
 
 @cute.jit
@@ -172,44 +204,47 @@ def _through(value: Int32, lane: Int32):
     return value
 
 
-def _shared(rows, columns):
-    """Integers in shared memory."""
-    pointer = cute.arch.alloc_smem(Int32, rows * columns, alignment=16)
-    return cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(columns, 1)))
+def _integers(shared, rows, columns):
+    """A matrix in shared memory."""
+    return shared.allocate_tensor(Int32, cute.make_layout((rows, columns), stride=(columns, 1)))
 
 
-@cute.jit
-def _zero(counters: cute.Tensor, thread: Int32):
-    flat = cute.make_tensor(counters.iterator, cute.make_layout(cute.size(counters)))
-    for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
-        flat[i] = Int32(0)
-    cute.arch.sync_threads()
+def _send(tensor, index, value, cta, ctas):
+    """Store at ``index`` of the same tensor in shared memory of a CTA of the cluster."""
+    to = tensor.iterator + index
+    if ctas > 1:
+        to = cute.arch.map_dsmem_ptr(to, cta)
+    to.store(value)
 
 
-def _span(choices, per_block, block, warp):
-    """First and last choice of a warp; every part but the last is a multiple of 32."""
-    per_warp = per_block // WARPS
-    first = block * per_block + warp * per_warp
-    return cutlass.min(first, choices), cutlass.min(first + per_warp, choices)
+def _vector(address, dtype, size):
+    """Numbers in global memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 @cute.jit
 def permutation(
-    ids: cute.Tensor,
-    counts: cute.Tensor,
-    row_map: cute.Tensor,
-    sizes: cute.Tensor,
-    ends: cute.Tensor,
-    per_block: Int32,
+    ids: Int64,
+    row_map: Int64,
+    sizes: Int64,
+    ends: Int64,
+    choices: Int32,
     capacity: Int32,
-    groups: cutlass.Constexpr,
     stream,
+    spec: cutlass.Constexpr,
 ):
-    """Launch both kernels over ``ids`` ``[N]``; ``counts`` ``[CTAs, groups + 1]`` is scratch."""
-    blocks = cute.size(counts, mode=[0])
-    _count(ids, counts, per_block, groups).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
-    )
-    _place(ids, counts, row_map, sizes, ends, per_block, capacity, groups).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    """Launch: addresses of contiguous tensors, as ``permute.permutation`` names them."""
+    _permutation(
+        _vector(ids, Int64 if spec.wide else Int32, choices),
+        _vector(row_map, Int32, choices),
+        _vector(sizes, Int64, spec.groups),
+        _vector(ends, Int32, spec.groups),
+        capacity,
+        spec,
+    ).launch(
+        grid=[spec.ctas, 1, 1],
+        block=[spec.threads, 1, 1],
+        cluster=[spec.ctas, 1, 1],
+        stream=stream,
     )
