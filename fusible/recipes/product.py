@@ -81,8 +81,10 @@ def encode_operand(
 ) -> Operand:
     """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
 
-    Of those ``at_once`` only ``operand`` will be asked for, in ``compute_dtype``. A quantized one
-    is taken as it is. Raises what ``formats.quantize`` raises, TypeError if ``x``
+    Of those ``at_once`` nothing will be asked for but ``operand``, in ``compute_dtype``, which is
+    made in the launch that encodes where a kernel can.
+
+    A quantized ``x`` is taken as it is. Raises what ``formats.quantize`` raises, TypeError if ``x``
     is quantized in another format than the recipe's for this role, and ValueError if it lacks a use
     or is of another number of groups.
     """

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from fusible.recipes.library import compute_dtype
 from fusible.recipes.rows import NumberFormat
 
 THREADS = 128
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """High precision on either side, by PTX name."""
-VALUES = "bf16"
-"""High precision of values that are decoded where they are encoded."""
+VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
+"""That of values which are decoded in the launch that encodes them."""
 
 _WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix
 _ENCODED_WORDS = 128  # registers that hold a thread's part of the input

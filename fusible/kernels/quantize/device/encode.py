@@ -123,22 +123,20 @@ class Factors(NamedTuple):
 
 
 def _factors(encoded, outer, mine, spec):
-    """Factors of pairs of a stored scale and that from value to element, one for each column.
+    """Factors by what `numbers.encode_scale` gave of each column, or of all of them.
 
     Zero for rows of no group, whatever the last group's scale.
     """
     decode = [numbers.decode_scale(scale, spec.format) for scale, _ in encoded]
     if outer is not None:
         decode = [factor * outer for factor in decode]
-    factors = Factors([factor for _, factor in encoded], decode)
+    factors = [[factor for _, factor in encoded], decode]
     if spec.grouped and spec.has_matrix_scales:
         live = mine.live != 0
-        factors = Factors(
-            *[
-                [bits.to_float(bits.select(live, bits.to_bits(one), 0)) for one in each]
-                for each in factors
-            ]
-        )
+        factors = [
+            [bits.to_float(bits.select(live, bits.to_bits(one), 0)) for one in each]
+            for each in factors
+        ]
     return Factors(*[each * (spec.vector // len(each)) for each in factors])
 
 
