@@ -109,11 +109,11 @@ class RecipeMLPSm90(FusedOperation):
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         preact, scales = ctx_act.saved_tensors
         given = fc2.grad_operands(ctx2, grad_output)
-        rows = [given.rows, as_2d(preact)]
-        (dy, preact), ((product, w),) = prepare(rows, (fc2, given.weights))
+        rows = [*_rows(given), as_2d(preact)]
+        (dy, *others, preact), ((product, w),) = prepare(rows, (fc2, given.weights))
         dpreact, _, dscales = product.dglu(dy, w, given.ends, preact, as_vector(scales), self._glu)
-        params2, extra2 = _param_grads(fc2, ctx2, given, grad_output)
-        del given, rows, dy  # its memory serves what follows
+        params2, extra2 = _param_grads(fc2, ctx2, product, given, grad_output)
+        del given, rows, dy, others  # its memory serves what follows
         dx, params1, extra1 = _backward(fc1, ctx1, with_rows_of(dpreact, grad_output))
         return dx, [params1, (), params2], [extra1, (with_rows_of(dscales, grad_output),), extra2]
 
@@ -123,19 +123,28 @@ def _backward(
 ) -> tuple[Tensor | None, Grads, Grads]:
     """Gradients of one linear, from what it saved: of its input, parameters and extra inputs."""
     given = linear.grad_operands(ctx, grad_output)
-    dx = None
+    dx: Tensor | None = None
+    product: Any = CheckedProducts(provider("sm90"))
     if ctx.needs.input:
-        (dy,), ((product, w),) = prepare([given.rows], (linear, given.weights))
+        (dy, *_), ((product, w),) = prepare(_rows(given), (linear, given.weights))
         dx = data_grad(linear, ctx, product, w, dy, given.ends, grad_output)
-    return dx, *_param_grads(linear, ctx, given, grad_output)
+    return dx, *_param_grads(linear, ctx, product, given, grad_output)
+
+
+def _rows(given: GradOperands) -> list[Tensor]:
+    """All that is multiplied with the weight, first, or for its gradient."""
+    return [t for t in (given.rows, given.columns, given.x) if t is not None]
 
 
 def _param_grads(
-    linear: GroupedLinear, ctx: OperationContext, given: GradOperands, grad_output: Tensor
+    linear: GroupedLinear,
+    ctx: OperationContext,
+    product: Any,
+    given: GradOperands,
+    grad_output: Tensor,
 ) -> tuple[Grads, Grads]:
     """Gradients of the parameters and of the extra inputs."""
-    products = CheckedProducts(provider("sm90"))
-    dweights = weight_grads(linear, ctx, products, given.columns, given.x, given.ends)
+    dweights = weight_grads(linear, ctx, product, given.columns, given.x, given.ends)
     dy, ends, row_scale = given.dy, given.ends, given.row_scale
     return linear.grads(ctx, dweights, dy, ends, row_scale, grad_output.shape[:-1])
 

@@ -27,11 +27,11 @@ from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import grouped_gradient
+from fusible.recipes.library import compute_dtype
 from fusible.recipes.product import (
     SAVED,
     Product,
     columnwise_only,
-    compute_dtype,
     encode_operand,
     from_columnwise,
     is_quantized,
@@ -299,7 +299,7 @@ class GroupedLinear(WeightedOperation):
         """Operands under a recipe: saved as it encodes them, and given as that decodes."""
         dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
-        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends)
+        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends, at_once=("forward",))
         wqs = self.encoded_weights(ctx)
         ctx.save_for_backward(
             *columnwise_only(xq, needed=wgrad),
@@ -402,7 +402,7 @@ class GroupedLinear(WeightedOperation):
         dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
         asked: dict[Product, bool] = {"dgrad": dgrad, "wgrad": wgrad}
         products = [product for product, needed in asked.items() if needed]
-        dyq = encode_operand(dy, recipe, "grad", *products, ends=ends)
+        dyq = encode_operand(dy, recipe, "grad", *products, ends=ends, at_once=products)
         rows = columns = x = None
         weights: list[Tensor] = []
         if dgrad:

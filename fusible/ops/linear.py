@@ -28,11 +28,11 @@ from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
+from fusible.recipes.library import compute_dtype
 from fusible.recipes.product import (
     SAVED,
     Product,
     columnwise_only,
-    compute_dtype,
     encode_operand,
     from_columnwise,
     operand,
@@ -148,7 +148,8 @@ class BasicLinear(WeightedOperation):
         output = self.output_buffer(ctx, input_, kwargs)
         needs, compute = ctx.needs, compute_dtype(input_.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
-        x = encode_operand(matrix(input_, ctx.dtype), ctx.recipe, "input", *products)
+        rows = matrix(input_, ctx.dtype)
+        x = encode_operand(rows, ctx.recipe, "input", *products, at_once=("forward",))
         (weight,) = self.encoded_weights(ctx)
         y = (
             operand(x, "forward", "input", compute)
@@ -182,7 +183,8 @@ class BasicLinear(WeightedOperation):
         products: list[Product] = ["dgrad"] if needs.input else []
         if needs.params[0]:
             products.append("wgrad")
-        dy = encode_operand(matrix(grad_output, ctx.dtype), recipe, "grad", *products)
+        rows = matrix(grad_output, ctx.dtype)
+        dy = encode_operand(rows, recipe, "grad", *products, at_once=products)
         saved = ctx.saved_tensors
         dx = None
         if needs.input:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,11 +226,12 @@ class WeightedOperation(BasicOperation):
         stored quantized one by one (``encode_weights``); or what ``encode`` makes in its place,
         once where weights are encoded once.
         """
-        encode = encode or encode_weights
         weights = self.weights()
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or capturing():
+            encode = encode or partial(encode_weights, at_once=("forward",))
             return encode(weights, ctx.recipe, ctx.dtype, products)
+        encode = encode or encode_weights
         key = ctx.recipe, ctx.dtype, products, encode
         known, encoded = self._reused.get(key, ((), []))
         if len(known) != len(weights) or any(
@@ -255,12 +257,20 @@ class WeightedOperation(BasicOperation):
 
 
 def encode_weights(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
+    weights: list[Tensor],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    products: Sequence[Product],
+    at_once: Sequence[Product] = (),
 ) -> list[Operand]:
-    """Weights for ``products``: one operand, or one for each that is stored quantized."""
+    """Weights for ``products``: one operand, or one for each that is stored quantized.
+
+    ``at_once`` is that of ``encode_operand``.
+    """
     if isinstance(weights[0], QuantizedTensor):
         return [encode_operand(w, recipe, "weight", *products) for w in weights]
-    return [encode_operand(one_weight(weights, dtype), recipe, "weight", *products)]
+    weight = one_weight(weights, dtype)
+    return [encode_operand(weight, recipe, "weight", *products, at_once=at_once)]
 
 
 def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -130,17 +130,11 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
             f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
             "use x.unsqueeze(0) for one row"
         )
-    rows, columns = x.shape[-2:]
-    across, along = fmt.block or (1, 1)
-    needed = {"columns": (columns, fmt.element.per_byte)}
-    if fmt.directional and not columnwise:
-        needed["columns"] = (columns, along)
+    (across, along), per_byte = fmt.block or (1, 1), fmt.element.per_byte
+    multiples = 1, per_byte if columnwise else along
     if not fmt.directional:
-        needed = {
-            "rows": (rows, across),
-            "columns": (columns, math.lcm(along, fmt.element.per_byte)),
-        }
-    for what, (size, multiple) in needed.items():
+        multiples = across, math.lcm(along, per_byte)
+    for what, size, multiple in zip(("rows", "columns"), x.shape[-2:], multiples, strict=True):
         if size % multiple:
             raise ValueError(
                 f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "

@@ -28,25 +28,54 @@ _library.define(
     f"{_FORMAT}, bool columnwise, ScalarType dtype) -> Tensor"
 )
 
-Uses = tuple[Encoded | None, Encoded | None]
-"""Encodings for row-wise and for column-wise use, None where there are none.
 
-The ops spell them out in six tensors, of which those that are not there are empty.
-"""
+class Wanted(NamedTuple):
+    """What is made of a tensor for its row-wise and for its column-wise use."""
+
+    row: bool
+    column: bool
+    row_values: bool = False
+    """What decoding to ``compute_dtype`` gives."""
+    column_values: bool = False
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether there is a row-wise use."""
+        return self.row or self.row_values
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether there is a column-wise use."""
+        return self.column or self.column_values
+
+
+class Quantized(NamedTuple):
+    """What was ``Wanted`` of a tensor, None where that was not."""
+
+    row: Encoded | None
+    column: Encoded | None
+    row_values: Tensor | None = None
+    column_values: Tensor | None = None
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which products take their operands: FP32 on the CPU, else BF16.
+
+    BF16 holds every value of MXFP8 (in its normal range); of the other formats it rounds.
+    """
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 class Implementation(NamedTuple):
     """Functions that do what the ops do, of arguments that need no check."""
 
-    quantize: Callable[[Tensor, Tensor | None, NumberFormat, bool, bool], Uses]
-    """Takes ``x``, ``ends``, the format, and whether there are row-wise and column-wise uses."""
+    quantize: Callable[[Tensor, Tensor | None, NumberFormat, Wanted], Quantized]
+    """Takes ``x``, ``ends``, the format, and what is wanted."""
     dequantize: Callable[[Encoded, Tensor | None, NumberFormat, bool, torch.dtype], Tensor]
     """Takes what is encoded, ``ends``, the format, whether it is column-wise, and a dtype."""
 
 
-def empty(
-    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Uses:
+def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) -> Quantized:
     """Allocate what ``quantize`` of an implementation returns."""
     *lead, rows, columns = x.shape
     matrices = lead if ends is None else []
@@ -64,18 +93,22 @@ def empty(
             x.new_empty(whole, dtype=torch.float32) if fmt.has_tensor_scale else None,
         )
 
-    return encoded(row_scale) if rowwise else None, encoded(col_scale) if columnwise else None
+    dtype = compute_dtype(x.device)
+    return Quantized(
+        encoded(row_scale) if wanted.row else None,
+        encoded(col_scale) if wanted.column else None,
+        x.new_empty(x.shape, dtype=dtype) if wanted.row_values else None,
+        x.new_empty(x.shape, dtype=dtype) if wanted.column_values else None,
+    )
 
 
 def quantize_by_formulas(
-    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Uses:
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted
+) -> Quantized:
     """Quantize by ``formats.quantize``, whatever the device."""
-    row, column = (
-        formats.quantize(x, fmt, columnwise=use, ends=ends) if wanted else None
-        for wanted, use in ((rowwise, False), (columnwise, True))
-    )
-    return row, column
+    row = formats.quantize(x, fmt, ends=ends) if wanted.rowwise else None
+    column = formats.quantize(x, fmt, columnwise=True, ends=ends) if wanted.columnwise else None
+    return _of_encodings(row, column, fmt, wanted, ends)
 
 
 def dequantize_by_formulas(
@@ -96,14 +129,13 @@ def _empty_values(
     return encoded.data.new_empty(*lead, columns * fmt.element.per_byte, dtype=dtype)
 
 
-def check_quantize(
-    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> None:
+def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) -> None:
     """Raise the errors of ``fusible::quantize``, which are those of `formats.quantize`."""
     check_ends(x, fmt, ends)
-    for wanted, use in ((rowwise, False), (columnwise, True)):
-        if wanted:
-            check_input(x, fmt, use)
+    if wanted.rowwise:
+        check_input(x, fmt, False)
+    if wanted.columnwise:
+        check_input(x, fmt, True)
 
 
 def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
@@ -111,9 +143,10 @@ def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
 
     def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *spelled, rowwise, columnwise = rest
-        given = x, ends, NumberFormat.from_spelled(*spelled), rowwise, columnwise
-        check_quantize(*given)
-        pieces = [t for use in implementation.quantize(*given) for t in use or (None,) * 3]
+        fmt, wanted = NumberFormat.from_spelled(*spelled), Wanted(rowwise, columnwise)
+        _check(x, ends, fmt, wanted)
+        made = implementation.quantize(x, ends, fmt, wanted)
+        pieces = [t for use in (made.row, made.column) for t in use or (None,) * 3]
         return tuple([x.new_empty(0) if t is None else t for t in pieces])
 
     def dequantize(
@@ -150,22 +183,63 @@ def encode(
     magnitudes. One whose blocks have no direction is encoded once, returned for both uses. No
     gradient passes: what the gradient of a quantized product is, its op decides.
     """
+    made = quantize_as(x, fmt, Wanted(rowwise, columnwise), ends)
+    return made.row, made.column
+
+
+def quantize_as(
+    x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None = None
+) -> Quantized:
+    """`encode`, and `decode` of that to ``compute_dtype``: called directly, in the same launch.
+
+    An encoding that only its values are wanted of is then not written.
+    """
     x = x.detach()
-    uses = (rowwise, columnwise) if fmt.directional else (rowwise or columnwise, False)
+    if fmt.directional:
+        return _quantize_as(x, fmt, wanted, ends)
+    once = Wanted(wanted.row or wanted.column, False, wanted.row_values or wanted.column_values)
+    encoded, _, values, _ = _quantize_as(x, fmt, once, ends)
+    return Quantized(
+        encoded if wanted.row else None,
+        encoded if wanted.column else None,
+        values if wanted.row_values else None,
+        values if wanted.column_values else None,
+    )
+
+
+def _quantize_as(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | None) -> Quantized:
     if is_direct(x):
-        check_quantize(x, ends, fmt, *uses)
-        row, column = _implementations["CUDA"].quantize(x, ends, fmt, *uses)
-    else:
-        pieces = torch.ops.fusible.quantize.default(x, ends, *fmt.spelled(), *uses)
-        row, column = (
-            Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None) if wanted else None
-            for wanted, (data, scale, tensor_scale) in zip(
-                uses, (pieces[:3], pieces[3:]), strict=True
-            )
-        )
-    if not fmt.directional:
-        return row if rowwise else None, row if columnwise else None
-    return row, column
+        _check(x, ends, fmt, wanted)
+        return _implementations["CUDA"].quantize(x, ends, fmt, wanted)
+    op, uses = torch.ops.fusible.quantize.default, (wanted.rowwise, wanted.columnwise)
+    pieces = op(x, ends, *fmt.spelled(), *uses)
+    row, column = (
+        Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None)
+        for data, scale, tensor_scale in (pieces[:3], pieces[3:])
+    )
+    return _of_encodings(row, column, fmt, wanted, ends)
+
+
+def _of_encodings(
+    row: Encoded | None,
+    column: Encoded | None,
+    fmt: NumberFormat,
+    wanted: Wanted,
+    ends: Tensor | None,
+) -> Quantized:
+    """What is wanted, from the encoding for each use that there is."""
+
+    def values(encoded: Encoded | None, columnwise: bool) -> Tensor:
+        assert encoded is not None
+        dtype = compute_dtype(encoded.data.device)
+        return decode(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+
+    return Quantized(
+        row if wanted.row else None,
+        column if wanted.column else None,
+        values(row, False) if wanted.row_values else None,
+        values(column, True) if wanted.column_values else None,
+    )
 
 
 def decode(

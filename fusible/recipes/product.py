@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.grouped import GroupedTensor
-from fusible.recipes.library import decode, encode
+from fusible.recipes.library import Wanted, decode, quantize_as
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -51,6 +51,9 @@ class Operand(NamedTuple):
     column: Encoded | None = None
     plain: Tensor | None = None
     ends: Tensor | None = None
+    row_values: Tensor | None = None
+    """What ``operand`` gives of the encoding for this use, which then need not be there."""
+    column_values: Tensor | None = None
 
 
 SAVED = 4
@@ -69,11 +72,19 @@ def quantizer(recipe: Recipe, role: Role, *products: Product) -> Quantizer | Non
 
 
 def encode_operand(
-    x: Tensor, recipe: Recipe, role: Role, *products: Product, ends: Tensor | None = None
+    x: Tensor,
+    recipe: Recipe,
+    role: Role,
+    *products: Product,
+    ends: Tensor | None = None,
+    at_once: Sequence[Product] = (),
 ) -> Operand:
     """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
 
-    A quantized one is taken as it is. Raises what ``formats.quantize`` raises, TypeError if ``x``
+    Of those ``at_once`` nothing will be asked for but ``operand``, in ``compute_dtype``, which is
+    made in the launch that encodes where a kernel can.
+
+    A quantized ``x`` is taken as it is. Raises what ``formats.quantize`` raises, TypeError if ``x``
     is quantized in another format than the recipe's for this role, and ValueError if it lacks a use
     or is of another number of groups.
     """
@@ -82,17 +93,19 @@ def encode_operand(
         x = x.rowwise_data
     if fmt is None:
         return Operand(None, plain=values(x))
-    rowwise, columnwise = _uses(role, products)
     if not is_quantized(x):
         if not products:
             return Operand(fmt)
-        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
-        return Operand(fmt, row, column, ends=ends)
+        encoded = _uses(role, [product for product in products if product not in at_once])
+        wanted = Wanted(*encoded, *_uses(role, at_once))
+        row, column, *decoded = quantize_as(x, fmt, wanted, ends)
+        return Operand(fmt, row, column, None, ends, *decoded)
     if x.format != fmt:
         raise TypeError(
             f"the {role} of a product under {recipe.name} must be in {fmt.name} or not quantized, "
             f"got {x!r}; quantize the original"
         )
+    rowwise, columnwise = _uses(role, products)
     row = x.encoded() if rowwise else None
     column = x.encoded(columnwise=True) if columnwise else None
     return Operand(fmt, row, column, ends=_ends_of(x, ends))
@@ -104,6 +117,9 @@ def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch
         assert x.plain is not None
         return x.plain.to(dtype)
     columnwise = _use(product, role)
+    decoded = x.column_values if columnwise else x.row_values
+    if decoded is not None:
+        return decoded.to(dtype)
     encoded = x.column if columnwise else x.row
     if encoded is None:
         raise ValueError(
@@ -137,14 +153,6 @@ def from_columnwise(saved: Sequence[Tensor | None], fmt: NumberFormat | None) ->
     return Operand(fmt, column=Encoded(data, scale, tensor_scale), ends=ends)
 
 
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which products take their operands: FP32 on the CPU, else BF16.
-
-    BF16 holds every value of MXFP8 (in its normal range); of the other formats it rounds.
-    """
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
 _QUANTIZED = GroupedTensor, QuantizedTensor
 
 
@@ -158,7 +166,7 @@ def values(x: Tensor) -> Tensor:
     return x.dequantize() if is_quantized(x) else x
 
 
-def _uses(role: Role, products: tuple[Product, ...]) -> tuple[bool, bool]:
+def _uses(role: Role, products: Sequence[Product]) -> tuple[bool, bool]:
     uses = {_use(product, role) for product in products}
     return False in uses, True in uses
 

@@ -20,6 +20,8 @@ from fusible.recipes.formats import (
 Role = Literal["input", "weight", "grad"]
 """An operand of a matrix product: the activation, the weight, the gradient of the output."""
 
+_ROLES: tuple[Role, ...] = get_args(Role)
+
 
 class Format(Enum):
     """Which FP8 elements a recipe uses, forward and backward."""
@@ -47,14 +49,14 @@ class Recipe:
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the operand in ``role``; None keeps it in high precision."""
-        if role not in get_args(Role):
-            raise ValueError(f"role must be one of {', '.join(get_args(Role))}, got {role!r}")
+        if role not in _ROLES:
+            raise ValueError(f"role must be one of {', '.join(_ROLES)}, got {role!r}")
         return None
 
     @property
     def quantizes(self) -> bool:
         """Whether any operand is quantized."""
-        return any([self.format(role) is not None for role in ("input", "weight", "grad")])
+        return any(self.format(role) is not None for role in _ROLES)
 
     def spelled(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""

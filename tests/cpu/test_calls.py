@@ -1,6 +1,7 @@
 """Ops are called directly where nothing is there to see the call, and through PyTorch elsewhere."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusible as fz
+from fusible import recipes
 from fusible.recipes import library
 from fusible.recipes.formats import mxfp8
-from fusible.recipes.library import Implementation, decode, encode
+from fusible.recipes.library import Implementation, Wanted, decode, encode
 
 FORMAT = mxfp8()
 OPS = ["fusible::quantize", "fusible::dequantize"]
@@ -126,3 +129,35 @@ def test_bad_input_is_refused_as_by_the_op(direct, scope):
     with scope(), pytest.raises(ValueError, match="columns must be a multiple of 32"):
         encode(torch.randn(4, 48), FORMAT, rowwise=True, columnwise=False)
     assert direct == []
+
+
+# What is saved, column-wise of inputs and weights, is encoded; what is multiplied at once is not.
+SAVED_AND_MULTIPLIED = Wanted(False, True, row_values=True, column_values=False)
+MULTIPLIED_TWICE = Wanted(False, False, row_values=True, column_values=True)
+
+
+@pytest.mark.parametrize("build", [fz.BasicLinear, partial(fz.GroupedLinear, 2, bias=False)])
+def test_values_that_are_multiplied_at_once_come_with_the_encoding(monkeypatch, build):
+    op, recipe, wanted = build(64, 96), recipes.MXFP8BlockScaling(), []
+    x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
+    sizes = [torch.tensor([20, 12])] * op.num_extra_inputs
+
+    def step():
+        with fz.autocast(recipe=recipe):
+            y = op(x, *sizes)
+        return y, *torch.autograd.grad(y, (x, *op.parameters()), dy)
+
+    def quantize(*given):
+        wanted.append(given[-1])
+        return library.quantize_by_formulas(*given)
+
+    want = step()
+    stand_in = Implementation(quantize, library.dequantize_by_formulas)
+    monkeypatch.setitem(library._implementations, "CUDA", stand_in)
+    monkeypatch.setattr(library, "is_direct", lambda _: not torch.is_grad_enabled())
+    for got, expected in zip(step(), want, strict=True):
+        assert torch.equal(got, expected)
+    assert wanted == [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED, MULTIPLIED_TWICE]
+    with fz.ops.reuse_quantized_weights(op):  # kept encoded, for every use
+        step()
+    assert wanted[3:] == [SAVED_AND_MULTIPLIED, Wanted(True, True), MULTIPLIED_TWICE]

@@ -1,5 +1,7 @@
 """Formats: groups, batches, one graph, bad input. The golden vectors have a file of their own."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +22,7 @@ from fusible.recipes.formats import (
     nvfp4,
     quantize,
 )
-from fusible.recipes.library import decode, encode
+from fusible.recipes.library import Wanted, decode, encode, quantize_as
 
 
 def raw(tensor):
@@ -169,6 +171,24 @@ def test_opcheck(fmt, grouped):
         # test_schema compares inputs by arithmetic, which FP8 has not got.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(ops.dequantize.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("wanted", [Wanted(*on) for on in product((False, True), repeat=4)])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_values_are_those_of_the_encoding(fmt, wanted):
+    x = torch.randn(128, 128)
+    ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
+    encodings = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    made = quantize_as(x, fmt, wanted, ends)
+    for columnwise, encoded in enumerate(encodings):
+        got, values = made[columnwise], made[2 + columnwise]
+        assert (got is not None, values is not None) == (wanted[columnwise], wanted[2 + columnwise])
+        if got is not None:
+            assert raw(got.data) == raw(encoded.data)
+            assert raw(got.scale) == raw(encoded.scale)
+        if values is not None:
+            want = decode(encoded, fmt, torch.float32, columnwise=bool(columnwise), ends=ends)
+            assert torch.equal(values, want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

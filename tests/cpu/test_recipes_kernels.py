@@ -25,6 +25,13 @@ ENCODERS = [
     EncodeSpec(nvfp4(), "bf16", True, False, True, True),
     EncodeSpec(nvfp4(), "f16", False, False, True, False),
     EncodeSpec(nvfp4(), "f32", False, False, False, True),
+    # With values, of one use and of both.
+    EncodeSpec(mxfp8(), "bf16", True, False, False, True, True, False),
+    EncodeSpec(mxfp8(E5M2), "bf16", True, False, False, False, True, True),
+    EncodeSpec(fp8_block(power_of_two=False), "f16", True, False, False, False, True, True),
+    EncodeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False, True, False),
+    EncodeSpec(fp8_tensor(), "bf16", True, False, True, False, True, False),
+    EncodeSpec(nvfp4(), "f32", True, True, True, True, True, True),
 ]
 MAXIMA = [
     EncodeSpec(fp8_tensor(), "bf16", True, False, True, True),
@@ -48,7 +55,7 @@ KERNELS = [
 
 def name(case):
     kernel, spec = case
-    uses = "".join(letter for letter, on in zip("gwrc", spec[2:], strict=False) if on)
+    uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 
 

@@ -20,7 +20,7 @@ from fusible.kernels.dense import definitions
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import ops, tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
-from fusible.recipes.library import decode, encode
+from fusible.recipes.library import Wanted, decode, quantize_as
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
@@ -108,8 +108,8 @@ def quantize() -> None:
     x, ends = random(128, 384), torch.tensor([0, 1, 33, 33, 64, 127], device="cuda")
     for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
         for given in (None, ends) if fmt.block != (128, 128) else (None,):
-            uses = encode(x, fmt, rowwise=True, columnwise=True, ends=given)
-            for columnwise, encoded in enumerate(uses):
+            row, column, *_ = quantize_as(x, fmt, Wanted(True, True, True, True), given)
+            for columnwise, encoded in enumerate((row, column)):
                 decode(encoded, fmt, torch.bfloat16, columnwise=bool(columnwise), ends=given)
 
 

@@ -15,6 +15,7 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
+from fusible.recipes.library import Wanted, encode, quantize_as
 
 pytestmark = pytest.mark.gpu
 
@@ -130,6 +131,50 @@ def test_bits(fmt, dtype, special, uses):
 def test_bits_of_groups(fmt, ends, special, dtype):
     x = hostile(96, 1152, dtype=dtype, special=special)
     compare(x, fmt, torch.tensor(ENDS[ends], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    "wanted", [Wanted(False, True, True, False), Wanted(False, False, True, True)]
+)
+@each_format
+def test_bits_of_values_that_are_made_with_the_encoding(fmt, wanted, special):
+    x = hostile(128, 1152, special=special)
+    compare_quantized(x, fmt, wanted)
+    for ends in ENDS.values() if fmt.block != (128, 128) else ():
+        compare_quantized(x[:97], fmt, wanted, torch.tensor(ends, dtype=torch.int32))
+
+
+@each_dtype
+@four_formats
+def test_bits_of_everything_at_once(fmt, dtype):
+    x = hostile(2, 100, 1152, dtype=dtype)
+    compare_quantized(x, fmt, Wanted(True, True, True, True))
+    compare_quantized(x[:, :, :24], fmt, Wanted(False, False, False, True))
+
+
+def compare_quantized(x, fmt, wanted, ends=None):
+    """Bits of what direct calls give, against the formulas."""
+    on_device = None if ends is None else ends.cuda()
+    with torch.no_grad():
+        got = quantize_as(x.cuda(), fmt, wanted, on_device)
+    uses = (wanted.rowwise, wanted.columnwise)
+    encodings = encode(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
+    for columnwise, use in enumerate(encodings):
+        names = [f"{('row', 'column')[columnwise]} {what}" for what in ("data", "scale", "top")]
+        assert (got[columnwise] is not None) == wanted[columnwise]
+        assert (got[2 + columnwise] is not None) == wanted[2 + columnwise]
+        if wanted[columnwise]:
+            assert (got[columnwise].tensor_scale is None) == (use.tensor_scale is None)
+            pieces = [[t for t in made if t is not None] for made in (got[columnwise], use)]
+            same(*pieces, names[: len(pieces[0])])
+        if wanted[2 + columnwise]:
+            along = bool(columnwise) and fmt.directional
+            want = dequantize(use, fmt, torch.bfloat16, columnwise=along, ends=ends)
+            nan = want.isnan()
+            values = got[2 + columnwise].cpu()
+            assert torch.equal(values.isnan(), nan)
+            same([values.masked_fill(nan, 0)], [want.masked_fill(nan, 0)], ["values"])
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 33, 127, 129, 300])
@@ -252,10 +297,15 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
         row = [t if t.numel() else None for t in pieces[:3]]
         return torch.ops.fusible.dequantize(*row, ends, *fmt.spelled(), False, torch.bfloat16)
 
-    step()
-    with never_waiting():
-        step()
-    kernels, _ = launched(step)
+    @torch.no_grad()
+    def direct_step():
+        return quantize_as(x, fmt, Wanted(False, True, True, False), ends)
+
     whole = fmt.block is None or fmt.has_tensor_scale
     # The largest magnitudes of whole matrices: a fill and a pass. Then one pass, and one back.
-    assert len(kernels) == (4 if whole else 2), kernels
+    for call, passes in ((step, 2), (direct_step, 1)):
+        call()
+        with never_waiting():
+            call()
+        kernels, _ = launched(call)
+        assert len(kernels) == passes + 2 * whole, kernels

@@ -17,7 +17,8 @@ from fusible.recipes.formats import Encoded
 from fusible.recipes.grouped import group_offsets
 from fusible.recipes.library import (
     Implementation,
-    Uses,
+    Quantized,
+    Wanted,
     dequantize_by_formulas,
     empty,
     implement,
@@ -53,7 +54,7 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
     from fusible.kernels.quantize.device import decode, encode
 
     functions = {
-        "encode": (encode.encode, [Int64] * 9 + [Int32] * 2 + [Int64] + [Int32] * 3),
+        "encode": (encode.encode, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
         "amax": (encode.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
         "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
     }
@@ -80,21 +81,20 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
     )
 
 
-def _quantize(
-    x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
-) -> Uses:
-    if not (rowwise or columnwise) or not takes(x, x.dtype, ends):
-        return quantize_by_formulas(x, ends, fmt, rowwise, columnwise)
+def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) -> Quantized:
+    if not any(wanted) or not takes(x, x.dtype, ends):
+        return quantize_by_formulas(x, ends, fmt, wanted)
     x = _loadable(x)
-    row, column = empty(x, ends, fmt, rowwise, columnwise)
-    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), rowwise, columnwise)
+    made = empty(x, ends, fmt, wanted)
+    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *wanted)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
-    pieces = *(row or _NOWHERE), *(column or _NOWHERE)
+    row, column, *values = made
+    pieces = *(row or _NOWHERE), *(column or _NOWHERE), *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     launch(
         compiled, ("encode", spec), x.device, x, ends, amax, *pieces, *_sizes(x, ends), col_blocks
     )
-    return row, column
+    return made
 
 
 _NOWHERE = None, None, None
@@ -129,15 +129,12 @@ def _sizes(x: Tensor, ends: Tensor | None) -> _Sizes:
 
 def _loadable(x: Tensor) -> Tensor:
     """``x``, or a copy, whose rows are equally far apart and begin at 16 bytes."""
-    lead = zip(x.shape[1:-1], x.stride()[:-2], x.stride()[1:-1], strict=True)
-    if (
-        x.stride(-1) == 1
-        and x.stride(-2) * x.itemsize % 16 == 0
-        and x.data_ptr() % 16 == 0
-        and all(outer == size * inner for size, outer, inner in lead)
-    ):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    *lead, pitch, step = x.stride()
+    fits = step == 1 and pitch * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if fits and lead:
+        apart = [size * inner for size, inner in zip(x.shape[1:-1], x.stride()[1:-1], strict=True)]
+        fits = lead == apart
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _wide(ends: Tensor | None) -> bool:

@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from fusible.recipes.library import compute_dtype
 from fusible.recipes.rows import NumberFormat
 
 THREADS = 128
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """High precision on either side, by PTX name."""
+VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
+"""That of values which are decoded in the launch that encodes them."""
 
 _WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix
 _ENCODED_WORDS = 128  # registers that hold a thread's part of the input
@@ -34,6 +37,9 @@ class EncodeSpec(NamedTuple):
     """Those ends are int64, else int32."""
     rowwise: bool
     columnwise: bool
+    row_values: bool = False
+    """Values are written that decoding the row-wise elements gives, whether those are or not."""
+    col_values: bool = False
 
     @property
     def rows(self) -> int:
@@ -64,7 +70,9 @@ class EncodeSpec(NamedTuple):
     @property
     def resident(self) -> int:
         """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
-        return 2 if self.dtype == "f32" and self.format.element.per_byte == 2 else 3
+        if self.format.element.per_byte == 2:
+            return 2 if self.dtype == "f32" else 3
+        return 2 if self.format.directional and (self.row_values or self.col_values) else 3
 
     @property
     def has_matrix_scales(self) -> bool:

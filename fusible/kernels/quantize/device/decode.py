@@ -72,10 +72,9 @@ def _decode_rows(source, out, place, block, first, columns, column, scales, spec
             factors, of = [numbers.decode_scale(one, fmt) for one in stored[r]], stored[r]
             factors = factors if outer is None else [factor * outer for factor in factors]
             factors *= spec.vector // len(factors)
-        elements = numbers.unpack_elements(words[r], fmt)
-        values = [value * factor for value, factor in zip(elements, factors, strict=True)]
+        values = numbers.decode_elements(words[r], factors, fmt, spec.dtype)
         target = out + (offset + r * Int64(columns)) * bits.SIZES[spec.dtype]
-        bits.store(target, bits.pack(values, spec.dtype), Int32(exists[r]))
+        bits.store(target, values, Int32(exists[r]))
 
 
 @cute.kernel

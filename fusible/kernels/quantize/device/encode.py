@@ -20,7 +20,7 @@ from fusible.kernels.quantize.device.magnitudes import (
     largest_of_lanes,
     magnitude,
 )
-from fusible.kernels.quantize.spec import THREADS
+from fusible.kernels.quantize.spec import THREADS, VALUES
 
 _SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
 
@@ -34,6 +34,8 @@ class Out(NamedTuple):
     col_data: Int64
     col_scale: Int64
     col_tensor_scale: Int64
+    row_values: Int64
+    col_values: Int64
 
 
 class Rows(NamedTuple):
@@ -111,69 +113,99 @@ def _store_scale(address, scale, fmt, inside):
         bits.store(address, [scale], inside)
 
 
+class Factors(NamedTuple):
+    """FP32 factors of neighbouring columns."""
+
+    encode: list
+    """From value to element."""
+    decode: list
+    """From element to value."""
+
+
+def _factors(encoded, outer, mine, spec):
+    """Factors by what `numbers.encode_scale` gave of each column, or of all of them.
+
+    Zero for rows of no group, whatever the last group's scale.
+    """
+    decode = [numbers.decode_scale(scale, spec.format) for scale, _ in encoded]
+    if outer is not None:
+        decode = [factor * outer for factor in decode]
+    factors = [[factor for _, factor in encoded], decode]
+    if spec.grouped and spec.has_matrix_scales:
+        live = mine.live != 0
+        factors = [
+            [bits.to_float(bits.select(live, bits.to_bits(one), 0)) for one in each]
+            for each in factors
+        ]
+    return Factors(*[each * (spec.vector // len(each)) for each in factors])
+
+
 def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
-    """The factor of every column of a thread; its scales are stored."""
+    """The factors of a thread's columns; their scales are stored."""
     fmt = spec.format
     largest = _largest_of_parts(largest_of_columns(rows, spec.dtype), spec)
     encoded = [
         numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
     ]
-    offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
-    inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
-    scales = [scale for scale, _ in encoded]
-    _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
-    return [factor for _, factor in encoded]
+    if spec.columnwise:
+        offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
+        inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
+        scales = [scale for scale, _ in encoded]
+        _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
+    return _factors(encoded, outer, mine, spec)
 
 
-def _row_factor(words, r, mine, outer, columns, row_scale, spec):
-    """The factor of row ``r`` of a thread; its scale is stored by the first thread of a block."""
+def _row_factors(words, r, mine, outer, columns, row_scale, spec):
+    """The factors of row ``r`` of a thread; its scale is stored by the first thread of a block."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
-    scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
-    offset = Int64(mine.first + r) * Int64(columns // along) + Int64(mine.column // along)
-    inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
-    _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
-    return factor
+    encoded = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
+    if spec.rowwise:
+        offset = Int64(mine.first + r) * Int64(columns // along) + Int64(mine.column // along)
+        inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
+        address = row_scale + offset * numbers.scale_bytes(fmt)
+        _store_scale(address, encoded[0], fmt, Int32(inside))
+    return _factors([encoded], outer, mine, spec)
 
 
-def _square_factor(rows, mine, columns, row_scale, spec):
-    """The factor of a square block; its scale is stored by one thread."""
+def _square_factors(rows, mine, columns, row_scale, spec):
+    """The factors of a square block; its scale is stored by one thread."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
     largest = largest_of_lanes(largest, spec.lanes, spec.dtype)
     (largest,) = _largest_of_parts([largest], spec)
-    scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
-    offset = Int64(mine.block) * Int64(columns // along) + Int64(mine.column // along)
-    inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
-    _store_scale(row_scale + offset * numbers.scale_bytes(fmt), scale, fmt, Int32(inside))
-    return factor
+    encoded = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
+    if spec.rowwise:
+        offset = Int64(mine.block) * Int64(columns // along) + Int64(mine.column // along)
+        inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
+        address = row_scale + offset * numbers.scale_bytes(fmt)
+        _store_scale(address, encoded[0], fmt, Int32(inside))
+    return _factors([encoded], None, mine, spec)
 
 
-def _store_elements(data, values, factors, r, mine, columns, spec):
+def _store_row(targets, wanted, values, factors, r, mine, columns, spec):
+    """Elements of row ``r`` of a thread, and their values, to those ``targets`` that are wanted."""
     fmt = spec.format
-    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
+    scaled = [value * factor for value, factor in zip(values, factors.encode, strict=True)]
     offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
     inside = Int32(Boolean(r < mine.count) & mine.in_columns)
     words = numbers.pack_elements(scaled, fmt)
-    bits.store(data + offset // fmt.element.per_byte, words, inside)
+    if wanted[0]:
+        bits.store(targets[0] + offset // fmt.element.per_byte, words, inside)
+    if wanted[1]:
+        decoded = numbers.decode_elements(words, factors.decode, fmt, VALUES)
+        bits.store(targets[1] + offset * bits.SIZES[VALUES], decoded, inside)
 
 
-def _factors(values, mine, spec):
-    """Factors from value to element, zero for rows of no group, whatever the last group's scale."""
-    if not (spec.grouped and spec.has_matrix_scales):
-        return values
-    live = mine.live != 0
-    return [bits.to_float(bits.select(live, bits.to_bits(value), 0)) for value in values]
-
-
-def _matrix_scales(amax, mine, fmt):
-    """The scale on top of a block's, and the factor of all elements; None where there is none."""
-    if fmt.block is not None and not fmt.has_tensor_scale:
+def _matrix_scales(amax, mine, spec):
+    """The scale on top of a block's, and the factors of all elements; None where there is none."""
+    fmt = spec.format
+    if not spec.has_matrix_scales:
         return None, None
     (largest,) = bits.load(amax + Int64(mine.group) * 4, Int32(1), 1)
     if fmt.has_tensor_scale:
         return numbers.tensor_scale(largest, fmt), None
-    return None, numbers.encode_scale(largest, None, fmt)[1]
+    return None, _factors([numbers.encode_scale(largest, None, fmt)], None, mine, spec)
 
 
 def _stored_matrix_scale(amax, fmt):
@@ -183,24 +215,25 @@ def _stored_matrix_scale(amax, fmt):
 
 
 def _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
-    """Scales and elements of a thread's rows; ``common`` is the factor of all of them, if any."""
+    """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any."""
     words = _load(x, pitch, mine, spec)
     if not spec.format.directional and common is None:
-        common = _square_factor(words, mine, columns, out.row_scale, spec)
+        common = _square_factors(words, mine, columns, out.row_scale, spec)
+    by_row, by_column = (spec.rowwise, spec.row_values), (spec.columnwise, spec.col_values)
     of_columns = None
-    if spec.columnwise:
-        made = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
-        of_columns = _factors(made, mine, spec)
+    if any(by_column):
+        of_columns = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
     for r in range(spec.thread_rows):
         values = bits.unpack(words[r], spec.dtype)
-        if spec.rowwise:
-            factor = common
+        if any(by_row):
+            of_row = common
             if common is None:
-                factor = _row_factor(words[r], r, mine, outer, columns, out.row_scale, spec)
-            factors = _factors([factor], mine, spec) * spec.vector
-            _store_elements(out.row_data, values, factors, r, mine, columns, spec)
-        if spec.columnwise:
-            _store_elements(out.col_data, values, of_columns, r, mine, columns, spec)
+                of_row = _row_factors(words[r], r, mine, outer, columns, out.row_scale, spec)
+            targets = out.row_data, out.row_values
+            _store_row(targets, by_row, values, of_row, r, mine, columns, spec)
+        if any(by_column):
+            targets = out.col_data, out.col_values
+            _store_row(targets, by_column, values, of_columns, r, mine, columns, spec)
 
 
 def _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec):
@@ -238,6 +271,8 @@ def _encode(
     col_data: Int64,
     col_scale: Int64,
     col_tensor_scale: Int64,
+    row_values: Int64,
+    col_values: Int64,
     rows: Int32,
     columns: Int32,
     pitch: Int64,
@@ -252,8 +287,11 @@ def _encode(
     # Backwards: what the pass for the largest magnitude read last is still in the cache.
     block = blocks - 1 - cta // chunks
     mine = _rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
-    out = Out(row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale)
-    outer, common = _matrix_scales(amax, mine, spec.format)
+    out = Out(
+        row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale, row_values,
+        col_values,
+    )  # fmt: skip
+    outer, common = _matrix_scales(amax, mine, spec)
     if cutlass.const_expr(spec.has_matrix_scales):
         if cta == 0:
             _store_matrix_scales(amax, out, groups, spec)
@@ -274,6 +312,8 @@ def encode(
     col_data: Int64,
     col_scale: Int64,
     col_tensor_scale: Int64,
+    row_values: Int64,
+    col_values: Int64,
     rows: Int32,
     columns: Int32,
     pitch: Int64,
@@ -287,8 +327,8 @@ def encode(
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _encode(
         x, ends, amax, row_data, row_scale, row_tensor_scale, col_data, col_scale,
-        col_tensor_scale, rows, columns, pitch, groups, matrix_rows, col_blocks, blocks, chunks,
-        spec,
+        col_tensor_scale, row_values, col_values, rows, columns, pitch, groups, matrix_rows,
+        col_blocks, blocks, chunks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=_SHARED_PERCENT,

@@ -9,6 +9,7 @@ from fusible.kernels.bits import (
     NAN,
     ONE,
     divide,
+    pack,
     select,
     smaller,
     to_bits,
@@ -116,6 +117,13 @@ def unpack_elements(words, fmt):
     if fmt.element.per_byte == 2:
         return [value for word in words for value in unpack_e2m1(word)]
     return [value for word in words for value in unpack_fp8(word, 4, fmt.element)]
+
+
+def decode_elements(words, factors, fmt, dtype):
+    """Words of ``dtype`` of the values of elements, each times its factor."""
+    elements = unpack_elements(words, fmt)
+    values = [value * factor for value, factor in zip(elements, factors, strict=True)]
+    return pack(values, dtype)
 
 
 def pack_fp8(values, element):
