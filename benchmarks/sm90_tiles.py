@@ -42,7 +42,7 @@ _SHAPES = (
     (256, 192, False),
 )
 # Tiles of dglu, and how many pre-activation blocks they may hold.
-_AHEAD = {(128, 128): (3, 4, 5, 6, 7), (128, 192): (2, 7)}
+_AHEAD = {(128, 128): (3, 4, 5, 6), (128, 192): (2,)}
 
 
 def tiles_of(kind: str) -> list[Tile]:

@@ -148,6 +148,7 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
         for block in cutlass.range(blocks, unroll=1):
             ring.producer_acquire(state)
+            later = block + spec.preact_slots
             for side in cutlass.range_constexpr(2):
                 atom, source, targets = _preact_box(
                     spec, problem, preacts, row, column, block, side
@@ -159,8 +160,7 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
                 if const_expr(spec.fetches_preacts):  # noqa: SIM102 (decided when compiling)
-                    if block + spec.preact_slots < blocks:
-                        later = block + spec.preact_slots
+                    if later < blocks:
                         atom, source, _ = _preact_box(
                             spec, problem, preacts, row, column, later, side
                         )
