@@ -295,8 +295,9 @@ def test_wgrad_accumulates(how, out_dtype):
     assert sm90.grouped_wgrad(dy, x, ends_of(sizes), out_dtype).dtype == out_dtype
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", tiles.TILES["wgrad"], ids=str)
-def test_many_groups(tile):
+def test_many_groups(tile, out_dtype):
     # More groups than a warp has lanes, a few of them far above the mean, some empty.
     sizes = torch.randint(0, 60, (150,))
     sizes[::40], sizes[7::50], sizes[3::9] = 700, 150, 0
@@ -304,7 +305,7 @@ def test_many_groups(tile):
     x, w = rows(sizes, 5, 64), random(150, 64, 64, scale=0.125)
     y = sm90.grouped_gemm(x, [w], ends_of(sizes))
     assert_close(y, product(x, w, sizes))
-    dw = random(150, 64, 64, dtype=torch.float32)
+    dw = random(150, 64, 64, dtype=out_dtype)
     ops.grouped_wgrad_([dw], y, x, ends_of(sizes), False, tile=tile)
     assert_close(dw, torch.stack([y[p].float().T @ x[p].float() for _, p in groups(sizes)]))
     assert (dw[3] == 0).all()

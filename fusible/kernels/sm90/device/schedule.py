@@ -31,16 +31,23 @@ class Schedule:
     group has ``down`` rows of tiles, or none if it has no rows and such are skipped. Lane ``i`` of
     a warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
     32 groups when the tile lies past theirs.
+
+    Tiles of a grouped reduction are as long as their group, and a block has drawn its next two when
+    the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows.
+    The lanes go through all groups once for each level that there is; ``lower`` is the next one.
     """
 
     def __init__(self, ends, total_rows, groups, columns, tile_rows, down, skips, state=None):
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
         self.tile_rows, self.down, self.skips = tile_rows, down, skips
-        self.base, self.last, self.start, self.rows = state or self._look(Int32(0), Int32(0))
+        if state is None:
+            level = Int32(0) if tile_rows else self._highest_level()
+            state = self._look(Int32(0), Int32(0), level, Int32(-1))
+        self.base, self.last, self.start, self.rows, self.level, self.lower = state
 
     def __extract_mlir_values__(self):
         values = [self.total_rows, self.groups, self.columns, self.down]
-        values += [self.base, self.last, self.start, self.rows]
+        values += [self.base, self.last, self.start, self.rows, self.level, self.lower]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
         ]
@@ -66,17 +73,34 @@ class Schedule:
         )
 
     @cute.jit
-    def _tiles_down(self, group, rows):
-        """Rows of tiles of a group."""
+    def _tiles_down(self, group, rows, level):
+        """Rows of tiles of a group, at a level."""
         tiles = self.down
         if const_expr(self.tile_rows):
             tiles = cute.ceil_div(rows, self.tile_rows)
-        elif ((rows == 0) & self.skips) | (group >= self.groups):
+        elif self._level(group, rows) != level:
             tiles = Int32(0)
         return tiles
 
     @cute.jit
-    def _look(self, base: Int32, first: Int32):
+    def _level(self, group, rows):
+        """The level of a group whose reduction has ``rows`` rows, -1 if it has no tiles."""
+        level = 32 - Int32(cute.arch.clz(rows))
+        if ((rows == 0) & self.skips) | (group >= self.groups):
+            level = Int32(-1)
+        return level
+
+    @cute.jit
+    def _highest_level(self):
+        """That of the longest group."""
+        longest = Int32(0)
+        for group in cutlass.range(cute.arch.lane_idx(), self.groups, _LANES, unroll=4):
+            end = group_end(self.ends, group, self.total_rows)
+            longest = cutlass.max(longest, end - group_end(self.ends, group - 1, self.total_rows))
+        return 32 - Int32(cute.arch.clz(cute.arch.warp_redux_sync(longest, "max")))
+
+    @cute.jit
+    def _look(self, base: Int32, first: Int32, level: Int32, lower: Int32):
         """Each lane looks at its group of the 32 from ``base``, the first of tile ``first``."""
         lane = cute.arch.lane_idx()
         group = base + lane
@@ -87,28 +111,37 @@ class Schedule:
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
-        last = self._tiles_down(group, rows) * self.columns
+        last = self._tiles_down(group, rows, level) * self.columns
         for step in cutlass.range_constexpr(5):
             below = shuffle_sync_up(last, 1 << step)
             if lane >= (1 << step):
                 last += below
-        return base, first + last, start, rows
+        if const_expr(not self.tile_rows):
+            mine = self._level(group, rows)
+            if mine >= level:
+                mine = Int32(-1)
+            lower = cutlass.max(lower, cute.arch.warp_redux_sync(mine, "max"))
+        return base, first + last, start, rows, level, lower
 
     @cute.jit
     def seek(self, tile: Int32):
         """The tile's coordinates; tiles are asked for in ascending order."""
         base, last, start, rows = self.base, self.last, self.start, self.rows
+        level, lower = self.level, self.lower
         end = shuffle_sync(last, _LANES - 1)
-        while (tile >= end) & (base + _LANES <= self.groups):
-            base, last, start, rows = self._look(base + _LANES, end)
+        while (tile >= end) & ((base + _LANES <= self.groups) | (lower >= 0)):
+            base += _LANES
+            if base > self.groups:
+                base, level, lower = Int32(0), lower, Int32(-1)
+            base, last, start, rows, level, lower = self._look(base, end, level, lower)
             end = shuffle_sync(last, _LANES - 1)
-        moved = self._with((base, last, start, rows))
+        moved = self._with((base, last, start, rows, level, lower))
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(last <= tile))
         valid = lane < _LANES
         lane = cutlass.min(lane, Int32(_LANES - 1))
         group = base + lane
         group_start, group_rows = shuffle_sync(start, lane), shuffle_sync(rows, lane)
-        tiles_down = cutlass.max(self._tiles_down(group, group_rows), Int32(1))
+        tiles_down = cutlass.max(self._tiles_down(group, group_rows, level), Int32(1))
         index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
         m, n = _in_bands(index, tiles_down, self.columns)
         return moved, valid, group, m, n, group_start, group_rows
