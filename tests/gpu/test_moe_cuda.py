@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checks import launched, never_waiting
+from checks import graph_of, launched, never_waiting
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -388,14 +388,7 @@ def test_cuda_graph_replayed_with_other_tokens():
     block = make_block(shared=True).bfloat16().cuda()
     x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(block, x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(block, x, dy)
+    graph, captured = graph_of(lambda: step(block, x, dy))
     for seed in range(4):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -427,14 +420,7 @@ def test_balancing_in_a_graph():
     block = balanced_block()
     x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            balanced_step(block, x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = balanced_step(block, x, dy)
+    graph, captured = graph_of(lambda: balanced_step(block, x, dy))
     eager = copy.deepcopy(block)
     for seed in range(4):
         torch.manual_seed(seed)
