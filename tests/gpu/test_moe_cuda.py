@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from checks import graph_of, launched, never_waiting
+from test_moe_ops import moe_block
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -294,29 +295,8 @@ def test_opcheck():
 HIDDEN, EXPERTS, INNER, TOP_K = 256, 16, 128, 4
 
 
-def make_block(shared=False, weighted=False, recompute=False, **router):
-    options = {"bias": False, "single_grouped_weight": True}
-    ops = [
-        fz.TopKRouter(HIDDEN, EXPERTS, TOP_K, **router),
-        fz.Dispatch(EXPERTS, recompute_rows=recompute),
-        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
-        fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
-        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
-        fz.Combine(weighted=weighted),
-    ]
-    if shared:
-        ops = [
-            fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
-            *ops,
-            fz.Swap()
-            .set_extra_input_channel(0, "tokens")
-            .set_extra_output_channel(0, "routed", output_to_caller=False),
-            fz.BasicLinear(HIDDEN, 2 * INNER),
-            fz.SwiGLU(),
-            fz.BasicLinear(INNER, HIDDEN),
-            fz.AddExtraInput().set_extra_input_channel(0, "routed"),
-        ]
-    return fz.Sequential(*ops)
+def make_block(shared=False, **options):
+    return moe_block(HIDDEN, EXPERTS, INNER, TOP_K, INNER if shared else 0, **options)
 
 
 def step(block, x, dy):
@@ -339,9 +319,9 @@ ROUTERS = {
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_block_against_fp64(shared, weighted, router):
-    block = make_block(shared, weighted, **ROUTERS[router])
+    block = make_block(shared, weighted=weighted, **ROUTERS[router])
     x, dy = torch.randn(500, HIDDEN).bfloat16(), torch.randn(500, HIDDEN).bfloat16()
-    exact = make_block(shared, weighted, **ROUTERS[router]).double()
+    exact = make_block(shared, weighted=weighted, **ROUTERS[router]).double()
     block = block.bfloat16()
     exact.load_state_dict({k: v.double() for k, v in block.state_dict().items()})
     want = step(exact, x.double().requires_grad_(), dy.double())
