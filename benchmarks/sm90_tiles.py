@@ -41,18 +41,20 @@ _SHAPES = (
     (256, 128, False),
     (256, 192, False),
 )
+# Tiles of dglu, and how many pre-activation blocks they may hold.
+_AHEAD = {(128, 128): (3, 4, 5, 6, 7), (128, 192): (2, 7)}
 
 
 def tiles_of(kind: str) -> list[Tile]:
     """Every tile worth trying: those that fit, in clusters of two, or of one and four."""
     found = []
     for m, n, pingpong in _SHAPES:
-        if (kind == "glu" and n // 2 % 32) or (kind == "dglu" and (m, n) != (128, 128)):
+        if (kind == "glu" and n // 2 % 32) or (kind == "dglu" and (m, n) not in _AHEAD):
             continue
         clusters = [(1, 2), (2, 1)] + [(1, 1), (2, 2)] * ((m, n) == (128, 128))
         for cluster_m, cluster_n in clusters:
             for dynamic in (False, True):
-                for ahead in (3, 4, 5, 6) if kind == "dglu" else (3,):
+                for ahead in _AHEAD[m, n] if kind == "dglu" else (3,):
                     found.append(Tile(m, n, pingpong, cluster_m, cluster_n, dynamic, ahead))
     return found
 

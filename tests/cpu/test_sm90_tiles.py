@@ -38,3 +38,9 @@ def test_a_gated_product_gets_a_wide_tile_only_where_it_takes_it():
     assert takes_wide("k", 32, bias=False)
     for refused in (("n", 0, False), ("k", 0, True), ("k", 64, False), ("k", 4, False)):
         assert not takes_wide(*refused)
+
+
+def test_the_activations_backward_gets_a_wide_tile_where_little_lies_beside_it():
+    widths = {columns: choose("dglu", True, columns).n for columns in (512, 768, 2048, 14336)}
+    assert widths == {512: 128, 768: 192, 2048: 128, 14336: 192}
+    assert choose("dglu", False, 768).n == 128  # groups of few rows

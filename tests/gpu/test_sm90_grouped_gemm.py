@@ -13,8 +13,8 @@ pytestmark = hopper
 
 DEVICE = "cuda"
 QGEGLU = {"activation": "clamped_qgeglu", "limit": 1.5, "alpha": 1.702, "offset": 1.0}
-# Just under, at and just over the tiles' 128, 192 and 256 rows; empty; one row; skewed.
-SIZES = (127, 0, 128, 129, 1, 191, 192, 0, 193, 255, 256, 257, 700)
+# Just under, at and just over one to four times a warpgroup's 64 rows; empty; one row; skewed.
+SIZES = (127, 0, 128, 129, 1, 191, 192, 0, 193, 63, 64, 65, 255, 256, 257, 700)
 TAIL = 70
 
 
@@ -104,6 +104,10 @@ def gated_tiles(interleave, how="k", bias=False):
     major = "n" if how == "n" else "k"
     wide = tiles.takes_wide(major, interleave, bias)
     return [tile for tile in tiles.TILES["glu"] if wide or tile.n <= 128]
+
+
+# A tile of each width that the activation's backward may get.
+WIDTHS_OF_DGLU = list({tile.n: tile for tile in tiles.TILES["dglu"]}.values())
 
 
 @every_tile
@@ -220,7 +224,8 @@ def test_glu_layouts(dtype, interleave, options):
         assert torch.equal(out, same)
         assert_close(preact, expected)
         assert_close(out, glu(expected, interleave, **options) * scales[:, None])
-    _check_dglu(sizes, hidden, inner, "k", interleave, options, dtype)
+    for tile in WIDTHS_OF_DGLU:
+        _check_dglu(sizes, hidden, inner, "k", interleave, options, dtype, tile)
 
 
 @pytest.mark.parametrize("interleave", [0, 1, 4, 32])
@@ -241,7 +246,8 @@ def test_glu_columns_beside_the_tile(interleave, inner):
             if keep:
                 assert_close(preact, expected)
             assert_close(out, glu(expected, interleave) * scales[:, None])
-    _check_dglu(sizes, hidden, inner, "k", interleave, {})
+    for tile in WIDTHS_OF_DGLU:
+        _check_dglu(sizes, hidden, inner, "k", interleave, {}, tile=tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -147,13 +147,21 @@ class Spec(NamedTuple):
         return self.tile.ahead if self.kind == "dglu" else 0
 
     @property
+    def fetches_preacts(self) -> bool:
+        """Whether blocks are fetched to the L2 cache before dglu has room for them.
+
+        It pays where there is room for few, which do not cover the time that memory takes.
+        """
+        return 0 < self.preact_slots <= 2
+
+    @property
     def preact_blocks(self) -> int:
         """Such blocks that dglu reads for a tile."""
         return self.tile.m * self.tile.n // (WARPGROUP_ROWS * self.block_columns)
 
     @property
     def _least_out_blocks(self) -> int:
-        """Output blocks that a warpgroup needs; dglu's epilogue makes do with one."""
+        """Output blocks that a warpgroup needs; of dglu, whose gradients need none, one."""
         return 1 if self.kind == "dglu" else 2
 
     @property
@@ -165,7 +173,10 @@ class Spec(NamedTuple):
 
     @property
     def out_blocks(self) -> int:
-        """Output blocks of shared memory for each warpgroup: up to 4, where room is left."""
+        """Output blocks of shared memory for each warpgroup: up to 4, where room is left.
+
+        Of dglu, both warpgroups' are used in turns by the tile whose epilogue runs.
+        """
         if self.kind == "dglu":
             return self._least_out_blocks
         left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - self.stages * self.stage_bytes

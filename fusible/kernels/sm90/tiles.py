@@ -23,7 +23,10 @@ _TABLE = {
     "store": (_FEW, _MANY),
     "glu": (_FEW, (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True), 0.98))),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
-    "dglu": (((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)), _MANY),
+    "dglu": (
+        ((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)),
+        (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True, ahead=2), 0.97)),
+    ),
     "wgrad": (_MANY, _MANY),
 }
 

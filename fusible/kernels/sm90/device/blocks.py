@@ -2,17 +2,15 @@
 
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, warp
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, warp
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.addressing import at_distance
-from fusible.kernels.sm90.device.schedule import group_end
+from fusible.kernels.sm90.device.stores import store_box
 from fusible.kernels.sm90.device.stripes import fragment_layout, fragment_order
 from fusible.kernels.sm90.spec import WARP_ROWS, WARPGROUP_ROWS
 
 _EPILOGUE_BARRIER = 1  # and 2: named barrier of each warpgroup's epilogue
 _WARPGROUP = 128
-_FILLS = 8  # stores of zeros under way at once
 PIECE = 16  # columns that one stmatrix or ldmatrix moves: 8 values of each thread
 
 
@@ -59,17 +57,9 @@ class BlockWriter:
 
     def put(self, values, block, piece):
         """Write a thread's 8 values of 16 columns of a block to shared memory."""
-        self.put_rounded(self.rounded(values, block.element_type), block, piece)
-
-    def rounded(self, values, dtype):
-        """A thread's 8 values of 16 columns as ``dtype``: 16 bits need half the registers."""
-        fragment = cute.make_rmem_tensor(self.shape, dtype)
+        fragment = cute.make_rmem_tensor(self.shape, block.element_type)
         for i, value in enumerate(values):
-            fragment[i] = value.to(dtype)
-        return fragment
-
-    def put_rounded(self, fragment, block, piece):
-        """`put` of values that `rounded` gave."""
+            fragment[i] = value.to(block.element_type)
         copy = self.to_shared.get_slice(self.thread)
         target = copy.partition_D(block)[None, 0, piece]
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
@@ -149,62 +139,7 @@ class BlockWriter:
 
     def _store(self, stores, height, which):
         for atom, tensor, row, column, block in stores:
-            rows = cute.local_tile(block, (height, self.columns), (which, 0))
-            box = cute.local_tile(
-                cute.domain_offset((row + which * height, column), tensor),
-                (height, self.columns),
-                (0, 0),
-            )
-            source, target = cpasync.tma_partition(
-                atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(rows, 0, 2),
-                cute.group_modes(box, 0, 2),
-            )
-            cute.copy(atom, source, target)
+            box = (height, self.columns)
+            rows = cute.local_tile(block, box, (which, 0))
+            store_box(atom, tensor, box, (row + which * height, column), rows)
         cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def fill_empty(
-    spec: cutlass.Constexpr, problem, ends: cute.Tensor, total_rows, columns, store, zeros
-):
-    """Write zeros to the output matrices of groups without rows; by one warp of every block.
-
-    Few are under way at once, so that they do not delay what the other warps wait for.
-    """
-    lane = cute.arch.lane_idx()
-    vector = cute.make_tensor(zeros.iterator, cute.make_layout(cute.size(zeros)))
-    for i in cutlass.range_constexpr(cute.size(zeros) // 32):
-        vector[lane + 32 * i] = zeros.element_type(0)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-    box = (spec.stored_rows, spec.block_columns)
-    down, across = cute.ceil_div(columns, box[0]), cute.ceil_div(problem.depth, box[1])
-    for group in cutlass.range(problem.groups, unroll=1):
-        start = group_end(ends, group - 1, total_rows)
-        if group_end(ends, group, total_rows) <= start:
-            out = output_of(spec, problem, store, group)
-            for index in cutlass.range(block, down * across, blocks, unroll=1):
-                offset = (index // across * box[0], index % across * box[1])
-                target = cute.local_tile(cute.domain_offset(offset, out), box, (0, 0))
-                source, target = cpasync.tma_partition(
-                    store.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(zeros, 0, 2),
-                    cute.group_modes(target, 0, 2),
-                )
-                cute.copy(store.atom, source, target)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(_FILLS, read=False)
-    cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-
-def output_of(spec, problem, store, group):
-    """The output matrix of a group that the reduction is grouped by."""
-    if spec.table:
-        return at_distance(store.tma_tensor, problem.table[group] - problem.base)
-    return store.tma_tensor[None, None, group]

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr, cute, pipeline
 
 from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
 from fusible.kernels.sm90.device.addressing import group_rows
-from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter, output_of
+from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
@@ -21,6 +21,7 @@ from fusible.kernels.sm90.device.parts import (
     give_turn,
     take_turn,
 )
+from fusible.kernels.sm90.device.stores import output_of
 from fusible.kernels.sm90.device.stripes import untangle
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
@@ -79,15 +80,24 @@ class Epilogue:
     @cute.jit
     def write(self, accumulator, row_scales, place: Place, preact_state):
         """Write a tile."""
-        spec, tile = self.spec, self.tile
-        out_blocks = self.outputs.blocks
+        spec, out_blocks = self.spec, self.outputs.blocks
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
         )
+        if const_expr(spec.kind == "dglu"):
+            preact_state = self._write_backward(
+                writer, accumulator, row_scales, place, preact_state
+            )
+        else:
+            self._write_product(writer, accumulator, row_scales, place)
+        return preact_state
+
+    @cute.jit
+    def _write_product(self, writer, accumulator, row_scales, place: Place):
+        """Write a tile of any kind but dglu."""
+        spec, tile = self.spec, self.tile
         writer.settle(0)
         out, both = self._targets(place)
-        if const_expr(spec.kind == "dglu" and tile.pingpong):
-            take_turn(PREACT_TURN, self.team)
         write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
@@ -96,17 +106,21 @@ class Epilogue:
             if const_expr(tile.teams == 2):
                 slab += self.team * WARPGROUP_ROWS
             count = const_expr(m * per_slab)
-            if const_expr(spec.kind == "dglu"):
-                preact_state = self._dglu(
-                    writer, accumulator, m, row_scales, out, both, slab, place, preact_state, count
-                )
-            elif const_expr(spec.kind == "wgrad"):
+            if const_expr(spec.kind == "wgrad"):
                 self._store(writer, accumulator, m, out, slab, place, count)
             elif slab < place.rows:
                 write_slab(writer, accumulator, m, row_scales, out, both, slab, place, count)
-        if const_expr(spec.kind == "dglu"):
-            writer.settle(0)
-            self.preacts.pipeline.consumer_release(behind(preact_state, 1))
+
+    @cute.jit
+    def _write_backward(self, writer, accumulator, row_scales, place: Place, preact_state):
+        """Put the blocks of a tile of dglu together, where `store_gradients` takes them."""
+        write_slab = self._dglu
+        take_turn(PREACT_TURN, self.team)
+        if place.row >= place.rows:  # there are none
+            give_turn(PREACT_TURN, self.team)
+        for m in cutlass.range_constexpr(self.tile.slabs):
+            if place.row + m * WARPGROUP_ROWS < place.rows:
+                preact_state = write_slab(writer, accumulator, m, row_scales, place, preact_state)
         return preact_state
 
     @cute.jit
@@ -145,7 +159,7 @@ class Epilogue:
         return first + m * self.tile.teams * WARPGROUP_ROWS
 
     def _blocks_of_slab(self):
-        """Blocks written for each 64 rows of a warpgroup."""
+        """Blocks written for each 64 rows of a warpgroup, but for dglu's."""
         if self.spec.kind == "glu":
             kept = self.tile.n if self.spec.keep else 0
             return (kept + self.tile.n // 2) // self.columns
@@ -263,48 +277,44 @@ class Epilogue:
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place, preact_state,
-        count: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Gradients of gate, linear and scale from the accumulator, and the scaled activation."""
-        spec, ring = self.spec, self.preacts.pipeline
-        blocks = const_expr(self.tile.n // self.columns)
+        self, writer, accumulator, m: cutlass.Constexpr, row_scales, place: Place, preact_state
+    ):
+        """64 rows: gradients of gate, linear and scale, and the scaled activation."""
+        spec, ring, vacated = self.spec, self.preacts.pipeline, self.preacts.vacated
+        blocks, act_blocks = const_expr(self.tile.n // self.columns), 2 * spec.out_blocks
         scale_grads = [Float32(0.0), Float32(0.0)]
         for index in cutlass.range_constexpr(blocks):
             ring.consumer_wait(preact_state)
-            if const_expr(self.tile.pingpong and m == self.tile.slabs - 1 and index == blocks - 1):
-                give_turn(PREACT_TURN, self.team)
+            if const_expr(index == blocks - 1):  # noqa: SIM102 (decided when compiling)
+                if (m == self.tile.slabs - 1) | (
+                    place.row + (m + 1) * WARPGROUP_ROWS >= place.rows
+                ):
+                    give_turn(PREACT_TURN, self.team)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
             ]
-            # The gradients can be put down at once, the activations when their block is vacant.
-            activations = [
-                self._backward(writer, accumulator, m, row_scales, sides, index, piece, scale_grads)
-                for piece in range(self.columns // PIECE)
-            ]
-            block = writer.block(count + index)
-            if const_expr(count + index > 0):
-                ring.consumer_release(behind(preact_state, 1))
-            column = place.column + index * self.columns
-            first = gate_column(spec, column, self.problem.glu_block)
-            stores = [(*out, slab, column, block)]
-            for side in cutlass.range_constexpr(2):
-                view = side if spec.paired else 0
-                stores.append(
-                    (*both[view], slab, first + (side - view) * self.columns, sides[side])
-                )
+            # A block of activations is vacated with the slot whose gradients were stored with it.
+            if const_expr(spec.preact_slots > act_blocks):
+                stored = behind(preact_state, act_blocks)
+                cute.arch.mbarrier_wait(vacated + stored.index, stored.phase)
+            act = self.outputs.blocks[None, None, (m * blocks + index) % act_blocks]
             for piece in cutlass.range_constexpr(self.columns // PIECE):
-                writer.put_rounded(activations[piece], block, piece)
-            writer.write(stores)
+                self._backward(
+                    writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads
+                )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.preacts.done + preact_state.index)
             preact_state.advance()
         self._sum_up(scale_grads, m, place)
         return preact_state
 
-    def _backward(self, writer, accumulator, m, row_scales, sides, index, piece, scale_grads):
-        """16 activation columns: their gradients of gate and linear, put where those were.
+    def _backward(self, writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads):
+        """16 scaled activation columns; the gradients of gate and linear, put where those were.
 
-        Adds to the gradients of a thread's two scales; gives its 8 scaled activations.
+        Adds to the gradients of a thread's two scales.
         """
         backward, pieces = BACKWARD[self.spec.activation], self.columns // PIECE
         gates, linears = zip(*[self._sides(2 * piece + i) for i in range(2)], strict=True)
@@ -328,7 +338,7 @@ class Epilogue:
             activations.append(value * scale)
         for at, part in values.items():
             writer.put_preacts(part, sides[at // pieces], at % pieces)
-        return writer.rounded(activations, self.dtype)
+        writer.put(activations, act, piece)
 
     @cute.jit
     def _sum_up(self, scale_grads, m, place: Place):

@@ -1,12 +1,14 @@
 """The grouped matrix product on Hopper: one mainloop, every epilogue.
 
 A block is three warpgroups. The first loads: its warp 0 keeps a ring of operand stages filled by
-TMA, its warp 1 a ring of pre-activation blocks where the epilogue reads them. The other two
-multiply (WGMMA from shared memory, FP32 accumulators) and run the epilogue, which walks the
-accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared memory, TMA store.
+TMA, its warp 1 a ring of pre-activation blocks where the epilogue reads them, whose gradients its
+warp 3 stores. The other two multiply (WGMMA from shared memory, FP32 accumulators) and run the
+epilogue, which walks the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared
+memory, TMA store.
 """
 
 import cuda.bindings.driver as cuda
+import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
@@ -14,7 +16,6 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from fusible.kernels.sm90.device.addressing import address_by_distance, address_rows_by_group
-from fusible.kernels.sm90.device.blocks import fill_empty
 from fusible.kernels.sm90.device.loads import load_operands, load_preacts, prefetch_weights
 from fusible.kernels.sm90.device.parts import (
     DTYPES,
@@ -27,6 +28,7 @@ from fusible.kernels.sm90.device.parts import (
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
+from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
@@ -263,7 +265,7 @@ class GroupedGemm:
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, 2 * spec.stages]
-            preact_barriers: cute.struct.MemRange[Int64, max(2 * spec.preact_slots, 1)]
+            preact_barriers: cute.struct.MemRange[Int64, max(3 * spec.preact_slots, 1)]
             queue_barriers: cute.struct.MemRange[Int64, 2 * TileQueue.SLOTS]
             queue: cute.struct.Align[
                 cute.struct.MemRange[Int32, TileQueue.SLOTS * TileQueue.WORDS], 16
@@ -313,7 +315,7 @@ class GroupedGemm:
                 barrier_storage=shared.preact_barriers.data_ptr(),
                 num_stages=spec.preact_slots,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
                 tx_count=2 * spec.block_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
@@ -322,13 +324,19 @@ class GroupedGemm:
                 load_preact,
                 shared.preact.get_tensor(layout_preact.outer, swizzle=layout_preact.inner),
                 preact_ring,
+                shared.preact_barriers.data_ptr() + spec.preact_slots,
+                shared.preact_barriers.data_ptr() + 2 * spec.preact_slots,
             )
+            if warp_index == 1:
+                with cute.arch.elect_one():
+                    for slot in cutlass.range_constexpr(spec.preact_slots):
+                        cute.arch.mbarrier_init(preacts.done + slot, 4)
         queue = TileQueue(
             counter,
             shared.queue.data_ptr(),
             shared.queue_barriers.data_ptr(),
             tile.dynamic,
-            10 if const_expr(spec.kind == "dglu") else 9,
+            11 if const_expr(spec.kind == "dglu") else 9,
             cute.size(self.cluster),
         )
         if warp_index == 0:
@@ -368,9 +376,11 @@ class GroupedGemm:
                 )
             if warp_index == 0:
                 load_operands(spec, problem, walk, operands)
-            if const_expr(spec.kind == "dglu"):  # noqa: SIM102 (decided when compiling)
+            if const_expr(spec.kind == "dglu"):
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
+                elif warp_index == 3:
+                    store_gradients(spec, problem, walk, preacts, outputs)
             if const_expr(spec.fills):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 3:
                     fill_empty(spec, problem, ends, total_rows, columns, store, zeros)

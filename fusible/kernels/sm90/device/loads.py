@@ -11,6 +11,7 @@ from fusible.kernels.sm90.device.parts import (
     Problem,
     Walk,
     gate_column,
+    preact_blocks_of,
     steps_of,
 )
 from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
@@ -137,13 +138,15 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
     """Keep the pre-activation blocks filled, in the order the epilogue reads them; by one warp."""
     tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
-    read, valid, group, m, n, start, _ = walk.next(walk.begin())
+    read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
-        row = start + (m * tile.cluster_m + in_cluster[0]) * tile.m
+        row = (m * tile.cluster_m + in_cluster[0]) * tile.m
+        blocks = preact_blocks_of(spec, rows, row)
+        row += start
         if group >= problem.groups:
             row = problem.total_rows  # out of bounds: zeros for the rows past the last group
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
-        for block in cutlass.range(spec.preact_blocks, unroll=1):
+        for block in cutlass.range(blocks, unroll=1):
             ring.producer_acquire(state)
             for side in cutlass.range_constexpr(2):
                 atom, source, targets = _preact_box(
@@ -155,8 +158,15 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
                     targets[None, 2 * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
+                if const_expr(spec.fetches_preacts):  # noqa: SIM102 (decided when compiling)
+                    if block + spec.preact_slots < blocks:
+                        later = block + spec.preact_slots
+                        atom, source, _ = _preact_box(
+                            spec, problem, preacts, row, column, later, side
+                        )
+                        cute.prefetch(atom, source)
             state.advance()
-        read, valid, group, m, n, start, _ = walk.next(read)
+        read, valid, group, m, n, start, rows = walk.next(read)
 
 
 def _preact_box(spec, problem, preacts, row, column, block, side):

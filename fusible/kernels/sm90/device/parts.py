@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fusible.kernels.sm90.device.schedule import TileQueue
-from fusible.kernels.sm90.spec import TILE_K, Spec
+from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
 DTYPES = {
@@ -57,11 +57,17 @@ class Operands(NamedTuple):
 
 
 class Preacts(NamedTuple):
-    """The ring of pre-activation blocks, of gate and linear columns each (dglu)."""
+    """The ring of pre-activation blocks, of gate and linear columns each (dglu).
+
+    A slot is loaded; a warpgroup puts gradients in the place of what it reads, and activations in a
+    block beside the ring; both are stored, which vacates slot and block.
+    """
 
     loads: tuple[Any, ...]
     blocks: cute.Tensor
     pipeline: Any
+    vacated: cute.Pointer  # the pipeline's barriers of empty slots
+    done: cute.Pointer  # barriers of slots with gradients, at which a warpgroup's warps arrive
 
 
 class Outputs(NamedTuple):
@@ -84,6 +90,15 @@ def steps_of(spec: Spec, problem: Problem, group, rows):
     return Int32(select_(group < problem.groups, depth, Int32(0)))
 
 
+def preact_blocks_of(spec: Spec, rows, row):
+    """Blocks of pre-activations of the tile that begins at ``row`` of a group of ``rows`` rows.
+
+    64 rows of the tile that lie past the group's have none.
+    """
+    slabs = cutlass.max(cutlass.min(cute.ceil_div(rows - row, WARPGROUP_ROWS), spec.tile.slabs), 0)
+    return slabs * (spec.preact_blocks // spec.tile.slabs)
+
+
 def gate_column(spec: Spec, column, glu_block):
     """Where the gate of an activation column lies among gate and linear columns."""
     if spec.paired:
@@ -92,10 +107,11 @@ def gate_column(spec: Spec, column, glu_block):
 
 
 def behind(state, count):
-    """A pipeline's stage ``count`` before that of ``state``, to be released."""
-    index = state.index - count
+    """A pipeline's stage ``count`` before that of ``state``, of which there are as many."""
+    index, phase = state.index - count, state.phase
+    phase = Int32(select_(index < 0, phase ^ 1, phase))
     index = Int32(select_(index < 0, index + state.stages, index))
-    return pipeline.PipelineState(state.stages, state.count, index, state.phase)
+    return pipeline.PipelineState(state.stages, state.count, index, phase)
 
 
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.

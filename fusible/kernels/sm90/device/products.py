@@ -16,6 +16,7 @@ from fusible.kernels.sm90.device.parts import (
     Walk,
     behind,
     give_turn,
+    preact_blocks_of,
     steps_of,
     take_turn,
 )
@@ -86,11 +87,11 @@ def multiply(
     read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         steps = steps_of(spec, problem, group, rows)
+        row = (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
         mine = Boolean(True)
         if const_expr(tile.pingpong):
             mine = turn == team
         if mine:
-            row = (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
             column = (n * tile.cluster_n + walk.in_cluster[1]) * spec.width
             place = Place(group, start, rows, row, column)
             row_scales = scales_of(place)
@@ -128,7 +129,7 @@ def multiply(
             if steps > 0:
                 state.advance(steps)
             if const_expr(spec.kind == "dglu"):
-                preact_state.advance(Int32(spec.preact_blocks))
+                preact_state.advance(preact_blocks_of(spec, rows, row))
         if const_expr(tile.pingpong):
             turn = 1 - turn
         read, valid, group, m, n, start, rows = walk.next(read)

@@ -73,16 +73,6 @@ class Schedule:
         )
 
     @cute.jit
-    def _tiles_down(self, group, rows, level):
-        """Rows of tiles of a group, at a level."""
-        tiles = self.down
-        if const_expr(self.tile_rows):
-            tiles = cute.ceil_div(rows, self.tile_rows)
-        elif self._level(group, rows) != level:
-            tiles = Int32(0)
-        return tiles
-
-    @cute.jit
     def _level(self, group, rows):
         """The level of a group whose reduction has ``rows`` rows, -1 if it has no tiles."""
         level = 32 - Int32(cute.arch.clz(rows))
@@ -111,13 +101,17 @@ class Schedule:
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
-        last = self._tiles_down(group, rows, level) * self.columns
-        for step in cutlass.range_constexpr(5):
-            below = shuffle_sync_up(last, 1 << step)
-            if lane >= (1 << step):
-                last += below
-        if const_expr(not self.tile_rows):
+        last = Int32(0)
+        if const_expr(self.tile_rows):
+            last = cute.ceil_div(rows, self.tile_rows) * self.columns
+            for step in cutlass.range_constexpr(5):
+                below = shuffle_sync_up(last, 1 << step)
+                if lane >= (1 << step):
+                    last += below
+        else:  # groups have as many tiles each
             mine = self._level(group, rows)
+            there = cute.arch.vote_ballot_sync(mine == level) & cute.arch.lanemask_le()
+            last = Int32(cute.arch.popc(there)) * self.down * self.columns
             if mine >= level:
                 mine = Int32(-1)
             lower = cutlass.max(lower, cute.arch.warp_redux_sync(mine, "max"))
@@ -141,7 +135,9 @@ class Schedule:
         lane = cutlass.min(lane, Int32(_LANES - 1))
         group = base + lane
         group_start, group_rows = shuffle_sync(start, lane), shuffle_sync(rows, lane)
-        tiles_down = cutlass.max(self._tiles_down(group, group_rows, level), Int32(1))
+        tiles_down = self.down
+        if const_expr(self.tile_rows):
+            tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
         index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
         m, n = _in_bands(index, tiles_down, self.columns)
         return moved, valid, group, m, n, group_start, group_rows
