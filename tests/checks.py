@@ -2,7 +2,17 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+"""Marks of tests of the kernels that run on nothing else."""
 
 
 @contextmanager
@@ -23,6 +33,20 @@ def launched(call):
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     return [event.name for event in profile.events() if event.device_type == on_device], result
+
+
+def graph_of(step):
+    """A CUDA graph of ``step()``, warmed up on another stream, and what it gave when captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
 
 
 def assert_no_spills(report, architecture):

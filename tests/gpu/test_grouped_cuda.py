@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import graph_of, never_waiting
 from torch import Tensor
 
 import fusible as fz
@@ -166,14 +166,7 @@ def test_the_grouped_mlp_never_synchronises_and_repeats_bitwise():
 
 def test_cuda_graph_replay_with_other_splits():
     mlp, x, scales, splits = mlp_and_inputs()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(mlp, x, scales, splits)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(mlp, x, scales, splits)
+    graph, captured = graph_of(lambda: step(mlp, x, scales, splits))
     for sizes in ([256, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [64, 64, 64, 64]):
         splits.copy_(torch.tensor(sizes))
         graph.replay()

@@ -6,19 +6,13 @@ import copy
 
 import pytest
 import torch
-from checks import launched, never_waiting
+from checks import graph_of, hopper, launched, never_waiting
 
 import fusible as fz
 from fusible.kernels import sm90
 from fusible.testing import assume_target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = hopper
 
 HIDDEN, INNER = 128, 96
 SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
@@ -168,14 +162,7 @@ def test_cuda_graph_replay_with_other_splits(single):
     with torch.no_grad():
         x.nan_to_num_()
     dy = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(mlp, x, scales, splits, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(mlp, x, scales, splits, dy)
+    graph, captured = graph_of(lambda: step(mlp, x, scales, splits, dy))
     rows = len(x)
     for sizes in ([rows, *[0] * 7], [1] * 8, [0] * 8, [rows // 8] * 8, SIZES):
         splits.copy_(torch.tensor(sizes))

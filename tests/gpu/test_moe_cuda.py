@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from checks import launched, never_waiting
+from checks import graph_of, launched, never_waiting
+from test_moe_ops import moe_block
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -294,29 +295,8 @@ def test_opcheck():
 HIDDEN, EXPERTS, INNER, TOP_K = 256, 16, 128, 4
 
 
-def make_block(shared=False, weighted=False, recompute=False, **router):
-    options = {"bias": False, "single_grouped_weight": True}
-    ops = [
-        fz.TopKRouter(HIDDEN, EXPERTS, TOP_K, **router),
-        fz.Dispatch(EXPERTS, recompute_rows=recompute),
-        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
-        fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
-        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
-        fz.Combine(weighted=weighted),
-    ]
-    if shared:
-        ops = [
-            fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
-            *ops,
-            fz.Swap()
-            .set_extra_input_channel(0, "tokens")
-            .set_extra_output_channel(0, "routed", output_to_caller=False),
-            fz.BasicLinear(HIDDEN, 2 * INNER),
-            fz.SwiGLU(),
-            fz.BasicLinear(INNER, HIDDEN),
-            fz.AddExtraInput().set_extra_input_channel(0, "routed"),
-        ]
-    return fz.Sequential(*ops)
+def make_block(shared=False, **options):
+    return moe_block(HIDDEN, EXPERTS, INNER, TOP_K, INNER if shared else 0, **options)
 
 
 def step(block, x, dy):
@@ -339,9 +319,9 @@ ROUTERS = {
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_block_against_fp64(shared, weighted, router):
-    block = make_block(shared, weighted, **ROUTERS[router])
+    block = make_block(shared, weighted=weighted, **ROUTERS[router])
     x, dy = torch.randn(500, HIDDEN).bfloat16(), torch.randn(500, HIDDEN).bfloat16()
-    exact = make_block(shared, weighted, **ROUTERS[router]).double()
+    exact = make_block(shared, weighted=weighted, **ROUTERS[router]).double()
     block = block.bfloat16()
     exact.load_state_dict({k: v.double() for k, v in block.state_dict().items()})
     want = step(exact, x.double().requires_grad_(), dy.double())
@@ -388,14 +368,7 @@ def test_cuda_graph_replayed_with_other_tokens():
     block = make_block(shared=True).bfloat16().cuda()
     x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(block, x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(block, x, dy)
+    graph, captured = graph_of(lambda: step(block, x, dy))
     for seed in range(4):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -427,14 +400,7 @@ def test_balancing_in_a_graph():
     block = balanced_block()
     x = torch.randn(700, HIDDEN, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            balanced_step(block, x, dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = balanced_step(block, x, dy)
+    graph, captured = graph_of(lambda: balanced_step(block, x, dy))
     eager = copy.deepcopy(block)
     for seed in range(4):
         torch.manual_seed(seed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import graph_of, never_waiting
 from number_formats import each_recipe
 from torch import nn
 
@@ -86,15 +86,7 @@ def test_no_step_synchronises(recipe):
 def test_a_captured_step_sees_new_weights_even_inside_a_reuse_scope(recipe):
     module, (x, splits, scales) = block().cuda(), inputs("cuda")
     with fz.reuse_quantized_weights(module):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step(module, recipe, x, splits, scales)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step(module, recipe, x, splits, scales)
+        graph, captured = graph_of(lambda: step(module, recipe, x, splits, scales))
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(1.5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import launched, never_waiting
+from checks import graph_of, launched, never_waiting
 
 from fusible.kernels.quantize import takes
 from fusible.recipes.formats import (
@@ -272,10 +272,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
             *row, ends, *fmt.spelled(), False, torch.bfloat16
         )
 
-    step()  # compile
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got, values = step()
+    graph, (got, values) = graph_of(step)
     for sizes in ([64, 128, 256], [1, 2, 3], [33, 33, 250]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()

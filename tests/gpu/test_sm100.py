@@ -7,7 +7,7 @@ Nothing here has run yet: see docs/blackwell.md.
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import graph_of, never_waiting
 
 import fusible as fz
 from fusible import recipes
@@ -136,16 +136,11 @@ def test_no_synchronisation_and_graphs_replay_other_splits(recipe):
             y = module(x, splits, scales, splits)
             return [y, *torch.autograd.grad(y, leaves, dy)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-        with never_waiting():
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = work()
+    for _ in range(3):
+        work()
+    with never_waiting():
+        work()
+    graph, captured = graph_of(work)
     for new in (sizes, [0, 768, 0], [1, 1, 700], [0, 0, 0]):
         splits.copy_(torch.tensor(new))
         graph.replay()

@@ -3,7 +3,7 @@
 import pytest
 import reference as ref
 import torch
-from checks import never_waiting
+from checks import graph_of, never_waiting
 from torch import Tensor
 
 import fusible as fz
@@ -177,9 +177,7 @@ def test_packing_waits_for_nothing_and_is_captured():
     work()
     with never_waiting():
         work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = work()
+    graph, captured = graph_of(work)
     for new in (SIZES, (0, 599, 0, 0, 1), (0, 0, 0, 0, 0)):
         sizes.copy_(torch.tensor(new))
         graph.replay()

@@ -4,18 +4,12 @@ import math
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import graph_of, hopper, never_waiting
 
 from fusible.kernels import sm90
 from fusible.kernels.sm90 import ops, tiles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = hopper
 
 DEVICE = "cuda"
 QGEGLU = {"activation": "clamped_qgeglu", "limit": 1.5, "alpha": 1.702, "offset": 1.0}
@@ -474,10 +468,7 @@ def test_always_the_same_bits(separate):
 def test_graph_replays_with_other_ends(separate):
     x, w1, w2, ends, scales = _block((100, 200, 0, 80), separate)
     x[:] = random(*x.shape)
-    _all_kernels(x, w1, w2, ends, scales)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _all_kernels(x, w1, w2, ends, scales)
+    graph, captured = graph_of(lambda: _all_kernels(x, w1, w2, ends, scales))
     for sizes in ((100, 200, 0, 80), (0, 0, 0, 400), (33, 1, 340, 7)):
         ends.copy_(ends_of(sizes))
         graph.replay()

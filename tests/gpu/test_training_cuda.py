@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checks import never_waiting
+from checks import graph_of, hopper, never_waiting
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,13 +26,7 @@ from torch.utils.checkpoint import (
 import fusible as fz
 from fusible.testing import assume_target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = hopper
 
 DOCS = FilePath(__file__).parents[2] / "docs"
 HIDDEN, INNER, SIZES, TAIL = 128, 128, (127, 0, 128, 129, 1, 256, 0, 300), 60
@@ -380,15 +374,8 @@ def test_a_whole_step_in_one_graph(path, accumulate):
 
     captured, eager = make(), make()
     given = inputs(path)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with on(path), torch.cuda.stream(stream):
-        for _ in range(3):
-            train(*captured, given)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with on(path), torch.cuda.graph(graph):
-        train(*captured, given)
+    with on(path):
+        graph, _ = graph_of(lambda: train(*captured, given))
     for _ in range(3):
         with on(path):
             train(*eager, given)

@@ -5,6 +5,7 @@ CUDA is the default device in them, which is also a way that users have.
 
 import pytest
 import torch
+from checks import hopper
 from test_buffers import (  # noqa: F401
     test_a_buffer_that_does_not_fit,
     test_a_gradient_in_the_way,
@@ -48,13 +49,7 @@ from test_weight_grads import (  # noqa: F401
     test_what_autograd_gets_instead,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = hopper
 
 
 @pytest.fixture(autouse=True)
