@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference as ref
@@ -353,24 +354,20 @@ def test_threads_with_different_recipes():
 
     want = [outcome(recipe) for recipe in recipes]
     assert len({float(w[0].sum()) for w in want}) == 4 - 1  # HYBRID differs in the backward only
-    start, wrong, done = threading.Barrier(8), [], []
+    start = threading.Barrier(8)
 
     def work(i):
         start.wait()
+        wrong = []
         for turn in range(6):
             which = (i + turn) % len(recipes)
             got = outcome(recipes[which])
             if any(not torch.equal(a, b) for a, b in zip(got, want[which], strict=True)):
-                wrong.append((i, turn))
-        done.append(i)
+                wrong.append(turn)
+        return wrong
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(done) == 8
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8))) == [[]] * 8
 
 
 class Twice(fz.BasicOperation):
