@@ -6,16 +6,24 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_one_at_a_time = threading.RLock()  # the compiler is not made for threads
+
 
 def kept(name: str, compile_it: Callable[[], Any]) -> Any:
     """The kernel that ``name`` stands for: from disk, else compiled and written."""
+    with _one_at_a_time:
+        return _kept(hashlib.sha256(name.encode()).hexdigest()[:32], compile_it)
+
+
+def _kept(name: str, compile_it: Callable[[], Any]) -> Any:
     from cutlass import cute
 
-    path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
+    path = directory() / f"{name}.o"
     if not path.exists():
         compiled = compile_it()
         try:
@@ -44,5 +52,8 @@ def directory() -> Path:
 def sources() -> list[Path]:
     """Every file that may shape a kernel: more than do, so that none is forgotten."""
     package = Path(__file__).parents[1]
-    folders = package / "kernels", package / "recipes"
-    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [
+        path
+        for pattern in ("*.py", "kernels/**/*.py", "recipes/**/*.py")
+        for path in sorted(package.glob(pattern))
+    ]

@@ -1,6 +1,7 @@
 """Kernels kept on disk: none is taken for another, nor for one of other sources."""
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,22 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "directory", lambda: tmp_path / "file" / "kept")
     assert callable(plain.loaded.__wrapped__(compiled, (32, True), "sm_90a"))
     assert len(times) == 2
+
+
+def test_threads_compile_one_after_another(monkeypatch, tmp_path):
+    """The compiler is not made for two at once; what one thread kept another takes."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(cache, "directory", lambda: tmp_path)
+    times = []
+
+    def compiled(*what):
+        times.append(what)
+        return moe.compiled(*what)
+
+    def load(vectors):
+        what = "scatter", RowsSpec("bf16", vectors, 2)
+        return plain.loaded.__wrapped__(compiled, what, "sm_90a")
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(map(callable, threads.map(load, [1, 2, 3, 1, 2, 3])))
+    assert len(times) == 3
