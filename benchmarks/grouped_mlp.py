@@ -258,22 +258,28 @@ def errors(problem: Problem) -> dict[str, list[float]]:
 
 
 def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: str) -> None:
-    """Time of the best peer over ours, per shape."""
+    """Time of the best peer over ours, per shape; in a CUDA graph where that was measured."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    labels = [f"{c['config']} {c['split']}" for c in cells if c["pass"] == passes[0]]
+    ratios = {(c["config"], c["split"], c["pass"]): c["best_peer"] for c in cells}
+    labels = list(dict.fromkeys((config, split) for config, split, _ in ratios))
     figure, axes = plt.subplots(figsize=(max(11, 0.9 * len(labels)), 4.5))
     for i, name in enumerate(passes):
-        ratios = [c["best_peer"] for c in cells if c["pass"] == name]
-        places = [j + 0.27 * (i - 1) for j in range(len(ratios))]
-        bars = axes.bar(places, ratios, 0.25, label=name)
+        heights = [ratios.get((*la, f"{name}, graph"), ratios[*la, name]) for la in labels]
+        places = [j + 0.27 * (i - 1) for j in range(len(labels))]
+        bars = axes.bar(places, heights, 0.25, label=name)
         within = {"label_type": "center", "color": "white", "fontsize": 8, "rotation": 90}
         axes.bar_label(bars, fmt="%.2f", **within)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n") for label in labels], fontsize=8)
+    graphed = {(config, split) for config, split, name in ratios if name.endswith(", graph")}
+    lines = [[*config.split(), split] for config, split in labels]
+    lines = [
+        [*li, "(graph)"] if la in graphed else li for la, li in zip(labels, lines, strict=True)
+    ]
+    axes.set_xticks(range(len(labels)), map("\n".join, lines), fontsize=8)
     axes.set_ylim(top=1.12 * axes.get_ylim()[1])  # room for the legend
     axes.set_ylabel("time of the best of torch and quack / ours")
     axes.set_title(f"{what}, BF16, one NVIDIA H200: higher is better")
