@@ -15,6 +15,7 @@ from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, is_writable
 from fusible.ops.op import Grads
+from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
 
 
@@ -32,7 +33,8 @@ def _add_product(
     if in_place and (addend.dim() == 2 or addend.is_contiguous()):
         addend.view(-1, b.shape[1]).addmm_(rows, b, alpha=alpha)
         return addend
-    total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha).view(addend.shape)
+    total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
+    total = with_rows_of(total, addend)
     return addend.copy_(total) if in_place else total
 
 
