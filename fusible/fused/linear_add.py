@@ -34,7 +34,7 @@ def _add_product(
         addend.view(-1, b.shape[1]).addmm_(rows, b, alpha=alpha)
         return addend
     total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
-    total = with_rows_of(total, addend)
+    total = with_rows_of(total, a)
     return addend.copy_(total) if in_place else total
 
 

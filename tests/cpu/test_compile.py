@@ -100,6 +100,14 @@ def test_every_op(make, dynamic):
         torch.testing.assert_close(compiled(*inputs), op(*inputs))
 
 
+@pytest.mark.parametrize("name", ["fused", "split by ordinary modules"])
+def test_rows_of_three_dimensions(name):
+    op = OPS[name]()
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, length in ((4, 5), (3, 7)):
+        check(compiled, op, (torch.randn(batch, length, 8, requires_grad=True),))
+
+
 def test_every_activation_in_one_run():
     seq = fz.Sequential(
         *(fz.QGELU(), fz.SReLU(), fz.Linear(8, 32), fz.GEGLU(), fz.GLU(), fz.Linear(8, 32)),
