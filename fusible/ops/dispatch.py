@@ -94,7 +94,7 @@ class Dispatch(BasicOperation):
         # In integers, which torch.compile keeps symbolic.
         parts = 1 << 16
         factor = Fraction(max(self.capacity_factor, 1 / parts)).limit_denominator(parts)
-        factor /= self.num_experts
+        factor = factor / self.num_experts  # torch 2.11 does not trace /=
         return -(-choices * factor.numerator // factor.denominator)
 
     def fuser_forward(
