@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from fusible.kernels.sm90.launch import compile_group_ends, compile_spec, compile_tile_sums
-from fusible.kernels.sm90.spec import SHARED_BYTES, Spec
+from fusible.kernels.sm90.spec import SHARED_BYTES, Spec, Tile
 from fusible.kernels.sm90.tiles import TILES
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -116,3 +116,9 @@ def test_shared_memory_fits(spec):
     assert used <= SHARED_BYTES - 1024
     assert spec.stages >= 3
     assert spec.out_blocks >= (1 if spec.kind == "dglu" else 2)
+
+
+def test_the_activations_backward_takes_turns():
+    """Without them its warpgroups would wait for each other for ever."""
+    with pytest.raises(ValueError, match=r"must be ping-pong, .* got 128x128co12; pass pingpong"):
+        compile_spec(Spec("dglu", Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu"))

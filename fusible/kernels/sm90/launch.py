@@ -23,7 +23,16 @@ _captured: dict[int, torch.Tensor] = {}
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
-    """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU."""
+    """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU.
+
+    Raises:
+        ValueError: a tile of the activation's backward is not ping-pong.
+    """
+    if spec.kind == "dglu" and not spec.tile.pingpong:
+        raise ValueError(
+            "a tile of dglu must be ping-pong, as the warpgroups' epilogues take turns, got "
+            f"{spec.tile}; pass pingpong=True"
+        )
     from cutlass import Float32, Int32, Int64
 
     from fusible.kernels.sm90.device.gemm import GroupedGemm
