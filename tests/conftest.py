@@ -2,6 +2,7 @@
 
 import os
 
+import checks
 import pytest
 import torch
 
@@ -35,8 +36,17 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _process_state():
+    """The same random numbers for every test; what it sets for the process, it sets back.
+
+    A test that fails half way, or forgets, must not decide what the worker's next tests do.
+    """
+    before = checks.snapshot()
     torch.manual_seed(0)
+    yield
+    changed = checks.restore(before)
+    checks.share_gpu_memory()
+    assert not changed, f"the test leaves {', '.join(changed)} set otherwise than before"
 
 
 @pytest.fixture
@@ -54,6 +64,21 @@ def default_device():
     """Sets the device that tensors are made on unless they say where, as users may."""
     yield torch.set_default_device
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def poisoned():
+    """New memory holds NaN, so that an element that nothing wrote is seen."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture
+def on_cuda(default_device):
+    """New tensors are on the GPU unless the test says where."""
+    default_device("cuda")
 
 
 @pytest.fixture

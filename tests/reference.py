@@ -149,6 +149,24 @@ def assert_accurate(actual: Tensor, exact: Tensor, roundings: float = 4) -> None
         assert error <= bound, f"error {error:.3g} over {bound:.3g} for {actual.dtype}"
 
 
+def assert_equal_but_for_rounding(
+    got: Tensor, want: Tensor, roundings: float, dtype: torch.dtype | None = None
+) -> None:
+    """Two computations of one value differ by at most ``roundings`` roundings to ``dtype``, theirs.
+
+    A CPU chooses how to sum a product by dtype, shape and layout, so equal bits are asserted only
+    of the same operation on the same layout. Everywhere else: each result on the way to a value
+    (a product, an activation, a sum) is rounded once in either computation, by at most eps / 2 of
+    the largest value, so the two differ by eps; the linear steps after it pass that on at its
+    size. ``roundings`` counts the results in a row. A product of K terms that are summed in its
+    own dtype (FP32, FP64) counts sqrt(K), since the errors of its sums are independent; one of
+    BF16 or FP16 terms, summed in FP32, counts one.
+    """
+    assert got.dtype == want.dtype
+    ratio = torch.finfo(dtype or want.dtype).eps / torch.finfo(want.dtype).eps
+    assert_accurate(got.detach(), want.detach().double(), roundings * ratio)
+
+
 def double(t: Tensor) -> Tensor:
     """A leaf with the same values in FP64."""
     return t.detach().double().requires_grad_(t.requires_grad)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import reference as ref
 import torch
 
 import fusible as fz
@@ -129,7 +130,8 @@ def test_saved_tensors_may_come_back_laid_out_otherwise():
     assert is_direct(y)
     got = gradients(model, given, y)
     for one, other in zip(got, both(model, given, False)[1:], strict=True):
-        assert torch.equal(one, other)
+        # Two products and an activation, all in BF16: the gradient of FP32 scales comes from them.
+        ref.assert_equal_but_for_rounding(one, other, roundings=3, dtype=BF16)
 
 
 def test_a_parameter_that_was_replaced_is_trained():

@@ -19,16 +19,6 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture
-def poisoned():
-    """New memory holds NaN, so that what a kernel leaves out is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 on_poison = pytest.mark.usefixtures("poisoned")
 
 

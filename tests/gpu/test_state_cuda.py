@@ -1,7 +1,6 @@
 """The CPU's tests of state dicts on a GPU: where quantized weights are made by the kernels."""
 
 import pytest
-import torch
 from test_state import (  # noqa: F401
     test_attributes_survive,
     test_files_keep_the_bits,
@@ -12,11 +11,4 @@ from test_state import (  # noqa: F401
     test_views_of_one_buffer_stay_views_in_a_copy,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _on_cuda():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_cuda")]

@@ -4,7 +4,6 @@ CUDA is the default device in them, which is also a way that users have.
 """
 
 import pytest
-import torch
 from checks import hopper
 from test_buffers import (  # noqa: F401
     test_a_buffer_that_does_not_fit,
@@ -49,13 +48,10 @@ from test_weight_grads import (  # noqa: F401
     test_what_autograd_gets_instead,
 )
 
-pytestmark = hopper
+pytestmark = [*hopper, pytest.mark.usefixtures("on_cuda")]
 
 
 @pytest.fixture(autouse=True)
-def _on_cuda(request):
+def _not_of_blackwell(request):
     if "sm100" in str(getattr(request.node, "callspec", None)):
         pytest.skip("what stands in for Blackwell's kernels is tested on the CPU")
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
