@@ -86,13 +86,14 @@ def test_import_touches_no_gpu_and_no_kernel_package() -> None:
     assert run_python(code).split() == ["[]", "False"]
 
 
-@pytest.mark.timing
 def test_import_is_quick() -> None:
+    """Of torch's own processor time, so that neither the machine nor its load decides."""
     code = (
-        "import time, torch; start = time.perf_counter(); import fusible;"
-        "print(time.perf_counter() - start)"
+        "from time import process_time; start = process_time(); import torch;"
+        "ours = process_time(); import fusible;"
+        "print((process_time() - ours) / (ours - start))"
     )
-    assert min(float(run_python(code)) for _ in range(3)) < 0.2
+    assert min(float(run_python(code)) for _ in range(3)) < 0.15
 
 
 def test_tables_of_pages_are_up_to_date() -> None:
