@@ -31,7 +31,8 @@ def _add_product(
         return add(a @ b, alpha=alpha)
     rows = a.reshape(-1, a.shape[-1])
     if in_place and (addend.dim() == 2 or addend.is_contiguous()):
-        addend.view(-1, b.shape[1]).addmm_(rows, b, alpha=alpha)
+        flat = addend.view(-1, b.shape[1])
+        torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
         return addend
     total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
     total = with_rows_of(total, a)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusible.formulas import math_dtype
+from fusible.kernels import flops
 from fusible.kernels.library import define
 
 _ALIGNMENT = 16  # bytes: what torch.nn.functional.grouped_mm asks of strides and pointers
@@ -257,6 +258,7 @@ define(
     _grouped_mm_fake,
     _grouped_mm_loop,
     _grouped_mm_cuda,
+    flops.product,
 )
 
 
@@ -291,6 +293,7 @@ define(
     _grouped_mm_out_fake,
     _grouped_mm_out_loop,
     _grouped_mm_out_cuda,
+    flops.product_into,
 )
 
 # --- grouped_wgrad --------------------------------------------------------------------------------
@@ -326,6 +329,7 @@ define(
     _grouped_wgrad_fake,
     _grouped_wgrad_loop,
     _grouped_wgrad_cuda,
+    flops.wgrad,
 )
 
 
@@ -362,6 +366,7 @@ define(
     _grouped_wgrad_out_fake,
     _grouped_wgrad_out,
     _grouped_wgrad_out_cuda,
+    flops.wgrad_into,
 )
 
 # --- grouped_sum ----------------------------------------------------------------------------------

@@ -41,11 +41,13 @@ _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor
 _FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
 
 
-def _define(schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _define(
+    schema: str, fake: Callable[..., Any], flops: Callable[..., int]
+) -> Callable[..., Any]:
     """Register what is decorated for every device: the provider's kernels know where they run."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        define(schema, fake, function, function)
+        define(schema, fake, function, function, flops)
         return function
 
     return register
@@ -177,6 +179,20 @@ def _scale_bytes(rows: int, columns: int, x: Tensor) -> Tensor:
     return x.new_empty(size, dtype=torch.float8_e8m0fnu)
 
 
+def _numbers(x: Tensor) -> int:
+    """How many ``x`` holds."""
+    return x.numel() * (2 if x.dtype == FP4 else 1)
+
+
+def _forward_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: Any) -> int:
+    return 2 * _numbers(x) * w[0].shape[-2]
+
+
+def _dgrad_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: Any) -> int:
+    # FP4 weights are stored anew for it, the others as they were.
+    return 2 * _numbers(x) * w[0].shape[-2 if x.dtype == FP4 else -1]
+
+
 # --- forward with a gated activation --------------------------------------------------------------
 
 
@@ -205,6 +221,7 @@ def _glu_fake(
     f"sm100_glu(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _glu_fake,
+    _forward_flops,
 )
 def glu(
     x: Tensor,
@@ -284,6 +301,7 @@ def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     f"sm100_dglu(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dglu_fake,
+    _dgrad_flops,
 )
 def dglu(
     x: Tensor,
@@ -347,6 +365,11 @@ def dglu(
 # --- plain grouped product ------------------------------------------------------------------------
 
 
+def _gemm_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> int:
+    *_, transpose_w = rest
+    return (_dgrad_flops if transpose_w else _forward_flops)(x, x_scales, w)
+
+
 def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> Tensor:
     *_, transpose_w = rest
     n = w[0].shape[-1 if transpose_w and x.dtype != FP4 else -2]
@@ -357,6 +380,7 @@ def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) 
     f"sm100_gemm(Tensor x, {_PRODUCT}, Tensor? bias, Tensor? row_scale, bool transpose_w) "
     "-> Tensor",
     _gemm_fake,
+    _gemm_flops,
 )
 def gemm(
     x: Tensor,
@@ -409,6 +433,17 @@ _WGRAD = (
 )
 
 
+def _wgrad_flops(
+    dy: Tensor, dy_scales: Tensor | None, x: Tensor, x_scales: Tensor | None, *_: Any
+) -> int:
+    # FP4 is transposed.
+    return 2 * _numbers(dy) * x.shape[0 if x.dtype == FP4 else 1]
+
+
+def _wgrad_into_flops(out: list[Tensor], *operands: Any) -> int:
+    return _wgrad_flops(*operands)
+
+
 def _wgrad_fake(
     dy: Tensor,
     dy_scales: Tensor | None,
@@ -422,7 +457,7 @@ def _wgrad_fake(
     return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
 
 
-@_define(f"sm100_wgrad({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake)
+@_define(f"sm100_wgrad({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake, _wgrad_flops)
 def wgrad(
     dy: Tensor,
     dy_scales: Tensor | None,
@@ -443,7 +478,7 @@ def _wgrad_fake_(*_: object) -> None:
     return None
 
 
-@_define(f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_)
+@_define(f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_, _wgrad_into_flops)
 def wgrad_(
     out: list[Tensor],
     dy: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.kernels import flops
 from fusible.kernels.library import define
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.checks import (
@@ -412,6 +413,14 @@ def _fake_dglu(
     )
 
 
+def _glu_flops(x: Tensor, w: list[Tensor], *_: object) -> int:
+    return flops.product(x, w, False)
+
+
+def _dglu_flops(dy: Tensor, w: list[Tensor], *_: object) -> int:
+    return flops.product(dy, w, True)
+
+
 def _fake_wgrad(dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
 
@@ -422,12 +431,14 @@ define(
     "bool transpose_w) -> Tensor",
     _fake_gemm,
     cuda=grouped_gemm,
+    flops=flops.product,
 )
 define(
     "sm90_grouped_gemm_(Tensor(a!) out, Tensor x, Tensor[] w, Tensor ends, Tensor? bias, "
     "Tensor? row_scale, bool transpose_w) -> ()",
     _nothing,
     cuda=grouped_gemm_,
+    flops=flops.product_into,
 )
 define(
     "sm90_grouped_gemm_glu(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor scales, "
@@ -435,6 +446,7 @@ define(
     "-> (Tensor, Tensor)",
     _fake_glu,
     cuda=grouped_gemm_glu,
+    flops=_glu_flops,
 )
 define(
     "sm90_grouped_gemm_dglu(Tensor dy, Tensor[] w, Tensor ends, Tensor preact, Tensor scales, "
@@ -442,15 +454,18 @@ define(
     "-> (Tensor, Tensor, Tensor)",
     _fake_dglu,
     cuda=grouped_gemm_dglu,
+    flops=_dglu_flops,
 )
 define(
     "sm90_grouped_wgrad(Tensor dy, Tensor x, Tensor ends, ScalarType? out_dtype) -> Tensor",
     _fake_wgrad,
     cuda=grouped_wgrad,
+    flops=flops.wgrad,
 )
 define(
     "sm90_grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) "
     "-> ()",
     _nothing,
     cuda=grouped_wgrad_,
+    flops=flops.wgrad_into,
 )
