@@ -69,7 +69,7 @@ if _COUNTER not in sys.modules:
 
 
 def product(x: Tensor, w: list[Tensor], *rest: Any) -> int:
-    """Of ``(x, w, ..., transpose_w)``: rows times their group's matrix, ``[N, K]`` or ``[K, N]``."""
+    """Of ``(x, w, ..., transpose_w)``: rows times the ``[N, K]`` or ``[K, N]`` of their group."""
     *_, transpose_w = rest
     return 2 * x.numel() * w[0].shape[-1 if transpose_w else -2]
 

@@ -82,7 +82,8 @@ def test_dense_ops_count_as_torch_linear(target):
     x = torch.randn(6, 16, requires_grad=True)
     mlp = fz.Sequential(
         fz.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "x", output_to_caller=False),
-        fz.BasicLinear(16, 32), fz.Bias(32),
+        fz.BasicLinear(16, 32),
+        fz.Bias(32),
         fz.GELU(),
         fz.BasicLinear(32, 16),
         fz.ConstantScale(0.5),
@@ -127,7 +128,5 @@ def test_it_matters_not_which_is_imported_first(first):
         "with FlopCounterMode(display=False) as count: linear(torch.ones(5, 2), [5])\n"
         "print(count.get_total_flops())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["60"]

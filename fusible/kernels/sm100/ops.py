@@ -41,9 +41,7 @@ _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor
 _FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
 
 
-def _define(
-    schema: str, fake: Callable[..., Any], flops: Callable[..., int]
-) -> Callable[..., Any]:
+def _define(schema: str, fake: Callable[..., Any], flops: Callable[..., int]) -> Callable[..., Any]:
     """Register what is decorated for every device: the provider's kernels know where they run."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -478,7 +476,11 @@ def _wgrad_fake_(*_: object) -> None:
     return None
 
 
-@_define(f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()", _wgrad_fake_, _wgrad_into_flops)
+@_define(
+    f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()",
+    _wgrad_fake_,
+    _wgrad_into_flops,
+)
 def wgrad_(
     out: list[Tensor],
     dy: Tensor,
