@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def explain(
     """Plan every run of ops that ``module(*inputs, **kwargs)`` would execute, without running it.
 
     Args:
-        module: an op, a Sequential, or any module that contains some. Its buffers stay as they are.
+        module: an op, a Sequential, or any module that contains some, compiled or not: its
+            uncompiled forward is what is planned. Its buffers stay as they are.
         *inputs: what the module would be called with; only shapes, dtypes and devices matter.
         target: the machine to plan for, such as ``"sm90"`` or ``"cpu"``; by default this one.
         **kwargs: keyword arguments of the call.
@@ -121,7 +123,7 @@ def explain(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
-    with _buffers_kept(module), mode, Run.observed(note):
+    with _buffers_kept(module), _uncompiled(), mode, Run.observed(note):
         try:
             module(*fakes, **fake_kwargs)
         except DataDependentOutputException as error:
@@ -138,14 +140,28 @@ def explain(
     return Explanation(tuple(planned))
 
 
+# Where modules that wrap another one hold it.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
 def _names(module: nn.Module) -> dict[Any, str]:
-    """What to call each basic op: its place in ``module``, or its own type if it is ``module``."""
-    root = type(module).__name__
+    """What to call each basic op: its place in ``module``, or its own type if it is ``module``.
+
+    Without the names of what wraps modules, as ``torch.compile`` and checkpoints do.
+    """
+    root = type(getattr(module, "_orig_mod", module)).__name__
     return {
-        op: f"{root}.{name}" if name else root
+        op: ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
         for name, part in named_modules(module)
         for op in getattr(part, "basic_ops", ())
     }
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run what was compiled as it was written, without changing what was compiled."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusible.fuser.plan import UserFusions, cover
 from fusible.fuser.rules import Phase, Rule
+from fusible.names import did_you_mean
 
 FusionFunction = Callable[..., Sequence[Any]]
 
@@ -33,8 +34,11 @@ class Registry:
         for rule in self.rules:
             if rule.name == name:
                 return rule
-        known = ", ".join(rule.name for rule in self.rules)
-        raise ValueError(f"a fusion rule must be one of {known}, got {name!r}")
+        known = [rule.name for rule in self.rules]
+        raise ValueError(
+            f"a fusion rule must be one of {', '.join(known)}, got {name!r}"
+            f"{did_you_mean(name, known)}"
+        )
 
     def add(self, phase: Phase, function: FusionFunction, prepend: bool) -> None:
         """Add a user's fusion function.

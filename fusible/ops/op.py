@@ -14,6 +14,7 @@ from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.names import did_you_mean
 from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -473,6 +474,7 @@ def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     if unknown := sorted(set(kwargs) - set(names)):
         raise ValueError(
             f"keyword arguments of {type(op).__name__} must be among {list(names)}, got {unknown}"
+            f"{did_you_mean(unknown[0], names)}"
         )
 
 

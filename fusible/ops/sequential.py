@@ -23,26 +23,25 @@ Segment = Run | nn.Module
 class Sequential(nn.Sequential):
     """``torch.nn.Sequential`` whose runs of fusible ops are planned, fused and run as one.
 
-    Takes modules or one dict of modules. Ordinary modules split the runs; nested Sequentials do
-    not. An op (or nested Sequential) that carries forward or backward hooks runs by itself, so
-    that they fire.
+    Takes modules, one list (or another iterable) of modules, or one dict of them. Ordinary modules
+    split the runs; nested Sequentials do not. An op (or nested Sequential) that carries forward or
+    backward hooks runs by itself, so that they fire.
 
     Args:
-        *modules: fusible ops and ordinary modules, or a mapping from names to them.
+        *modules: fusible ops and ordinary modules, a list of them, or a mapping from names to
+            them.
         require: names of fusion rules that must fire; a plan without one raises ``NotFused`` with
             the reasons.
 
     Raises:
-        TypeError: ``require`` is one name, not a list of them.
+        TypeError: what is given is no module, or ``require`` is one name, not a list of them.
         ValueError: ``require`` names no rule.
     """
 
     def __init__(self, *modules: Any, require: Iterable[str] = ()) -> None:
-        named = len(modules) == 1 and isinstance(modules[0], Mapping)
-        super().__init__(*(() if named else modules))
-        if named:
-            for name, module in modules[0].items():
-                self.add_module(name, module)
+        super().__init__()
+        for name, module in _named(modules):
+            self.add_module(name, module)
         if isinstance(require, str):
             raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
@@ -148,6 +147,24 @@ class Sequential(nn.Sequential):
 
 
 _sequentials: Alike[Sequential] = Alike()
+
+
+def _named(modules: tuple[Any, ...]) -> Iterable[tuple[str, nn.Module]]:
+    """The modules that a Sequential was given, with their names."""
+    if len(modules) == 1 and not isinstance(modules[0], nn.Module):
+        (given,) = modules
+        if isinstance(given, Mapping):
+            return given.items()
+        if isinstance(given, Iterable):
+            modules = tuple(given)
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            kind = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
+            raise TypeError(
+                "Sequential must be given modules, one list of modules, or one dict of modules, "
+                f"got {kind:.80}"
+            )
+    return ((str(i), module) for i, module in enumerate(modules))
 
 
 def _form(sequential: Sequential) -> tuple[Any, ...]:

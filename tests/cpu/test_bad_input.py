@@ -300,6 +300,28 @@ CASES = {
         TypeError,
         ("must map basic ops, or their indices", "got a dict of ['Tensor']"),
     ),
+    "op_kwargs that are nearly right": (
+        lambda: fz.Sequential(fz.BasicLinear(8, 8))(
+            torch.randn(2, 8), op_kwargs={0: {"ouput": torch.empty(2, 8)}}
+        ),
+        ValueError,
+        ("must be among ['output', 'grad_input']", "got ['ouput']", "did you mean 'output'?"),
+    ),
+    "a required rule that is nearly right": (
+        lambda: fz.Sequential(fz.SiLU(), require=["linear_ad"]),
+        ValueError,
+        ("must be one of ", "got 'linear_ad'", "did you mean 'linear_add'?"),
+    ),
+    "what is no module": (
+        lambda: fz.Sequential(fz.SiLU(), torch.relu),
+        TypeError,
+        ("must be given modules, one list of modules, or one dict", "got <built-in method relu"),
+    ),
+    "the class of an op": (
+        lambda: fz.Sequential([fz.Linear(8, 8), fz.SiLU]),
+        TypeError,
+        ("must be given modules, one list of modules, or one dict", "got the class SiLU"),
+    ),
     "a required rule as a string": (
         lambda: fz.Sequential(fz.SiLU(), require="linear_add"),
         TypeError,

@@ -226,6 +226,56 @@ def test_a_module_without_ops():
         fz.explain(nn.Tanh(), torch.randn(3))
 
 
+class Stack(nn.Module):
+    """Blocks in an ordinary module."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [fz.Sequential(fz.Linear(8, 8), fz.SiLU(), fz.Linear(8, 8)) for _ in range(2)]
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def wrapped(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def in_place(model):
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def submodules(model):
+    model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+    model.blocks[1] = wrapped(model.blocks[1])
+    return model
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("compiled", [wrapped, in_place, submodules])
+def test_compiled_modules(compiled, called):
+    x, plain = torch.randn(3, 8), Stack()
+    model = compiled(Stack())
+    model.load_state_dict(dict(zip(model.state_dict(), plain.state_dict().values(), strict=True)))
+    if called:
+        model(x)
+    explained = fz.explain(model, x)
+    assert str(explained) == str(fz.explain(plain, x))
+    assert [p.name for p in explained.planned] == [
+        f"Stack.blocks.{i}.0 to Stack.blocks.{i}.2" for i in range(2)
+    ]
+    with torch.compiler.set_stance("fail_on_recompile" if called else "default"):
+        torch.testing.assert_close(model(x), plain(x))
+
+
 def test_svg_is_well_formed(tmp_path):
     seq = fz.Sequential(
         fz.MakeExtraOutput().set_extra_output_channel(0, "branch", output_to_caller=False),

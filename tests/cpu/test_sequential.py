@@ -67,6 +67,18 @@ def test_named_modules(kind):
     assert_same(mlp, plain(mlp), torch.randn(5, 8))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, iter, nn.Sequential])
+def test_one_list_of_modules(kind):
+    modules = [fz.Linear(8, 16), fz.SiLU(), fz.Linear(16, 8)]
+    if kind is nn.Sequential:  # a module is one module
+        assert list(fz.Sequential(kind(*modules))) != modules
+        return
+    mlp = fz.Sequential(kind(modules))
+    assert list(mlp) == modules
+    assert list(mlp._modules) == ["0", "1", "2"]
+    assert_same(mlp, plain(mlp), torch.randn(5, 8))
+
+
 def test_empty():
     x = torch.randn(3)
     assert fz.Sequential()(x) is x
