@@ -175,3 +175,97 @@ def _device_only():
                 if isinstance(kind, type) and "_record_pointer_stream" in vars(kind):
                     yield kind, "_record_pointer_stream", lambda *_: None
     yield cudnn.api_base, "_RAW_STREAM", lambda _: 0
+
+
+# What a GPU of another architecture answers to a kernel for sm_100a, by name or by description:
+# cudaErrorNoKernelImageForDevice (209), or, where the image is looked at later,
+# cudaErrorInvalidDeviceFunction (98) and cudaErrorInvalidKernelImage (200).
+NOT_FOR_THIS_GPU = (
+    "cudaErrorNoKernelImageForDevice",
+    "no kernel image is available",
+    "cudaErrorInvalidDeviceFunction",
+    "invalid device function",
+    "cudaErrorInvalidKernelImage",
+    "device kernel image is invalid",
+)
+
+
+class Refusals:
+    """Launches on a real GPU, each of which it refused, and the streams that they were for."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.compiled = self.count = 0
+        self.errors: set[str] = set()
+        self.streams: set[int] = set()
+
+    def compile(self, compile_: Any, *args: Any, options: Any = None, **kwargs: Any) -> Any:
+        """Compile for sm_100a; what comes back is launched, and the GPU's refusal kept."""
+        compiled = compile_(*args, options=f"{options or ''} --gpu-arch sm_100a", **kwargs)
+        self.compiled += 1
+
+        def launch(*arguments: Any) -> None:
+            self.count += 1
+            self.streams.update(int(a) for a in arguments if type(a).__name__ == "CUstream")
+            if torch.cuda.is_current_stream_capturing():
+                return  # a kernel is loaded before a capture, which this one cannot be
+            try:
+                compiled(*arguments)
+            except Exception as error:
+                if not any(text in str(error) for text in NOT_FOR_THIS_GPU):
+                    raise
+                self.errors.add(" ".join(str(error).split())[:160])
+                _forget_last_error()
+            else:
+                raise AssertionError("a kernel for sm_100a has run on another GPU")
+
+        return launch
+
+
+# One for the process, as the front end's cache of compiled kernels is.
+REFUSALS = Refusals()
+
+
+def _forget_last_error() -> None:
+    """The runtime keeps a thread's last error until it is asked, and PyTorch asks later."""
+    with open("/proc/self/maps") as maps:
+        runtimes = {line.split()[-1] for line in maps if "libcudart" in line}
+    for path in runtimes:
+        ctypes.CDLL(path).cudaGetLastError()
+
+
+@contextlib.contextmanager
+def refusing():
+    """Let the front end take a GPU of another architecture for an SM100; gives :data:`REFUSALS`.
+
+    All else is real: tensors, DLPack, pointer tables, streams, occupancy, the compiler's checks of
+    arguments, and the launch, which the GPU refuses.
+    """
+    import cutlass.utils
+    from cutlass import cute
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    environment = CuTeDSL._get_dsl().envar
+    real, compile_ = environment.arch, cute.compile
+
+    def compile_for(function, *args, **kwargs):
+        if not isinstance(getattr(function, "__self__", None), cutlass.utils.HardwareInfo):
+            return REFUSALS.compile(compile_, function, *args, **kwargs)
+        environment.arch = real  # an empty kernel, to ask the GPU that there is for its occupancy
+        try:
+            return compile_(function, *args, **kwargs)
+        finally:
+            environment.arch = "sm_100a"
+
+    environment.arch = "sm_100a"
+    try:
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)),
+            mock.patch.object(cute, "compile", compile_for),
+        ):
+            yield REFUSALS
+    finally:
+        environment.arch = real

@@ -5,16 +5,12 @@ checks its support, compiles the kernel for ``sm_100a``, and has the compiler's 
 look at the very tensors of the call.
 """
 
-import copy
 from contextlib import nullcontext
-from itertools import product
-from unittest import mock
 
 import pytest
 import torch
 
 import fusible as fz
-from fusible import recipes
 from fusible.kernels import emulator_sm100 as emulator
 from fusible.testing import assume_target
 
@@ -22,11 +18,26 @@ pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import blackwell
+from sm100_calls import (
+    BF16,
+    GEGLU,
+    MLP_CALLS,
+    MXFP8,
+    NVFP4,
+    RECIPES,
+    SINGLE,
+    SWIGLU,
+    configuration,
+    count_of,
+    every_configuration,
+    every_layout,
+    inputs_of,
+    linear_with_main_grad,
+    module_of,
+    sums_in_order,
+)
 
 from fusible.kernels.sm100 import frontend
-
-BF16 = torch.bfloat16
-MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
 
 
 class Both:
@@ -52,23 +63,6 @@ class Both:
         return call
 
 
-FREE = {"n", "m_aligned", "descriptor_workspace", "linear_offset", "geglu_alpha", "glu_clamp_max",
-        "glu_clamp_min"}  # fmt: skip
-
-
-def configuration(name, arguments):
-    """What a kernel is compiled for: the wrapper, its options, and which tensors it is given."""
-    described = {
-        key: str(value.dtype) if isinstance(value, torch.Tensor) else value
-        for key, value in arguments.items()
-        if key not in FREE and value is not None
-    }
-    return name, tuple(sorted(described.items(), key=str))
-
-
-SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
-SWIGLU = fz.ScaledSwiGLU(glu_interleave_size=32)
-GEGLU = fz.ScaledClampedQGeGLU(glu_interleave_size=32)
 # (recipe, options of the linears, activation): each kernel with all that is baked into it.
 CASES = {
     "mxfp8": (MXFP8, {**SINGLE, "bias": True}, SWIGLU),
@@ -78,36 +72,6 @@ CASES = {
     "bf16": (None, {**SINGLE, "bias": True}, SWIGLU),
     "bf16 pointers": (None, {**SINGLE, "bias": False, "single_grouped_weight": False}, GEGLU),
 }
-
-
-def module_of(recipe, options, act, groups=3, scale_bias=None):
-    pointers = not options["single_grouped_weight"]
-    scale_bias = options["bias"] if scale_bias is None else scale_bias
-    store = fz.quantized_model_init(recipe=recipe) if pointers and recipe else nullcontext()
-    with store:
-        module = fz.Sequential(
-            fz.GroupedLinear(groups, 128, 256, **options),
-            copy.deepcopy(act),
-            fz.GroupedLinear(groups, 128, 192, **options, scale_bias=scale_bias),
-        )
-    for fc in (module[0], module[2]) if pointers and not recipe else ():
-        apart(fc)
-    return module
-
-
-def apart(linear):
-    """Each weight in a memory of its own."""
-    for name, w in list(linear.named_parameters()):
-        if name.startswith("weight"):
-            setattr(linear, name, torch.nn.Parameter(w.detach().clone()))
-
-
-def inputs_of(module, sizes=(20, 0, 300), rows=400):
-    splits = torch.tensor(sizes)
-    x = torch.randn(rows, 128, dtype=BF16, requires_grad=True)
-    scales = torch.rand(rows, requires_grad=True)
-    scale_bias = module[2].scale_bias
-    return [x, splits, scales, splits, *([torch.rand(rows)] if scale_bias else [])]
 
 
 def calls_of(module, given, recipe, compiling=True):
@@ -126,14 +90,6 @@ def calls_of(module, given, recipe, compiling=True):
     return kernels, launches
 
 
-def sums_in_order(wanted):
-    """Where a kernel can; torch's own switch would import its compiler, which takes seconds."""
-    return mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=wanted)
-
-
-MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     recipe, options, act = CASES[case]
@@ -145,18 +101,6 @@ def test_the_grouped_mlp_is_what_the_front_end_takes(case):
     if recipe is None:
         wanted = [name.replace("_quant", "") for name in wanted]
     assert kernels.calls == wanted
-
-
-def linear_with_main_grad(recipe, single, dtype, overwrite, groups=3):
-    store = fz.quantized_model_init(recipe=recipe) if recipe and not single else nullcontext()
-    options = {"bias": False, "dtype": BF16, "single_grouped_weight": single}
-    with store:
-        linear = fz.GroupedLinear(groups, 128, 256, **options, accumulate_into_main_grad=True)
-    if not single and recipe is None:
-        apart(linear)
-    for p in linear.parameters():
-        p.main_grad, p.overwrite_main_grad = torch.zeros(p.shape, dtype=dtype), overwrite
-    return linear
 
 
 @pytest.mark.parametrize(
@@ -178,68 +122,46 @@ def test_gradients_are_added_to_main_grads(recipe, single, dtype):
     assert all(p.main_grad.any() for p in linear.parameters())
 
 
-def every_configuration(recipe, single, groups, compiling):
-    """All kernels that the ops can ask for under a recipe, over all options; what compiled.
-
-    With ``single``, those of dense weights, else of pointers to them.
-    """
+def run_all(cases, recipe, compiling):
+    """The kernels that the cases call, by configuration, and how many compilations there were."""
     found, compiled = set(), 0
-
-    def run(module, given):
-        nonlocal compiled
-        kernels, launches = calls_of(module, given, recipe, compiling)
+    for _, module, given, ordered in cases:
+        with sums_in_order(ordered):
+            kernels, launches = calls_of(module, given, recipe, compiling)
         found.update(kernels.configurations)
         compiled += len(launches.compiled)
-
-    sizes = [20, *[0] * (groups - 2), 30]
-    # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
-    biases = [("none", False), ("none", True), ("plain", False)]
-    mlps = [(*bias, act) for bias in biases for act in (SWIGLU, GEGLU)]
-    for bias, ordered, act in [*mlps, ("scaled", False, SWIGLU)]:
-        options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
-        module = module_of(recipe, options, act, groups, bias == "scaled")
-        with sums_in_order(ordered):
-            run(module, inputs_of(module, sizes, 60))
-    for dtype, overwrite in product((torch.float32, BF16), (True, False)):
-        linear = linear_with_main_grad(recipe, single, dtype, overwrite, groups)
-        run(linear, (torch.randn(60, 128, dtype=BF16), torch.tensor(sizes)))
     return found, compiled
 
 
 def configurations(test):
     """Give a test each recipe and each kind of weights."""
-    recipes = pytest.mark.parametrize(
-        "recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"]
-    )
+    recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     return recipes(
         pytest.mark.parametrize("single", [True, False], ids=["dense", "pointers"])(test)
     )
 
 
-def count_of(recipe, single):
-    """How many there are."""
-    glu = 2 * 2  # bias, activation
-    dglu = 2 * (2 if recipe is None else 3)  # activation; with its sum, without, that in an order
-    # Bias, scaled or not (BF16's kernel takes a scale always), and the data gradient, whose weights
-    # are k-major in NVFP4 as the forward's are.
-    gemm = 4 if recipe == MXFP8 else 3
-    wgrad = 2 * 2 + (not single)  # dtype, written or added to; and autograd's are dense
-    return glu + dglu + gemm + wgrad
-
-
 @configurations
 def test_every_configuration_is_supported(recipe, single):
     """The front end's support check of the very tensors of every kernel that can be asked for."""
-    found, _ = every_configuration(recipe, single, groups=2, compiling=False)
+    cases = every_configuration(recipe, single, groups=2)
+    found, _ = run_all(cases, recipe, compiling=False)
     assert len(found) == count_of(recipe, single)
 
 
 @configurations
 def test_every_configuration_compiles(recipe, single):
     """And all of them cross-compiled, with the compiler's own checks of the arguments."""
-    found, compiled = every_configuration(recipe, single, groups=4, compiling=True)
+    cases = every_configuration(recipe, single, groups=4)
+    found, compiled = run_all(cases, recipe, compiling=True)
     assert len(found) == count_of(recipe, single)
     assert compiled >= len(found)
+
+
+@configurations
+def test_tensors_may_lie_anywhere(recipe, single):
+    """Odd addresses, transposed weights, one group, no rows: copied where a kernel wants it."""
+    run_all(every_layout(recipe, single, groups=4), recipe, compiling=True)
 
 
 def test_one_group_no_rows_and_another_row_count():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.library import define
+from fusible.kernels.plain import aligned
 from fusible.kernels.sm100 import limits
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 from fusible.recipes.formats import Encoded, NumberFormat
@@ -107,7 +108,8 @@ def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Ten
 def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
     """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
     if places.rows is None:
-        return encoded.data, packed_scales(encoded.scale)
+        # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
+        return aligned(encoded.data), packed_scales(encoded.scale)
     return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
 
 
@@ -125,7 +127,7 @@ def packed_columns(
     data, scales = _ops.sm100_pack_columns.default(
         encoded.data, encoded.scale, ends, *places, fmt.block[1], pairs
     )
-    return encoded.data if places.rows is None and not pairs else data, scales
+    return aligned(encoded.data) if places.rows is None and not pairs else data, scales
 
 
 def packed_scales(scale: Tensor) -> Tensor:
