@@ -9,6 +9,7 @@ looks for a CUDA driver, which there is none. A call that gets so far counts as 
 import contextlib
 import ctypes
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -231,9 +232,8 @@ REFUSALS = Refusals()
 
 def _forget_last_error() -> None:
     """The runtime keeps a thread's last error until it is asked, and PyTorch asks later."""
-    with open("/proc/self/maps") as maps:
-        runtimes = {line.split()[-1] for line in maps if "libcudart" in line}
-    for path in runtimes:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split()[-1] for line in maps if "libcudart" in line}:
         ctypes.CDLL(path).cudaGetLastError()
 
 
@@ -263,7 +263,7 @@ def refusing():
     environment.arch = "sm_100a"
     try:
         with (
-            mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=(10, 0)),
             mock.patch.object(cute, "compile", compile_for),
         ):
             yield REFUSALS

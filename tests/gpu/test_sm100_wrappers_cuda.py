@@ -8,6 +8,7 @@ anything, so values are not looked at; the fused ops around the kernels, and our
 they do on Blackwell.
 """
 
+import sys
 import traceback
 from contextlib import nullcontext
 
@@ -93,7 +94,8 @@ def test_every_call_gets_as_far_as_the_launch(recipe, single):
     for cases in (every_configuration, every_layout):
         for name, module, given, ordered in cases(recipe, single, 4, "cuda"):
             try:
-                print(walk(name, module, work_of(module, given, recipe, ordered)))
+                line = walk(name, module, work_of(module, given, recipe, ordered))
+                sys.stdout.write(line + "\n")
             except Exception:
                 failed.append(f"{name}:\n{traceback.format_exc(limit=-12)}")
     assert not failed, "\n".join(failed)
