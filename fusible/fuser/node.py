@@ -37,6 +37,8 @@ class ScheduledStep(NamedTuple):
     """Of the previous op's output gradient and of the next op's input."""
     is_users: bool
     """Whether the op is not of this package: that it gives all its gradients is then checked."""
+    label: str
+    """The op and its place, as profilers show it."""
 
 
 class Direct(Protocol):
@@ -81,7 +83,9 @@ def run_forward(
     ]
     x = caller_inputs[0]
     produced: list[Sequence[Any]] = []
-    for op, start, stop, sources, num_extra_outputs, _, quantizers, is_users in schedule.forward:
+    profiled = _is_profiled()
+    for step in schedule.forward:
+        op, start, stop, sources, num_extra_outputs, _, quantizers, is_users, label = step
         inputs = [
             [
                 caller_inputs[1 + slot]
@@ -94,6 +98,8 @@ def run_forward(
         forward = op.fuser_forward
         if plan.autocast_dtype is not None and op.casts_itself:
             forward = _without_autocast(forward, x.device.type)
+        if profiled:
+            forward = _in_range(f"{label} forward", forward)
         if is_users:
             for context, of_op in zip(contexts[start:stop], inputs, strict=True):
                 context.floats = [t is not None and t.is_floating_point() for t in of_op]
@@ -136,6 +142,21 @@ def kind_of(returned: Any) -> str:
         kinds = ", ".join([kind_of(value) for value in returned])
         return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
     return "a tensor" if isinstance(returned, Tensor) else repr(returned)
+
+
+def _is_profiled() -> bool:
+    """Whether a profiler records this thread; compiled code has no ranges."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled()
+
+
+def _in_range(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in a range that a profiler shows under ``label``."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function(label):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _without_autocast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -251,16 +272,9 @@ class RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
-        for (
-            op,
-            start,
-            stop,
-            sources,
-            num_extra_outputs,
-            num_grads,
-            _,
-            is_users,
-        ) in schedule.backward:
+        profiled = _is_profiled()
+        for step in schedule.backward:
+            op, start, stop, sources, num_extra_outputs, num_grads, _, is_users, label = step
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
@@ -269,7 +283,10 @@ class RunFunction(torch.autograd.Function):
                     f"the op after {type(op).__name__} must return the gradient of its input, got "
                     "None; where nothing flows back it is zeros"
                 )
-            returned = op.fuser_backward(
+            backward = op.fuser_backward
+            if profiled:
+                backward = _in_range(f"{label} backward", backward)
+            returned = backward(
                 contexts[start:stop],
                 grad,
                 basic_op_grad_extra_outputs=[
@@ -339,25 +356,36 @@ class _DirectFunction(torch.autograd.Function):
     """A plan of one op, in the op's shorter way."""
 
     @staticmethod
-    def forward(fctx: Any, direct: Direct, prepared: Any, *operands: Tensor) -> Tensor:
-        output, saved = direct.forward(prepared, *operands)
+    def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
+        output, saved = _direct_forward(schedule, prepared, operands)
         fctx.save_for_backward(*saved)
-        fctx.direct = direct
+        fctx.schedule = schedule
         return output
 
     @staticmethod
     def backward(fctx: Any, grad_output: Tensor) -> Any:
         _refuse_second_derivatives()
-        return None, None, *fctx.direct.backward(fctx.saved_tensors, grad_output)
+        schedule = fctx.schedule
+        backward = schedule.direct.backward
+        if _is_profiled():
+            backward = _in_range(f"{schedule.backward[0].label} backward", backward)
+        return None, None, *backward(fctx.saved_tensors, grad_output)
+
+
+def _direct_forward(
+    schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    forward = schedule.direct.forward  # type: ignore[union-attr]
+    if _is_profiled():
+        forward = _in_range(f"{schedule.forward[0].label} forward", forward)
+    return forward(prepared, *operands)
 
 
 def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
     """The output of the only op, in its shorter way, ``prepared`` for these operands."""
-    direct = schedule.direct
-    assert direct is not None
     if schedule.plan.grad[-1].requires_grad:
-        return _DirectFunction.apply(direct, prepared, *operands)
-    return direct.forward(prepared, *operands)[0]
+        return _DirectFunction.apply(schedule, prepared, *operands)
+    return _direct_forward(schedule, prepared, operands)[0]
 
 
 def folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

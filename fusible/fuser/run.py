@@ -100,11 +100,13 @@ _observation = _Observation()
 class Run:
     """A maximal sequence of basic ops in a Sequential, executed together.
 
-    Capturing ops freezes their channel bindings.
+    Capturing ops freezes their channel bindings. ``paths`` say where each op is in the Sequential
+    that holds it, if one does.
     """
 
     def __init__(self, ops: Sequence[Any], require: Sequence[Rule] = ()) -> None:
         self.ops = tuple(ops)
+        self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops)
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
@@ -299,10 +301,31 @@ class Run:
             quantizers = self._quantizers(start, stop, plan.recipe)
             is_users = not type(op).__module__.startswith("fusible.")
             made.append(
-                ScheduledStep(op, start, stop, sources, counts, grads, quantizers, is_users)
+                ScheduledStep(
+                    op,
+                    start,
+                    stop,
+                    sources,
+                    counts,
+                    grads,
+                    quantizers,
+                    is_users,
+                    f"fusible::{type(op).__name__}{self._place(start, stop)}",
+                )
             )
             start = stop
         return tuple(made)
+
+    def _place(self, start: int, stop: int) -> str:
+        """Where ops[start:stop] are in their Sequential, as its index or slice: ``" [0:3]"``."""
+        if not self.paths:
+            return ""
+        first, last = self.paths[start], self.paths[stop - 1]
+        if first == last:
+            return f" [{first}]"
+        if first.isdigit() and last.isdigit():
+            return f" [{first}:{int(last) + 1}]"
+        return f" [{first} to {last}]"
 
     def _quantizers(self, start: int, stop: int, recipe: Any) -> tuple[Any, Any]:
         """How the op before and the op after ops[start:stop] want tensors to be handed to them."""

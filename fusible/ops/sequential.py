@@ -194,12 +194,26 @@ class _Captured(NamedTuple):
 def _capture(sequential: Sequential) -> _Captured:
     containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
     hooks = tuple(h for m in containers for child in m for h in _hooks(child))
+    segments = _segments(_flat(sequential), sequential.require)
+    _name_places(sequential, segments)
     return _Captured(
-        _segments(_flat(sequential), sequential.require),
+        segments,
         tuple((m, tuple(m)) for m in containers),
         hooks,
         tuple(map(bool, hooks)),
     )
+
+
+def _name_places(sequential: Sequential, segments: Iterable[Segment]) -> None:
+    """Tell the runs where their ops are in a Sequential."""
+    paths = {
+        op: name
+        for name, module in sequential.named_modules()
+        for op in getattr(module, "basic_ops", ())
+    }
+    for segment in segments:
+        if isinstance(segment, Run):
+            segment.paths = tuple(paths[op] for op in segment.ops)
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
