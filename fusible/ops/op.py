@@ -29,7 +29,6 @@ class FusibleOperation(nn.Module):
     casts_itself: bool = False
     """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
     it: PyTorch's casts would narrow what it keeps wide."""
-
     _run: Run | None = None  # this op alone, once it was called so
 
     def __init__(self) -> None:
@@ -59,6 +58,16 @@ class FusibleOperation(nn.Module):
         Asked when a plan is made, as :meth:`get_input_quantizer`.
         """
         return None
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether it reads gradients after its backward has returned."""
+        return any(op.keeps_grads for op in self.basic_ops)
+
+    @property
+    def writes_grads(self) -> bool:
+        """Whether its backward writes to gradients that its contexts call writable."""
+        return False
 
     def fuser_forward(
         self,
@@ -225,6 +234,16 @@ class BasicOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The op itself."""
         return (self,)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether it reads gradients after its backward has returned."""
+        return False
+
+    @property
+    def writes_extra_inputs(self) -> bool:
+        """Whether its forward writes to extra inputs that its context calls writable."""
+        return False
 
     # --- what the fuser reads --------------------------------------------------------------------
 

@@ -150,6 +150,11 @@ class WeightedOperation(BasicOperation):
             return (gradient,)
         return gradient.unbind(0)
 
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether weight gradients are delayed."""
+        return self.delay_wgrad_compute
+
     def need_backward_dw(self) -> bool:
         """Whether weight gradients come with :meth:`backward_dw`, not with ``backward()``."""
         return self.delay_wgrad_compute
