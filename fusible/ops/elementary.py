@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.op import BasicOperation, Grads
 
@@ -132,6 +133,7 @@ class AddExtraInput(BasicOperation):
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
+        check_bools(type(self).__name__, in_place=in_place)
         super().__init__()
         self.in_place = in_place
 
@@ -205,6 +207,7 @@ class MakeExtraOutput(BasicOperation):
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
+        check_bools(type(self).__name__, in_place=in_place)
         super().__init__()
         self.in_place = in_place
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
@@ -148,6 +149,13 @@ class GroupedLinear(WeightedOperation):
         split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
+        check_bools(
+            "GroupedLinear",
+            bias=bias,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            scale_bias=scale_bias,
+        )
         check_sizes(
             "GroupedLinear",
             dtype,

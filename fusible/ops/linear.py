@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
@@ -328,6 +329,7 @@ class Linear(FusedOperation):
         init_method: Callable[[Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        check_bools("Linear", bias=bias, sequence_parallel=sequence_parallel)
         before, after, processes = _collectives(
             tensor_parallel_mode, tensor_parallel_group, sequence_parallel
         )

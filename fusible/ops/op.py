@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
@@ -454,8 +455,7 @@ class BasicOperation(FusibleOperation):
         Raises:
             TypeError: ``output_to_caller`` is not a bool; and as :meth:`set_extra_input_channel`.
         """
-        if not isinstance(output_to_caller, bool):
-            raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
+        check_bools("set_extra_output_channel", output_to_caller=output_to_caller)
         self._check_channel("extra output", index, self.num_extra_outputs, channel)
         self.extra_output_channels[index] = (channel, channel is None or output_to_caller)
         return self

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.stand_ins import named_modules
@@ -60,6 +61,11 @@ class WeightedOperation(BasicOperation):
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
     ) -> None:
+        check_bools(
+            type(self).__name__,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
         super().__init__()
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
