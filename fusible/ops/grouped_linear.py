@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -203,12 +202,8 @@ class GroupedLinear(WeightedOperation):
         """Initialise the weights by ``init_method``, and the biases with zeros."""
         tracker = self.rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            for weights in self.weights():
-                for weight in weights.unbind(0) if self.single_grouped_weight else (weights,):
-                    if self.init_method is not None:
-                        self.init_method(weight)
-                    else:
-                        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            for weight in self.weights():
+                self.initialize(weight, self.init_method)
         for bias in self.biases():
             nn.init.zeros_(bias)
 

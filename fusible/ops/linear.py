@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -97,10 +96,7 @@ class BasicLinear(WeightedOperation):
         """Initialise the weight by ``init_method``."""
         tracker = self.rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            if self.init_method is not None:
-                self.init_method(self.weight)
-            else:
-                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            self.initialize(self.weight, self.init_method)
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """``(weight,)``."""

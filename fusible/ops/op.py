@@ -16,8 +16,12 @@ from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.names import did_you_mean
-from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.ops.state import (
+    State,
+    attributes_kept,
+    deepcopy_with_attributes,
+    quantized_converted,
+)
 
 Grads = Sequence[Tensor | None]
 
@@ -147,13 +151,8 @@ class FusibleOperation(nn.Module):
     # --- state -----------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with attributes_kept(self):
+        with attributes_kept(self), quantized_converted(self, fn):
             super()._apply(fn, recurse)
-            for name, parameter in self._parameters.items():
-                # No format is nominally FP64: its values are left.
-                if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
-                    plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
-                    self._parameters[name] = plain
         return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,21 @@ class WeightedOperation(BasicOperation):
             if any(parameter is weight for weight in self.weights()):
                 assert parameter is not None
                 self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
+        """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
+
+        A stored quantized one is quantized from values that were initialized in high precision.
+        """
+        stored = isinstance(weight, QuantizedTensor)
+        value = torch.empty_like(weight) if stored else weight
+        for matrix in value.unbind(0) if value.dim() == 3 else (value,):
+            if init_method is not None:
+                init_method(matrix)
+            else:
+                nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        if stored:
+            weight.copy_(value)
 
     # --- the caller's buffers --------------------------------------------------------------------
 
