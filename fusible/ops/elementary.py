@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.formulas import cast
 from fusible.arguments import check_bools
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.op import BasicOperation, Grads
 
