@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -145,7 +146,9 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
                 overwrite(piece, theirs[name], non_blocking)
             return target
         source = _value(source, torch.float32)
-    target.requantize_(source.to(target.dtype).expand(target.shape))
+    with suppress(RuntimeError):  # of other sizes, which requantize_ refuses
+        source = source.expand(target.shape)
+    target.requantize_(source.to(target.dtype))
     return target
 
 

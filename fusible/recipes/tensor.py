@@ -142,7 +142,7 @@ class QuantizedTensor(torch.Tensor):
     @property
     def data(self) -> QuantizedTensor:
         """Return what is stored, without history."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, new: Tensor) -> None:
