@@ -3,8 +3,7 @@
 import torch
 
 import fusible as fz
-from fusible.fuser.conditions import equal, one_of, this
-from fusible.fuser.rules import rule
+from fusible.extend import equal, one_of, rule, this
 
 
 class SquaredReLU(fz.BasicOperation):

@@ -3,11 +3,11 @@
 import fusible.kernels.dense.launch
 import fusible.kernels.moe.launch
 import fusible.kernels.quantize  # noqa: F401 - these register their kernels for CUDA
-from fusible import ops, recipes
+from fusible import extend, ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
-from fusible.fuser.registry import register_rule, registry
+from fusible.fuser.registry import register_rule, registry, unregister_rule
 from fusible.fuser.target import Target
 from fusible.kernels.grouped import checking
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
@@ -33,10 +33,12 @@ __all__ = [
     "autocast",
     "checking",
     "explain",
+    "extend",
     "keep_recipe",
     "ops",
     "quantized_model_init",
     "recipes",
     "register_rule",
+    "unregister_rule",
     *ops.__all__,
 ]

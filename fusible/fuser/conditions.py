@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fusible.names import did_you_mean
+
 
 @dataclass(frozen=True)
 class Path:
@@ -34,8 +36,11 @@ class Path:
         """The fact's value at ``site``; ``AttributeError`` names the facts there are."""
         for name in self.names:
             if not hasattr(site, name):
-                known = ", ".join(sorted(vars(site)))
-                raise AttributeError(f"{self} is not a fact: there is no {name!r} among {known}")
+                known = sorted(getattr(site, "_fields", getattr(site, "__dict__", {})))
+                raise AttributeError(
+                    f"{'.'.join(self.names)} is not a fact: there is no {name!r} among "
+                    f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
+                )
             site = getattr(site, name)
         return site if site is None or self.factor == 1 else self.factor * site
 

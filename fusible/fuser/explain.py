@@ -64,7 +64,7 @@ class Explanation:
         """
         lines = []
         for told, others in self._alike(every_rule):
-            lines.append(f"{told.name}: {_heading(told.plan)}")
+            lines.append(f"{told.name}: {told.plan.heading}")
             lines.extend(_lines(told.plan, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
@@ -76,7 +76,7 @@ class Explanation:
         runs = []
         for told, others in self._alike():
             more = f" and {len(others)} alike" if others else ""
-            runs.append((f"{told.name}{more}: {_heading(told.plan)}", told.run.wiring, told.plan))
+            runs.append((f"{told.name}{more}: {told.plan.heading}", told.run.wiring, told.plan))
         drawing = svg.draw(runs)
         if path is not None:
             Path(path).write_text(drawing, encoding="utf-8")
@@ -86,7 +86,7 @@ class Explanation:
         """The first run of every kind, with the names of the others."""
         kinds: dict[str, list[PlannedRun]] = {}
         for p in self.planned:
-            text = "\n".join([_heading(p.plan), *_lines(p.plan, every_rule), repr(p.run.wiring)])
+            text = "\n".join([p.plan.heading, *_lines(p.plan, every_rule), repr(p.run.wiring)])
             kinds.setdefault(text, []).append(p)
         return [(first, [p.name for p in others]) for first, *others in kinds.values()]
 
@@ -196,12 +196,6 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
         if id(value) not in made:
             made[id(value)] = tree_map_only(Tensor, fake, value)
     return [made[id(value)] for value in inputs]
-
-
-def _heading(plan: Plan) -> str:
-    recipe = "none" if plan.recipe is None else plan.recipe.name
-    mode = "training" if any(n.requires_grad for n in plan.grad) else "inference"
-    return f"{plan.target}, recipe {recipe}, {plan.facts.dtype}, {mode}"
 
 
 def _lines(plan: Plan, every_rule: bool) -> Iterator[str]:

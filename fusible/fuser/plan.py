@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,14 @@ class OpFacts:
     facts: dict[str, Any]
     param_dtype: str | None
     extra_inputs: dict[str, TensorFacts]
+
+    @staticmethod
+    def of_type(kind: Any, blank: TensorFacts) -> SimpleNamespace:
+        """The namespace that ``this.<op>`` reads of an op of a type, all of it blank."""
+        extra = [kind.extra_input_name(kind, slot) for slot in range(kind.num_extra_inputs)]
+        names = {*extra, *kind.extra_input_names}
+        facts = OpFacts(dict.fromkeys(kind.fact_names), None, dict.fromkeys(names, blank))
+        return facts.site(GradNeeds(False, False, (), ()))
 
     def site(self, needs: GradNeeds) -> SimpleNamespace:
         """The namespace that ``this.<op>`` reads."""
@@ -92,13 +101,38 @@ class Refusal:
         return f"{self.rule.name} not used for {where}: {'; '.join(self.reasons)}"
 
 
+@dataclass(frozen=True)
+class FusionFunction:
+    """A user's fusion function, ``function(ops, *, recipe) -> ops``, called by its name."""
+
+    phase: Phase
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """That of the function, or the class of another callable."""
+        function = getattr(self.function, "func", self.function)  # of functools.partial
+        return getattr(function, "__name__", type(function).__name__)
+
+    def fit(self, ops: Sequence[Any], at: int) -> dict[str, Any] | None:
+        """Any ops: what it fuses shows when it is called."""
+        return {"ops": ops}
+
+    def __str__(self) -> str:
+        return "any ops"
+
+
 class Fusion(NamedTuple):
-    """A fused op over basic ops ``start`` to ``stop``; ``rule`` is None for a user's own."""
+    """A fused op over basic ops ``start`` to ``stop``; ``rule`` is None where a function made it.
+
+    ``name`` is that of the rule or of the user's function.
+    """
 
     start: int
     stop: int
     op: Any
     rule: Rule | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -145,12 +179,25 @@ class Plan:
         return f"Plan({self.target}, recipe {recipe}, forward: {forward}; backward: {backward})"
 
     @property
-    def fired(self) -> tuple[str, ...]:
-        """Names of the built-in rules that fired."""
-        return tuple(f.rule.name for _, f in self.fusions if f.rule is not None)
+    def heading(self) -> str:
+        """What it was made for, in words."""
+        recipe = "none" if self.recipe is None else self.recipe.name
+        mode = "training" if any(n.requires_grad for n in self.grad) else "inference"
+        return f"{self.target}, recipe {recipe}, {self.facts.dtype}, {mode}"
 
-    def require(self, rules: Sequence[Rule]) -> None:
-        """Raise :class:`NotFused` with the reasons unless each of the rules fired.
+    def summary(self) -> str:
+        """Its ops, what it was made for, and what is fused, as one line."""
+        fused = [f"{f.name} ({phase}) of ops[{f.start}:{f.stop}]" for phase, f in self.fusions]
+        ops = ", ".join(type(op).__name__ for op in self.basic_ops)
+        return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Names of the rules, and of the user's fusion functions, that fired."""
+        return tuple(f.name for _, f in self.fusions)
+
+    def require(self, rules: Sequence[Rule | FusionFunction]) -> None:
+        """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
 
         Rules for the backward need not where there is none.
         """
@@ -159,8 +206,9 @@ class Plan:
             if rule.name in self.fired or (rule.phase == "backward" and not backward):
                 continue
             reasons = [str(r) for r in self.refusals if r.rule.name == rule.name]
-            taken = [f.rule.name if f.rule else type(f.op).__name__ for _, f in self.fusions]
-            why = "\n".join(reasons) or f"its ops were taken by {', '.join(taken)}"
+            why = (
+                "\n".join(reasons) or f"what fuses its ops is {', '.join(self.fired) or 'nothing'}"
+            )
             raise NotFused(f"{rule.name} is required but did not fire for {self.target}:\n{why}")
 
 
@@ -237,7 +285,7 @@ def _scan(
                 elsewhere = not rule.concerns(site)
                 refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, elsewhere))
                 continue
-            yield Fusion(at, stop, _built(rule, bound, ops[at:stop]), rule)
+            yield Fusion(at, stop, _built(rule, bound, ops[at:stop]), rule, rule.name)
             at = stop - 1
             break
         at += 1
@@ -279,6 +327,33 @@ def _site_reader(
         return site
 
     return site_of
+
+
+def check_facts(rule: Rule) -> None:
+    """Refuse a rule whose conditions read what is no fact where its pattern fits.
+
+    Raises:
+        ValueError: naming the condition's path and the facts there are.
+    """
+    blank = TensorFacts("", "", None, False, 0)
+    paths = [path for need in rule.needs for path in (need.subject, need.other) if path is not None]
+    for kinds in product(*[slot.types for slot in rule.pattern]):
+        site = _site_reader(Facts("", blank, ()), None, Target("cpu"), ())({}, 0)
+        for slot, kind in zip(rule.pattern, kinds, strict=True):
+            if hasattr(site, slot.name):
+                raise ValueError(
+                    f"the ops of the rule {rule.name} must not be called as what conditions read "
+                    f"({', '.join(sorted(vars(site)))}), got {slot.name!r}"
+                )
+            if not slot.optional:  # which has no facts where it is left out
+                setattr(site, slot.name, OpFacts.of_type(kind, blank))
+        for path in paths:
+            try:
+                path.read(site)
+            except AttributeError as error:
+                raise ValueError(
+                    f"the conditions of the rule {rule.name} must read facts: {error}"
+                ) from error
 
 
 def _format_names(recipe: Any) -> dict[str, str]:
@@ -326,8 +401,12 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
     )
 
 
-def cover(fused: Sequence[Any], basic: Sequence[Any]) -> tuple[Fusion, ...]:
+def cover(
+    fused: Sequence[Any], basic: Sequence[Any], makers: Mapping[Any, str]
+) -> tuple[Fusion, ...]:
     """The fused ops of a list, located, checked to expand to exactly ``basic``, in order.
+
+    ``makers`` names the function that made each fused op.
 
     Raises:
         RuntimeError: naming both lists, when they do not.
@@ -344,6 +423,6 @@ def cover(fused: Sequence[Any], basic: Sequence[Any]) -> tuple[Fusion, ...]:
     for op in fused:
         stop = at + len(op.basic_ops)
         if op.is_fused_op:
-            found.append(Fusion(at, stop, op, None))
+            found.append(Fusion(at, stop, op, None, makers.get(op, type(op).__name__)))
         at = stop
     return tuple(found)

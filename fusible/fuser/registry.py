@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from typing import Any
 
-from fusible.arguments import check_bools
-from fusible.fuser.plan import UserFusions, cover
+from fusible.fuser.plan import FusionFunction, UserFusions, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 
-FusionFunction = Callable[..., Sequence[Any]]
+logger = logging.getLogger(__name__)
+
+GROUP = "fusible.rules"
+"""The entry points under which other packages offer rules."""
 
 
 class Registry:
@@ -18,46 +23,97 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()
-        self.functions: dict[Phase, list[FusionFunction]] = {
+        self.functions: dict[Phase, list[Callable[..., Any]]] = {
             "joint": [],
             "forward": [],
             "backward": [],
         }
         self.version = 0
+        self._discovered = False
 
     def install(self, rules: Sequence[Rule]) -> None:
         """Set the built-in rules, in order of priority."""
         self.rules = tuple(rules)
         self.version += 1
 
-    def rule(self, name: str) -> Rule:
-        """The rule of that name; ValueError names the rules there are."""
-        for rule in self.rules:
-            if rule.name == name:
-                return rule
-        known = [rule.name for rule in self.rules]
+    def discover(self) -> None:
+        """Add the rules that installed packages offer, once; before the built-in ones.
+
+        Each entry point of the group ``fusible.rules`` is a rule or a list of them. One that cannot
+        be had is left out, with a warning that names it.
+        """
+        if self._discovered:
+            return
+        self._discovered = True
+        for entry in metadata.entry_points(group=GROUP):
+            try:
+                loaded = entry.load()
+                for rule in loaded if isinstance(loaded, list | tuple) else [loaded]:
+                    if rule not in self.rules:
+                        self.add_rule(rule)
+                        logger.info("rule %s is from %s", rule.name, entry.value)
+            except Exception as error:  # whatever it is, it is another package's
+                warnings.warn(
+                    f"the entry point {entry.name!r} ({entry.value}) in the group {GROUP} must be "
+                    f"a rule or a list of rules, got {type(error).__name__}: {error}; its rules "
+                    "are left out",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def add_rule(self, rule: Rule, before: str | None = None, after: str | None = None) -> None:
+        """See :func:`register_rule`."""
+        if not isinstance(rule, Rule):
+            raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
+        if any(rule.name == known.name for known in self.rules):
+            raise ValueError(f"a rule's name must be new, got {rule.name!r}; rename its function")
+        if before is not None and after is not None:
+            raise ValueError(
+                f"a rule must be placed before another or after one, got {before!r} and {after!r}"
+            )
+        check_facts(rule)
+        at = 0
+        if beside := before or after:
+            at = self.rules.index(self._named(beside, self.rules)) + (after is not None)
+        self.install((*self.rules[:at], rule, *self.rules[at:]))
+
+    def remove_rule(self, rule: Rule | str) -> None:
+        """See :func:`unregister_rule`."""
+        found = self._named(rule if isinstance(rule, str) else rule.name, self.rules)
+        self.install([known for known in self.rules if known is not found])
+
+    def rule(self, name: str) -> Any:
+        """The rule or the user's function of that name; ValueError names those there are."""
+        self.discover()
+        functions = [FusionFunction(p, f) for p in self.functions for f in self.functions[p]]
+        return self._named(name, [*self.rules, *functions])
+
+    def _named(self, name: str, among: Iterable[Any]) -> Any:
+        by_name = {known.name: known for known in among}
+        if name in by_name:
+            return by_name[name]
         raise ValueError(
-            f"a fusion rule must be one of {', '.join(known)}, got {name!r}"
-            f"{did_you_mean(name, known)}"
+            f"a fusion rule must be one of {', '.join(by_name)}, got {name!r}"
+            f"{did_you_mean(name, by_name)}"
         )
 
-    def add(self, phase: Phase, function: FusionFunction, prepend: bool) -> None:
+    def add(self, phase: Phase, function: Callable[..., Any], prepend: bool) -> None:
         """Add a user's fusion function.
 
         Raises:
-            TypeError: it cannot be called, or ``prepend`` is no bool.
+            TypeError: it cannot be called.
         """
         if not callable(function):
             raise TypeError(
                 f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
             )
-        check_bools("a fusion", prepend=prepend)
         functions = self.functions[phase]
         functions.insert(0 if prepend else len(functions), function)
         self.version += 1
 
     def apply(self, ops: Sequence[Any], recipe: Any) -> UserFusions:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
+        makers: dict[Any, str] = {}
 
         def run(phase: Phase, start: Sequence[Any]) -> list[Any]:
             current = list(start)
@@ -67,11 +123,14 @@ class Registry:
                 if not all(hasattr(op, "basic_ops") for op in current):
                     name = getattr(function, "__qualname__", function)
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
+                for op in current:
+                    if op.is_fused_op:
+                        makers.setdefault(op, FusionFunction(phase, function).name)
             return current
 
         joint_ops = run("joint", ops)
-        joint = cover(joint_ops, ops)
-        forward, backward = (cover(run(p, joint_ops), ops) for p in ("forward", "backward"))
+        joint = cover(joint_ops, ops, makers)
+        forward, backward = (cover(run(p, joint_ops), ops, makers) for p in ("forward", "backward"))
         for fusion in joint:
             if fusion not in forward or fusion not in backward:
                 raise RuntimeError(
@@ -85,24 +144,43 @@ class Registry:
 registry = Registry()
 
 
-def register_rule(rule: Rule) -> None:
-    """Add a fusion rule of your own, before all rules there are; after all users' functions.
+def register_rule(rule: Rule, *, before: str | None = None, after: str | None = None) -> None:
+    """Add a fusion rule of your own; it is tried after all users' functions.
 
-    Made by :func:`fusible.fuser.rules.rule`. It is tried, refused and explained as built-in rules
-    are, and ``Sequential(require=...)`` knows its name.
+    It is tried, refused and explained as built-in rules are, and ``Sequential(require=...)`` knows
+    its name.
+
+    Args:
+        rule: made by :func:`fusible.extend.rule`.
+        before: the name of a rule that shall be tried after it; by default all there are.
+        after: the name of a rule that shall be tried before it.
 
     Raises:
         TypeError: it is no rule.
-        ValueError: there is a rule of that name.
+        ValueError: there is a rule of that name, none of the name given, or a condition reads what
+            is no fact.
     """
-    if not isinstance(rule, Rule):
-        raise TypeError(f"a rule must be made by fusible.fuser.rules.rule, got {rule!r}")
-    if any(rule.name == known.name for known in registry.rules):
-        raise ValueError(f"a rule's name must be new, got {rule.name!r}; rename its function")
-    registry.install((rule, *registry.rules))
+    registry.discover()
+    registry.add_rule(rule, before, after)
 
 
-def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+def unregister_rule(rule: Rule | str) -> None:
+    """Take a rule away, given itself or by its name; also a built-in one.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    registry.discover()
+    registry.remove_rule(rule)
+
+
+def fusion_rules() -> tuple[Rule, ...]:
+    """All rules in order of priority: your own, those of installed packages, the built-in ones."""
+    registry.discover()
+    return registry.rules
+
+
+def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
     """Register a joint fusion, ``func(ops, *, recipe) -> ops``.
 
     A fused op made by it runs forward and backward and need agree only with itself. Users'
@@ -112,7 +190,7 @@ def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False
     registry.add("joint", func, prepend)
 
 
-def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+def register_forward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
     """Register a forward-only fusion, ``func(ops, *, recipe) -> ops``.
 
     The fused op's forward must save, in each basic op's context, what that op documents as its
@@ -122,7 +200,7 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None
     registry.add("forward", func, prepend)
 
 
-def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+def register_backward_fusion(func: Callable[..., Any], prepend: bool = False) -> None:
     """Register a backward-only fusion, ``func(ops, *, recipe) -> ops``.
 
     The fused op's backward reads the state that each basic op documents, whichever forward saved

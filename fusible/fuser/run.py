@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusible.fuser import target as targets
+from fusible.fuser.expected import Expected, expected_of
 from fusible.fuser.node import (
     INTERNAL,
     Direct,
@@ -40,6 +43,8 @@ from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, wire
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
@@ -105,18 +110,20 @@ class Run:
     """
 
     def __init__(self, ops: Sequence[Any], require: Sequence[Rule] = ()) -> None:
+        registry.discover()
         self.ops = tuple(ops)
         self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops)
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
+        self.expected: dict[Any, Expected] = {}  # of users' fused ops that have not run yet
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         _runs.add(tuple(map(type, self.ops)), self)
-        self.writes = any(op.writes_extra_inputs for op in self.ops)
+        self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
@@ -133,7 +140,7 @@ class Run:
             _observation.note(self, key, inputs[0].device)
             schedule = self._schedule(self.plan_for(key, targets.target_of(inputs[0].device)), key)
         else:
-            schedule = self._schedules.get(key) or self.schedule_for(key)
+            schedule = self._schedules.get(key) or self._first_schedule(key, inputs, kwargs)
             self.plan = schedule.plan
             if schedule.direct is not None and kwargs is None:
                 prepared = schedule.direct.prepared(*tensors)
@@ -238,8 +245,22 @@ class Run:
         if key not in self._schedules:
             made = self.plan_for(key, targets.target_of(_Call(*key).device))
             made.require(self.require)
+            _say(made)
             self._schedules[key] = self._schedule(made, key)
         return self._schedules[key]
+
+    def _first_schedule(
+        self, key: tuple[Any, ...], inputs: Sequence[Tensor], kwargs: Kwargs | None
+    ) -> Schedule:
+        """The schedule of a call that is the first to run it, which checks users' fused ops."""
+        schedule = self.schedule_for(key)
+        given = self._no_kwargs if kwargs is None else kwargs
+        self.expected.update(expected_of(self, schedule, inputs, given))
+        return schedule
+
+    def alone(self, ops: Sequence[Any], plan: Plan) -> tuple[ScheduledStep, ...]:
+        """The steps of a plan with one of ``ops`` for each basic op, nothing fused."""
+        return self._steps([Step(op, (b,)) for op, b in zip(ops, self.ops, strict=True)], plan)
 
     @constant_when_traced
     def _trace_schedule(self, recipe: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> str:
@@ -277,8 +298,7 @@ class Run:
         )
         call = _Call(*key)
         dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
-        writes = any(step.op.writes_grads for step in backward)
-        return Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan), writes)
+        return Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan))
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
@@ -398,6 +418,19 @@ class Run:
             }
             made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
         return tuple(made)
+
+
+def _say(plan: Plan) -> None:
+    """Log what a plan fuses, once for all runs that have the same."""
+    if logger.isEnabledFor(logging.INFO):
+        _say_once(plan.summary(), tuple(map(str, plan.refusals)))
+
+
+@lru_cache(maxsize=1024)
+def _say_once(summary: str, refusals: tuple[str, ...]) -> None:
+    logger.info("planned %s", summary)
+    for refusal in refusals:
+        logger.debug("%s", refusal)
 
 
 def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 _one_at_a_time = threading.RLock()  # the compiler is not made for threads
+_compile_seconds: list[float] = []  # of each kernel that this process compiled
 
 
 def kept(name: str, compile_it: Callable[[], Any]) -> Any:
     """The kernel that ``name`` stands for: from disk, else compiled and written."""
     with _one_at_a_time:
-        return _kept(hashlib.sha256(name.encode()).hexdigest()[:32], compile_it)
+        return _kept(name, compile_it)
+
+
+def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
+    """The kernel, compiled, and a line about it before and after."""
+    logger.info("compiling kernel %s", name)
+    start = time.perf_counter()
+    kernel = compile_it()
+    _compile_seconds.append(time.perf_counter() - start)
+    logger.info(
+        "compiled kernel %s in %.1f s (%d so far, %.1f s)",
+        name,
+        _compile_seconds[-1],
+        len(_compile_seconds),
+        sum(_compile_seconds),
+    )
+    return kernel
 
 
 def _kept(name: str, compile_it: Callable[[], Any]) -> Any:
     from cutlass import cute
 
-    path = directory() / f"{name}.o"
-    if not path.exists():
-        compiled = compile_it()
+    path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
+    if path.exists():
+        logger.debug("reading kernel %s from %s", name, path)
+    else:
+        compiled = _compiled(name, compile_it)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name first: another process may be looking.

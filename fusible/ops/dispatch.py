@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels.moe import permute
@@ -72,7 +71,6 @@ class Dispatch(BasicOperation):
         recompute_rows: bool = False,
         capacity_factor: float | None = None,
     ) -> None:
-        check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
         self.extra_output_names = (
             ("split_sizes", "row_map") if scale_input else ("split_sizes", "scales", "row_map")
         )
@@ -214,7 +212,6 @@ class Combine(BasicOperation):
     saves = "row map; if weighted rows, scales"
 
     def __init__(self, weighted: bool = False) -> None:
-        check_bools("Combine", weighted=weighted)
         self.num_extra_inputs = 2 if weighted else 1
         super().__init__()
         self.weighted = weighted

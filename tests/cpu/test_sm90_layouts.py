@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import reference as ref
 import torch
 
 import fusible as fz
@@ -124,8 +123,8 @@ def outcome(kernels, operand, layout, parts):
 def test_the_same_in_any_layout(strict, operand, layout, parts):
     got = outcome(strict, operand, layout, parts)
     for mine, theirs in zip(got, outcome(reference, operand, None, parts), strict=True):
-        # FC1, the activation and FC2 forward; FC2, the activation and FC1 backward.
-        ref.assert_equal_but_for_rounding(mine, theirs, roundings=6, dtype=torch.bfloat16)
+        assert mine.shape == theirs.shape
+        assert (mine.double() - theirs.double()).norm() <= 0.01 * theirs.double().norm()
 
 
 @pytest.mark.parametrize("gap", [0, 4, 8])
@@ -149,7 +148,7 @@ def test_main_grads_in_one_buffer(strict, gap):
             mlp(x, sizes, scales, sizes, scales).sum().backward()
         results.append([w.main_grad for fc in (mlp[0], mlp[2]) for w in fc.weights()])
     for mine, theirs in zip(*results, strict=True):
-        ref.assert_equal_but_for_rounding(mine, theirs, roundings=6, dtype=torch.bfloat16)
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -162,7 +161,7 @@ def test_few_rows_anywhere(strict, rows):
     for kernels, given in ((strict, x), (reference, x.clone())):
         with assume_target("sm90", kernels):
             results.append(mlp(given, sizes, scales, sizes, scales))
-    ref.assert_equal_but_for_rounding(*results, roundings=3)
+    assert torch.equal(*results)
 
 
 # --- what no plan gives them ----------------------------------------------------------------------

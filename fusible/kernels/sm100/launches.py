@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _warm: set[tuple[Any, ...]] = set()
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -31,7 +34,9 @@ def before_launch(device: torch.device, *configuration: Any) -> None:
                 "forward and backward, with inputs of the same dtypes and features"
             )
         return
-    _warm.add(configuration)
+    if configuration not in _warm:
+        logger.info("compiling kernel sm100 %s, by cuDNN's front end", configuration)
+        _warm.add(configuration)
     stream = torch.cuda.current_stream(device)
     last = _last_streams.get(device)
     if last is not None and last != stream:

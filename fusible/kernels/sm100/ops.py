@@ -6,6 +6,8 @@ packed for the MMA (``recipes.layout``). Rows past the last group are not comput
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -36,6 +38,9 @@ from fusible.kernels.sm100.checks import (
 )
 from fusible.kernels.sm100.launches import before_launch
 
+logger = logging.getLogger(__name__)
+
+_COMPILES = 0.5  # seconds: a call of the front end that takes longer has compiled
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
 _FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
@@ -54,8 +59,12 @@ def _define(schema: str, fake: Callable[..., Any], flops: Callable[..., int]) ->
 def _run(device: torch.device, wrapper: str, **arguments: Any) -> Any:
     """Call the front end, which launches on the current stream of the current device."""
     function = getattr(provider("sm100"), f"{wrapper}_wrapper_sm100")
+    start = time.perf_counter()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return function(**arguments)
+        result = function(**arguments)
+    if device.type == "cuda" and (seconds := time.perf_counter() - start) > _COMPILES:
+        logger.info("compiled kernel sm100 %s in %.1f s", wrapper, seconds)
+    return result
 
 
 # --- arguments that all kernels share -------------------------------------------------------------

@@ -1,0 +1,337 @@
+"""Rules, ops and fusion functions of one's own, and those of other packages."""
+
+import functools
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible import extend
+from fusible.extend import equal, multiple_of, register_rule, rule, this, unregister_rule
+from fusible.fused import RULES
+from fusible.fuser import registry as registry_module
+from fusible.fuser.plan import check_facts
+from fusible.fuser.registry import registry
+
+
+class Double(fz.FusedOperation):
+    """Two scales as one."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        one, two = self.basic_ops
+        return input_ * (one.scale * two.scale), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        one, two = self.basic_ops
+        return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
+
+
+def double(ops, *, recipe):
+    return [Double(ops)] if len(ops) == 2 else ops
+
+
+@rule(equal(this.recipe, "none"))
+def double_rule(a: fz.ConstantScale, b: fz.ConstantScale) -> Double:
+    """One pass less."""
+    return Double([a, b])
+
+
+def scales():
+    return fz.Sequential(fz.ConstantScale(2.0), fz.ConstantScale(3.0))
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("register", ["forward_backward", "forward", "backward"])
+def test_a_function_fires_by_its_name_and_can_be_required(register, own_fusions):
+    getattr(extend, f"register_{register}_fusion")(double)
+    seq = fz.Sequential(*scales(), require=["double"])
+    x = torch.ones(4, requires_grad=True)
+    y = seq(x)
+    assert seq.plan.fired == ("double",)
+    assert fz.explain(seq, x).fired == ("double",)
+    y.sum().backward()
+    assert y.tolist() == x.grad.tolist() == [6.0] * 4
+    longer = fz.Sequential(*scales(), fz.ConstantScale(1.0), require=["double"])
+    with pytest.raises(fz.NotFused, match="double is required but did not fire"):
+        longer(x)
+
+
+def test_functions_of_other_kinds_have_names(own_fusions):
+    class Fuse:
+        def __call__(self, ops, *, recipe):
+            return double(ops, recipe=recipe)
+
+    for function, name in ((Fuse(), "Fuse"), (functools.partial(double), "double")):
+        own_fusions.functions["joint"] = []
+        extend.register_forward_backward_fusion(function)
+        seq = fz.Sequential(*scales(), require=[name])
+        seq(torch.ones(2))
+        assert seq.plan.fired == (name,)
+
+
+def test_required_names_that_there_are_not(own_fusions):
+    extend.register_forward_fusion(double)
+    with pytest.raises(ValueError, match=r"one of moe_experts_sm90.*double, got 'doubel'.*double"):
+        fz.Sequential(*scales(), require=["doubel"])
+
+
+# --- rules ------------------------------------------------------------------------------------
+
+
+def test_a_rule_comes_and_goes(own_fusions):
+    seq, x = scales(), torch.ones(3)
+    register_rule(double_rule)
+    assert extend.fusion_rules()[0] is double_rule
+    seq(x)
+    assert seq.plan.fired == ("double_rule",)
+    unregister_rule("double_rule")
+    assert extend.fusion_rules() == RULES
+    seq(x)
+    assert seq.plan.fired == ()
+    register_rule(double_rule)
+    unregister_rule(double_rule)
+    with pytest.raises(ValueError, match=r"must be one of .*, got 'double_rule'"):
+        unregister_rule(double_rule)
+
+
+def test_places_among_the_rules(own_fusions):
+    names = [r.name for r in RULES]
+    register_rule(double_rule, before="linear_add")
+    assert [r.name for r in extend.fusion_rules()] == [
+        *names[: names.index("linear_add")],
+        "double_rule",
+        *names[names.index("linear_add") :],
+    ]
+    unregister_rule(double_rule)
+    register_rule(double_rule, after=names[-1])
+    assert extend.fusion_rules()[-1] is double_rule
+    with pytest.raises(ValueError, match="new"):
+        register_rule(double_rule)
+    unregister_rule(double_rule)
+    with pytest.raises(ValueError, match="'linear_ad'; did you mean 'linear_add'"):
+        register_rule(double_rule, before="linear_ad")
+    with pytest.raises(ValueError, match="before another or after one"):
+        register_rule(double_rule, before="linear_add", after="linear_add")
+
+
+def test_a_built_in_rule_can_be_taken_away(own_fusions):
+    unregister_rule("linear_bias_activation")
+    seq = fz.Sequential(fz.Linear(4, 4), fz.GELU())
+    seq(torch.ones(2, 4))
+    assert seq.plan.fired == ()
+
+
+# --- facts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("need", "says"),
+    [
+        (equal(this.a.scael, 1.0), r"no 'scael' among .*; did you mean 'scale'"),
+        (equal(this.c.scale, 1.0), "c.scale is not a fact: there is no 'c' among a, b?"),
+        (equal(this.recipee, "none"), "no 'recipee' among .*; did you mean 'recipe'"),
+        (equal(this.format.inputs, "none"), "no 'inputs' among grad, input, weight"),
+        (equal(this.input.shape, 3), "no 'shape' among device, dtype, features"),
+        (equal(this.a.scale.value, 1), "no 'value' among none"),
+        (equal(this.sm, this.b.size), "no 'size' among "),
+        (multiple_of(this.sm, this.b.size), "no 'size' among "),
+        (equal(2 * this.a.scales, 3), "no 'scales' among "),
+    ],
+)
+def test_what_is_no_fact_is_refused_at_registration(need, says, own_fusions):
+    @rule(need)
+    def mine(a: fz.ConstantScale, b: fz.ConstantScale) -> Double:
+        return Double([a, b])
+
+    with pytest.raises(ValueError, match=f"conditions of the rule mine must read facts: .*{says}"):
+        register_rule(mine)
+    assert mine not in extend.fusion_rules()
+
+
+def test_facts_of_alternatives_and_of_optional_ops(own_fusions):
+    @rule(equal(this.act.geglu, None))
+    def every(act: fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU) -> Double:
+        return Double([act])
+
+    check_facts(every)
+
+    @rule(equal(this.act.scale, 1.0))
+    def some(act: fz.ConstantScale | fz.GELU) -> Double:
+        return Double([act])
+
+    @rule(equal(this.scale.scale, 1.0))
+    def optional(act: fz.GELU, scale: fz.ConstantScale | None) -> Double:
+        return Double([act])
+
+    for mine, name in ((some, "scale"), (optional, "scale")):
+        with pytest.raises(ValueError, match=f"there is no '{name}' among"):
+            register_rule(mine)
+
+    @rule()
+    def hidden(dtype: fz.GELU) -> Double:
+        return Double([dtype])
+
+    with pytest.raises(ValueError, match=r"must not be called as what conditions read .*'dtype'"):
+        register_rule(hidden)
+
+
+@pytest.mark.parametrize("found", RULES, ids=lambda r: r.name)
+def test_built_in_rules_read_facts(found):
+    check_facts(found)
+
+
+# --- what fused ops give ----------------------------------------------------------------------
+
+
+class Wrong(fz.FusedOperation):
+    made = staticmethod(lambda y: y)
+    saved = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        linear = self.basic_ops[0]
+        h = torch.nn.functional.linear(input_, linear.weight)
+        basic_op_ctxs[0].save_for_backward(input_, linear.weight)
+        basic_op_ctxs[0].dtype = h.dtype
+        if self.saved:
+            basic_op_ctxs[1].save_for_backward(h)
+            basic_op_ctxs[1].dtype = h.dtype
+        return self.made(torch.relu(h)), [(), ()]
+
+
+def wrong(made=lambda y: y, saved=1):
+    kind = type("Mine", (Wrong,), {"made": staticmethod(made), "saved": saved})
+    return lambda ops, *, recipe: [kind(ops)]
+
+
+def linear_relu():
+    return fz.Sequential(fz.BasicLinear(4, 6), fz.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda y: y[:, :3], r"torch.float32 of shape \(5, 6\) on cpu, got .* \(5, 3\)"),
+        (lambda y: y.double(), r"torch.float32 of .*, got torch.float64 of shape \(5, 6\)"),
+        (lambda y: y.t(), r"got torch.float32 of shape \(6, 5\)"),
+        (lambda y: y.to("meta"), "on cpu, got .* on meta"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_fused_op_that_returns_something_else_is_named(made, says, grad, own_fusions):
+    extend.register_forward_fusion(wrong(made))
+    seq = linear_relu()
+    for _ in range(2):  # every call
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=f"Mine must return what BasicLinear . ReLU.*{says}"),
+        ):
+            seq(torch.ones(5, 4))
+
+
+def test_a_forward_fusion_that_saves_nothing_is_named(own_fusions):
+    extend.register_forward_fusion(wrong(saved=0))
+    with pytest.raises(RuntimeError, match=r"Mine must save .* \[2, 1\] .*ReLU: x.*got \[2, 0\]"):
+        linear_relu()(torch.ones(5, 4))
+
+
+def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
+    extend.register_forward_fusion(wrong())
+    seq = linear_relu()
+    x = torch.randn(5, 4, requires_grad=True)
+    y = seq(x)
+    torch.testing.assert_close(y, torch.relu(x @ seq[0].weight.T))
+    y.sum().backward()
+    (run,) = seq.segments()
+    assert run.expected == {}
+    monkeypatch.setattr("fusible.fuser.run.expected_of", None)
+    seq(x)
+
+
+def test_ops_that_read_values_are_not_checked(own_fusions):
+    class Reads(fz.BasicOperation):
+        def op_forward(self, ctx, input_, *_):
+            return input_ * input_.sum().item()
+
+    class Fused(fz.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            return input_[:1], [(), ()]
+
+    extend.register_forward_fusion(lambda ops, *, recipe: [Fused(ops)])
+    with torch.no_grad():
+        assert fz.Sequential(Reads(), Reads())(torch.ones(3)).shape == (1,)
+
+
+def test_channels_across_a_users_fused_op(own_fusions):
+    class Fused(fz.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+            (_, (addend,)) = basic_op_extra_inputs
+            return input_ * self.basic_ops[0].scale + addend, [(), ()]
+
+    extend.register_forward_fusion(lambda ops, *, recipe: [ops[0], Fused(ops[1:])])
+    seq = fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+        fz.ConstantScale(2.0),
+        fz.AddExtraInput().set_extra_input_channel(0, "r"),
+    )
+    x = torch.ones(3, requires_grad=True)
+    y = seq(x)
+    y.sum().backward()
+    assert y.tolist() == x.grad.tolist() == [3.0] * 3
+
+
+# --- other packages ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(own_fusions, monkeypatch):
+    """Make the entry points of an installed package, by name."""
+
+    def install(**objects):
+        module = types.ModuleType("third_party")
+        vars(module).update(objects)
+        monkeypatch.setitem(sys.modules, "third_party", module)
+        points = [
+            registry_module.metadata.EntryPoint(name, f"third_party:{name}", "fusible.rules")
+            for name in objects
+        ]
+        monkeypatch.setattr(
+            registry_module.metadata, "entry_points", lambda *, group: points * (group == GROUP)
+        )
+        monkeypatch.setattr(registry, "_discovered", False)
+
+    return install
+
+
+GROUP = "fusible.rules"
+
+
+def test_rules_of_packages_are_found(package, caplog):
+    package(mine=double_rule)
+    seq = fz.Sequential(*scales(), require=["double_rule"])
+    with caplog.at_level(logging.INFO, "fusible"):
+        seq(torch.ones(2))
+    assert seq.plan.fired == ("double_rule",)
+    assert extend.fusion_rules() == (double_rule, *RULES)
+
+
+def test_lists_of_rules_and_rules_that_are_there_already(package):
+    @rule()
+    def other(a: fz.ConstantScale) -> Double:
+        return Double([a])
+
+    package(mine=[double_rule, other], again=double_rule)
+    assert {"double_rule", "other"} < {r.name for r in extend.fusion_rules()}
+    assert len(extend.fusion_rules()) == len(RULES) + 2
+
+
+def test_a_packages_failure_is_named_and_not_fatal(package):
+    package(broken=3, mine=double_rule)
+    seq = scales()
+    with pytest.warns(RuntimeWarning, match=r"'broken' \(third_party:broken\) .* got TypeError"):
+        seq(torch.ones(2))
+    assert seq.plan.fired == ("double_rule",)

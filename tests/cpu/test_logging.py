@@ -1,0 +1,64 @@
+"""What fused and what is compiled is logged, and nothing else is said by default."""
+
+import logging
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible.fuser import run
+from fusible.kernels import cache
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said():
+    run._say_once.cache_clear()
+
+
+def mlp():
+    return fz.Sequential(fz.Linear(4, 8), fz.GELU(), fz.Dropout(0.5))
+
+
+def lines(caplog, level=logging.INFO):
+    return [r.getMessage() for r in caplog.records if r.levelno >= level]
+
+
+def test_a_plan_is_told_once_for_all_layers(caplog):
+    x = torch.randn(3, 4)
+    layers = [mlp() for _ in range(3)]
+    with caplog.at_level(logging.INFO, "fusible"):
+        for layer in layers:
+            layer(x)
+            layer(x[:1])
+    assert lines(caplog) == [
+        "planned BasicLinear, Bias, GELU, Dropout on cpu, recipe none, float32, training: "
+        "linear_bias_activation (forward) of ops[0:3]"
+    ]
+
+
+def test_refusals_are_told_at_debug(caplog):
+    with caplog.at_level(logging.DEBUG, "fusible"):
+        mlp()(torch.randn(3, 4, requires_grad=True))
+    told = lines(caplog, logging.DEBUG)
+    assert any("backward_activation_bias not used for ops[1:3]: " in line for line in told)
+
+
+def test_nothing_is_said_by_default(capfd):
+    mlp()(torch.randn(3, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_compiling_a_kernel_is_told_with_its_time(caplog, monkeypatch, tmp_path):
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(cache, "_compile_seconds", [])
+
+    class Compiled:
+        def export_to_c(self, object_file_path, function_name):
+            raise OSError
+
+    with caplog.at_level(logging.DEBUG, "fusible"), pytest.raises(OSError):  # noqa: PT011
+        cache.kept("sort of 8", Compiled)
+    before, after = lines(caplog, logging.INFO)
+    assert before == "compiling kernel sort of 8"
+    assert after == "compiled kernel sort of 8 in 0.0 s (1 so far, 0.0 s)"
