@@ -36,6 +36,7 @@ RECIPES = {
 }
 VOCABULARY, HEAD_SIZE = 256, 32
 LOOKS = 12  # at the held-out text, over a run
+STEPS_AT_LEAST, TIMES_AT_MOST = 100, 5  # of a run by time: its steps, and that many times its time
 BALANCE = 0.01  # weight of the load-balancing loss
 # Not prose or programs of the library: other packages, tests, tables of characters and topics.
 SKIPPED = frozenset(
@@ -173,13 +174,20 @@ class History:
 
     def summary(self) -> str:
         """The last held-out loss and the speed so far."""
-        loss, speed = self.held_out[-1][1], self.tokens / self.seconds
-        return f"held-out {loss:.3f} bits/byte, {speed:,.0f} tokens/s"
+        speed = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
+        return f"held-out {self.held_out[-1][1]:.3f} bits/byte{speed}"
 
 
 def part_done(options: argparse.Namespace, step: int, seconds: float) -> float:
-    """How much of a run is done: by steps if their number was given, else by time."""
-    return step / options.steps if options.steps else min(seconds / options.seconds, 1.0)
+    """How much of a run is done: by steps if their number was given, else by time.
+
+    A slow machine gets more time than was asked for, until it has made a least number of steps.
+    """
+    if options.steps:
+        return step / options.steps
+    time_passed = seconds / options.seconds
+    part = min(time_passed, step / STEPS_AT_LEAST)
+    return min(max(part, time_passed / TIMES_AT_MOST), 1.0)
 
 
 def precision(device: torch.device) -> AbstractContextManager:
@@ -234,7 +242,6 @@ def train(model: nn.Module, text: Tensor, held_out: Tensor, options: argparse.Na
                 history.look(step, losses, *evaluate(model, batches))
                 history.seconds = time.perf_counter() - start
                 history.tokens = step * batch * context
-                bar.set_postfix_str(history.summary())
                 losses.clear()
             if done >= 1:
                 return history
@@ -244,6 +251,7 @@ def train(model: nn.Module, text: Tensor, held_out: Tensor, options: argparse.Na
             losses.append(train_step(model, optimizer, rate, rows))
             step += 1
             done = part_done(options, step, time.perf_counter() - start)
+            bar.set_postfix_str(f"step {step}, {history.summary()}", refresh=False)
             bar.update(100 * done - bar.n)
 
 
@@ -319,7 +327,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--seconds", type=number, default=60.0, help="train for this long (evaluations included)"
+        "--seconds",
+        type=number,
+        default=60.0,
+        help="train for this long (evaluations included); longer where that is less than "
+        f"{STEPS_AT_LEAST} steps, at most {TIMES_AT_MOST} times as long",
     )
     length.add_argument(
         "--steps", type=count, help="train this many steps instead; repeatable on the CPU"

@@ -49,6 +49,27 @@ def test_the_held_out_loss_falls(run):
         assert sum(shares) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("step", "seconds", "done"),
+    [
+        (500, 30, 0.5),  # by time
+        (500, 61, 1.0),
+        (7, 60, 0.2),  # a slow machine goes on
+        (50, 60, 0.5),
+        (100, 100, 1.0),
+        (7, 300, 1.0),  # not for ever
+    ],
+)
+def test_a_run_by_time_makes_a_least_number_of_steps(example, step, seconds, done):
+    options = example.parse_options(["--seconds=60"])
+    assert example.part_done(options, step, seconds) == pytest.approx(done)
+
+
+def test_steps_are_counted_while_it_trains(example, tmp_path, capsys):
+    example.main([*TINY, "--steps=3", f"--out={tmp_path}"])
+    assert "step 3, held-out " in capsys.readouterr().err
+
+
 def test_it_draws_the_loss_and_the_op_graphs(run):
     _, out, _ = run
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
