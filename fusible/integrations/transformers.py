@@ -64,9 +64,11 @@ def experts_forward(
     Raises:
         ValueError: the weights are not what a `GroupedLinear` can multiply with.
     """
-    if getattr(experts, ATTRIBUTE, None) is None:
+    tracing = torch.compiler.is_compiling()
+    block = getattr(experts, ATTRIBUTE, None)
+    if block is None or not (tracing or block.is_of(experts)):
         _attach.to(type(experts))
-        experts._make_fusible_block(torch.compiler.is_compiling())
+        experts._make_fusible_block(tracing)
     return getattr(experts, ATTRIBUTE)(hidden_states, top_k_index, top_k_weights)
 
 
@@ -114,12 +116,15 @@ class ExpertsBlock(nn.Module):
     """
 
     _experts: Any
+    _options: tuple[Any, ...]
     mlp: Sequential | None
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.__dict__["_experts"] = experts  # not a submodule: the parameters stay theirs
+        self.__dict__["_options"] = _options(experts)
         up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        _check_sizes(experts, up)
         dispatch, act = Dispatch(up.num_groups), activation_of(experts)
         self.mlp = None
         if act is None:
@@ -129,6 +134,10 @@ class ExpertsBlock(nn.Module):
         else:
             down = ExpertsLinear(experts, "down_proj", scale_bias=experts.has_bias)
             self.mlp = Sequential(dispatch, up, act, down, Combine())
+
+    def is_of(self, experts: Any) -> bool:
+        """Whether the experts still compute what this was made from."""
+        return self._experts is experts and self._options == _options(experts)
 
     def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See :func:`experts_forward`."""
@@ -142,6 +151,39 @@ class ExpertsBlock(nn.Module):
         if _has_norm(experts):
             rows = experts.post_expert_norm(rows)
         return self.combine(rows, row_map, scales).to(hidden_states.dtype)
+
+
+_OPTIONS = (
+    "act_fn",
+    "alpha",
+    "has_bias",
+    "has_gate",
+    "has_post_expert_norm",
+    "is_transposed",
+    "limit",
+    "swiglu_alpha",
+    "swiglu_limit",
+)
+
+
+def _options(experts: Any) -> tuple[Any, ...]:
+    """What of a module's experts a block is made from, beside their values: for comparison."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
+    return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)
+
+
+def _check_sizes(experts: Any, up: ExpertsLinear) -> None:
+    """Refuse a second weight that does not go with the first."""
+    down = ExpertsLinear(experts, "down_proj")
+    inner = up.out_features // 2 if experts.has_gate else up.out_features
+    wanted = up.num_groups, up.in_features, inner
+    got = down.num_groups, down.out_features, down.in_features
+    if got != wanted:
+        raise ValueError(
+            f"down_proj of {type(experts).__name__} must be of {wanted} (experts, hidden, inner) "
+            f"to go with the weight before it, got {got}"
+        )
 
 
 class ExpertsLinear(GroupedLinear):
@@ -162,18 +204,9 @@ class ExpertsLinear(GroupedLinear):
     _name: str
 
     def __init__(self, experts: Any, name: str, *, scale_bias: bool = False) -> None:
-        weight = getattr(experts, name, None)
-        if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
-            got = type(weight).__name__
-            if isinstance(weight, Tensor):
-                got = f"{weight.dtype} of shape {tuple(weight.shape)}"
-            raise ValueError(
-                f"{name} of {type(experts).__name__} must be a floating 3-D parameter, got {got}; "
-                'use experts_implementation="eager" for this model'
-            )
         self.__dict__.update(_experts=experts, _name=name)
-        groups, *sizes = weight.shape
-        out_features, in_features = sizes[::-1] if experts.is_transposed else sizes
+        weight = self._weight()
+        groups, out_features, in_features = weight.shape
         super().__init__(
             groups,
             in_features,
@@ -192,9 +225,30 @@ class ExpertsLinear(GroupedLinear):
         """Leaves the experts' parameters alone."""
 
     def weights(self) -> list[Tensor]:
-        """The experts' weight as ``[E, out, in]``, a view if it is stored transposed."""
-        weight = getattr(self._experts, self._name)
-        return [weight.mT if self._experts.is_transposed else weight]
+        """The experts' weight as ``[E, out, in]``, a view if it is stored transposed.
+
+        Raises:
+            ValueError: it was replaced by what is no floating parameter of the shape it had.
+        """
+        weight, shape = self._weight(), (self.num_groups, self.out_features, self.in_features)
+        if weight.shape != shape:
+            raise ValueError(
+                f"{self._name} of {type(self._experts).__name__} must be {shape} (groups, out, in) "
+                f"as at its first call, got {tuple(weight.shape)}; replace the module"
+            )
+        return [weight]
+
+    def _weight(self) -> Tensor:
+        experts, weight = self._experts, getattr(self._experts, self._name, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+            got = type(weight).__name__
+            if isinstance(weight, Tensor):
+                got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+            raise ValueError(
+                f"{self._name} of {type(experts).__name__} must be a floating 3-D parameter, got "
+                f'{got}; use experts_implementation="eager" for this model'
+            )
+        return weight.mT if experts.is_transposed else weight
 
     def biases(self) -> list[Tensor]:
         """The experts' bias, if they have one."""

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -189,6 +190,23 @@ def by_torch(state, path):
 def by_safetensors(state, path):
     safetensors.save_file(state, path / "state.safetensors")
     return safetensors.load_file(path / "state.safetensors")
+
+
+@recipe_names
+@layouts
+@pytest.mark.filterwarnings("ignore")
+def test_dcp_into_the_other_layout(single, recipe, tmp_path):
+    """By the two lines of docs/training.md."""
+    saved, other = build(single, recipe), build(not single, recipe)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "whole.pt")
+    other.load_state_dict(torch.load(tmp_path / "whole.pt"))
+    expected = build(not single, recipe)
+    expected.load_state_dict(saved.state_dict())
+    same_bits(other.state_dict(), expected.state_dict())
+    back = build(single, recipe)
+    back.load_state_dict(other.state_dict())
+    same_bits(back.state_dict(), saved.state_dict())
 
 
 def by_dcp(state, path):

@@ -55,6 +55,52 @@ def test_weights_are_used_where_they_lie() -> None:
         assert not experts._fusible_block.mlp[1].weights()[0].any()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_replaced_weights_are_checked(family: str, compiled: bool, fresh_compiler: None) -> None:
+    experts = experts_of(make_model(family))
+    x, ids, weights = torch.randn(5, 32), torch.randint(4, (5, 2)), torch.rand(5, 2)
+    call = torch.compile(experts, backend="aot_eager") if compiled else experts
+    call(x, ids, weights)
+    whole = experts.down_proj
+    experts.down_proj = nn.Parameter(whole.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"down_proj of .* must be a floating 3-D .* torch.int8"):
+        call(x, ids, weights)
+    if not compiled:  # which falls back to the above after an error
+        experts.down_proj = nn.Parameter(whole.detach()[:, :8])
+        with pytest.raises(ValueError, match=r"down_proj of \w+ must be of \(4, 32, \d+\)"):
+            call(x, ids, weights)
+    experts.down_proj = nn.Parameter(whole.detach() * 2)
+    y = call(x, ids, weights)
+    torch.testing.assert_close(y, eager(experts, x, ids, weights, experts.down_proj))
+
+
+def eager(experts: Any, x: Tensor, ids: Tensor, weights: Tensor, down: nn.Parameter) -> Tensor:
+    """What transformers' own code gives with another second weight."""
+    other = copy.deepcopy(experts)
+    other.down_proj = down
+    other.config._experts_implementation = "eager"
+    return other(x, ids, weights)
+
+
+def test_what_changes_after_the_first_call_counts() -> None:
+    """Another gate, and fewer experts."""
+    experts = experts_of(make_model("mixtral"))
+    x, ids, weights = torch.randn(5, 32), torch.randint(2, (5, 2)), torch.rand(5, 2)
+    experts(x, ids, weights)
+    assert type(experts._fusible_block.mlp[2]) is fz.ScaledSwiGLU
+    experts.act_fn = nn.GELU()
+    y = experts(x, ids, weights)
+    assert experts._fusible_block.mlp is None
+    torch.testing.assert_close(y, eager(experts, x, ids, weights, experts.down_proj))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name).detach()[:2]))
+    experts.num_experts = 2
+    y = experts(x, ids, weights)
+    torch.testing.assert_close(y, eager(experts, x, ids, weights, experts.down_proj))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gates_are_told_on_the_cpu(device: str, default_device: Any) -> None:
     """Whatever the default device is when a model is first called."""
