@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format docs check clean
+.PHONY: demo test quick lint format docs check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
@@ -11,6 +11,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not timing"
 	$(BIN)/python -m pytest -m timing
+
+# What a change breaks most likely, in two minutes; it says what it leaves out.
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --quick -m "not timing" $(OPTIONS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -3,14 +3,25 @@
 import os
 
 import checks
+import other_cpu
 import pytest
+import quick
 import torch
 
 from fusible.fuser.registry import registry
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    """Options of these tests."""
+    for option, module in (("--other-cpu", other_cpu), ("--quick", quick)):
+        parser.addoption(option, action="store_true", help=module.__doc__.partition("\n")[0])
+
+
+def pytest_configure(config):
     """Workers share the cores: more threads than those make each other slow."""
+    if config.getoption("--other-cpu"):
+        other_cpu.use()
+    quick.register(config)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 

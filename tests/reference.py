@@ -167,6 +167,14 @@ def assert_equal_but_for_rounding(
     assert_accurate(got.detach(), want.detach().double(), roundings * ratio)
 
 
+def assert_near(got: Tensor, want: Tensor, relative: float) -> None:
+    """The difference is at most that much of ``want``, in norm over all values."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    error = (got.detach().double() - want.detach().double()).norm()
+    assert error <= relative * want.detach().double().norm()
+
+
 def double(t: Tensor) -> Tensor:
     """A leaf with the same values in FP64."""
     return t.detach().double().requires_grad_(t.requires_grad)

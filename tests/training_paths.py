@@ -77,6 +77,22 @@ class Path:
             return x, scales.detach()[:, None].requires_grad_(), ids
         return x, splits, scales, splits if self.form == "mlp" else splits.clone()
 
+    def assert_equal_but_for_rounding(self, got: Tensor, want: Tensor) -> None:
+        """Of what two computations give whose products may be summed in other orders.
+
+        FC1, the activation and FC2 forward and backward are six results in a row; FP32 sums of 128
+        terms count sqrt(128) each. A recipe quantizes them: a value that BF16 rounds otherwise
+        turns the rounding of one in eps(BF16) / eps(format) elements, by eps(format) of its size,
+        which is sqrt(eps(BF16) * eps(format)) over all, for each of the two operands.
+        """
+        if self.recipe is None:
+            roundings = 6 * WIDTH**0.5 if self.dtype == FP32 else 6
+            ref.assert_equal_but_for_rounding(got, want, roundings, self.dtype)
+        else:
+            eps = 2**-1 if self.recipe == NV else 2**-3
+            assert got.isfinite().all()
+            ref.assert_near(got, want, 2 * (eps * torch.finfo(BF16).eps) ** 0.5)
+
 
 _PARTS90 = ("grouped_linear_glu_sm90", "grouped_linear_forward_sm90") + 2 * (
     "grouped_linear_backward_sm90",

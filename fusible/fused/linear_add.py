@@ -11,9 +11,10 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
+from fusible.fuser.ownership import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
-from fusible.ops.elementary import check_addend, is_writable
+from fusible.ops.elementary import check_addend, holds_sum
 from fusible.ops.op import Grads
 from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
@@ -30,7 +31,8 @@ def _add_product(
         add = addend.add_ if in_place else addend.add
         return add(a @ b, alpha=alpha)
     rows = a.reshape(-1, a.shape[-1])
-    if in_place and (addend.dim() == 2 or addend.is_contiguous()):
+    as_matrix = addend.dim() == 2 or addend.is_contiguous()
+    if in_place and as_matrix and memory(addend) != memory(rows):
         flat = addend.view(-1, b.shape[1])
         torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
         return addend
@@ -65,9 +67,9 @@ class LinearAdd(FusedOperation):
         linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
         addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
-        in_place = add.writes(addend)
+        in_place = add.in_place and 0 in basic_op_ctxs[-1].writable_extra
         y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
-        return y, [()] * len(basic_op_ctxs)
+        return cast(y, addend.dtype) if add.in_place else y, [()] * len(basic_op_ctxs)
 
 
 class BackwardLinearAdd(FusedOperation):
@@ -77,6 +79,11 @@ class BackwardLinearAdd(FusedOperation):
         super().__init__([fork, linear])
         self._parts = fork, linear
 
+    @property
+    def writes_grads(self) -> bool:
+        """True."""
+        return True
+
     def fuser_backward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -84,20 +91,18 @@ class BackwardLinearAdd(FusedOperation):
         *,
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        """One product that is added to the extra output's gradient where that lies."""
-        ctx = basic_op_ctxs[1]
+        """One product that is added to the extra output's gradient, where that lies if it may."""
+        fork, ctx = basic_op_ctxs
         x, weight = ctx.saved_tensors
         dy = cast(grad_output, ctx.dtype)
         dextra = basic_op_grad_extra_outputs[0][0]
         dx = None
-        if ctx.needs.input:
-            dx = dy @ weight if dextra is None else _sum(dextra, dy, weight)
+        if ctx.needs.input and dextra is not None:
+            in_place = 0 in fork.writable_extra and holds_sum(dextra, dy)
+            dx = _add_product(dextra, dy, weight, in_place=in_place)
+        elif ctx.needs.input:
+            dx = dy @ weight
         return dx, [(), self._parts[1].weight_grads(ctx, dense_gradient(dy, x))], [(), ()]
-
-
-def _sum(dextra: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """``dextra + dy @ weight``, in place unless one gradient came to both outputs."""
-    return _add_product(dextra, dy, weight, in_place=is_writable(dextra, dy))
 
 
 @rule(

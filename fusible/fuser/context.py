@@ -32,6 +32,10 @@ class OperationContext:
             forward has noted it; None for as it is.
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
+        writable_extra: slots of the extra tensors that the op may write to: in the forward of its
+            extra inputs, in the backward of the gradients of its extra outputs. Known where an op
+            of the run asks (``writes_extra_inputs``, ``writes_grads``), never while compiling.
+        writable_grad_output: whether its backward may write to ``grad_output``; known likewise.
     """
 
     requires_grad: bool
@@ -43,6 +47,8 @@ class OperationContext:
     grad_quantizer: Any
     floats: list[bool] | None
     memo: dict[Any, Any]
+    writable_extra: frozenset[int] = frozenset()
+    writable_grad_output: bool = False
 
     if TYPE_CHECKING:
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.ownership import InputOwner, Owner, watched
 from fusible.fuser.plan import Plan
 from fusible.fuser.wiring import CALLER
 
@@ -66,6 +67,8 @@ class Schedule(NamedTuple):
     backward: tuple[ScheduledStep, ...]  # the last op first
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
     direct: Direct | None
+    writes_grads: bool
+    """Whether an op of the backward writes to gradients, if they are the run's own."""
 
 
 # In a step's sources: made and used inside one fused op, which wires it itself.
@@ -83,6 +86,8 @@ def run_forward(
     ]
     x = caller_inputs[0]
     produced: list[Sequence[Any]] = []
+    writes = run.writes and not torch.compiler.is_compiling()
+    owner = InputOwner(run, contexts, caller_inputs) if writes else None
     profiled = _is_profiled()
     for step in schedule.forward:
         op, start, stop, sources, num_extra_outputs, _, quantizers, is_users, label = step
@@ -103,6 +108,8 @@ def run_forward(
         if is_users:
             for context, of_op in zip(contexts[start:stop], inputs, strict=True):
                 context.floats = [t is not None and t.is_floating_point() for t in of_op]
+        if owner is not None:
+            owner.before(x, inputs, produced, start, stop)
         returned = forward(
             contexts[start:stop],
             x,
@@ -112,14 +119,10 @@ def run_forward(
             basic_op_kwargs=kwargs[start:stop],
         )
         if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
-            raise TypeError(
-                f"the forward of {type(op).__name__} must return its output, one tensor, and the "
-                f"extra outputs of each basic op, got {kind_of(returned)}"
-            )
-        x, outputs = returned
+            _refuse_returned(op, returned)
+        given, (x, outputs) = x, returned
         if is_users and not torch.compiler.is_compiling() and op in run.expected:
-            run.expected[op].check(op, x, contexts[start:stop])
-            del run.expected[op]
+            run.expected.pop(op).check(op, x, contexts[start:stop])
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
@@ -127,12 +130,19 @@ def run_forward(
             )
         if any(num_extra_outputs):
             _check_complete(run, op, outputs, start, stop)
-        if run.writes and not torch.compiler.is_compiling():
-            _check_not_saved(run, contexts, inputs, start, stop)
+        if owner is not None:
+            owner.after(is_users, chain([given, x], *inputs, *outputs), stop)
         produced.extend(outputs)
     if not run.wiring.public:
         return [x], contexts
     return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+
+
+def _refuse_returned(op: Any, returned: Any) -> None:
+    raise TypeError(
+        f"the forward of {type(op).__name__} must return its output, one tensor, and the "
+        f"extra outputs of each basic op, got {kind_of(returned)}"
+    )
 
 
 def _is_tuple(returned: Any, length: int) -> bool:
@@ -183,37 +193,6 @@ def _check_complete(
                     f"{type(op).__name__} must return extra output {slot} of op {i} "
                     f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
                 )
-
-
-def _check_not_saved(
-    run: Run,
-    contexts: Sequence[OperationContext],
-    inputs: Sequence[Sequence[Tensor | None]],
-    start: int,
-    stop: int,
-) -> None:
-    """Refuse extra inputs that were written to after an op of this very run had saved them.
-
-    Autograd notices only what changes after the run, which saves for all its ops at its end.
-    """
-    for i, of_op in enumerate(inputs, start):
-        if not getattr(run.ops[i], "in_place", False):
-            continue
-        written = {memory(t) for t in of_op if t is not None}
-        for j, context in enumerate(contexts[:stop]):
-            if context.requires_grad and any(
-                memory(t) in written for t in context.to_save if t is not None
-            ):
-                raise ValueError(
-                    f"op {i} ({type(run.ops[i]).__name__}) must not write to a tensor that op {j} "
-                    f"({type(run.ops[j]).__name__}) saved for its backward, got in_place=True; "
-                    "make it False"
-                )
-
-
-def memory(t: Tensor) -> int:
-    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
-    return t.untyped_storage()._cdata
 
 
 class RunFunction(torch.autograd.Function):
@@ -275,6 +254,9 @@ class RunFunction(torch.autograd.Function):
         of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
+        owner = None
+        if schedule.writes_grads and not torch.compiler.is_compiling():
+            owner = Owner((grad_output, *grad_extra_outputs, *saved))
         profiled = _is_profiled()
         for step in schedule.backward:
             op, start, stop, sources, num_extra_outputs, num_grads, _, is_users, label = step
@@ -289,14 +271,14 @@ class RunFunction(torch.autograd.Function):
             backward = op.fuser_backward
             if profiled:
                 backward = _in_range(f"{label} backward", backward)
-            returned = backward(
-                contexts[start:stop],
-                grad,
-                basic_op_grad_extra_outputs=[
-                    tuple([flowing.get((start + i, k)) for k in range(count)]) if count else ()
-                    for i, count in enumerate(num_extra_outputs)
-                ],
-            )
+            grad_extra = [
+                tuple([flowing.pop((start + i, k), None) for k in range(count)]) if count else ()
+                for i, count in enumerate(num_extra_outputs)
+            ]
+            if owner is not None:
+                others = chain(flowing.values(), of_callers, *of_params)
+                backward = watched(backward, owner, list(others), is_users or op.keeps_grads)
+            returned = backward(contexts[start:stop], grad, basic_op_grad_extra_outputs=grad_extra)
             _check_grads(op, returned, num_grads)
             grad, step_params, step_extra = returned
             of_params[start:stop] = step_params

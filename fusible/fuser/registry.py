@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
+from fusible.arguments import check_bools
 from fusible.fuser.plan import FusionFunction, UserFusions, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
@@ -101,12 +102,13 @@ class Registry:
         """Add a user's fusion function.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: it cannot be called, or ``prepend`` is no bool.
         """
         if not callable(function):
             raise TypeError(
                 f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
             )
+        check_bools("a fusion", prepend=prepend)
         functions = self.functions[phase]
         functions.insert(0 if prepend else len(functions), function)
         self.version += 1

@@ -123,7 +123,7 @@ class Run:
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         _runs.add(tuple(map(type, self.ops)), self)
-        self.writes = any(op.num_extra_inputs and getattr(op, "in_place", False) for op in self.ops)
+        self.writes = any(op.writes_extra_inputs for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
@@ -298,7 +298,8 @@ class Run:
         )
         call = _Call(*key)
         dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
-        return Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan))
+        writes = any(step.op.writes_grads for step in backward)
+        return Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan), writes)
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.formulas import math_dtype
 from fusible.kernels import flops
 from fusible.kernels.library import define
@@ -35,6 +36,7 @@ def checking(enabled: bool = True) -> Iterator[None]:
     zero and rows beyond those given are not touched. Inside, they raise ``ValueError`` as host
     values do. The switch is one for the process.
     """
+    check_bools("checking", enabled=enabled)
     global _checking  # noqa: PLW0603 - a debugging switch, one for the process
     outer, _checking = _checking, enabled
     try:

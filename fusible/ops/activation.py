@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.formulas import Unary
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_interleaved
+from fusible.ops.checks import check_interleaved, check_sizes
 from fusible.ops.handover import accept, accept_grad, hand_over
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.formats import E4M3, Encoded, dequantize, fp8_tensor
@@ -37,11 +38,7 @@ class _Activation(BasicOperation):
     saves = "x"
 
     def __init__(self, cache_quantized_input: bool = False) -> None:
-        if not isinstance(cache_quantized_input, bool):
-            raise TypeError(
-                f"cache_quantized_input of {type(self).__name__} must be a bool, got "
-                f"{cache_quantized_input!r}"
-            )
+        check_bools(type(self).__name__, cache_quantized_input=cache_quantized_input)
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
         if cache_quantized_input:
@@ -321,6 +318,6 @@ class SiTUGLU(SoftCapped, _GLU):
 
 def checked_interleave(size: int | None, who: str) -> int | None:
     """A ``glu_interleave_size``; ValueError if it is under 1."""
-    if size is not None and size < 1:
-        raise ValueError(f"glu_interleave_size of {who} must be None or at least 1, got {size}")
+    if size is not None:
+        check_sizes(who, glu_interleave_size=size)
     return size

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels.moe import permute
@@ -71,6 +72,7 @@ class Dispatch(BasicOperation):
         recompute_rows: bool = False,
         capacity_factor: float | None = None,
     ) -> None:
+        check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
         self.extra_output_names = (
             ("split_sizes", "row_map") if scale_input else ("split_sizes", "scales", "row_map")
         )
@@ -212,6 +214,7 @@ class Combine(BasicOperation):
     saves = "row map; if weighted rows, scales"
 
     def __init__(self, weighted: bool = False) -> None:
+        check_bools("Combine", weighted=weighted)
         self.num_extra_inputs = 2 if weighted else 1
         super().__init__()
         self.weighted = weighted

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.arguments import check_bools
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.node import memory
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -113,14 +114,15 @@ class AddExtraInput(BasicOperation):
     """``x + extra`` for x ``[...]`` and an extra input of the same shape. Saves nothing.
 
     Args:
-        in_place: write the sum into the extra input, of which the output is an alias, in its
-            dtype: no new memory. Autograd refuses the backward of whatever saved the extra input
-            before; a run that saves it itself is refused in the forward, and so is a checkpoint,
-            which would add twice. Compiled code makes a new tensor.
+        in_place: the output has the dtype of the extra input and no new memory: the sum is written
+            into the extra input. Into one of the caller's always, of which the output is then an
+            alias; it is refused if something else in the run reads it later, and in a checkpoint,
+            which would add twice; autograd refuses the backward of what saved it before. Into one
+            that the run made where nothing else reads it. Compiled code makes a new tensor.
 
     Raises:
         ValueError: in a call, the extra input has another shape or is elsewhere; in place, it is
-            expanded, or saved by the run.
+            the caller's and expanded, or read by another op of the run, or a parameter of one.
         RuntimeError: in place inside a checkpoint.
     """
 
@@ -131,6 +133,7 @@ class AddExtraInput(BasicOperation):
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
+        check_bools(type(self).__name__, in_place=in_place)
         super().__init__()
         self.in_place = in_place
 
@@ -146,9 +149,11 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """``x + extra``."""
         addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
-        if self.writes(addend):
+        if not self.in_place:
+            return input_ + addend, [()]
+        if 0 in basic_op_ctxs[0].writable_extra:
             return addend.detach().add_(input_), [()]
-        return input_ + addend, [()]
+        return cast(input_ + addend, addend.dtype), [()]
 
     def fuser_backward(
         self,
@@ -160,26 +165,10 @@ class AddExtraInput(BasicOperation):
         """``dy``, twice."""
         return grad_output, [()], [(grad_output,)]
 
-    def writes(self, addend: Tensor) -> bool:
-        """Whether the sum is to be written into the extra input.
-
-        Raises:
-            ValueError: it is, and elements of the extra input share a place.
-            RuntimeError: it is, inside a backward, which is a forward that checkpointing repeats.
-        """
-        if not self.in_place or torch.compiler.is_compiling():
-            return False
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                "AddExtraInput must have in_place=False inside torch.utils.checkpoint, got True; "
-                "the forward that it repeats would add to the extra input once more"
-            )
-        if _is_expanded(addend):
-            raise ValueError(
-                "extra input of AddExtraInput must not be expanded with in_place=True, got strides "
-                f"{addend.stride()}; give addend.contiguous()"
-            )
-        return True
+    @property
+    def writes_extra_inputs(self) -> bool:
+        """Whether in place."""
+        return self.in_place
 
     def extra_repr(self) -> str:
         """Whether in place."""
@@ -207,9 +196,9 @@ class MakeExtraOutput(BasicOperation):
     Both outputs share the input's memory.
 
     Args:
-        in_place: write the sum of both gradients into the extra output's, which saves memory where
-            nothing else reads that gradient (a hook, or another use of the tensor it came from,
-            would see the sum). Compiled code makes a new tensor.
+        in_place: write the sum of both gradients into one of them, which saves memory, where that
+            was made by the run's backward and nothing else reads it. Compiled code makes a new
+            tensor.
     """
 
     num_extra_outputs = 1
@@ -218,6 +207,7 @@ class MakeExtraOutput(BasicOperation):
     saves = "nothing"
 
     def __init__(self, *, in_place: bool = False) -> None:
+        check_bools(type(self).__name__, in_place=in_place)
         super().__init__()
         self.in_place = in_place
 
@@ -245,9 +235,18 @@ class MakeExtraOutput(BasicOperation):
         extra = basic_op_grad_extra_outputs[0][0]
         if extra is None:
             return grad_output, [()], [()]
-        if self.in_place and is_writable(extra):
-            return extra.add_(grad_output), [()], [()]
+        ctx = basic_op_ctxs[0]
+        if self.in_place:
+            if 0 in ctx.writable_extra and holds_sum(extra, grad_output):
+                return extra.add_(grad_output), [()], [()]
+            if ctx.writable_grad_output and holds_sum(grad_output, extra):
+                return grad_output.add_(extra), [()], [()]
         return grad_output + extra, [()], [()]
+
+    @property
+    def writes_grads(self) -> bool:
+        """Whether in place."""
+        return self.in_place
 
     def extra_repr(self) -> str:
         """Whether in place."""
@@ -297,17 +296,6 @@ class Swap(BasicOperation):
         return dextra, [()], [(grad_output,)]
 
 
-def is_writable(grad: Tensor, *read: Tensor) -> bool:
-    """Whether a gradient can be written to while others are read.
-
-    Not one with an element in several places, nor one that shares memory with them; compiled code
-    writes to none.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not (_is_expanded(grad) or memory(grad) in map(memory, read))
-
-
-def _is_expanded(t: Tensor) -> bool:
-    """Whether elements of ``t`` share a place."""
-    return any([stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)])
+def holds_sum(into: Tensor, other: Tensor) -> bool:
+    """Whether the sum of two tensors has the dtype of the first."""
+    return torch.result_type(into, other) == into.dtype

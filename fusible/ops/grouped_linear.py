@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
@@ -148,6 +148,13 @@ class GroupedLinear(WeightedOperation):
         split_alignment: int = 1,
         init_method: Callable[[Tensor], Any] | None = None,
     ) -> None:
+        check_bools(
+            "GroupedLinear",
+            bias=bias,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            scale_bias=scale_bias,
+        )
         check_sizes(
             "GroupedLinear",
             dtype,
@@ -195,12 +202,8 @@ class GroupedLinear(WeightedOperation):
         """Initialise the weights by ``init_method``, and the biases with zeros."""
         tracker = self.rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            for weights in self.weights():
-                for weight in weights.unbind(0) if self.single_grouped_weight else (weights,):
-                    if self.init_method is not None:
-                        self.init_method(weight)
-                    else:
-                        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            for weight in self.weights():
+                self.initialize(weight, self.init_method)
         for bias in self.biases():
             nn.init.zeros_(bias)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
@@ -96,10 +96,7 @@ class BasicLinear(WeightedOperation):
         """Initialise the weight by ``init_method``."""
         tracker = self.rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
-            if self.init_method is not None:
-                self.init_method(self.weight)
-            else:
-                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            self.initialize(self.weight, self.init_method)
 
     def own_parameters(self) -> tuple[nn.Parameter, ...]:
         """``(weight,)``."""
@@ -328,6 +325,7 @@ class Linear(FusedOperation):
         init_method: Callable[[Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        check_bools("Linear", bias=bias, sequence_parallel=sequence_parallel)
         before, after, processes = _collectives(
             tensor_parallel_mode, tensor_parallel_group, sequence_parallel
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.kernels import normalization as kernels
 from fusible.ops.checks import check_device, check_sizes
@@ -38,6 +39,7 @@ class _Norm(BasicOperation):
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
     ) -> None:
+        check_bools(type(self).__name__, zero_centered_gamma=zero_centered_gamma)
         super().__init__()
         if isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, str):
             self.normalized_shape = tuple(normalized_shape)

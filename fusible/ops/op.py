@@ -9,14 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.names import did_you_mean
-from fusible.ops.state import State, attributes_kept, deepcopy_with_attributes
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.ops.state import (
+    State,
+    attributes_kept,
+    deepcopy_with_attributes,
+    quantized_converted,
+)
 
 Grads = Sequence[Tensor | None]
 
@@ -29,7 +34,6 @@ class FusibleOperation(nn.Module):
     casts_itself: bool = False
     """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
     it: PyTorch's casts would narrow what it keeps wide."""
-
     _run: Run | None = None  # this op alone, once it was called so
 
     def __init__(self) -> None:
@@ -59,6 +63,16 @@ class FusibleOperation(nn.Module):
         Asked when a plan is made, as :meth:`get_input_quantizer`.
         """
         return None
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether it reads gradients after its backward has returned."""
+        return any(op.keeps_grads for op in self.basic_ops)
+
+    @property
+    def writes_grads(self) -> bool:
+        """Whether its backward writes to gradients that its contexts call writable."""
+        return False
 
     def fuser_forward(
         self,
@@ -137,13 +151,8 @@ class FusibleOperation(nn.Module):
     # --- state -----------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with attributes_kept(self):
+        with attributes_kept(self), quantized_converted(self, fn):
             super()._apply(fn, recurse)
-            for name, parameter in self._parameters.items():
-                # No format is nominally FP64: its values are left.
-                if isinstance(parameter, QuantizedTensor) and parameter.dtype == torch.float64:
-                    plain = nn.Parameter(parameter.dequantize().detach(), parameter.requires_grad)
-                    self._parameters[name] = plain
         return self
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
@@ -225,6 +234,16 @@ class BasicOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The op itself."""
         return (self,)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether it reads gradients after its backward has returned."""
+        return False
+
+    @property
+    def writes_extra_inputs(self) -> bool:
+        """Whether its forward writes to extra inputs that its context calls writable."""
+        return False
 
     # --- what the fuser reads --------------------------------------------------------------------
 
@@ -435,8 +454,7 @@ class BasicOperation(FusibleOperation):
         Raises:
             TypeError: ``output_to_caller`` is not a bool; and as :meth:`set_extra_input_channel`.
         """
-        if not isinstance(output_to_caller, bool):
-            raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
+        check_bools("set_extra_output_channel", output_to_caller=output_to_caller)
         self._check_channel("extra output", index, self.num_extra_outputs, channel)
         self.extra_output_channels[index] = (channel, channel is None or output_to_caller)
         return self

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import beside
+from fusible.ops.checks import beside, check_sizes
 from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.grouped import GroupedQuantizer
@@ -42,6 +43,9 @@ class Quantize(BasicOperation):
     def __init__(
         self, forward: bool = True, backward: bool = False, *, num_groups: int | None = None
     ) -> None:
+        check_bools("Quantize", forward=forward, backward=backward)
+        if num_groups is not None:
+            check_sizes("Quantize", num_groups=num_groups)
         self.num_extra_inputs = 0 if num_groups is None else 1
         super().__init__()
         self.quantize_forward = forward

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels.moe import routing
@@ -100,6 +101,14 @@ class TopKRouter(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_bools(
+            "TopKRouter",
+            normalize=normalize,
+            expert_bias=expert_bias,
+            bias=bias,
+            load_balancing_loss=load_balancing_loss,
+            z_loss=z_loss,
+        )
         losses = {"load_balancing_loss": load_balancing_loss, "z_loss": z_loss}
         self.extra_output_names = ("probs", "expert_ids", *[n for n, on in losses.items() if on])
         self.num_extra_outputs = len(self.extra_output_names)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.activation import Clamped, GLUMath, SoftCapped, checked_interleave, options_of
 from fusible.ops.checks import check_interleaved, check_row_scales
@@ -104,6 +105,8 @@ class ScaledSReLU(_Scaled):
     fact_names = ("activation_recompute_in_mlp",)
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        who = type(self).__name__
+        check_bools(who, activation_recompute_in_mlp=activation_recompute_in_mlp)
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -134,6 +137,7 @@ class _ScaledGLU(_Scaled):
     ) -> None:
         super().__init__()
         who = type(self).__name__
+        check_bools(who, activation_recompute_in_mlp=activation_recompute_in_mlp)
         if activation_recompute_in_mlp:
             raise ValueError(
                 f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "

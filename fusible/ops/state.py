@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fusible.recipes.tensor import attributes_of, stack, unstack
+from fusible.recipes.formats import HIGH_PRECISION
+from fusible.recipes.tensor import QuantizedTensor, attributes_of, stack, unstack
 
 State = dict[str, Any]
 
@@ -26,6 +28,38 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for name, attributes in before.items():
             _give(module._parameters[name], attributes)
+
+
+@contextmanager
+def quantized_converted(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Apply ``fn`` to the quantized parameters, which PyTorch's ``_apply`` inside does not see.
+
+    They keep their format, unless their dtype becomes one that no format is decoded to: then
+    their values are left.
+    """
+    own = {name: p for name, p in module._parameters.items() if isinstance(p, QuantizedTensor)}
+    module._parameters.update(dict.fromkeys(own))
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+    for name, parameter in own.items():
+        module._parameters[name] = _converted(parameter, fn)
+
+
+@torch.no_grad()
+def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    grad = parameter.grad
+    new, new_grad = fn(parameter), None if grad is None else fn(grad)
+    if new.dtype in HIGH_PRECISION:
+        new = parameter.stored_alike(new)
+    parameter.grad = None  # it may be of another dtype, on another device
+    if isinstance(new, QuantizedTensor) and torch._has_compatible_shallow_copy_type(parameter, new):
+        parameter.data = new
+    else:  # in FP64, or from or to the meta device
+        parameter = nn.Parameter(new, parameter.requires_grad)
+    parameter.grad = new_grad
+    return parameter
 
 
 def deepcopy_with_attributes(module: nn.Module, memo: dict[int, Any]) -> Any:

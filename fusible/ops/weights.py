@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.stand_ins import named_modules
@@ -60,6 +62,11 @@ class WeightedOperation(BasicOperation):
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
     ) -> None:
+        check_bools(
+            type(self).__name__,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
         super().__init__()
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -80,6 +87,21 @@ class WeightedOperation(BasicOperation):
             if any(parameter is weight for weight in self.weights()):
                 assert parameter is not None
                 self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
+        """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
+
+        A stored quantized one is quantized from values that were initialized in high precision.
+        """
+        stored = isinstance(weight, QuantizedTensor)
+        value = torch.empty_like(weight) if stored else weight
+        for matrix in value.unbind(0) if value.dim() == 3 else (value,):
+            if init_method is not None:
+                init_method(matrix)
+            else:
+                nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        if stored:
+            weight.copy_(value)
 
     # --- the caller's buffers --------------------------------------------------------------------
 
@@ -149,6 +171,11 @@ class WeightedOperation(BasicOperation):
         if gradient.dim() == self.weights()[0].dim():
             return (gradient,)
         return gradient.unbind(0)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether weight gradients are delayed."""
+        return self.delay_wgrad_compute
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients come with :meth:`backward_dw`, not with ``backward()``."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from fusible.recipes.recipe import MXFP8BlockScaling, Recipe
+from fusible.recipes.recipe import Recipe, check_scope
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,15 +95,9 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> AbstractCont
     Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. Thread-local and re-entrant.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
     uses the recipe of its forward. Raises TypeError for a recipe that is none of
-    ``fusible.recipes``.
+    ``fusible.recipes``, and for one given as ``enabled``, which comes first.
     """
-    if enabled and recipe is None:
-        recipe = MXFP8BlockScaling()
-    if enabled and not isinstance(recipe, Recipe):
-        raise TypeError(
-            "autocast's recipe must be a recipe of fusible.recipes, "
-            f"got {recipe!r}; pass a recipe or enabled=False"
-        )
+    recipe = check_scope("autocast", enabled, recipe)
     return _scope(recipe if enabled else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -11,11 +12,10 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from fusible.recipes import sharding
+from fusible.recipes.formats import HIGH_PRECISION
 
 if TYPE_CHECKING:
     from fusible.recipes.tensor import QuantizedTensor
-
-_NOMINAL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,6 +33,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.overloadpacket in _REFUSED:
+        raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
     if func in _KEEP and _is_quantized(args[0]):
         return _KEEP[func](*args, **kwargs)
     if func._schema.is_mutable:
@@ -63,6 +65,12 @@ def _is_quantized(x: Any) -> TypeGuard[QuantizedTensor]:
 
 
 _aten = torch.ops.aten
+_REFUSED = {
+    _aten.set_: "needs a tensor with memory of its own, which a quantized one has not; use copy_, "
+    "or assign to .data",
+    _aten.erfinv_: "of a quantized tensor would be of values that were rounded, up to 1 and to "
+    "infinity; initialize an ordinary tensor and copy_ it",
+}
 _REDUCTIONS = {
     _aten.sum,
     _aten.mean,
@@ -118,7 +126,7 @@ def _to_copy(
 ) -> Tensor:
     """Keep the format for a dtype that can be nominal, else return values."""
     dtype = dtype or q.dtype
-    if dtype not in _NOMINAL:
+    if dtype not in HIGH_PRECISION:
         values = _value(q, torch.float32)
         return torch.ops.aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
@@ -138,6 +146,8 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
                 overwrite(piece, theirs[name], non_blocking)
             return target
         source = _value(source, torch.float32)
+    with suppress(RuntimeError):  # of other sizes, which requantize_ refuses
+        source = source.expand(target.shape)
     target.requantize_(source.to(target.dtype))
     return target
 

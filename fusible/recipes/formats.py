@@ -31,6 +31,7 @@ __all__ = [
     "E2M1",
     "E4M3",
     "E5M2",
+    "HIGH_PRECISION",
     "Element",
     "Encoded",
     "NumberFormat",
@@ -46,7 +47,8 @@ __all__ = [
     "quantize",
 ]
 
-_HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that are quantized, and decoded to."""
 
 
 class Encoded(NamedTuple):
@@ -120,7 +122,7 @@ def dequantize(
 
 def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
     """Raise the error of ``quantize`` for what ``fmt`` cannot hold, before anything is written."""
-    if x.dtype not in _HIGH_PRECISION:
+    if x.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"a tensor to quantize must be float32, bfloat16 or float16, got {x.dtype}; "
             "convert it first"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.recipe import MXFP8BlockScaling, Recipe
+from fusible.arguments import check_bools
+from fusible.recipes.recipe import Recipe, check_scope
 from fusible.recipes.tensor import QuantizedTensor
 
 
@@ -47,12 +48,12 @@ def quantized_model_init(
     ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
 
     Raises:
-        TypeError: a recipe that is none of ``fusible.recipes``.
+        TypeError: a recipe that is none of ``fusible.recipes``, or given as ``enabled``.
     """
-    recipe = recipe or MXFP8BlockScaling()
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a recipe of fusible.recipes, got {recipe!r}")
-    return _scope(ModelInit(recipe, preserve_high_precision_init_val) if enabled else None)
+    recipe = check_scope("quantized_model_init", enabled, recipe)
+    preserve = preserve_high_precision_init_val
+    check_bools("quantized_model_init", preserve_high_precision_init_val=preserve)
+    return _scope(ModelInit(recipe, preserve) if enabled else None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.recipes.formats import (
     E4M3,
     E5M2,
@@ -30,14 +31,17 @@ class Quantizer:
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
+        check_bools(type(self).__name__, rowwise=rowwise, columnwise=columnwise)
         self.format = format
         self.rowwise = rowwise
         self.columnwise = columnwise
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose the uses of what is quantized from now on; None leaves one as it is."""
-        self.rowwise = self.rowwise if rowwise is None else rowwise
-        self.columnwise = self.columnwise if columnwise is None else columnwise
+        rowwise = self.rowwise if rowwise is None else rowwise
+        columnwise = self.columnwise if columnwise is None else columnwise
+        check_bools("set_usage", rowwise=rowwise, columnwise=columnwise)
+        self.rowwise, self.columnwise = rowwise, columnwise
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize ``x`` ``[..., rows, columns]``; errors as ``formats.quantize``.
@@ -103,6 +107,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
     ) -> None:
+        check_bools(type(self).__name__, force_pow_2_scales=force_pow_2_scales)
         fmt = fp8_tensor(_element(fp8_dtype), force_pow_2_scales, amax_epsilon)
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
         self.device = None if device is None else torch.device(device)
@@ -129,6 +134,7 @@ class Float8BlockQuantizer(Quantizer):
         amax_epsilon: float = 0.0,
         block_scaling_dim: int = 2,
     ) -> None:
+        check_bools(type(self).__name__, force_pow_2_scales=force_pow_2_scales)
         blocks = {1: (1, 128), 2: (128, 128)}
         if block_scaling_dim not in blocks:
             raise ValueError(f"block_scaling_dim must be 1 or 2, got {block_scaling_dim}")
@@ -156,6 +162,7 @@ class NVFP4Quantizer(Quantizer):
             "stochastic_rounding": stochastic_rounding,
             "with_random_sign_mask": with_random_sign_mask,
         }
+        check_bools("NVFP4Quantizer", **options)
         asked = [name for name, on in options.items() if on]
         if asked:
             raise ValueError(

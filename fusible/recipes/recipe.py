@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
+from fusible.arguments import check_bools
 from fusible.recipes.formats import (
     E4M3,
     E5M2,
@@ -47,6 +49,10 @@ class Recipe:
 
     name: ClassVar[str] = "high_precision"
 
+    def __post_init__(self) -> None:
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
+        check_bools(type(self).__name__, **options)
+
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the operand in ``role``; None keeps it in high precision."""
         if role not in _ROLES:
@@ -78,6 +84,7 @@ class MXFP8BlockScaling(Recipe):
     name: ClassVar[str] = "mxfp8"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_format(self.fp8_format)
 
     def format(self, role: Role) -> NumberFormat:
@@ -110,6 +117,7 @@ class Float8CurrentScaling(Recipe):
     name: ClassVar[str] = "fp8_current"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_format(self.fp8_format)
 
     def format(self, role: Role) -> NumberFormat:
@@ -131,6 +139,7 @@ class NVFP4BlockScaling(Recipe):
     name: ClassVar[str] = "nvfp4"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for option in ("rht", "stochastic_rounding", "2d_quantization"):
             if not getattr(self, f"disable_{option}"):
                 raise ValueError(
@@ -148,3 +157,38 @@ def _require_format(fp8_format: object) -> None:
         raise TypeError(
             f"fp8_format must be Format.E4M3, Format.E5M2 or Format.HYBRID, got {fp8_format!r}"
         )
+
+
+def check_scope(who: str, enabled: object, recipe: object) -> Recipe:
+    """The recipe of a scope, by default ``MXFP8BlockScaling()``.
+
+    Raises:
+        TypeError: ``enabled`` is no bool, or the recipe is none.
+    """
+    if enabled is not True and enabled is not False:
+        raise TypeError(
+            f"enabled of {who} must be a bool, got {enabled!r:.200}; "
+            f"pass a recipe by name: {who}(recipe={_meant(enabled)})"
+        )
+    if recipe is None:
+        return MXFP8BlockScaling()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe of {who} must be a recipe of fusible.recipes, got {recipe!r:.200}; "
+            f"pass recipe={_meant(recipe)}"
+        )
+    return recipe
+
+
+def _meant(given: object) -> str:
+    """The recipe that was probably meant, as one writes it, or all of them."""
+    if isinstance(given, Recipe):
+        return repr(given)
+    kinds = MXFP8BlockScaling, NVFP4BlockScaling, Float8BlockScaling, Float8CurrentScaling
+    names = {name.lower(): kind for kind in kinds for name in (kind.name, kind.__name__)}
+    # A recipe's name, its class, or a recipe of another package.
+    kind = given if isinstance(given, type) else type(given)
+    word = given if isinstance(given, str) else kind.__name__
+    close = get_close_matches(word.lower(), names, n=1)
+    meant = [names[close[0]]] if close else kinds
+    return " or ".join(f"{kind.__name__}()" for kind in meant)

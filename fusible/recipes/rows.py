@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from fusible.arguments import check_bools
+
 
 @dataclass(frozen=True)
 class Element:
@@ -129,4 +131,5 @@ def nvfp4() -> NumberFormat:
 
 
 def _fp32_scale(power_of_two: bool) -> ScaleName:
+    check_bools("an FP8 format", power_of_two=power_of_two)
     return "fp32_power_of_two" if power_of_two else "fp32"

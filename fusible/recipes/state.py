@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.rows import NumberFormat
+from fusible.recipes.formats import HIGH_PRECISION, NumberFormat
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -26,7 +26,7 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
-_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = {str(d): d for d in HIGH_PRECISION}
 
 
 def tensor_state(q: Tensor) -> dict[str, Tensor]:

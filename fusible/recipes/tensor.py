@@ -139,6 +139,34 @@ class QuantizedTensor(torch.Tensor):
         decoded = decode(encoded, self.format, dtype, columnwise=columnwise)
         return decoded.view(self.shape)
 
+    @property
+    def data(self) -> QuantizedTensor:
+        """Return what is stored, without history."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Store ``new`` instead: in its own format, or quantized in this one if it has none.
+
+        Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that is not
+        whole blocks, before anything changes.
+        """
+        if new is self:
+            return
+        new = self.stored_alike(new)
+        # This takes over shape, dtype and device; the pieces PyTorch knows nothing of.
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.format = new.format
+        for name in PIECES:
+            setattr(self, name, getattr(new, name))
+
+    def stored_alike(self, x: Tensor) -> QuantizedTensor:
+        """Return ``x`` in this format, for the uses this tensor has; or itself, if quantized."""
+        if isinstance(x, QuantizedTensor):
+            return x
+        columnwise = self.columnwise_data is not None
+        return self.quantize(x, self.format, rowwise=self.has_rowwise, columnwise=columnwise)
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value before quantization, if ``quantized_model_init`` kept it."""
         return self._high_precision_init_val

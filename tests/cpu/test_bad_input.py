@@ -372,7 +372,7 @@ CASES = {
     "a recipe that is none": (
         lambda: fz.autocast(recipe="mxfp8"),
         TypeError,
-        ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass a recipe or enabled=False"),
+        ("must be a recipe of fusible.recipes", "got 'mxfp8'", "pass recipe=MXFP8BlockScaling()"),
     ),
     "a function to keep a recipe for": (
         lambda: fz.keep_recipe(3),
@@ -402,7 +402,7 @@ CASES = {
     "glu_interleave_size": (
         lambda: fz.ScaledSwiGLU(glu_interleave_size=0),
         ValueError,
-        ("must be None or at least 1", "got 0", "glu_interleave_size of ScaledSwiGLU"),
+        ("must be at least 1", "got 0", "glu_interleave_size of ScaledSwiGLU"),
     ),
     "limit": (
         lambda: fz.ScaledClampedQGeGLU(limit=0.0),

@@ -167,7 +167,8 @@ def a_parallel_mlp_trains_as_the_whole_one(rank):
     up, _, down = (m.state_dict() for m in whole)
     mine[0].load_state_dict({name: part(p, rank, 0) for name, p in up.items()})
     mine[2].load_state_dict({"weight": part(down["weight"], rank, 1), "bias": down["bias"]})
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (whole, mine)]
+    # A step that does not amplify what rounding does to the parameters.
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (whole, mine)]
     for _ in range(4):
         x, target = torch.randn(6, 8), torch.randn(6, 8)
         losses = []
@@ -179,8 +180,9 @@ def a_parallel_mlp_trains_as_the_whole_one(rank):
             optimizer.step()
             losses.append(loss.detach())
         dist.all_reduce(losses[1])
-        equal(losses[1], losses[0])
-    equal(mine[2].bias, whole[2].bias)
+        # Sums of 48 squares of what two products of 8 and 16 terms give.
+        ref.assert_equal_but_for_rounding(losses[1], losses[0], roundings=16)
+    ref.assert_equal_but_for_rounding(mine[2].bias, whole[2].bias, roundings=16)
 
 
 def parallel_under_a_recipe(rank):

@@ -165,9 +165,10 @@ def test_expanded_gradients(dtype):
         (grouped.grouped_sum, (ends, None)),
         (grouped.grouped_mm, ([w], ends, None, None, True)),
     ):
-        assert torch.equal(op(ones, *rest), op(dense, *rest))
+        # Sums of at most 8 terms, from another layout.
+        ref.assert_equal_but_for_rounding(op(ones, *rest), op(dense, *rest), roundings=3)
     exact = ref.grouped_linear(dense.double(), w.double().mT, sizes)
-    ref.assert_accurate(grouped.grouped_mm(ones, [w], ends, None, None, True), exact, roundings=1)
+    ref.assert_accurate(grouped.grouped_mm(ones, [w], ends, None, None, True), exact, roundings=3)
 
 
 @pytest.mark.parametrize("dtype", ref.DTYPES)

@@ -96,7 +96,9 @@ def test_rows_that_are_not_in_use_may_hold_anything(path, single):
         got = grads(module, module, changed(filled), dy)
     for i in range(3):
         assert not got[i][used:].any()
-    same([*(t[:used] for t in got[:3]), *got[3:]], want)
+    # Products of more rows may be summed in another order.
+    for mine, theirs in zip([*(t[:used] for t in got[:3]), *got[3:]], want, strict=True):
+        path.assert_equal_but_for_rounding(mine, theirs)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -55,8 +55,9 @@ def work_of(module, given, recipe, ordered):
         context = fz.autocast(recipe=recipe) if recipe else nullcontext()
         with sums_in_order(ordered), context:
             y = module(*given)
-            # Weights with a main_grad get no other gradient.
-            return torch.autograd.grad(y, leaves, torch.randn_like(y), allow_unused=True)
+            # Weights with a main_grad get no other gradient. No random numbers: the generator
+            # would be left in the state that a capture gives it.
+            return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
 
     return work
 

@@ -1,0 +1,271 @@
+"""Whose memory it is: what the ops of a run may write to, and what shares bytes with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.wiring import CALLER
+
+if TYPE_CHECKING:
+    from fusible.fuser.run import Run
+
+Tensors = Sequence[Tensor | None]
+
+
+class Owner:
+    """Which tensors of a running pass are the run's own, for ops that write to such.
+
+    Own is what was made in this pass and nothing else that is alive reads.
+
+    Args:
+        read: tensors that others read, before the pass or after it.
+    """
+
+    def __init__(self, read: Iterable[Tensor | None]) -> None:
+        self._read = {memory(t) for t in read if t is not None}
+        # Weak references, which keep the addresses of freed storages from being given to others.
+        self._kept: dict[int, StorageWeakRef] = {}
+
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Note tensors that an op may go on reading after it ran."""
+        for t in tensors:
+            if t is not None:
+                self._kept[memory(t)] = StorageWeakRef(t.untyped_storage())
+
+    def own(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
+        """Which of an op's tensors are own, while it reads all of them and others read ``others``.
+
+        Plain tensors only, without elements that share a place.
+        """
+        readers = Counter(memory(t) for t in chain(tensors, others) if t is not None)
+
+        def is_own(t: Tensor | None) -> bool:
+            if t is None or type(t) is not Tensor or repeats_elements(t):
+                return False
+            place = memory(t)
+            return readers[place] == 1 and place not in self._read and place not in self._kept
+
+        return list(map(is_own, tensors))
+
+
+def watched(
+    backward: Callable[..., Any], owner: Owner, others: Tensors, keeps: bool
+) -> Callable[..., Any]:
+    """An op's ``fuser_backward``, whose contexts say which of its gradients it may write to.
+
+    ``others`` are what is read after it; ``keeps`` says that it may itself go on reading.
+    """
+
+    def run(
+        contexts: Sequence[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Tensors],
+    ) -> Any:
+        grads = [grad_output, *chain.from_iterable(basic_op_grad_extra_outputs)]
+        contexts[-1].writable_grad_output, *rest = owner.own(grads, others)
+        own = iter(rest)
+        for context, of_op in zip(contexts, basic_op_grad_extra_outputs, strict=True):
+            context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
+        returned = backward(
+            contexts, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+        )
+        if keeps:
+            owner.keep(t for t in tree_leaves((grads, returned)) if isinstance(t, Tensor))
+        return returned
+
+    return run
+
+
+class InputOwner:
+    """Which extra inputs the ops of a forward may write to, for those that write to such.
+
+    One of the caller's in any case, which is what in_place=True asks for; it is refused where
+    something else would read the sum in its place. One that the run made only if it is its own.
+    """
+
+    def __init__(
+        self, run: Run, contexts: Sequence[OperationContext], caller_inputs: Sequence[Tensor]
+    ) -> None:
+        self._run, self._contexts, self._caller_inputs = run, contexts, caller_inputs
+        self._owner = Owner([*caller_inputs, *(t for _, t in _state(run.ops))])
+        self._written: list[tuple[int, Tensor]] = []
+
+    def before(
+        self,
+        x: Tensor,
+        inputs: Sequence[Tensors],
+        produced: Sequence[Tensors],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Note on the contexts of ops[start:stop], which are about to run, what they may write to.
+
+        Raises:
+            ValueError: a tensor of the caller is to be written to that something else reads, or
+                whose elements share a place.
+            RuntimeError: one is, inside a backward, where checkpointing repeats a forward.
+        """
+        self._written = []
+        for i, of_op in enumerate(inputs, start):
+            if not self._run.ops[i].writes_extra_inputs:
+                continue
+            writable = []
+            for slot, ((producer, _), t) in enumerate(
+                zip(self._run.wiring.sources[i], of_op, strict=True)
+            ):
+                if t is None:
+                    continue
+                readers = list(self._readers(produced, start, (i, slot)))
+                if producer == CALLER:
+                    self._check_target(i, t, readers)
+                    self._written.append((i, t))
+                    writable.append(slot)
+                elif self._owner.own([t, x], [t for _, t in readers])[0]:
+                    writable.append(slot)
+            self._contexts[i].writable_extra = frozenset(writable)
+
+    def after(self, is_users: bool, tensors: Iterable[Tensor | None], stop: int) -> None:
+        """Check what ops[:stop] saved; a user's op may have kept ``tensors``, that it was given.
+
+        Raises:
+            ValueError: an op saved a tensor of the caller that was written to.
+        """
+        if is_users:
+            self._owner.keep(tensors)
+        for i, t in self._written:
+            self._check_apart(i, t, self._saved(stop))
+
+    def _readers(
+        self, produced: Sequence[Tensors], start: int, target: tuple[int, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What is read once the ops from ``start`` on run, but for one of their extra inputs."""
+        yield from self._saved(start)
+        wiring, ops = self._run.wiring, self._run.ops
+        for op, slot in wiring.public:
+            if op < start and (t := produced[op][slot]) is not None:
+                yield f"extra output {slot} of {_named(ops, op)}, which the caller gets", t
+        for i in range(start, len(ops)):
+            for slot, (producer, k) in enumerate(wiring.sources[i]):
+                if (i, slot) == target or producer >= start:
+                    continue
+                t = self._caller_inputs[1 + k] if producer == CALLER else produced[producer][k]
+                if t is not None:
+                    yield f"extra input {slot} of {_named(ops, i)}", t
+
+    def _saved(self, stop: int) -> Iterator[tuple[str, Tensor]]:
+        for i, context in enumerate(self._contexts[:stop]):
+            for t in context.to_save if context.requires_grad else ():
+                if t is not None:
+                    yield f"what {_named(self._run.ops, i)} saved for its backward", t
+
+    def _check_target(self, i: int, t: Tensor, readers: Iterable[tuple[str, Tensor]]) -> None:
+        name = type(self._run.ops[i]).__name__
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{name} must have in_place=False inside torch.utils.checkpoint, got True; the "
+                "forward that it repeats would add to the extra input once more"
+            )
+        if repeats_elements(t):
+            raise ValueError(
+                f"extra input of {name} must not be expanded with in_place=True, got strides "
+                f"{t.stride()}; give a contiguous one"
+            )
+        self._check_apart(i, t, chain(readers, _state(self._run.ops)))
+
+    def _check_apart(self, i: int, t: Tensor, readers: Iterable[tuple[str, Tensor]]) -> None:
+        for what, read in readers:
+            if overlap(t, read):
+                raise ValueError(
+                    f"{_named(self._run.ops, i)} must not write to memory of {what}, got "
+                    "in_place=True and such an extra input; make it False"
+                )
+
+
+def _named(ops: Sequence[Any], i: int) -> str:
+    return f"op {i} ({type(ops[i]).__name__})"
+
+
+def _state(ops: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of ops, each with what it is."""
+    for i, op in enumerate(ops):
+        for name, t in chain(op.named_parameters(), op.named_buffers()):
+            yield f"{name} of {_named(ops, i)}", t
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def memory(t: Tensor) -> int:
+    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    return t.untyped_storage()._cdata
+
+
+def repeats_elements(t: Tensor) -> bool:
+    """Whether elements of ``t`` may share a place, as those of an expanded tensor do."""
+    span = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have bytes in common; other columns of one matrix have none.
+
+    True also for some other interleaved tensors that have none.
+    """
+    return any(_overlap(p, q) for p in _plain(a) for q in _plain(b))
+
+
+def _plain(t: Tensor) -> list[Tensor]:
+    """A tensor itself, or the tensors that a quantized or distributed one is made of."""
+    if not is_traceable_wrapper_subclass(t):
+        return [t]
+    names, _ = t.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(t, name))]
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    if not (_has_address(a) and _has_address(b)):
+        return memory(a) == memory(b)
+    (start, stop, pitch, width), (first, last, other_pitch, other_width) = _rows(a), _rows(b)
+    if first >= stop or last <= start:
+        return False
+    if pitch != other_pitch:
+        return True
+    shift = (first - start) % pitch
+    return shift < width or shift + other_width > pitch
+
+
+def _has_address(t: Tensor) -> bool:
+    return type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta
+
+
+def _rows(t: Tensor) -> tuple[int, int, int, int]:
+    """Addresses that the elements lie between; pitch and width in bytes of the rows of them."""
+    dims: list[tuple[int, int]] = []  # stride and size, from the innermost on, merged
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            dims[-1] = dims[-1][0], dims[-1][1] * size
+        elif size > 1 and stride > 0:
+            dims.append((stride, size))
+    *inner, (pitch, rows) = dims or [(1, 1)]
+    width = 1 + sum(stride * (size - 1) for stride, size in inner)
+    start, size = t.data_ptr(), t.element_size()
+    stop = start + ((rows - 1) * pitch + width) * size
+    return start, stop, max(pitch, width) * size, width * size

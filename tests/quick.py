@@ -1,0 +1,137 @@
+"""What ``pytest --quick`` runs: one case of every quick test, then more of them, in 90 seconds.
+
+How long a test takes is known from the last run that pytest's cache holds, so the selection keeps
+itself. A test that it does not know is taken for quick.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+SECONDS = 90.0
+"""After which no test begins, counted from the start of the process."""
+UNKNOWN = 0.25
+"""Seconds that a test is taken to need which has not run yet: the mean."""
+SLOW = 2.0
+"""Seconds of a test that is chosen after all others."""
+CACHED = "fusible/seconds"
+
+
+class Durations:
+    """Keeps how long each test took."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.seconds = config, Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one phase of a test."""
+        if not report.skipped:
+            self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write what ran into pytest's cache, where there is one."""
+        cache = getattr(self.config, "cache", None)
+        if cache is not None and self.seconds and not hasattr(self.config, "workerinput"):
+            known = cache.get(CACHED, {})
+            cache.set(CACHED, known | {k: round(s, 2) for k, s in self.seconds.items()})
+
+
+class Quick:
+    """Chooses the tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        cache = getattr(config, "cache", None)
+        self.known: dict[str, float] = cache.get(CACHED, {}) if cache is not None else {}
+        self.workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        self.left_out: dict[str, int] = {}
+        self.start = time.monotonic()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Keep, in their order, what the time suffices for and the machine can run."""
+        possible = [item for item in items if not item.get_closest_marker("skip")]
+        chosen, left = set(), 0.8 * SECONDS * self.workers
+        seconds = self.seconds(possible)
+        for item in sorted(possible, key=order(possible, seconds).__getitem__):
+            left -= seconds[item]
+            if left < 0:
+                break
+            chosen.add(item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        self.left_out = Counter(item.location[0] for item in possible if item not in chosen)
+        items[:] = [item for item in items if item in chosen]
+
+    def seconds(self, items: Iterable[pytest.Item]) -> dict[pytest.Item, float]:
+        """Of each test; one that shares a fixture with its module may have to make it."""
+        largest = Counter[str]()
+        for item in filter(shares, items):
+            file = item.location[0]
+            largest[file] = max(largest[file], self.known.get(item.nodeid, 0.0))
+        return {
+            item: max(
+                self.known.get(item.nodeid, UNKNOWN),
+                largest[item.location[0]] if shares(item) else 0.0,
+            )
+            for item in items
+        }
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Skip what is left on a machine that is slower than it was."""
+        if time.monotonic() - self.start > SECONDS:
+            pytest.skip("left out: the time is over")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Tell the process that began this one."""
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[OUT] = dict(self.left_out)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker tells: each of them has chosen the same."""
+        self.left_out = getattr(node, "workeroutput", {}).get(OUT, self.left_out)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say what was left out, by file."""
+        cases = sum(self.left_out.values())
+        terminalreporter.section(f"left out of the quick run: {cases} cases")
+        for file, count in sorted(self.left_out.items()):
+            terminalreporter.line(f"{file}: {count}")
+
+
+OUT = "left out of the quick run"
+
+
+def order(items: Iterable[pytest.Item], seconds: dict[pytest.Item, float]) -> dict[Any, Any]:
+    """First cases of quick tests, second cases and so on, then slow tests."""
+    cases, found = Counter[str](), {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        found[item] = seconds[item] > SLOW, cases[test], zlib.crc32(test.encode())
+        cases[test] += 1
+    return found
+
+
+def shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture that its module or class makes once."""
+    made = item._fixtureinfo.name2fixturedefs.items()
+    return any(
+        made_by[-1].scope in ("module", "class") and not name.startswith("_xunit")
+        for name, made_by in made
+    )
+
+
+def register(config: pytest.Config) -> None:
+    """Add what the options ask for."""
+    config.pluginmanager.register(Durations(config))
+    if config.getoption("--quick"):
+        config.pluginmanager.register(Quick(config))
