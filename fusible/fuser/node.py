@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.expected import check_first
 from fusible.fuser.ownership import InputOwner, Owner, watched
 from fusible.fuser.plan import Plan
 from fusible.fuser.wiring import CALLER
@@ -121,8 +122,8 @@ def run_forward(
         if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
             _refuse_returned(op, returned)
         given, (x, outputs) = x, returned
-        if is_users and not torch.compiler.is_compiling() and op in run.expected:
-            run.expected.pop(op).check(op, x, contexts[start:stop])
+        if is_users:
+            check_first(run.expected, op, x, contexts[start:stop])
         if [len(of_op) for of_op in outputs] != num_extra_outputs:
             raise RuntimeError(
                 f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
