@@ -35,6 +35,7 @@ import fusible as fz
 from fusible.testing import assume_target
 
 PASSES = ("forward", "dgrad", "wgrad")
+TITLE = "Grouped linear"
 # Input, weight, output gradient; what quack's products of the passes are called.
 LINEARS = {
     "fc1": (("x", "w1", "d_preact"), ("fc1", "dgrad1", "wgrad1")),
@@ -159,14 +160,19 @@ def main() -> None:
     parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--shape", nargs="*", default=[], help="hidden,inner,experts,rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what was measured")
     options = parser.parse_args()
+    written = options.out / "grouped_linear.json"
+    if options.redraw:
+        draw(json.loads(written.read_text())["cells"], written.with_suffix(".png"), PASSES, TITLE)
+        return
     shapes = {name: CONFIGS[name] for name in options.config}
     shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
     report = run(shapes)
     print("host_us", json.dumps(report["host_us"], indent=1))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "grouped_linear.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["cells"], options.out / "grouped_linear.png", PASSES, "Grouped linear")
+    written.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report["cells"], written.with_suffix(".png"), PASSES, TITLE)
 
 
 if __name__ == "__main__":

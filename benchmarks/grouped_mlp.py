@@ -257,35 +257,46 @@ def errors(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
+PASSES, TITLE = ("inference", "forward", "forward + backward"), "Grouped MLP"
+PEERS = {"torch": "PyTorch", "quack": "quack"}
+
+
 def draw(cells: list[dict[str, Any]], path: Path, passes: Sequence[str], what: str) -> None:
-    """Time of the best peer over ours, per shape; in a CUDA graph where that was measured."""
+    """Time of each peer over ours, per shape; in a CUDA graph where that was measured."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    ratios = {(c["config"], c["split"], c["pass"]): c["best_peer"] for c in cells}
-    labels = list(dict.fromkeys((config, split) for config, split, _ in ratios))
-    figure, axes = plt.subplots(figsize=(max(11, 0.9 * len(labels)), 4.5))
-    for i, name in enumerate(passes):
-        heights = [ratios.get((*la, f"{name}, graph"), ratios[*la, name]) for la in labels]
-        places = [j + 0.27 * (i - 1) for j in range(len(labels))]
-        bars = axes.bar(places, heights, 0.25, label=name)
-        within = {"label_type": "center", "color": "white", "fontsize": 8, "rotation": 90}
-        axes.bar_label(bars, fmt="%.2f", **within)
-    axes.axhline(1, color="black", linewidth=0.8)
-    graphed = {(config, split) for config, split, name in ratios if name.endswith(", graph")}
+    times = {(c["config"], c["split"], c["pass"]): c["ms"] for c in cells}
+    labels = list(dict.fromkeys((config, split) for config, split, _ in times))
+    figure, panels = plt.subplots(
+        len(PEERS), sharex=True, figsize=(max(11, 0.9 * len(labels)), 7), layout="constrained"
+    )
+    for axes, (peer, title) in zip(panels, PEERS.items(), strict=True):
+        for i, name in enumerate(passes):
+            given = [times.get((*la, f"{name}, graph"), times[*la, name]) for la in labels]
+            ratios = {
+                j + 0.27 * (i - 1): ms[peer] / ms["fused"]
+                for j, ms in enumerate(given)
+                if peer in ms
+            }
+            bars = axes.bar(list(ratios), list(ratios.values()), 0.25, label=name)
+            within = {"label_type": "center", "color": "white", "fontsize": 8, "rotation": 90}
+            axes.bar_label(bars, fmt="%.2f", **within)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel(f"time of {title} / ours")
+    panels[0].set_ylim(top=1.12 * panels[0].get_ylim()[1])  # room for the legend
+    panels[0].legend(ncols=3, fontsize=8, loc="upper right")
+    graphed = {(config, split) for config, split, name in times if name.endswith(", graph")}
     lines = [[*config.split(), split] for config, split in labels]
     lines = [
         [*li, "(graph)"] if la in graphed else li for la, li in zip(labels, lines, strict=True)
     ]
-    axes.set_xticks(range(len(labels)), map("\n".join, lines), fontsize=8)
-    axes.set_ylim(top=1.12 * axes.get_ylim()[1])  # room for the legend
-    axes.set_ylabel("time of the best of torch and quack / ours")
-    axes.set_title(f"{what}, BF16, one NVIDIA H200: higher is better")
-    axes.legend(ncols=3, fontsize=8, loc="upper right")
-    figure.tight_layout()
+    panels[-1].set_xticks(range(len(labels)), map("\n".join, lines), fontsize=8)
+    figure.suptitle(f"{what}, BF16, one NVIDIA H200: higher is better")
     figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def cell_line(cell: dict[str, Any]) -> str:
@@ -338,16 +349,20 @@ def main() -> None:
     parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--shape", nargs="*", default=[], help="hidden,expert,experts,rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--redraw", action="store_true", help="only draw what was measured")
     options = parser.parse_args()
+    written = options.out / "grouped_mlp.json"
+    if options.redraw:
+        draw(json.loads(written.read_text())["cells"], written.with_suffix(".png"), PASSES, TITLE)
+        return
     shapes = {name: CONFIGS[name] for name in options.config}
     shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
     report = run(shapes)
     for key in ("host_us", "memory", "errors"):
         print(key, json.dumps(report.get(key), indent=1, default=str))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "grouped_mlp.json").write_text(json.dumps(report, indent=1) + "\n")
-    passes = ("inference", "forward", "forward + backward")
-    draw(report["cells"], options.out / "grouped_mlp.png", passes, "Grouped MLP")
+    written.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report["cells"], written.with_suffix(".png"), PASSES, TITLE)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ from typing import Any
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.wiring import CALLER, Wiring
 
-_ROW, _BOX_HEIGHT, _WIDTH, _GAP, _MARGIN = 60, 42, 230, 60, 190
-_INPUTS = 30  # of a box's height, where outputs take the rest
-_FIRST_LANE = 92  # the others lie to its left
+_ROW, _BOX_HEIGHT, _WIDTH, _GAP = 76, 56, 230, 60
+_INPUTS = 42  # of a box's height, where outputs take the rest
+_LANE = 8  # between two lines that run down
+_EDGE = 20  # left of all
 _STYLE = (
     "text{font:13px sans-serif;fill:#1f2933}.small{font-size:11px;fill:#52606d}"
+    ".name{text-anchor:middle}"
     ".title{font-weight:bold}.op{fill:#f5f7fa;stroke:#9aa5b1}.fused{fill:#d3f2e0;stroke:#27875a}"
     "path,line{stroke:#7b8794;fill:none;stroke-width:1.3}.channel{stroke:#b35c00}"
-    ".channelname{fill:#b35c00}.behind{fill:white}"
+    ".channelname{fill:#b35c00}"
 )
 _COLUMNS = ("as written", "forward, as run", "backward, as run")
 
@@ -26,16 +28,33 @@ def draw(runs: Sequence[tuple[str, Wiring, Plan]]) -> str:
     """A drawing of every ``(title, wiring, plan)``, one below the other."""
     body: list[str] = []
     top = 20
+    names = max([_names_width(wiring, plan) for _, wiring, plan in runs], default=0)
+    lanes = max([len(set(_lanes(wiring).values())) for _, wiring, _ in runs], default=0)
+    left = _EDGE + _LANE * lanes + names
     for title, wiring, plan in runs:
-        body.extend(_run(title, wiring, plan, top))
+        body.extend(_run(title, wiring, plan, top, left, left - names))
         top += 60 + _ROW * len(plan.basic_ops)
-    width = _MARGIN + len(_COLUMNS) * (_WIDTH + _GAP)
+    width = left + len(_COLUMNS) * (_WIDTH + _GAP)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top - 20}" '
         f'viewBox="0 0 {width} {top - 20}"><style>{_STYLE}</style>'
         f"<defs>{_tip('tip', '#7b8794')}{_tip('channeltip', '#b35c00')}</defs>"
         f'<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n'
     )
+
+
+def _names_width(wiring: Wiring, plan: Plan) -> int:
+    """What the names of the extra inputs take, between the lanes and the boxes."""
+    names = [
+        _input_name(plan.basic_ops[i], slot)
+        for i, sources in enumerate(wiring.sources)
+        for slot in range(len(sources))
+    ]
+    return 20 + 6 * max(map(len, names), default=0)
+
+
+def _input_name(op: Any, slot: int) -> str:
+    return op.extra_input_channels[slot] or op.extra_input_name(slot)
 
 
 def _tip(name: str, colour: str) -> str:
@@ -46,27 +65,31 @@ def _tip(name: str, colour: str) -> str:
     )
 
 
-def _run(title: str, wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
-    yield _text(20, top, title, "title")
+def _run(
+    title: str, wiring: Wiring, plan: Plan, top: int, left: int, first_lane: int
+) -> Iterator[str]:
+    yield _text(_EDGE, top, title, "title")
     written = tuple(Step(op, (op,)) for op in plan.basic_ops)
     columns = (written, plan.forward_ops, plan.backward_ops)
     for column, (label, steps) in enumerate(zip(_COLUMNS, columns, strict=True)):
-        x = _MARGIN + column * (_WIDTH + _GAP)
+        x = left + column * (_WIDTH + _GAP)
         yield _text(x, top + 26, label, "small")
         y = top + 38
         for i, (op, basic_ops) in enumerate(steps):
             height = _BOX_HEIGHT + _ROW * (len(basic_ops) - 1)
-            yield _box(x, y, height, op)
+            yield from _box(x, y, height, op)
             if i + 1 < len(steps):
                 tail, head = y + height, y + height + _ROW - _BOX_HEIGHT
                 # Gradients flow from the last op to the first.
                 ends = (head, tail) if column == 2 else (tail, head)
                 yield _arrow(x + _WIDTH // 2, ends[0], x + _WIDTH // 2, ends[1])
             y += height + _ROW - _BOX_HEIGHT
-    yield from _extra_tensors(wiring, plan, top + 38)
+    yield from _extra_tensors(wiring, plan, top + 38, left, first_lane)
 
 
-def _extra_tensors(wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
+def _extra_tensors(
+    wiring: Wiring, plan: Plan, top: int, left: int, first_lane: int
+) -> Iterator[str]:
     """Extra inputs, each with its channel's name or its own: the caller's, or along a lane."""
     lanes = _lanes(wiring)
     for i, sources in enumerate(wiring.sources):
@@ -74,28 +97,25 @@ def _extra_tensors(wiring: Wiring, plan: Plan, top: int) -> Iterator[str]:
         for slot, source in enumerate(sources):
             y = _input_port(top, i, slot, op)
             if source[0] == CALLER:
-                yield _arrow(_FIRST_LANE, y, _MARGIN, y)
+                yield _arrow(first_lane, y, left, y)
             else:
                 start = _output_port(top, *source, plan.basic_ops[source[0]])
+                lane = first_lane - _LANE * lanes[source]
                 yield (
                     f'<path class="channel" marker-end="url(#channeltip)" '
-                    f'd="M{_MARGIN} {start}H{lanes[source]}V{y}H{_MARGIN}"/>'
+                    f'd="M{left} {start}H{lane}V{y}H{left}"/>'
                 )
-            name = op.extra_input_channels[slot] or op.extra_input_name(slot)
             kind = "small" if source[0] == CALLER else "small channelname"
-            end, width = _MARGIN - 14, 4 + 6 * len(name)
-            x = end - width
-            yield f'<rect class="behind" x="{x}" y="{y - 5}" width="{width}" height="10"/>'
-            yield _text(end, y + 4, name, kind, end=True)
+            yield _text(left - 12, y - 3, _input_name(op, slot), kind, end=True)
 
 
 def _lanes(wiring: Wiring) -> dict[tuple[int, int], int]:
-    """Where each extra output that an op reads runs down: those alive together lie apart."""
+    """The lane in which each extra output that an op reads runs down: apart if alive together."""
     ends = {source: max(ops) for source, ops in wiring.consumers.items() if ops}
     lanes: dict[tuple[int, int], int] = {}
     for source in sorted(ends, key=lambda s: ends[s] - s[0]):
         beside = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
-        lanes[source] = next(x for x in count(_FIRST_LANE, -8) if x not in beside)
+        lanes[source] = next(x for x in count() if x not in beside)
     return lanes
 
 
@@ -112,14 +132,14 @@ def _output_port(top: int, place: int, slot: int, op: Any) -> int:
     return top + _ROW * place + above + height * (slot + 1) // (op.num_extra_outputs + 1)
 
 
-def _box(x: int, y: int, height: int, op: Any) -> str:
-    kind = "fused" if op.is_fused_op else "op"
-    middle = y + height // 2 + 4
-    return (
-        f'<rect class="{kind}" x="{x}" y="{y}" width="{_WIDTH}" height="{height}" rx="6"/>'
-        f'<text x="{x + _WIDTH // 2}" y="{middle}" text-anchor="middle">'
-        f"{escape(type(op).__name__)}</text>"
-    )
+def _box(x: int, y: int, height: int, op: Any) -> Iterator[str]:
+    """An op; a fused one with the ops that it covers, each where it is in the first column."""
+    kind, middle = "fused" if op.is_fused_op else "op", x + _WIDTH // 2
+    yield f'<rect class="{kind}" x="{x}" y="{y}" width="{_WIDTH}" height="{height}" rx="6"/>'
+    yield _text(middle, y + (22 if op.is_fused_op else height // 2 + 4), type(op).__name__, "name")
+    if op.is_fused_op:
+        for i, part in enumerate(op.basic_ops):
+            yield _text(middle, y + i * _ROW + 42, type(part).__name__, "name small")
 
 
 def _text(x: int, y: int, words: str, kind: str, end: bool = False) -> str:

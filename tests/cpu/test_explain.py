@@ -323,6 +323,23 @@ def test_svg_keeps_channels_and_their_names_apart():
     )
     heights = sorted(int(e.get("y")) for e in names)
     assert min(b - a for a, b in pairwise(heights)) >= 10
+    # Each name stands on its own arrow, right of all lanes.
+    assert heights == sorted(end - 3 for _, _, end in ends)
+    for e in names:
+        assert int(e.get("x")) - 6 * len(e.text) > max(lane for _, lane, _ in ends)
+
+
+def test_svg_lists_the_ops_of_a_fused_one():
+    seq = fz.Sequential(fz.Linear(8, 8), fz.GELU(), fz.Bias(8))
+    root = ET.fromstring(fz.explain(seq, torch.randn(5, 8)).to_svg())
+    named = [(int(e.get("x")), int(e.get("y")), e.text) for e in root.iter() if e.get("y")
+             and "name" in e.get("class", "").split()]  # fmt: skip
+    columns = [[t for at, _, t in sorted(named) if at == x] for x in sorted({n[0] for n in named})]
+    assert columns == [
+        ["BasicLinear", "Bias", "GELU", "Bias"],
+        ["LinearBiasActivation", "BasicLinear", "Bias", "GELU", "Bias"],
+        ["BasicLinear", "Bias", "GELU", "Bias"],
+    ]
 
 
 def test_a_notebook_shows_what_print_does():
