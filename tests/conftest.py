@@ -1,10 +1,17 @@
 """Fixtures of all tests."""
 
+# ruff: noqa: E402 (helpers are imported when pytest knows that it shall rewrite their assertions)
+
 import os
+from pathlib import Path
+
+import pytest
+
+# The helpers' assertions hold under ``python -O`` too, and show their values, as those of tests do.
+pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.glob("*.py")))
 
 import checks
 import other_cpu
-import pytest
 import quick
 import torch
 

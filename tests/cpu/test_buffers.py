@@ -181,7 +181,6 @@ def test_only_at_the_ends_of_a_run(machine):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["output", "grad_input"])
 def test_refused_while_compiling(name):
     op = fz.GroupedLinear(4, WIDTH, WIDTH)

@@ -12,13 +12,7 @@ import fusible as fz
 from fusible.kernels import reference, sm90
 from fusible.testing import assume_target
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # torch's own tracer makes an instance of every autograd function, which torch deprecates.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    # Inductor imports parts of torch that are written with it.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 SIZES = [3, 0, 4, 1]
 OPS = {

@@ -257,7 +257,6 @@ def submodules(model):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("compiled", [wrapped, in_place, submodules])

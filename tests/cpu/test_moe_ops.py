@@ -294,7 +294,6 @@ def test_scores_of_low_precision_inputs_are_fp32(dtype):
     assert dx.dtype == dw.dtype == dtype
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_router_in_fp32_of_bf16_tokens_and_under_autocast():
     router, x = make_router({}), torch.randn(9, HIDDEN).bfloat16()
     wide = routed(x.double() @ router.weight.double().T, TOP_K)
@@ -687,7 +686,6 @@ def test_swap():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_block_compiles_as_one_graph():
     options = {"score_function": "sigmoid", "expert_bias": True, "z_loss": True}
     block = make_block(shared=True, **options)
@@ -737,7 +735,6 @@ def test_capacity_is_rounded_up(factor, capacity):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["scaled input", "scaled output"])
 def test_experts_compile_with_capacity(way):
     mlp = make_experts(way, capacity_factor=0.7)

@@ -135,10 +135,6 @@ def test_a_checkpoint_drops_the_same_elements_again(reentrant):
 
 
 # Dynamo instantiates the autograd function itself to trace it.
-traced = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-
-@traced
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_dropout_drops_and_stops_in_evaluation():
     seq = fz.Sequential(fz.Linear(8, 8), fz.Dropout(0.5))
@@ -274,7 +270,6 @@ def test_gradients_that_cannot_be_written_to(fused):
     torch.testing.assert_close(dx, through + dy)
 
 
-@traced
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_sums_in_place():
     seq = fz.Sequential(

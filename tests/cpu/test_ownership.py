@@ -191,7 +191,6 @@ def test_pipelines_equal_pytorch(first):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("seed", [5, 7, 9, 10])
 def test_compiled_pipelines_equal_pytorch(seed):
@@ -427,7 +426,6 @@ def test_columns_of_one_matrix():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("inside", [fz.SiLU, lambda: fz.BasicLinear(WIDTH, WIDTH)])
 def test_a_sum_in_place_has_the_extra_inputs_dtype(inside):
     seq = fz.Sequential(inside(), fz.AddExtraInput(in_place=True))

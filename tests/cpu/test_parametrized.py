@@ -20,8 +20,6 @@ def grads(module, y):
     return dict(zip(names, torch.autograd.grad(y.square().sum(), parameters), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 @pytest.mark.parametrize("how", ["alone", "after a call", "in a run", "compiled"])
 @pytest.mark.parametrize("make", [fz.Linear, fz.BasicLinear])
 def test_a_parametrized_linear(make, how, fresh_compiler):
@@ -80,7 +78,6 @@ def test_an_op_that_does_not_name_its_parameters():
         op(torch.randn(3, 8))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_an_op_that_cannot_run_is_no_matter_to_others_alike(fresh_compiler):
     broken, sound = fz.Sequential(fz.RMSNorm(8)), fz.Sequential(fz.RMSNorm(8))
     x = torch.randn(3, 8)

@@ -120,7 +120,6 @@ def test_without_a_profiler_nothing_is_wrapped(monkeypatch):
     call(module, inputs(module))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_code_runs_under_a_profiler(fresh_compiler):
     seq, x = model(), torch.randn(3, 8, requires_grad=True)
     compiled = torch.compile(seq, fullgraph=True, backend="aot_eager")

@@ -713,11 +713,7 @@ def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
 
 # --- compile, threads, explain -------------------------------------------------------------------
 
-# torch.compile itself instantiates an autograd function, against its own advice.
-compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-
-@compiles
 @pytest.mark.parametrize("recipe", [MX, BLOCK, CURRENT, NV], ids=lambda r: r.name)
 def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
     mlp = fz.Sequential(
@@ -737,7 +733,6 @@ def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@compiles
 def test_compiled_code_follows_the_recipe(fresh_compiler):
     linear, x = fz.Linear(32, 32), torch.randn(32, 32)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
@@ -752,7 +747,6 @@ def test_compiled_code_follows_the_recipe(fresh_compiler):
     assert torch.equal(torch.compile(scoped, fullgraph=True, backend="aot_eager")(x), want[NV])
 
 
-@compiles
 def test_compiled_code_takes_quantized_tensors(fresh_compiler):
     with fz.quantized_model_init(recipe=MX):
         linear = fz.Linear(32, 32)
@@ -767,7 +761,6 @@ def test_compiled_code_takes_quantized_tensors(fresh_compiler):
         assert torch.equal(*grads)
 
 
-@compiles
 def test_compiled_code_ignores_the_scope(fresh_compiler):
     op, _ = weighted(False)
     x = torch.randn(32, 32)

@@ -169,7 +169,6 @@ def mlp():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["checkpointed", "compiled"])
 def test_the_same_bits_checkpointed_and_compiled(way):
     seq, x = mlp(), torch.randn(2, 16, 64, requires_grad=True)

@@ -557,8 +557,6 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     assert len(made) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 @pytest.mark.parametrize("recipe", [None, MXFP8], ids=["bf16", "mxfp8"])
 def test_compiled_in_one_graph(recipe, fresh_compiler):
     if recipe is not None and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):

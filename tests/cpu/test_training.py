@@ -284,8 +284,6 @@ def compilations(counter):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
 class TestCompiled:
     @STATIC_AND_DYNAMIC
     def test_a_module_with_a_sequential(self, name, dynamic):

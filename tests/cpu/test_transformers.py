@@ -130,7 +130,6 @@ def test_ids_of_other_ranks_give_nothing(family: str) -> None:
     assert not weights.grad[~mine].any()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_compiled_models(family: str, fresh_compiler: None) -> None:
     model = make_model(family)
@@ -142,7 +141,6 @@ def test_compiled_models(family: str, fresh_compiler: None) -> None:
     assert_same(forward_backward(model, compiled), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_once_for_any_number_of_tokens(fresh_compiler: None) -> None:
     model = make_model("mixtral", num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager")
@@ -154,7 +152,6 @@ def test_compiled_once_for_any_number_of_tokens(fresh_compiler: None) -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_layers_compiled_one_by_one_share_their_code(fresh_compiler: None) -> None:
     model = make_model("mixtral", num_hidden_layers=3)

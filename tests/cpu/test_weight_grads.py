@@ -390,7 +390,6 @@ def test_frozen_weights_are_left_alone():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 class TestCompiled:
     @pytest.mark.parametrize(
         ("name", "single"),

@@ -404,7 +404,6 @@ def test_balancing_in_a_graph():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_block():
     """Router, losses, experts and sum as one graph, for any number of tokens."""
     block = balanced_block()
