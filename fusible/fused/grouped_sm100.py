@@ -26,7 +26,7 @@ from fusible.ops.checks import check_row_scales
 from fusible.ops.op import Grads
 from fusible.ops.rows import as_rows, matrix, with_rows_of
 from fusible.ops.weights import encode_weights, one_weight
-from fusible.ops.wgrad import add_or_copy
+from fusible.ops.wgrad import WeightGradient, add_or_copy
 from fusible.recipes.product import (
     Operand,
     Product,
@@ -446,7 +446,7 @@ def _weight_grads(
 ) -> Grads:
     """Gradients of the weight parameters: all that this module computes are made here."""
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
         assert dy is not None
         assert x is not None
         if out is None:
@@ -459,7 +459,8 @@ def _weight_grads(
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, gradient)
+    reads = tuple([t for t in (*(dy or ()), *(x or ()), places.ends, places.rows) if t is not None])
+    return linear.weight_grads(ctx, WeightGradient(gradient, reads))
 
 
 @rule(

@@ -169,7 +169,7 @@ def weight_grads(
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], multiply, dy, x))
+    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], multiply, dy, x, ends))
 
 
 class GroupedLinearGLUSm90(FusedOperation):

@@ -21,9 +21,9 @@ from fusible.ops import buffers
 from fusible.ops.checks import capturing
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
 from fusible.ops.wgrad import (
-    MainGrads,
+    Delayed,
     WeightGradient,
-    add_to_grad,
+    accumulate,
     main_grads,
     placeholders,
 )
@@ -71,7 +71,7 @@ class WeightedOperation(BasicOperation):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         # Weight gradients of backwards so far, oldest first, and where each is to go.
-        self._delayed: deque[tuple[WeightGradient, MainGrads | None]] = deque()
+        self._delayed: deque[Delayed] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         register_state_hooks(self)
 
@@ -150,6 +150,7 @@ class WeightedOperation(BasicOperation):
 
         Raises:
             ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``.
+            RuntimeError: ``delay_wgrad_compute``, and a weight is no parameter.
         """
         weights = self.weights()
         if not ctx.needs.params[0]:
@@ -158,9 +159,15 @@ class WeightedOperation(BasicOperation):
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__)
         if self.delay_wgrad_compute:
-            self._delayed.append((gradient, into))
+            if into is None and not all([isinstance(w, nn.Parameter) for w in weights]):
+                raise RuntimeError(
+                    f"delay_wgrad_compute of {type(self).__name__} must be False for weights that "
+                    "are made of others (parametrized, pruned, replicas), whose graph ends with "
+                    "the backward, got True"
+                )
+            self._delayed.append(Delayed.of(gradient, into))
         elif into is None:
-            return self.divided(gradient())
+            return self.divided(gradient.compute(None, False))
         else:
             into.take(gradient)
         return (None,) * len(weights) if into is None else placeholders(weights)
@@ -184,18 +191,23 @@ class WeightedOperation(BasicOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward without one, then call the hooks.
 
-        It is added to ``main_grad`` or to ``.grad``. Does nothing if no backward is waiting.
+        It is added to ``main_grad``, or to ``.grad`` as ``backward()`` does it. Does nothing if no
+        backward is waiting.
+
+        Raises:
+            RuntimeError: what it reads was written to since that backward.
         """
         if not self._delayed:
             return
-        gradient, into = self._delayed.popleft()
+        delayed = self._delayed.popleft()
+        delayed.check(f"{type(self).__name__}({self.extra_repr()})")
+        weights, into = self.weights(), delayed.into
         with torch.no_grad():
             if into is not None:
-                into.take(gradient)
+                into.take(delayed.gradient)
             else:
-                for weight, grad in zip(self.weights(), self.divided(gradient()), strict=True):
-                    assert grad is not None
-                    add_to_grad(weight, grad)
+                grads = self.divided(delayed.gradient.compute(None, False))
+                accumulate(weights, grads)
         for hook in self._wgrad_hooks:
             hook()
 

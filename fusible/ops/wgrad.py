@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.kernels import grouped
 from fusible.recipes.sharding import is_sharded, mean_over_ranks
 
 
-class WeightGradient(Protocol):
-    """The weight gradient of one backward, not computed yet."""
+class WeightGradient(NamedTuple):
+    """The weight gradient of one backward, not computed yet.
 
-    def __call__(
-        self, out: Sequence[Tensor] | None = None, accumulate: bool = False
-    ) -> Tensor | None:
-        """Return it in the weights' shape and layout, stacked; or write it to ``out``, or add it.
+    ``compute(out, accumulate)`` returns it in the weights' shape and layout, stacked; or writes it
+    to ``out``, or adds it there: one tensor of that shape or one per group, of one floating dtype,
+    in any layout. ``reads`` is all that it reads.
+    """
 
-        ``out`` is one tensor of that shape or one per group, of one floating dtype, in any layout.
-        """
+    compute: Callable[[Sequence[Tensor] | None, bool], Tensor | None]
+    reads: tuple[Tensor, ...]
 
 
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[Tensor] | None, bool], Tensor | None]
@@ -47,7 +48,7 @@ class MainGrads(NamedTuple):
             for buffer, fresh in zip(self.buffers, self.overwrite, strict=True):
                 if fresh:
                     buffer.zero_()
-        gradient(self.buffers, accumulate)
+        gradient.compute(self.buffers, accumulate)
 
     def _widest(self, gradient: WeightGradient) -> Tensor:
         dtype = self.buffers[0].dtype
@@ -55,7 +56,7 @@ class MainGrads(NamedTuple):
             dtype = torch.promote_types(dtype, buffer.dtype)
         first = self.buffers[0]
         wide = first.new_empty((len(self.buffers), *first.shape), dtype=dtype)
-        gradient([wide], False)
+        gradient.compute([wide], False)
         return wide
 
 
@@ -76,23 +77,27 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Wei
         grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
         return None
 
-    return laid_out_as(weight, product, dy, x)
+    return laid_out_as(weight, product, dy, x, ends)
 
 
-def laid_out_as(weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor) -> WeightGradient:
+def laid_out_as(
+    weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
+) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
     A weight that is the transpose of what lies in memory has a gradient that is: ``x.T @ dy``.
+    ``ends`` is what the product reads beside these.
     """
+    transposed = _is_transposed(weight)
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
-        if not _is_transposed(weight if out is None else out[0]):
+    def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
+        if not (transposed if out is None else _is_transposed(out[0])):
             return product(dy, x, out, accumulate)
         out = None if out is None else [t.mT for t in out]
         dw = product(x, dy, out, accumulate)
         return None if dw is None else dw.mT
 
-    return gradient
+    return WeightGradient(gradient, (dy, x, ends))
 
 
 def _is_transposed(t: Tensor) -> bool:
@@ -103,7 +108,7 @@ def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
     """``scale * dy.T @ x`` over all rows of dy ``[..., N]`` and x ``[..., K]``."""
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
 
-    def gradient(out: Sequence[Tensor] | None = None, accumulate: bool = False) -> Tensor | None:
+    def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
         if out is None and scale == 1.0:
             return dy.t() @ x
         if out is None:
@@ -113,7 +118,7 @@ def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
         buffer.add_(dw, alpha=scale) if accumulate else buffer.copy_(dw).mul_(scale)
         return None
 
-    return gradient
+    return WeightGradient(gradient, (dy, x))
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,13 +202,44 @@ def _placeholder(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def add_to_grad(weight: Tensor, grad: Tensor) -> None:
-    """Accumulate into ``weight.grad``, as autograd does.
+class Delayed(NamedTuple):
+    """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
-    Where ``fully_shard`` has sharded the weight again by now, the mean over its ranks, as that
-    makes of gradients during the backward: a collective, which all ranks have to call alike.
+    gradient: WeightGradient
+    into: MainGrads | None
+    versions: tuple[int | None, ...]
+    """Of the tensors that it reads."""
+
+    @classmethod
+    def of(cls, gradient: WeightGradient, into: MainGrads | None) -> Delayed:
+        """One of a backward that is running."""
+        return cls(gradient, into, tuple(map(_version, gradient.reads)))
+
+    def check(self, who: str) -> None:
+        """Raise RuntimeError if a tensor that it reads was written to since the backward."""
+        for t, version in zip(self.gradient.reads, self.versions, strict=True):
+            if _version(t) != version:
+                raise RuntimeError(
+                    f"backward_dw() of {who} must find the input and the output's gradient as "
+                    f"backward() left them, got {t.dtype} of shape {tuple(t.shape)}, modified by "
+                    f"an inplace operation since: version {_version(t)}, expected {version}; "
+                    "call backward_dw() before the change, or change a copy"
+                )
+
+
+def _version(t: Tensor) -> int | None:
+    """The version of a tensor's values, or None where PyTorch counts none."""
+    return None if t.is_inference() else t._version
+
+
+def accumulate(weights: Sequence[Tensor], grads: Sequence[Any]) -> None:
+    """Accumulate into ``.grad`` by autograd itself: in place, and with the weights' hooks.
+
+    Where ``fully_shard`` has sharded a weight again by now, the mean over its ranks, as that makes
+    of gradients during the backward: a collective, which all ranks have to call alike.
     """
-    if is_sharded(weight):
-        grad = mean_over_ranks(grad, weight)
-    grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)
-    weight.grad = grad if weight.grad is None else weight.grad + grad
+    grads = [
+        mean_over_ranks(grad, w) if is_sharded(w) else cast(grad, w.dtype)
+        for w, grad in zip(weights, grads, strict=True)
+    ]
+    torch.autograd.backward(weights, grads)

@@ -471,3 +471,100 @@ def test_overlap_is_that_of_the_elements():
     assert not ownership.overlap(rows[:, ::2], rows[:, 1::2])
     assert ownership.overlap(rows[:, :4], rows[:, 3:])
     assert not ownership.overlap(rows[:0], rows)
+
+
+# --- what is read after a backward ---------------------------------------------------------------
+
+
+def delayed(**options):
+    options = {"bias": False, "dtype": FP64, **options}
+    return fz.GroupedLinear(len(SIZES), WIDTH, WIDTH, delay_wgrad_compute=True, **options)
+
+
+def weight_grads_of(op, x, dy):
+    """By PyTorch."""
+    parts = [(t[: sum(SIZES)].split(SIZES)) for t in (dy, x)]
+    return [a.t() @ b for a, b in zip(*parts, strict=True)]
+
+
+def assert_weight_grads(op, want):
+    for w, grad in zip(op.weights(), want, strict=True):
+        torch.testing.assert_close(w.grad, grad)
+
+
+def test_a_delayed_gradient_is_added_to_a_flat_buffer():
+    """``.grad`` stays the view that it was, as autograd leaves it; also where gradients are off."""
+    op, x = delayed(), new()
+    flat = new(len(SIZES) * WIDTH * WIDTH)
+    before = flat.clone().view(-1, WIDTH, WIDTH)
+    for w, view in zip(op.weights(), flat.view(-1, WIDTH, WIDTH), strict=True):
+        w.grad = view
+    addresses = [w.grad.data_ptr() for w in op.weights()]
+    dy = new()
+    want = weight_grads_of(op, x, dy)
+    op(x, SIZES).backward(dy)
+    with torch.no_grad():
+        op.backward_dw()
+    assert [w.grad.data_ptr() for w in op.weights()] == addresses
+    assert_weight_grads(op, [old + grad for old, grad in zip(before, want, strict=True)])
+    torch.testing.assert_close(flat.view_as(before), before + torch.stack(want))
+
+
+def test_a_delayed_gradient_goes_through_the_weights_hooks():
+    op, x, dy = delayed(single_grouped_weight=True), new(), new()
+    (w,) = op.weights()
+    accumulated = []
+    op(x, SIZES).backward(dy)
+    w.register_hook(lambda grad: 2 * grad)
+    w.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    op.backward_dw()
+    torch.testing.assert_close(w.grad, 2 * torch.stack(weight_grads_of(op, x, dy)))
+    assert len(accumulated) == 1
+    assert torch.equal(accumulated[0], w.grad)
+
+
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("which", ["x", "dy"])
+def test_what_a_delayed_gradient_reads_must_not_change(which, main):
+    op = delayed(accumulate_into_main_grad=main)
+    for w in op.weights():
+        w.main_grad = torch.zeros_like(w)
+    given = {"x": new(), "dy": new()}
+    op(given["x"], SIZES).backward(given["dy"])
+    given[which].add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"backward_dw\(\) of GroupedLinear\(num_groups=3.*inplac"
+    ):
+        op.backward_dw()
+    assert all(w.grad is None and not w.main_grad.any() for w in op.weights())
+
+
+@pytest.mark.parametrize("recipe", [None, fz.recipes.MXFP8BlockScaling()])
+def test_what_a_recipe_has_encoded_may_change(recipe):
+    """What is read then is a copy, of x and of dy."""
+    results = []
+    for change in (False, True):
+        torch.manual_seed(0)
+        op = fz.GroupedLinear(2, 32, 32, bias=False, delay_wgrad_compute=True)
+        x, dy = torch.randn(64, 32), torch.randn(64, 32)
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            op(x, [32, 32]).backward(dy)
+        if change and recipe is None:
+            x.zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                op.backward_dw()
+            return
+        if change:
+            x.zero_()
+            dy.zero_()
+        op.backward_dw()
+        results.append([w.grad for w in op.weights()])
+    for plain, mine in zip(*results, strict=True):
+        assert torch.equal(plain, mine)
+
+
+def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():
+    op = delayed(single_grouped_weight=True)
+    nn.utils.parametrize.register_parametrization(op, "weight", nn.Tanh())
+    with pytest.raises(RuntimeError, match=r"delay_wgrad_compute of .*GroupedLinear must be False"):
+        op(new(), SIZES).sum().backward()
