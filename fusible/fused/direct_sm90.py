@@ -110,7 +110,7 @@ class DirectMLP(_Direct):
         self, fc1: GroupedLinear, glu: Glu, fc2: GroupedLinear, needs: Sequence[GradNeeds]
     ) -> None:
         super().__init__(fc1, fc2)
-        self._glu, self._cut = glu, len(fc1.weights())
+        self._glu, self._cut = glu, fc1.num_weights
         self._needs1, _, self._needs2 = needs
 
     def prepared(self, *operands: Tensor) -> Any:

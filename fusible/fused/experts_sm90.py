@@ -95,8 +95,8 @@ class MoEExpertsSm90(FusedOperation):
         dispatch, fc1, _, fc2, combine = self._parts
         (row_map,) = first.saved_tensors
         preact, scales = ctx_act.saved_tensors
-        x, ends, row_scale1, *weights1 = ctx1.saved_tensors
-        row_scale2, *weights2 = ctx2.saved_tensors
+        x, ends, row_scale1, *weights1, _ = ctx1.saved_tensors
+        row_scale2, *weights2, _ = ctx2.saved_tensors
 
         dy, _, _ = combine.fuser_backward([last], grad_output, basic_op_grad_extra_outputs=[()])
         assert dy is not None

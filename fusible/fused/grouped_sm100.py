@@ -127,8 +127,7 @@ def _packed_grad(
     """The gradient of a linear's output, with that of its bias where one pass makes both."""
     if not linear.needs_bias_grads(ctx):
         return _packed(dy, ctx, "grad", wanted, ends, places)
-    kept = linear.biases()[0].dtype == torch.bfloat16
-    sums = torch.bfloat16 if kept else torch.float32
+    sums = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
     return _packed(dy, ctx, "grad", wanted, ends, places, sums=sums, row_scale=row_scale)
 
 
@@ -164,7 +163,7 @@ def _weights(
     """The weights for the forward and, if it will be taken, the data gradient."""
     if _recipe(ctx).format("weight") is not None:
         return linear.encoded_weights(ctx, _quantized_weights)
-    plain = _plain_weights(linear.weights_in(ctx.dtype))
+    plain = _plain_weights(linear.weights_in(ctx, ctx.dtype))
     return plain, plain
 
 
@@ -211,11 +210,12 @@ def _product(
     """Output ``[M, N]`` of a linear, and its weights for the data gradient."""
     assert x.row is not None
     weights, transposed = _weights(linear, ctx)
+    ctx.bias_dtype = ctx.parameters[-1].dtype
     y = sm100.gemm(
         x.row,
         weights,
         places,
-        bias=linear.stacked_bias(ctx.dtype),
+        bias=linear.stacked_bias(ctx, ctx.dtype),
         row_scale=None if row_scale is None else _moved_scales(row_scale, places),
         out=as_rows(output),
     )
@@ -287,6 +287,7 @@ class GroupedLinearSm100(FusedOperation):
             places.rows,
             *_flat(xq.column if wgrad else None),
             *_flat_weights(transposed if ctx.needs.input else None),
+            linear.scaled_bias(ctx),
         )
         return with_rows_of(y, input_), [()]
 
@@ -299,7 +300,7 @@ class GroupedLinearSm100(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        ends, row_scale, padded, rows, *saved = ctx.saved_tensors
+        ends, row_scale, padded, rows, *saved, _ = ctx.saved_tensors
         dy = matrix(grad_output, ctx.dtype)
         places = _known_places(padded, rows, dy.shape[0])
         wanted: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
@@ -363,7 +364,7 @@ class GroupedMLPSm100(FusedOperation):
             weights1,
             places,
             prob,
-            bias=fc1.stacked_bias(ctx1.dtype),
+            bias=fc1.stacked_bias(ctx1, ctx1.dtype),
             **_options(act),
         )
         wanted = {"forward": True, "wgrad": ctx2.needs.params[0]}
@@ -378,7 +379,9 @@ class GroupedMLPSm100(FusedOperation):
             ctx_act.save_for_backward(c, prob)
             ctx_act.dtype = scales.dtype
             column = hidden.column if ctx2.needs.params[0] else None
-            ctx2.save_for_backward(row_scale, *_flat(column), *_flat_weights(transposed2))
+            ctx2.save_for_backward(
+                row_scale, *_flat(column), *_flat_weights(transposed2), fc2.scaled_bias(ctx2)
+            )
         return with_rows_of(y, input_), [(), (), ()]
 
     def fuser_backward(
@@ -403,7 +406,7 @@ class GroupedMLPSm100(FusedOperation):
         assert dyq.row is not None
         d, dscales, dbias = sm100.dglu(
             dyq.row,
-            _saved_weights(ctx2.saved_tensors[4:], ctx2),
+            _saved_weights(ctx2.saved_tensors[4:-1], ctx2),
             places,
             c,
             prob,

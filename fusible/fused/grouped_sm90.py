@@ -32,7 +32,7 @@ from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.checks import check_row_scales
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.rows import as_2d, as_rows, with_rows_of
-from fusible.ops.wgrad import add_or_copy, laid_out_as
+from fusible.ops.wgrad import add_or_copy, laid_out
 
 # What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
 MACHINE = (
@@ -84,7 +84,7 @@ def grouped_linear(
     x, ends, row_scale, weights = linear.operands(
         ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
     )
-    bias, output = linear.stacked_bias(x.dtype), linear.output_buffer(ctx, input_, kwargs)
+    bias, output = linear.stacked_bias(ctx, x.dtype), linear.output_buffer(ctx, input_, kwargs)
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     y = product.forward(x, w, ends, bias, row_scale, as_rows(output))
     return with_rows_of(cast(y, ctx.dtype), input_)
@@ -106,7 +106,7 @@ class GroupedLinearBackwardSm90(FusedOperation):
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
         (linear,), (ctx,) = self._parts, basic_op_ctxs
-        x, ends, row_scale, *weights = ctx.saved_tensors
+        x, ends, row_scale, *weights, _ = ctx.saved_tensors
         dy = as_2d(cast(grad_output, ctx.dtype))
         (dy, x), ((product, w),) = prepare([dy, x], (linear, weights))
         params, extra = param_grads(linear, ctx, product, dy, x, ends, row_scale, grad_output)
@@ -169,7 +169,7 @@ def weight_grads(
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    return linear.weight_grads(ctx, laid_out_as(linear.weights()[0], multiply, dy, x, ends))
+    return linear.weight_grads(ctx, laid_out(ctx.transposed, multiply, dy, x, ends))
 
 
 class GroupedLinearGLUSm90(FusedOperation):
@@ -213,7 +213,7 @@ def linear_glu(
     x, ends, _, weights = linear.operands(
         ctx, input_, *extra_inputs[0], ends_of=provider("sm90").group_ends
     )
-    bias = linear.stacked_bias(x.dtype)
+    bias = linear.stacked_bias(ctx, x.dtype)
     linear.output_buffer(ctx, input_, kwargs[0])  # none: it is not the last op
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     keep = ctx_act.requires_grad
@@ -259,9 +259,8 @@ class GroupedMLPSm90(FusedOperation):
             fc1, act, self.glu, ctxs, input_, basic_op_extra_inputs, basic_op_kwargs
         )
         y = grouped_linear(fc2, ctx, hidden, basic_op_extra_inputs[2], basic_op_kwargs[2])
-        _, _, row_scale, *weights = ctx.to_save
-        # Not the activation, which the backward computes again.
-        ctx.save_for_backward(row_scale, *weights)
+        # Not the activation, which the backward computes again, nor the end rows once more.
+        ctx.save_for_backward(*ctx.to_save[2:])
         return y, [(), (), ()]
 
     def fuser_backward(
@@ -274,9 +273,9 @@ class GroupedMLPSm90(FusedOperation):
         """Four launches: FC2's data gradient with the activation's, FC1's, two weight gradients."""
         fc1, _, fc2 = self._parts
         ctx1, ctx_act, ctx2 = basic_op_ctxs
-        x, ends, row_scale1, *weights1 = ctx1.saved_tensors
+        x, ends, row_scale1, *weights1, _ = ctx1.saved_tensors
         preact, scales = ctx_act.saved_tensors
-        row_scale2, *weights2 = ctx2.saved_tensors
+        row_scale2, *weights2, _ = ctx2.saved_tensors
         dy = as_2d(cast(grad_output, ctx2.dtype))
         (dy, x, preact), ((first, w1), (second, w2)) = prepare(
             [dy, x, as_2d(preact)], (fc1, weights1), (fc2, weights2)

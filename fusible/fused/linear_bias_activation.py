@@ -34,10 +34,11 @@ class LinearBiasActivation(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One product with the bias in its epilogue, then the activation."""
-        linear, bias, activation = self._parts
-        x, weight = linear.operands(basic_op_ctxs[0], input_)
-        linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # not the last op: none
-        y = formulas.linear(x, weight, bias.parameter("bias").to(x.dtype))
+        linear, _, activation = self._parts
+        ctx, ctx_bias = basic_op_ctxs[:2]
+        x, weight = linear.operands(ctx, input_)
+        linear.output_buffer(ctx, input_, basic_op_kwargs[0])  # not the last op: none
+        y = formulas.linear(x, weight, ctx_bias.parameters[0].to(x.dtype))
         if activation is not None:
             y = activation.op_forward(
                 basic_op_ctxs[-1], y, prev_op_grad_output_quantizer, next_op_input_quantizer

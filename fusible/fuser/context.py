@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ class OperationContext:
             None for the others.
         recipe: the recipe in force in the forward, None in high precision.
         autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
+        parameters: in the forward, the op's parameters in the order of their gradients: the very
+            tensors that autograd differentiates. Reading the module would evaluate a
+            parametrization once more.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
         grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
@@ -42,6 +46,7 @@ class OperationContext:
     needs: GradNeeds
     recipe: Any
     autocast_dtype: torch.dtype | None
+    parameters: Sequence[Tensor]
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any
@@ -61,11 +66,13 @@ class OperationContext:
         recipe: Any = None,
         autocast_dtype: torch.dtype | None = None,
         memo: dict[Any, Any] | None = None,
+        parameters: Sequence[Tensor] = (),
     ) -> None:
         self.requires_grad = needs.requires_grad
         self.needs = needs
         self.recipe = recipe
         self.autocast_dtype = autocast_dtype
+        self.parameters = parameters
         self.to_save = ()
         self.grad_quantizer = None
         self.floats = None

@@ -87,9 +87,9 @@ class _Recorded:
 
 
 def expected_of(
-    run: Run, schedule: Schedule, inputs: Sequence[Tensor], kwargs: Any
+    run: Run, schedule: Schedule, given: Sequence[Tensor], kwargs: Any
 ) -> Mapping[Any, Expected]:
-    """What each user's fused op of a schedule's forward has to give for these inputs.
+    """What each user's fused op of a schedule's forward has to give for inputs and parameters.
 
     Empty where the basic ops cannot run on fake tensors, or refuse these inputs.
     """
@@ -101,12 +101,13 @@ def expected_of(
     recorded = [_Recorded(op) for op in run.ops]
     alone = schedule._replace(forward=run.alone(recorded, schedule.plan))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    count = 1 + run.num_extra_inputs
     try:
         fakes, fake_kwargs = tree_map_only(
-            Tensor, lambda t: mode.from_tensor(t.detach()), ([*inputs], kwargs)
+            Tensor, lambda t: mode.from_tensor(t.detach()), ([*given[:count]], kwargs)
         )
         with mode, torch.no_grad():
-            run_forward(run, alone, fakes, fake_kwargs)
+            run_forward(run, alone, (*fakes, *given[count:]), fake_kwargs)
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)
         return {}

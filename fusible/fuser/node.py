@@ -67,6 +67,7 @@ class Schedule(NamedTuple):
     forward: tuple[ScheduledStep, ...]
     backward: tuple[ScheduledStep, ...]  # the last op first
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
+    params: tuple[slice, ...]  # where each op's parameters are among these
     direct: Direct | None
     writes_grads: bool
     """Whether an op of the backward writes to gradients, if they are the run's own."""
@@ -77,24 +78,28 @@ INTERNAL = (-2, 0)
 
 
 def run_forward(
-    run: Run, schedule: Schedule, caller_inputs: Sequence[Tensor], kwargs: Kwargs
+    run: Run, schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[list[Tensor], list[OperationContext]]:
-    """Run the plan's forward ops; gives the output with the public extra ones, and the contexts."""
+    """Run the plan's forward ops; gives the output with the public extra ones, and the contexts.
+
+    ``given`` are the caller's inputs, then the parameters.
+    """
     plan = schedule.plan
     memo: dict[Any, Any] = {}
     contexts = [
-        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo) for needs in plan.grad
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
+        for needs, own in zip(plan.grad, schedule.params, strict=True)
     ]
-    x = caller_inputs[0]
+    x = given[0]
     produced: list[Sequence[Any]] = []
     writes = run.writes and not torch.compiler.is_compiling()
-    owner = InputOwner(run, contexts, caller_inputs) if writes else None
+    owner = InputOwner(run, contexts, given[: 1 + run.num_extra_inputs]) if writes else None
     profiled = _is_profiled()
     for step in schedule.forward:
-        op, start, stop, sources, num_extra_outputs, _, quantizers, is_users, label = step
+        op, start, stop, sources, _, _, quantizers, is_users, label = step
         inputs = [
             [
-                caller_inputs[1 + slot]
+                given[1 + slot]
                 if producer == CALLER
                 else (produced[producer][slot] if producer >= 0 else None)
                 for producer, slot in of_op
@@ -121,18 +126,12 @@ def run_forward(
         )
         if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
             _refuse_returned(op, returned)
-        given, (x, outputs) = x, returned
+        taken, (x, outputs) = x, returned
         if is_users:
             check_first(run.expected, op, x, contexts[start:stop])
-        if [len(of_op) for of_op in outputs] != num_extra_outputs:
-            raise RuntimeError(
-                f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
-                f"of lengths {num_extra_outputs}, got {[len(of_op) for of_op in outputs]}"
-            )
-        if any(num_extra_outputs):
-            _check_complete(run, op, outputs, start, stop)
+        _check_outputs(run, step, outputs)
         if owner is not None:
-            owner.after(is_users, chain([given, x], *inputs, *outputs), stop)
+            owner.after(is_users, chain([taken, x], *inputs, *outputs), stop)
         produced.extend(outputs)
     if not run.wiring.public:
         return [x], contexts
@@ -183,10 +182,18 @@ def _without_autocast(function: Callable[..., Any], device_type: str) -> Callabl
     return run
 
 
-def _check_complete(
-    run: Run, op: Any, outputs: Sequence[Sequence[Tensor | None]], start: int, stop: int
+def _check_outputs(
+    run: Run, step: ScheduledStep, outputs: Sequence[Sequence[Tensor | None]]
 ) -> None:
-    """Refuse a missing extra output that something outside the op needs."""
+    """Refuse another number of extra outputs, and a missing one that something else needs."""
+    op, start, stop, _, wanted, *_ = step
+    if [len(of_op) for of_op in outputs] != wanted:
+        raise RuntimeError(
+            f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
+            f"of lengths {wanted}, got {[len(of_op) for of_op in outputs]}"
+        )
+    if not any(wanted):
+        return
     for i, values in enumerate(outputs, start):
         for slot, value in enumerate(values):
             if value is None and run.wiring.needed_outside((i, slot), start, stop):
@@ -209,10 +216,8 @@ class RunFunction(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
-        inputs: Sequence[Tensor] = tensors[: 1 + run.num_extra_inputs]
-        if slots is not None:
-            inputs = [tensors[slot] for slot in slots[: 1 + run.num_extra_inputs]]
-        outputs, contexts = run_forward(run, schedule, inputs, kwargs)
+        given = tensors if slots is None else [tensors[slot] for slot in slots]
+        outputs, contexts = run_forward(run, schedule, given, kwargs)
         saved: list[Tensor | None] = []
         # The contexts outlive the forward: only autograd may keep tensors.
         states = []
@@ -220,11 +225,11 @@ class RunFunction(torch.autograd.Function):
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            context.to_save, context.memo = (), {}
+            context.parameters, context.to_save, context.memo = (), (), {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
         fctx.call = run, schedule, slots, states
-        outputs = _distinct(outputs, inputs if slots is None else tensors)
+        outputs = _distinct(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(

@@ -31,11 +31,13 @@ class Registry:
         }
         self.version = 0
         self._discovered = False
+        self.of_users = False
+        """Whether any of it is a user's."""
 
     def install(self, rules: Sequence[Rule]) -> None:
         """Set the built-in rules, in order of priority."""
         self.rules = tuple(rules)
-        self.version += 1
+        self._changed()
 
     def discover(self) -> None:
         """Add the rules that installed packages offer, once; before the built-in ones.
@@ -111,7 +113,12 @@ class Registry:
         check_bools("a fusion", prepend=prepend)
         functions = self.functions[phase]
         functions.insert(0 if prepend else len(functions), function)
+        self._changed()
+
+    def _changed(self) -> None:
         self.version += 1
+        builds = [rule.build for rule in self.rules]
+        self.of_users = any(self.functions.values()) or not all(map(is_ours, builds))
 
     def apply(self, ops: Sequence[Any], recipe: Any) -> UserFusions:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
@@ -141,6 +148,11 @@ class Registry:
                     "must leave it in place"
                 )
         return UserFusions(joint, forward, backward)
+
+
+def is_ours(defined: Any) -> bool:
+    """Whether a class or a function is of this package."""
+    return defined.__module__.startswith("fusible.")
 
 
 registry = Registry()

@@ -116,7 +116,10 @@ _SURROUNDINGS = (("sm",), ("device",), ("recipe",))
 
 def _computes_as(op: Any) -> type:
     """The class whose math an op has: its own, unless that says otherwise itself."""
-    return vars(type(op)).get("computes_as", type(op))
+    kind = type(op)
+    if kind.__module__ == "torch.nn.utils.parametrize":
+        (kind,) = kind.__bases__  # of the class that it makes for a module
+    return vars(kind).get("computes_as", kind)
 
 
 def _slot(rule: str, name: str, hint: Any) -> Slot:

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from fusible.fuser import target as targets
 from fusible.fuser.expected import Expected, expected_of
@@ -36,7 +38,7 @@ from fusible.fuser.plan import (
     UserFusions,
     plan,
 )
-from fusible.fuser.registry import registry
+from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import Alike, constant_when_traced
@@ -62,8 +64,15 @@ class _Call(NamedTuple):
     sources: tuple[int, ...]
     """The first place of each input among the inputs: equal for the same tensor."""
     inputs: tuple[_TensorKey, ...]
+    param_counts: tuple[int, ...]
+    """How many parameters each op has."""
     param_dtypes: tuple[torch.dtype, ...]
     params_require_grad: tuple[bool, ...]
+
+    def params(self) -> list[tuple[tuple[torch.dtype, bool], ...]]:
+        """Dtype and ``requires_grad`` of each op's parameters."""
+        of_all = list(zip(self.param_dtypes, self.params_require_grad, strict=True))
+        return [tuple(of_all[own]) for own in _slices(0, self.param_counts)]
 
 
 class _TensorKey(NamedTuple):
@@ -122,15 +131,26 @@ class Run:
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
+        forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
+        self.of_users = not all(map(is_ours, forwards))
         _runs.add(tuple(map(type, self.ops)), self)
         self.writes = any(op.writes_extra_inputs for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
         inputs = self._tensors((x, *extra_inputs))
-        params = [p for op in self.ops for p in op.own_parameters()]
-        key = self._key(inputs, params)
-        tensors, slots = (*inputs, *params), None
+        if (self.of_users or registry.of_users) and self._parametrized():
+            # Code of a user's may read from the module what autograd is given here.
+            with _cached():
+                return self._execute(inputs, kwargs)
+        return self._execute(inputs, kwargs)
+
+    def _execute(self, inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
+        # The only place where parameters are read: a parametrization is evaluated once a call.
+        params = [op.own_parameters() for op in self.ops]
+        given: tuple[Tensor, ...] = (*inputs, *[p for of_op in params for p in of_op])
+        key = self._key(inputs, given[len(inputs) :], tuple([len(of_op) for of_op in params]))
+        tensors, slots = given, None
         tracing = torch.compiler.is_compiling()
         if tracing:
             recipe = None if key[0] is None else key[0].spelled()
@@ -140,7 +160,7 @@ class Run:
             _observation.note(self, key, inputs[0].device)
             schedule = self._schedule(self.plan_for(key, targets.target_of(inputs[0].device)), key)
         else:
-            schedule = self._schedules.get(key) or self._first_schedule(key, inputs, kwargs)
+            schedule = self._schedules.get(key) or self._first_schedule(key, given, kwargs)
             self.plan = schedule.plan
             if schedule.direct is not None and kwargs is None:
                 prepared = schedule.direct.prepared(*tensors)
@@ -156,7 +176,7 @@ class Run:
                 )
             outputs = RunFunction.apply(self, schedule, slots, kwargs, *tensors)
         else:
-            outputs = tuple(run_forward(self, schedule, inputs, kwargs)[0])
+            outputs = tuple(run_forward(self, schedule, given, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def __repr__(self) -> str:
@@ -206,7 +226,13 @@ class Run:
             [t if isinstance(t, Tensor) else made.setdefault(id(t), _numbers(t)) for t in inputs]
         )
 
-    def _key(self, inputs: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _parametrized(self) -> bool:
+        """Whether ``torch.nn.utils.parametrize`` computes parameters of an op."""
+        return any(["parametrizations" in op._modules for op in self.ops])
+
+    def _key(
+        self, inputs: Sequence[Tensor], params: Sequence[Tensor], param_counts: tuple[int, ...]
+    ) -> tuple[Any, ...]:
         """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
         x = inputs[0]
         device = x.device
@@ -236,6 +262,7 @@ class Run:
                     for t in inputs
                 ]
             ),
+            param_counts,
             tuple([p.dtype for p in params]),
             tuple([p.requires_grad for p in params]),
         )
@@ -250,12 +277,12 @@ class Run:
         return self._schedules[key]
 
     def _first_schedule(
-        self, key: tuple[Any, ...], inputs: Sequence[Tensor], kwargs: Kwargs | None
+        self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Schedule:
         """The schedule of a call that is the first to run it, which checks users' fused ops."""
         schedule = self.schedule_for(key)
-        given = self._no_kwargs if kwargs is None else kwargs
-        self.expected.update(expected_of(self, schedule, inputs, given))
+        kwargs = self._no_kwargs if kwargs is None else kwargs
+        self.expected.update(expected_of(self, schedule, given, kwargs))
         return schedule
 
     def alone(self, ops: Sequence[Any], plan: Plan) -> tuple[ScheduledStep, ...]:
@@ -287,7 +314,12 @@ class Run:
 
     def _form(self) -> tuple[Any, ...]:
         """What plans depend on, but for the call: equal for runs that have the same plans."""
-        params = [(p.dtype, p.requires_grad) for op in self.ops for p in op.own_parameters()]
+        params = [
+            (p.dtype, p.requires_grad)
+            for op in self.ops
+            for name in op.own_parameter_names()
+            for p in op.stored(name)
+        ]
         return self.wiring, self.require, self._facts, params
 
     def _schedule(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
@@ -299,7 +331,9 @@ class Run:
         call = _Call(*key)
         dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
         writes = any(step.op.writes_grads for step in backward)
-        return Schedule(plan, forward, backward[::-1], dtypes, self._direct(plan), writes)
+        params = _slices(len(call.inputs), call.param_counts)
+        direct = self._direct(plan)
+        return Schedule(plan, forward, backward[::-1], dtypes, params, direct, writes)
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
@@ -321,7 +355,7 @@ class Run:
             needs = plan.grad[start:stop]
             grads = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
             quantizers = self._quantizers(start, stop, plan.recipe)
-            is_users = not type(op).__module__.startswith("fusible.")
+            is_users = not is_ours(type(op))
             made.append(
                 ScheduledStep(
                     op,
@@ -362,7 +396,7 @@ class Run:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
         call = _Call(*key)
         inputs = [_TensorKey(*t) for t in call.inputs]
-        params = self._by_op(zip(call.param_dtypes, call.params_require_grad, strict=True))
+        params = call.params()
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
@@ -379,11 +413,6 @@ class Run:
             grad=grad,
             user=self._user[user_key],
         )
-
-    def _by_op(self, params: Iterable[Any]) -> list[tuple[Any, ...]]:
-        """Values that belong to the parameters of all ops, divided by op."""
-        values = iter(params)
-        return [tuple(next(values) for _ in op.own_parameters()) for op in self.ops]
 
     def _gradient_needs(
         self, enabled: bool, inputs: Sequence[_TensorKey], params: Sequence[Sequence[Any]]
@@ -441,6 +470,31 @@ def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
     ids = list(map(id, tensors))
     return tuple(map(ids.index, ids))
+
+
+def _slices(start: int, counts: Iterable[int]) -> tuple[slice, ...]:
+    """Consecutive slices of these lengths."""
+    return tuple([slice(*ends) for ends in pairwise(accumulate(counts, initial=start))])
+
+
+_cache_lock = threading.Lock()
+
+
+@contextmanager
+def _cached() -> Iterator[None]:
+    """``parametrize.cached()``, whose counter threads may not change at once."""
+    if torch.compiler.is_compiling():
+        with parametrize.cached():
+            yield
+        return
+    cached = parametrize.cached()
+    with _cache_lock:
+        cached.__enter__()
+    try:
+        yield
+    finally:
+        with _cache_lock:
+            cached.__exit__(None, None, None)
 
 
 def _numbers(values: Sequence[Any]) -> Tensor:

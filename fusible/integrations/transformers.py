@@ -26,6 +26,7 @@ from fusible.ops import (
     ScaledSwiGLU,
     Sequential,
 )
+from fusible.ops.op import stored
 
 NAME = "fusible"
 
@@ -224,7 +225,8 @@ class ExpertsLinear(GroupedLinear):
     def reset_parameters(self) -> None:
         """Leaves the experts' parameters alone."""
 
-    def weights(self) -> list[Tensor]:
+    @property
+    def weight(self) -> Tensor:
         """The experts' weight as ``[E, out, in]``, a view if it is stored transposed.
 
         Raises:
@@ -236,7 +238,7 @@ class ExpertsLinear(GroupedLinear):
                 f"{self._name} of {type(self._experts).__name__} must be {shape} (groups, out, in) "
                 f"as at its first call, got {tuple(weight.shape)}; replace the module"
             )
-        return [weight]
+        return weight
 
     def _weight(self) -> Tensor:
         experts, weight = self._experts, getattr(self._experts, self._name, None)
@@ -250,13 +252,14 @@ class ExpertsLinear(GroupedLinear):
             )
         return weight.mT if experts.is_transposed else weight
 
-    def biases(self) -> list[Tensor]:
-        """The experts' bias, if they have one."""
-        return [getattr(self._experts, f"{self._name}_bias")] if self.has_bias else []
+    @property
+    def bias(self) -> Tensor:
+        """The experts' bias."""
+        return getattr(self._experts, f"{self._name}_bias")
 
-    def own_parameters(self) -> tuple[Any, ...]:
-        """The weight and the bias."""
-        return (*self.weights(), *self.biases())
+    def stored(self, name: str) -> list[Tensor]:
+        """What the experts hold."""
+        return stored(self._experts, self._name if name == "weight" else f"{self._name}_bias")
 
 
 def activation_of(experts: Any) -> BasicOperation | None:

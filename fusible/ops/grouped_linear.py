@@ -26,7 +26,7 @@ from fusible.ops.op import Grads
 from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
-from fusible.ops.wgrad import grouped_gradient
+from fusible.ops.wgrad import grouped_gradient, is_transposed
 from fusible.recipes.library import compute_dtype
 from fusible.recipes.product import (
     SAVED,
@@ -73,11 +73,12 @@ class GroupedLinear(WeightedOperation):
     ``[num_groups, out_features]``), the recommended form, or ``weight0`` ... of
     ``[out_features, in_features]`` (``bias0`` ... of ``[out_features]``), one per group.
 
-    Saves ``(x, ends, row_scale or None, *weights)`` in the dtype of the product, and that dtype as
-    ``ctx.dtype``; ``ends`` are the int32 end rows of the groups, and there is one 3-D weight or
-    ``num_groups`` 2-D ones. Under a recipe x and each weight are what ``columnwise_only`` gives of
-    them, ``SAVED`` tensors, all None where no gradient reads them; the weights are one, unless they
-    are stored quantized one by one.
+    Saves ``(x, ends, row_scale or None, *weights, bias or None)`` in the dtype of the product, that
+    dtype as ``ctx.dtype``, and as ``ctx.transposed`` whether the weights lie so. ``ends`` are the
+    int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D ones; the bias
+    ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe x and each
+    weight are what ``columnwise_only`` gives of them, ``SAVED`` tensors, all None where no gradient
+    reads them; the weights are one, unless they are stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -166,6 +167,8 @@ class GroupedLinear(WeightedOperation):
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
+        if scale_bias:
+            self.saves = f"{type(self).saves}, bias"
         super().__init__(
             accumulate_into_main_grad=accumulate_into_main_grad,
             delay_wgrad_compute=delay_wgrad_compute,
@@ -180,6 +183,11 @@ class GroupedLinear(WeightedOperation):
         self.single_grouped_bias = single_grouped_bias
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
+        self.num_weights = 1 if single_grouped_weight else num_groups
+        self.parameter_names = (
+            *self._names_of("weight", single_grouped_weight),
+            *(self._names_of("bias", single_grouped_bias) if bias else ()),
+        )
 
         weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         self._add_parameters("weight", weight, single_grouped_weight)
@@ -189,14 +197,15 @@ class GroupedLinear(WeightedOperation):
         self.reset_parameters()
         self.store_weights()
 
+    def _names_of(self, name: str, single: bool) -> tuple[str, ...]:
+        return (name,) if single else tuple(f"{name}{group}" for group in range(self.num_groups))
+
     def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
-        if single:
-            self.register_parameter(name, nn.Parameter(values))
-            return
         # Side by side in one allocation, so that kernels can view them as one tensor; nothing
         # keeps the allocation itself, since conversions of a module replace its parameters.
-        for group, value in enumerate(values.unbind(0)):
-            self.register_parameter(f"{name}{group}", nn.Parameter(value))
+        parts = (values,) if single else values.unbind(0)
+        for own, value in zip(self._names_of(name, single), parts, strict=True):
+            self.register_parameter(own, nn.Parameter(value))
 
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method``, and the biases with zeros."""
@@ -206,25 +215,6 @@ class GroupedLinear(WeightedOperation):
                 self.initialize(weight, self.init_method)
         for bias in self.biases():
             nn.init.zeros_(bias)
-
-    def weights(self) -> list[Tensor]:
-        """The weight parameters: one 3-D, or one 2-D per group."""
-        return self._parameters_named("weight", self.single_grouped_weight)
-
-    def biases(self) -> list[Tensor]:
-        """The bias parameters: none, one 2-D, or one 1-D per group."""
-        return self._parameters_named("bias", self.single_grouped_bias) if self.has_bias else []
-
-    def _parameters_named(self, name: str, single: bool) -> list[Tensor]:
-        if single:
-            return [self.parameter(name)]
-        return [self.parameter(f"{name}{group}") for group in range(self.num_groups)]
-
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """``(*weights, *biases)``."""
-        if "parametrizations" in self._modules:
-            return (*self.weights(), *self.biases())  # type: ignore[arg-type]
-        return super().own_parameters()
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""
@@ -267,7 +257,7 @@ class GroupedLinear(WeightedOperation):
         """One grouped product, of quantized operands under a recipe."""
         (ctx,) = basic_op_ctxs
         x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        bias = self.stacked_bias(x.dtype)
+        bias = self.stacked_bias(ctx, x.dtype)
         output = self.output_buffer(ctx, input_, basic_op_kwargs[0])
         y = _product(output, x, weights, ends, bias, row_scale, False)
         return with_rows_of(cast(y, ctx.dtype), input_), [()]
@@ -292,8 +282,8 @@ class GroupedLinear(WeightedOperation):
             x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
             return self._encoded(ctx, x, ends, scales)
         x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
-        weights = self.weights_in(ctx.dtype)
-        ctx.save_for_backward(x, ends, scales, *weights)
+        weights = self.weights_in(ctx, ctx.dtype)
+        ctx.save_for_backward(x, ends, scales, *weights, self.scaled_bias(ctx))
         return x, ends, scales, weights
 
     def _encoded(
@@ -309,13 +299,14 @@ class GroupedLinear(WeightedOperation):
             ends,
             scales,
             *[t for wq in wqs for t in columnwise_only(wq, needed=dgrad)],
+            self.scaled_bias(ctx),
         )
         rows = operand(xq, "forward", "input", compute)
         return rows, ends, scales, [operand(wq, "forward", "weight", compute) for wq in wqs]
 
-    def weights_in(self, dtype: torch.dtype) -> list[Tensor]:
+    def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
         """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
-        weights = self.weights()
+        weights = list(ctx.parameters[: self.num_weights])
         if is_quantized(weights[0]) or weights[0].dtype != dtype:
             return [cast(values(weight), dtype) for weight in weights]
         return weights
@@ -344,25 +335,33 @@ class GroupedLinear(WeightedOperation):
     ) -> Tensor | None:
         """The row scales of the bias, contiguous ``[rows]``; checks all but the input's features.
 
-        Sets ``ctx.dtype``, that of the product.
+        Sets ``ctx.dtype``, that of the product, and ``ctx.transposed``.
         """
-        ctx.dtype = product_dtype(ctx, input_, self.weights()[0], "GroupedLinear")
+        weight = ctx.parameters[0]
+        ctx.dtype = product_dtype(ctx, input_, weight, "GroupedLinear")
+        ctx.transposed = is_transposed(weight)
         if not self.scale_bias:
             return None
         check_row_scales(scales, input_, "GroupedLinear")
         return scales.reshape(-1).contiguous()  # type: ignore[union-attr]
 
-    def stacked_bias(self, dtype: torch.dtype) -> Tensor | None:
+    def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
         """The biases as one contiguous ``[num_groups, out_features]``, or None."""
         if not self.has_bias:
             return None
-        biases = self.biases()
-        bias = biases[0] if self.single_grouped_bias else torch.stack(biases)
+        biases = ctx.parameters[self.num_weights :]
+        bias = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
         return bias.to(dtype).contiguous()
+
+    def scaled_bias(self, ctx: OperationContext) -> Tensor | None:
+        """What :meth:`scale_grad` reads, the last tensor that is saved; after ``ctx.dtype``."""
+        if not (self.scale_bias and ctx.needs.extra_inputs[1]):
+            return None
+        return self.stacked_bias(ctx, ctx.dtype)
 
     def check_needs(self, needs: GradNeeds) -> None:
         """Refuse groups of which some need a gradient and some do not."""
-        count = 1 if self.single_grouped_weight else self.num_groups
+        count = self.num_weights
         for what, needed in (("weights", needs.params[:count]), ("biases", needs.params[count:])):
             if len(set(needed)) > 1:
                 frozen = [group for group, wanted in enumerate(needed) if not wanted]
@@ -386,7 +385,7 @@ class GroupedLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx, grad_output)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = with_rows_of(cast(dx, ctx.dtype), grad_output)
-        gradient = grouped_gradient(given.columns, given.x, given.ends, self.weights()[0])
+        gradient = grouped_gradient(given.columns, given.x, given.ends, ctx.transposed)
         dweights, shape = self.weight_grads(ctx, gradient), grad_output.shape[:-1]
         params, extra = self.grads(ctx, dweights, given.dy, given.ends, given.row_scale, shape)
         return dx, [params], [extra]
@@ -395,7 +394,7 @@ class GroupedLinear(WeightedOperation):
         """What the products of the backward multiply: as it is, or as the recipe decodes it."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._encoded_grad(ctx, matrix(grad_output, ctx.dtype))
-        x, ends, row_scale, *weights = ctx.saved_tensors
+        x, ends, row_scale, *weights, _ = ctx.saved_tensors
         dy = cast(as_2d(grad_output), ctx.dtype)
         return GradOperands(dy, dy, weights, dy, x, ends, row_scale)
 
@@ -410,7 +409,7 @@ class GroupedLinear(WeightedOperation):
         weights: list[Tensor] = []
         if dgrad:
             rows, fmt = operand(dyq, "dgrad", "grad", compute), recipe.format("weight")
-            parts = [saved[i : i + SAVED] for i in range(SAVED + 2, len(saved), SAVED)]
+            parts = [saved[i : i + SAVED] for i in range(SAVED + 2, len(saved) - 1, SAVED)]
             encoded = [from_columnwise(part, fmt) for part in parts]
             weights = [operand(wq, "dgrad", "weight", compute) for wq in encoded]
         if wgrad:
@@ -435,6 +434,11 @@ class GroupedLinear(WeightedOperation):
         dbiases = self.bias_grads(ctx, dy, ends, row_scale)
         return (*dweights, *dbiases), (None, *self.scale_grad(ctx, dy, ends, shape))
 
+    def divided(self, gradient: Tensor | None) -> Grads:
+        """See :class:`WeightedOperation`."""
+        assert gradient is not None
+        return (gradient,) if self.single_grouped_weight else gradient.unbind(0)
+
     def bias_grads(
         self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
     ) -> Grads:
@@ -451,7 +455,7 @@ class GroupedLinear(WeightedOperation):
         if not self.has_bias:
             return ()
         if dbias is None:
-            return (None,) * len(self.biases())
+            return (None,) * (1 if self.single_grouped_bias else self.num_groups)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
     def scale_grad(
@@ -460,8 +464,8 @@ class GroupedLinear(WeightedOperation):
         """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
         if not self.scale_bias:
             return ()
-        bias = self.stacked_bias(dy.dtype)
-        if bias is None or not ctx.needs.extra_inputs[1]:
+        bias = ctx.saved_tensors[-1]
+        if bias is None:
             return (None,)
         return (grouped.grouped_dots(dy, bias, ends).view(shape),)
 

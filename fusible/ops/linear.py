@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -67,6 +69,7 @@ class BasicLinear(WeightedOperation):
     """
 
     fact_names = ("in_features", "out_features", "accumulate_into_main_grad")
+    parameter_names = ("weight",)
     saves = "x, weight"
 
     def __init__(
@@ -98,14 +101,6 @@ class BasicLinear(WeightedOperation):
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             self.initialize(self.weight, self.init_method)
 
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """``(weight,)``."""
-        return (self.parameter("weight"),)
-
-    def weights(self) -> list[Tensor]:
-        """``[weight]``."""
-        return [self.parameter("weight")]
-
     def op_forward(
         self,
         ctx: OperationContext,
@@ -129,14 +124,14 @@ class BasicLinear(WeightedOperation):
         Without a recipe: quantized ones are decoded.
         """
         self._check(ctx, input_)
-        weight = cast(values(self.parameter("weight")), ctx.dtype)
+        weight = cast(values(ctx.parameters[0]), ctx.dtype)
         x = cast(values(input_), ctx.dtype)
         ctx.save_for_backward(x, weight)
         return x, weight
 
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
         check_features(input_, self.in_features, "BasicLinear")
-        ctx.dtype = product_dtype(ctx, input_, self.parameter("weight"), "BasicLinear")
+        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], "BasicLinear")
 
     def _quantized_forward(
         self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]
@@ -226,6 +221,7 @@ class Bias(BasicOperation):
     """
 
     fact_names = ("size",)
+    parameter_names = ("bias",)
     saves = "nothing"
 
     def __init__(
@@ -247,10 +243,6 @@ class Bias(BasicOperation):
         """Zeros."""
         nn.init.zeros_(self.bias)
 
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """``(bias,)``."""
-        return (self.parameter("bias"),)
-
     def op_forward(
         self,
         ctx: OperationContext,
@@ -260,7 +252,7 @@ class Bias(BasicOperation):
     ) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
-        bias = self.parameter("bias")
+        (bias,) = ctx.parameters
         check_device(input_, bias, "Bias")
         ctx.grad_quantizer = prev_op_grad_output_quantizer
         return hand_over(input_ + cast(bias, input_.dtype), next_op_input_quantizer)
@@ -351,16 +343,27 @@ class Linear(FusedOperation):
         self.tensor_parallel_mode = tensor_parallel_mode
         register_state_hooks(self)
         for part in parts:
-            if not part._parameters:
-                continue
             self._parameters.update(part._parameters)
-            # The parts read the very dictionaries that hold this module's parameters and their
-            # parametrizations, so that no assignment (load_state_dict(assign=True), FSDP2,
-            # to_empty) can separate them.
-            for held in ("_parameters", "_modules"):
-                part.__dict__[held] = self.__dict__[held]
+            self._attach(part)
         if not bias:
             self.register_parameter("bias", None)
+
+    def _attach(self, part: BasicOperation) -> BasicOperation:
+        """Let a part read the parameters of this module."""
+        # The very dictionaries, so that no assignment (load_state_dict(assign=True), FSDP2,
+        # to_empty) can separate them; what is computed is found through the module.
+        for held in ("_parameters", "_modules"):
+            part.__dict__[held] = self.__dict__[held]
+        part._holder = weakref.ref(self)
+        return part
+
+    @property
+    def basic_ops(self) -> tuple[BasicOperation, ...]:
+        """The parts."""
+        holder = self._basic_ops[0]._holder
+        if holder is None or holder() is not self:  # of the module that this is a copy of
+            self._basic_ops = tuple(self._attach(copy.copy(part)) for part in self._basic_ops)
+        return self._basic_ops
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Transformer Engine saves parameters, and quantizers' states, under the ops it is made of.

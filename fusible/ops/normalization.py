@@ -70,7 +70,7 @@ class _Norm(BasicOperation):
                 f"input of {who} must end in the dimensions {shape}, got shape "
                 f"{tuple(input_.shape)}"
             )
-        check_device(input_, self.weight, who)
+        check_device(input_, ctx.parameters[0], who)
         return accept(ctx, input_, who).reshape(-1, self.features)
 
     def extra_repr(self) -> str:
@@ -105,6 +105,7 @@ class LayerNorm(_Norm):
             call, the input does not end in ``normalized_shape`` or is elsewhere.
     """
 
+    parameter_names = ("weight", "bias")
     saves = "x, mean, reciprocal deviation, weight"
     has_bias = True
     bias: nn.Parameter
@@ -117,10 +118,12 @@ class LayerNorm(_Norm):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """The normalized input."""
-        x, weight, bias = self.rows(ctx, input_), self.weight.view(-1), self.bias.view(-1)
-        y, mean, rstd = kernels.layer_norm(x, weight, bias, self.eps, self.zero_centered_gamma)
+        x, (weight, bias) = self.rows(ctx, input_), ctx.parameters
+        y, mean, rstd = kernels.layer_norm(
+            x, weight.view(-1), bias.view(-1), self.eps, self.zero_centered_gamma
+        )
         ctx.grad_quantizer = prev_op_grad_output_quantizer
-        ctx.save_for_backward(x, mean, rstd, self.weight)
+        ctx.save_for_backward(x, mean, rstd, weight)
         return hand_over(y.view(input_.shape), next_op_input_quantizer)
 
     def op_backward(
@@ -144,6 +147,7 @@ class RMSNorm(_Norm):
     :class:`LayerNorm`.
     """
 
+    parameter_names = ("weight",)
     saves = "x, reciprocal root mean square, weight"
 
     def op_forward(
@@ -154,10 +158,10 @@ class RMSNorm(_Norm):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """The normalized input."""
-        x = self.rows(ctx, input_)
-        y, rstd = kernels.rms_norm(x, self.weight.view(-1), self.eps, self.zero_centered_gamma)
+        x, (weight,) = self.rows(ctx, input_), ctx.parameters
+        y, rstd = kernels.rms_norm(x, weight.view(-1), self.eps, self.zero_centered_gamma)
         ctx.grad_quantizer = prev_op_grad_output_quantizer
-        ctx.save_for_backward(x, rstd, self.weight)
+        ctx.save_for_backward(x, rstd, weight)
         return hand_over(y.view(input_.shape), next_op_input_quantizer)
 
     def op_backward(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +37,16 @@ class FusibleOperation(nn.Module):
     casts_itself: bool = False
     """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
     it: PyTorch's casts would narrow what it keeps wide."""
-    _run: Run | None = None  # this op alone, once it was called so
+
+    # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
+    __slots__ = ("_run",)
+    _run: Run | None  # this op alone, once it was called so
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object with nothing in its slot."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "_run", None)
+        return made
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,11 +178,11 @@ class FusibleOperation(nn.Module):
         return deepcopy_with_attributes(self, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is captured by no run yet.
-        state = {**self.__dict__, "_run": None}
-        if "_frozen" in state:
-            state["_frozen"] = False
-        return state
+        return self.copied_state()
+
+    def copied_state(self) -> dict[str, Any]:
+        """The attributes of a copy, which no run has captured yet."""
+        return {**self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -178,6 +190,15 @@ class FusibleOperation(nn.Module):
 
 
 _operations: Alike[FusibleOperation] = Alike()
+
+
+def stored(module: nn.Module, name: str) -> list[Tensor]:
+    """What a parameter of ``module`` is computed from, without computing it, or itself."""
+    parametrized: Any = module._modules.get("parametrizations", {})
+    if name in parametrized:
+        return list(parametrized[name].parameters())
+    found = getattr(module, name, None)
+    return [] if found is None else [found]
 
 
 def channels(op: FusibleOperation) -> list[Any]:
@@ -202,6 +223,9 @@ class BasicOperation(FusibleOperation):
             caller.
         extra_output_names: names under which later ops find the extra outputs; in the order of
             the slots, or empty.
+        parameter_names: the names of the parameters, in the order in which the backward returns
+            their gradients. None for the arguments of ``formula`` that have their names, else for
+            the order of first registration. One of a module inside is named ``"inner.weight"``.
         keywords: names of the keyword arguments that a call may give the op. None for those of
             its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         saves: what the op saves for its backward, as ``explain`` prints it.
@@ -214,11 +238,27 @@ class BasicOperation(FusibleOperation):
     fact_names: ClassVar[tuple[str, ...]] = ()
     extra_input_names: ClassVar[tuple[str, ...]] = ()
     extra_output_names: tuple[str, ...] = ()
+    parameter_names: tuple[str, ...] | None = None
     keywords: ClassVar[tuple[str, ...] | None] = None
     saves: str = "x, parameters"
 
+    # The module that this op is a part of, and that holds its parameters (a weak reference).
+    __slots__ = ("_holder",)
+    _holder: weakref.ref[nn.Module] | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object with nothing in its slot."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "_holder", None)
+        return made
+
     def __init__(self) -> None:
         super().__init__()
+        # Names of parameters in the order of first registration, which ``_parameters`` loses.
+        self._registered: dict[str, None] = {}
+        # What a run that has captured the op reads.
+        self._names: tuple[str, ...] | None = None
+        self._by_name = False
         self.extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
         self.extra_output_channels: list[tuple[str | None, bool]] = [
             (None, True)
@@ -245,6 +285,82 @@ class BasicOperation(FusibleOperation):
         """Whether its forward writes to extra inputs that its context calls writable."""
         return False
 
+    def copied_state(self) -> dict[str, Any]:
+        """See :class:`FusibleOperation`."""
+        return {**super().copied_state(), "_frozen": False, "_names": None}
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also note the order of first registration."""
+        is_source = self._is_source(name, param)
+        super().register_parameter(name, param)
+        if not is_source:
+            self._registered.setdefault(name)
+            if self._frozen:
+                self._names = self._find_names()
+
+    def _is_source(self, name: str, param: nn.Parameter | None) -> bool:
+        """Whether PyTorch registers a parameter from which it will compute another one.
+
+        Pruning, and the weight and spectral norms that are hooks, register it while the other is
+        this very tensor or has just been deleted.
+        """
+        of, _, kind = name.rpartition("_")
+        if kind not in ("orig", "g", "v") or of not in self._registered:
+            return False
+        return of not in self._parameters or self._parameters[of] is param
+
+    def own_parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters, in the order in which gradients are returned."""
+        return self._find_names() if self._names is None else self._names
+
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters as PyTorch resolves their names now; gradients come in this order.
+
+        A parametrization is evaluated. In a forward, ``ctx.parameters`` has them.
+
+        Raises:
+            AttributeError: one of ``parameter_names`` is missing.
+        """
+        names = self.own_parameter_names()
+        if not names:
+            return ()
+        own = self._parameters
+        if tuple(own) == names:
+            values: tuple[Any, ...] = tuple(own.values())
+        else:
+            values = tuple(
+                [self._value(name) if own.get(name) is None else own[name] for name in names]
+            )
+        if self.parameter_names is None:
+            return tuple([value for value in values if value is not None])
+        return values
+
+    def _value(self, name: str) -> Any:
+        """What ``getattr`` gives for a parameter that is computed, or None if there is none."""
+        if self.parameter_names is None and not self._has(name):
+            return None
+        value = attrgetter(name)(self._held_by())
+        if value is None:
+            raise AttributeError(f"{name} of {type(self).__name__} must be a tensor, got None")
+        return value
+
+    def _has(self, name: str) -> bool:
+        """Whether there is a parameter that was registered once, and may be computed now."""
+        if self._parameters.get(name) is not None or self.__dict__.get(name) is not None:
+            return True
+        parametrized: Any = self._modules.get("parametrizations", ())
+        return name in parametrized
+
+    def stored(self, name: str) -> list[Tensor]:
+        """What a parameter is computed from, without computing it: by default itself."""
+        return stored(self._held_by(), name)
+
+    def _held_by(self) -> nn.Module:
+        """The module whose attributes the parameters are."""
+        return self if self._holder is None else self._holder() or self
+
     # --- what the fuser reads --------------------------------------------------------------------
 
     def freeze(self) -> dict[str, Any]:
@@ -253,7 +369,7 @@ class BasicOperation(FusibleOperation):
         Called when a run captures the op, since plans rely on both.
         """
         self._frozen = True
-        self._check_formula()
+        self._names = self._find_names()
         return {name: getattr(self, name) for name in self.fact_names}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -264,41 +380,8 @@ class BasicOperation(FusibleOperation):
             )
         super().__setattr__(name, value)
 
-    def own_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters, read anew at every call; gradients are returned in this order.
-
-        Raises:
-            TypeError: by default, one is parametrized, which leaves no order.
-        """
-        if "parametrizations" in self._modules:
-            raise TypeError(
-                f"{type(self).__name__} must define own_parameters for torch.nn.utils.parametrize, "
-                "got a parametrization of an op that does not"
-            )
-        own = self._parameters
-        return tuple([p for p in own.values() if p is not None]) if own else ()
-
     def check_needs(self, needs: GradNeeds) -> None:
         """Raise ValueError if the gradients that a plan asks of this op do not go together."""
-
-    def parameter(self, name: str) -> Any:
-        """A parameter, or what ``torch.nn.utils.parametrize`` makes of it.
-
-        Raises:
-            AttributeError: there is neither.
-        """
-        found = self._parameters.get(name)
-        if found is not None:
-            return found
-        parametrized: Any = self._modules.get("parametrizations", {})
-        if name in parametrized:
-            return parametrized[name]()
-        if name in self.__dict__:  # pruned
-            return self.__dict__[name]
-        raise AttributeError(
-            f"{name} of {type(self).__name__} must be a parameter, or parametrized by "
-            "torch.nn.utils.parametrize, got neither; prune a BasicLinear rather than a Linear"
-        )
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""
@@ -322,35 +405,72 @@ class BasicOperation(FusibleOperation):
             "extra inputs or outputs) fuser_forward and fuser_backward"
         )
 
-    def _check_formula(self) -> None:
-        """Raise TypeError unless ``formula`` takes the parameters as it will be given them."""
+    def _find_names(self) -> tuple[str, ...]:
+        """The names of the parameters, in the order in which they are given and have gradients.
+
+        Raises:
+            TypeError: the gradient of a parameter would be lost, since neither ``parameter_names``
+                nor ``formula`` has it, or it is that of a module inside.
+        """
+        if type(self).own_parameters is not BasicOperation.own_parameters:
+            return tuple(self._registered)
+        registered = [name for name in self._registered if self._has(name)]
+        names = self.parameter_names
+        if names is None:
+            taken = self._formula_arguments(registered)
+            known = [name for name in taken if name in self._registered]
+            names = tuple(dict.fromkeys((*known, *self._registered)))
+        inner = [name for name, _ in self.named_parameters() if "." in name]
+        inner = [name for name in inner if not name.startswith("parametrizations.")]
+        lost = [name for name in (*registered, *inner) if name not in {*names}]
+        if lost:
+            raise TypeError(
+                f"{type(self).__name__} must return the gradients of all its parameters, got "
+                f"{', '.join(lost)} beside ({', '.join(names)}); define op_forward and "
+                "op_backward, and name them in parameter_names, or register them in the op itself"
+            )
+        return names
+
+    def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
+        """The arguments of ``formula`` if it takes the parameters by name.
+
+        It does not where it names none (``*params``, a builtin), nor has an op by hand a formula.
+
+        Raises:
+            TypeError: ``formula`` does not take its input and these parameters.
+        """
         kind, base = type(self), BasicOperation
         by_hand = (
             kind.op_forward is not base.op_forward or kind.fuser_forward is not base.fuser_forward
         )
-        if (
-            by_hand
-            or kind.formula is base.formula
-            or kind.own_parameters is not base.own_parameters
-        ):
-            return
-        given = [name for name, p in self._parameters.items() if p is not None]
+        self._by_name = False
+        if by_hand or kind.formula is base.formula:
+            return []
         try:
             signature = inspect.signature(self.formula)
         except ValueError:  # of a builtin function, which has none
-            return
-        taken = [*signature.parameters][1:]
+            return []
+        arguments = [*signature.parameters.values()][1:]
+        taken = [p.name for p in arguments if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = any(name in taken for name in registered)
+        self._by_name = named or any(p.kind is p.VAR_KEYWORD for p in arguments)
         try:
-            signature.bind(None, *given)
+            if self._by_name:
+                signature.bind(None, **dict.fromkeys(registered))
+            else:
+                signature.bind(None, *registered)
         except TypeError:
-            fits = False
-        else:
-            fits = taken == given or {*taken} != {*given}
-        if not fits:
             raise TypeError(
-                f"formula of {kind.__name__} must take its input and its parameters in the order "
-                f"of their registration, ({', '.join(['input', *given])}), got {signature}"
-            )
+                f"formula of {kind.__name__} must take its input and its parameters, "
+                f"({', '.join(['input', *registered])}), got {signature}"
+            ) from None
+        return taken if self._by_name else []
+
+    def _computed(self, names: Sequence[str], input_: Tensor, *params: Tensor) -> Tensor:
+        """What ``formula`` gives for parameters of these names."""
+        if self._by_name:
+            return self.formula(input_, **dict(zip(names, params, strict=True)))
+        return self.formula(input_, *params)
 
     def op_forward(
         self,
@@ -360,10 +480,13 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Any,
     ) -> Tensor:
         """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``."""
-        params = self.own_parameters()
+        params = ctx.parameters
         ctx.save_for_backward(input_, *params)
         ctx.dtype = input_.dtype
-        return self.formula(input_, *params)
+        ctx.names = self.own_parameter_names()
+        if len(ctx.names) != len(params):
+            ctx.names = tuple([name for name in ctx.names if self._has(name)])
+        return self._computed(ctx.names, input_, *params)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -376,7 +499,7 @@ class BasicOperation(FusibleOperation):
                 f"{len(saved)} tensors; a forward fusion saves what each of its ops would"
             )
         with ctx.autocast(grad_output.device.type):
-            output, derivative = torch.func.vjp(self.formula, *saved)  # type: ignore[misc]
+            output, derivative = torch.func.vjp(partial(self._computed, ctx.names), *saved)  # type: ignore[misc]
             grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 

@@ -128,6 +128,7 @@ class TopKRouter(BasicOperation):
         self.group_top = group_top
         self.scaling_factor = scaling_factor
         self._check_sizes(dtype)
+        self.parameter_names = ("weight", "bias") if bias else ("weight",)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
         self.bias = nn.Parameter(torch.empty(num_experts, **factory)) if bias else None
@@ -214,7 +215,8 @@ class TopKRouter(BasicOperation):
         """One product, then the choice."""
         (ctx,) = basic_op_ctxs
         x, weight = self._operands(ctx, values(input_))
-        logits = routing.logits(x, weight, self.bias)
+        bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
+        logits = routing.logits(x, weight, bias)
         probs, ids = routing.route(
             logits,
             self.expert_bias,
@@ -231,13 +233,14 @@ class TopKRouter(BasicOperation):
 
     def _operands(self, ctx: OperationContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
+        weight = ctx.parameters[0]
         check_features(x, self.hidden_size, "TopKRouter")
-        check_device(x, self.weight, "TopKRouter")
+        check_device(x, weight, "TopKRouter")
         check_dtype(x, "input", "TopKRouter")
-        ctx.dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        ctx.dtype = torch.promote_types(x.dtype, weight.dtype)
         if ctx.autocast_dtype is not None and ctx.dtype != torch.float64:
             ctx.dtype = ctx.autocast_dtype
-        return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(self.weight, ctx.dtype)
+        return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(weight, ctx.dtype)
 
     def _losses(self) -> list[Any]:
         """The losses given out, as functions of logits and ids."""
@@ -267,7 +270,7 @@ class TopKRouter(BasicOperation):
         narrow = cast(dlogits, ctx.dtype)
         if ctx.needs.params[0]:
             grads[0] = narrow.t() @ x
-        if self.bias is not None and ctx.needs.params[1]:
+        if len(grads) > 1 and ctx.needs.params[1]:
             grads[1] = dlogits.sum(0)
         dx = None
         if ctx.needs.input:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,16 @@ class Sequential(nn.Sequential):
         ValueError: ``require`` names no rule.
     """
 
+    # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
+    __slots__ = ("_captured",)
+    _captured: _Captured | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object with nothing in its slot."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "_captured", None)
+        return made
+
     def __init__(self, *modules: Any, require: Iterable[str] = ()) -> None:
         super().__init__()
         for name, module in _named(modules):
@@ -45,7 +55,6 @@ class Sequential(nn.Sequential):
         if isinstance(require, str):
             raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
-        self._captured: _Captured | None = None
         _sequentials.add(Sequential, self)
 
     # --- calling ---------------------------------------------------------------------------------
@@ -138,8 +147,8 @@ class Sequential(nn.Sequential):
         return type(self)(*super().__mul__(times))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its own runs, of its own ops.
-        return {**self.__dict__, "_captured": None}
+        # Not the runs: a copy makes its own, of its own ops.
+        return {**self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -66,7 +66,8 @@ def deepcopy_with_attributes(module: nn.Module, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy`` of an op, whose parameters keep copies of what was set on them."""
     made = type(module).__new__(type(module))
     memo[id(module)] = made
-    made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    state = module.copied_state()  # type: ignore[operator]
+    made.__setstate__(copy.deepcopy(state, memo))
     for name, parameter in module._parameters.items():
         if parameter is not None:
             _give(made._parameters[name], copy.deepcopy(attributes_of(parameter), memo))

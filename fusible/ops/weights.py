@@ -44,13 +44,14 @@ Encoder = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[Product]], Any]
 class WeightedOperation(BasicOperation):
     """A linear transformation: its weights are operands of quantized products.
 
-    A subclass names its weight parameters with :meth:`weights`, which come first among its own
-    parameters, and calls :meth:`store_weights` when they have their first values. Its backward, and
-    that of every fused op that covers it, gives the weights' gradient to :meth:`weight_grads`.
+    A subclass has ``parameter_names``, the first ``num_weights`` of them the weights, and calls
+    :meth:`store_weights` when they have their first values. Its backward, and that of every fused
+    op that covers it, gives the weights' gradient to :meth:`weight_grads`.
     """
 
     keywords = buffers.NAMES
     casts_itself = True
+    num_weights = 1
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
     in_features: int
@@ -76,16 +77,20 @@ class WeightedOperation(BasicOperation):
         register_state_hooks(self)
 
     def weights(self) -> list[Tensor]:
-        """The weight parameters."""
-        raise TypeError(f"{type(self).__name__} must define weights")
+        """The weights as they are now; in a forward, ``ctx.parameters`` has them."""
+        return list(self.own_parameters()[: self.num_weights])
+
+    def biases(self) -> list[Tensor]:
+        """The biases as they are now; in a forward, ``ctx.parameters`` has them."""
+        return list(self.own_parameters()[self.num_weights :])
 
     def store_weights(self) -> None:
         """Store the weights quantized, if the op is built in ``quantized_model_init``."""
         if current_model_init() is None:
             return
-        for name, parameter in list(self._parameters.items()):
-            if any(parameter is weight for weight in self.weights()):
-                assert parameter is not None
+        for name in self.own_parameter_names()[: self.num_weights]:
+            parameter = self._parameters.get(name)
+            if parameter is not None:
                 self.register_parameter(name, weight_parameter(parameter.detach()))
 
     def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
@@ -145,39 +150,48 @@ class WeightedOperation(BasicOperation):
     def weight_grads(self, ctx: OperationContext, gradient: WeightGradient) -> Grads:
         """What the backward returns for the weights; decides where their gradient goes, and when.
 
-        One for each of :meth:`weights`: the gradients, or what stands for those that are in
+        One for each weight: the gradients, or what stands for those that are in
         ``main_grad`` (:func:`fusible.ops.wgrad.placeholders`), or None for delayed ones.
 
         Raises:
-            ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``.
-            RuntimeError: ``delay_wgrad_compute``, and a weight is no parameter.
+            ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``; or
+                gradients do not go to autograd, and a weight is computed from others.
         """
-        weights = self.weights()
+        nothing = (None,) * self.num_weights
         if not ctx.needs.params[0]:
-            return (None,) * len(weights)
-        into = None
+            return nothing
+        if not (self.accumulate_into_main_grad or self.delay_wgrad_compute):
+            return self.divided(gradient.compute(None, False))
+        weights, into = self._held_weights(), None
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__)
         if self.delay_wgrad_compute:
-            if into is None and not all([isinstance(w, nn.Parameter) for w in weights]):
-                raise RuntimeError(
-                    f"delay_wgrad_compute of {type(self).__name__} must be False for weights that "
-                    "are made of others (parametrized, pruned, replicas), whose graph ends with "
-                    "the backward, got True"
-                )
             self._delayed.append(Delayed.of(gradient, into))
-        elif into is None:
-            return self.divided(gradient.compute(None, False))
         else:
+            assert into is not None
             into.take(gradient)
-        return (None,) * len(weights) if into is None else placeholders(weights)
+        return nothing if into is None else placeholders(weights)
+
+    def _held_weights(self) -> list[Tensor]:
+        """The weights as the module holds them, whose gradients do not go through autograd.
+
+        Raises:
+            ValueError: it does not hold one, which is computed.
+        """
+        names = self.own_parameter_names()[: self.num_weights]
+        held = [self._parameters.get(name) for name in names]
+        if missing := [name for name, p in zip(names, held, strict=True) if p is None]:
+            raise ValueError(
+                f"weights of {type(self).__name__} must be parameters of the module itself with "
+                "accumulate_into_main_grad or delay_wgrad_compute, which do not go through "
+                f"autograd, got {', '.join(missing)} computed (parametrized, pruned, a replica's)"
+            )
+        return held  # type: ignore[return-value]
 
     def divided(self, gradient: Tensor | None) -> Grads:
         """A gradient of all weights as one tensor, as the parameters are."""
         assert gradient is not None
-        if gradient.dim() == self.weights()[0].dim():
-            return (gradient,)
-        return gradient.unbind(0)
+        return (gradient,)
 
     @property
     def keeps_grads(self) -> bool:
@@ -201,13 +215,13 @@ class WeightedOperation(BasicOperation):
             return
         delayed = self._delayed.popleft()
         delayed.check(f"{type(self).__name__}({self.extra_repr()})")
-        weights, into = self.weights(), delayed.into
+        into = delayed.into
         with torch.no_grad():
             if into is not None:
                 into.take(delayed.gradient)
             else:
                 grads = self.divided(delayed.gradient.compute(None, False))
-                accumulate(weights, grads)
+                accumulate(self._held_weights(), grads)
         for hook in self._wgrad_hooks:
             hook()
 
@@ -241,13 +255,17 @@ class WeightedOperation(BasicOperation):
 
     def get_input_quantizer(self) -> Quantizer | None:
         """Row-wise for the forward, column-wise if the weight will need its gradient."""
-        wgrad = torch.is_grad_enabled() and self.weights()[0].requires_grad
+        wgrad = torch.is_grad_enabled() and self._requires_grad()
         return self._quantizer("input", "forward", "wgrad" if wgrad else "forward")
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """Row-wise for the data gradient, column-wise if the weight will need its gradient."""
-        wgrad = self.weights()[0].requires_grad
+        wgrad = self._requires_grad()
         return self._quantizer("grad", "dgrad", "wgrad" if wgrad else "dgrad")
+
+    def _requires_grad(self) -> bool:
+        """Whether the weights do, or what they are computed from."""
+        return any(p.requires_grad for p in self.stored(self.own_parameter_names()[0]))
 
     def _quantizer(self, role: Role, *products: Product) -> Quantizer | None:
         recipe = current_recipe()
@@ -265,7 +283,7 @@ class WeightedOperation(BasicOperation):
         stored quantized one by one (``encode_weights``); or what ``encode`` makes in its place,
         once where weights are encoded once.
         """
-        weights = self.weights()
+        weights = list(ctx.parameters[: self.num_weights])
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or capturing():
             encode = encode or partial(encode_weights, at_once=("forward",))
@@ -290,9 +308,9 @@ class WeightedOperation(BasicOperation):
         names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
         return (f"products of quantized operands: {', '.join(names)}",)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is in no scope, and no backward of it is waiting.
-        return {**super().__getstate__(), "_reused": None, "_delayed": deque()}
+    def copied_state(self) -> dict[str, Any]:
+        """In no scope, with no backward waiting."""
+        return {**super().copied_state(), "_reused": None, "_delayed": deque()}
 
 
 def encode_weights(

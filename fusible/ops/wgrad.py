@@ -66,7 +66,7 @@ def add_or_copy(buffers: Sequence[Tensor], grads: Tensor, overwrite: Sequence[bo
         buffer.copy_(grad) if fresh else buffer.add_(grad)
 
 
-def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> WeightGradient:
+def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, transposed: bool) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product."""
 
     def product(
@@ -77,21 +77,20 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, weight: Tensor) -> Wei
         grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
         return None
 
-    return laid_out_as(weight, product, dy, x, ends)
+    return laid_out(transposed, product, dy, x, ends)
 
 
-def laid_out_as(
-    weight: Tensor, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
+def laid_out(
+    transposed: bool, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
 ) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
-    A weight that is the transpose of what lies in memory has a gradient that is: ``x.T @ dy``.
-    ``ends`` is what the product reads beside these.
+    A weight that is ``transposed``, the transpose of what lies in memory, has a gradient that is:
+    ``x.T @ dy``. ``ends`` is what the product reads beside these.
     """
-    transposed = _is_transposed(weight)
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
-        if not (transposed if out is None else _is_transposed(out[0])):
+        if not (transposed if out is None else is_transposed(out[0])):
             return product(dy, x, out, accumulate)
         out = None if out is None else [t.mT for t in out]
         dw = product(x, dy, out, accumulate)
@@ -100,7 +99,8 @@ def laid_out_as(
     return WeightGradient(gradient, (dy, x, ends))
 
 
-def _is_transposed(t: Tensor) -> bool:
+def is_transposed(t: Tensor) -> bool:
+    """Whether matrices lie in memory column by column."""
     return t.stride(-2) == 1 and t.stride(-1) > 1
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import GradNeeds
 from fusible.ops import scaled_activation
 
 SHAPES = [(5, 8), (2, 3, 8), (2, 1, 3, 8)]
@@ -113,7 +114,9 @@ def test_identity_gives_a_tensor_of_its_own():
 
 
 def saved_by(op, x, *extra, recipe=None):
-    ctx = OperationContext(recipe=recipe)
+    params = op.own_parameters()
+    needs = GradNeeds(True, True, (True,) * len(params), (True,) * len(extra))
+    ctx = OperationContext(needs, recipe, parameters=params)
     y, _ = op.fuser_forward(
         [ctx],
         x,
@@ -153,15 +156,17 @@ def test_grouped_linear_saves_input_ends_scales_and_weights(single):
     op = fz.GroupedLinear(3, 8, 4, scale_bias=True, single_grouped_weight=single)
     x, scales = torch.randn(6, 8), torch.rand(6)
     ctx, _ = saved_by(op, x, torch.tensor([1, 2, 3]), scales)
-    saved_x, ends, row_scale, *weights = ctx.to_save
+    saved_x, ends, row_scale, *weights, bias = ctx.to_save
     assert saved_x is x
     assert ends.tolist() == [1, 3, 6]
     assert ends.dtype == torch.int32
     assert torch.equal(row_scale, scales)
     assert all(a is b for a, b in zip(weights, op.weights(), strict=True))
+    assert torch.equal(bias, torch.stack(op.biases()))
     assert ctx.dtype == torch.float32
     ctx, _ = saved_by(fz.GroupedLinear(3, 8, 4), x, torch.tensor([1, 2, 3]))
     assert ctx.to_save[2] is None
+    assert ctx.to_save[-1] is None
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,112 @@ def a_parameter_too_many(self, x, scale, shift, power):
     return (x * scale + shift) ** power
 
 
+def a_parameter_too_few(self, x, scale):
+    return x * scale
+
+
 @pytest.mark.parametrize(
-    "formula", [parameters_in_another_order, parameters_of_the_module, a_parameter_too_many]
+    "formula", [parameters_of_the_module, a_parameter_too_many, a_parameter_too_few]
 )
-def test_a_formula_takes_the_parameters_in_order(formula):
+def test_a_formula_takes_the_parameters(formula):
     op = type("Own", (Affine,), {"formula": formula})()
     with pytest.raises(
         TypeError,
-        match=r"formula of Own must take .* in the order .*, \(input, scale, shift\), got \(x",
+        match=r"formula of Own must take .* parameters, \(input, scale, shift\), got \(x",
     ):
         op(torch.randn(4, 8))
+
+
+def parameters_as_keywords(self, x, *, shift, scale, power=1):
+    return (x * scale + shift) ** power
+
+
+def all_keywords(self, x, **parameters):
+    return x * parameters["scale"] + parameters["shift"]
+
+
+@pytest.mark.parametrize(
+    "formula", [parameters_in_another_order, parameters_as_keywords, all_keywords]
+)
+def test_a_formula_takes_the_parameters_by_name(formula):
+    op = type("Own", (Affine,), {"formula": formula})()
+    x = torch.randn(4, 8, requires_grad=True)
+    y = op(x)
+    assert torch.equal(y, 3 * x + 1)
+    dx, dscale, dshift = torch.autograd.grad(y.sum(), [x, op.scale, op.shift])
+    assert torch.equal(dx, torch.full_like(x, 3.0))
+    torch.testing.assert_close(dscale, x.sum(0))
+    assert torch.equal(dshift, torch.full((8,), 4.0))
+
+
+def of_an_optional_parameter(self, x, scale, shift=None):
+    return x * scale if shift is None else x * scale + shift
+
+
+def test_a_parameter_may_come_later():
+    op, x = type("Own", (Affine,), {"formula": of_an_optional_parameter})(), torch.randn(4, 8)
+    op.shift = None
+    assert torch.equal(op(x), 3 * x)
+    op.shift = nn.Parameter(torch.ones(8))
+    y = op(x)
+    assert torch.equal(y, 3 * x + 1)
+    assert torch.equal(torch.autograd.grad(y.sum(), op.shift)[0], torch.full((8,), 4.0))
+    op.shift = None
+    assert torch.equal(op(x), 3 * x)
+
+
+class WithAModule(Affine):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+
+class ByFormula(WithAModule):
+    def formula(self, x, scale, shift):
+        return self.inner(x) * scale + shift
+
+
+class ByHand(WithAModule):
+    def op_forward(self, ctx, input_, **_):
+        return self.inner(input_)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output @ self.inner.weight, (None, None)
+
+
+class MoreThanItsBase(fz.RMSNorm):
+    def __init__(self):
+        super().__init__(8)
+        self.extra = nn.Parameter(torch.ones(8))
+
+
+@pytest.mark.parametrize("kind", [ByFormula, ByHand, MoreThanItsBase])
+def test_no_parameter_is_left_without_a_gradient(kind):
+    with pytest.raises(
+        TypeError, match=r"must return the gradients of all .* got (extra|inner.weight).*name them"
+    ):
+        kind()(torch.randn(4, 8))
+
+
+class NamesThem(ByHand):
+    parameter_names = ("scale", "shift", "inner.weight", "inner.bias")
+
+    def op_forward(self, ctx, input_, **_):
+        _, _, weight, bias = ctx.parameters
+        ctx.save_for_backward(input_, weight)
+        return nn.functional.linear(input_, weight, bias)
+
+    def op_backward(self, ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        return grad_output @ weight, (None, None, grad_output.t() @ x, grad_output.sum(0))
+
+
+def test_an_op_may_name_the_parameters_of_a_module_inside():
+    op, x = NamesThem(), torch.randn(4, 8)
+    grads = torch.autograd.grad(op(x).sum(), [*op.inner.parameters()])
+    torch.testing.assert_close(
+        grads, torch.autograd.grad(op.inner(x).sum(), [*op.inner.parameters()])
+    )
 
 
 def of_nothing_at_all(self):
@@ -249,9 +345,8 @@ def test_what_a_rule_builds(what, own_rules):
 
 
 def test_a_forward_fusion_saves_what_its_ops_would(own_rules):
-    with pytest.raises(
-        RuntimeError, match="forward of Double must have saved x, parameters, got 0 tensors"
-    ):
+    sentence = r"forward of Fused must save .* \[1, 0\] tensors \(Double: x.*\), got \[0, 0\]"
+    with pytest.raises(RuntimeError, match=sentence):
         call_with(lambda a, b: Fused([a, b]), phase="forward")
 
 
