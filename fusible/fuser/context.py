@@ -35,6 +35,7 @@ class OperationContext:
         grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
             forward has noted it; None for as it is.
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
+        given_shape: of the first op that a user's op stands for, else None.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
@@ -51,6 +52,7 @@ class OperationContext:
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any
     floats: list[bool] | None
+    given_shape: torch.Size | None
     memo: dict[Any, Any]
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
@@ -76,6 +78,7 @@ class OperationContext:
         self.to_save = ()
         self.grad_quantizer = None
         self.floats = None
+        self.given_shape = None
         self.memo = {} if memo is None else memo
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

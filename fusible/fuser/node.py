@@ -112,8 +112,7 @@ def run_forward(
         if profiled:
             forward = _in_range(f"{label} forward", forward)
         if is_users:
-            for context, of_op in zip(contexts[start:stop], inputs, strict=True):
-                context.floats = [t is not None and t.is_floating_point() for t in of_op]
+            _note_inputs(contexts[start:stop], x, inputs)
         if owner is not None:
             owner.before(x, inputs, produced, start, stop)
         returned = forward(
@@ -274,7 +273,7 @@ class RunFunction(torch.autograd.Function):
                     f"the op after {type(op).__name__} must return the gradient of its input, got "
                     "None; where nothing flows back it is zeros"
                 )
-            backward = op.fuser_backward
+            backward = _checked_backward(op) if is_users else op.fuser_backward
             if profiled:
                 backward = _in_range(f"{label} backward", backward)
             grad_extra = [
@@ -303,6 +302,44 @@ class RunFunction(torch.autograd.Function):
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _note_inputs(
+    contexts: Sequence[OperationContext], x: Tensor, inputs: Sequence[Sequence[Tensor | None]]
+) -> None:
+    """Keep, for the checks of a user's backward, what the op's inputs were."""
+    for context, of_op in zip(contexts, inputs, strict=True):
+        context.floats = [t is not None and t.is_floating_point() for t in of_op]
+    if not torch.compiler.is_compiling():
+        contexts[0].given_shape = x.shape
+
+
+def _checked_backward(op: Any) -> Callable[..., Any]:
+    """A user's backward, named in its errors, whose input's gradient has the input's shape."""
+    function = op.fuser_backward
+    if torch.compiler.is_compiling():
+        return function
+
+    def run(contexts: Sequence[OperationContext], *args: Any, **kwargs: Any) -> Any:
+        try:
+            returned = function(contexts, *args, **kwargs)
+        except Exception as error:
+            saved = [len(context.saved_tensors) for context in contexts]
+            error.add_note(
+                f"in the backward of {type(op).__name__}, for whose basic ops the forward saved "
+                f"{saved} tensors"
+            )
+            raise
+        shape = contexts[0].given_shape
+        grad = returned[0] if _is_tuple(returned, 3) else None
+        if isinstance(grad, Tensor) and shape not in (None, grad.shape):
+            raise RuntimeError(
+                f"the backward of {type(op).__name__} must return a gradient of the shape of "
+                f"its input, {tuple(shape)}, got {tuple(grad.shape)}"
+            )
+        return returned
+
+    return run
 
 
 def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:

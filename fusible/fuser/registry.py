@@ -69,7 +69,10 @@ class Registry:
         if not isinstance(rule, Rule):
             raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
         if any(rule.name == known.name for known in self.rules):
-            raise ValueError(f"a rule's name must be new, got {rule.name!r}; rename its function")
+            raise ValueError(
+                f"a rule's name must be new, got {rule.name!r}; rename its function, or take the "
+                "earlier one away with unregister_rule"
+            )
         if before is not None and after is not None:
             raise ValueError(
                 f"a rule must be placed before another or after one, got {before!r} and {after!r}"

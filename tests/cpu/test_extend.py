@@ -239,6 +239,32 @@ def test_a_forward_fusion_that_saves_nothing_is_named(own_fusions):
         linear_relu()(torch.ones(5, 4))
 
 
+class Backward(Double):
+    gives = staticmethod(lambda dy, ctx: dy)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return self.gives(grad_output, basic_op_ctxs[0]), [(), ()], [(), ()]
+
+
+def test_a_backward_of_another_shape_is_named(own_fusions):
+    kind = type("Mine", (Backward,), {"gives": staticmethod(lambda dy, ctx: dy[:2])})
+    extend.register_forward_backward_fusion(lambda ops, *, recipe: [kind(ops)])
+    y = scales()(torch.ones(4, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"backward of Mine .* input, \(4, 3\), got \(2, 3\)"):
+        y.sum().backward()
+
+
+def test_a_backward_that_misses_what_was_not_saved_is_named(own_fusions):
+    kind = type("Mine", (Backward,), {"gives": staticmethod(lambda dy, ctx: ctx.saved_tensors[0])})
+    extend.register_forward_backward_fusion(lambda ops, *, recipe: [kind(ops)])
+    y = scales()(torch.ones(4, 3, requires_grad=True))
+    with pytest.raises(IndexError) as caught:
+        y.sum().backward()
+    assert caught.value.__notes__ == [
+        "in the backward of Mine, for whose basic ops the forward saved [0, 0] tensors"
+    ]
+
+
 def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
     extend.register_forward_fusion(wrong())
     seq = linear_relu()
