@@ -155,7 +155,7 @@ class Registry:
 
 def is_ours(defined: Any) -> bool:
     """Whether a class or a function is of this package."""
-    return defined.__module__.startswith("fusible.")
+    return (defined.__module__ or "").startswith("fusible.")  # None of what exec defined
 
 
 registry = Registry()

@@ -184,18 +184,24 @@ class GroupedLinear(WeightedOperation):
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
         self.num_weights = 1 if single_grouped_weight else num_groups
-        self.parameter_names = (
-            *self._names_of("weight", single_grouped_weight),
-            *(self._names_of("bias", single_grouped_bias) if bias else ()),
-        )
-
-        weight = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
-        self._add_parameters("weight", weight, single_grouped_weight)
-        if bias:
-            zeros = torch.empty(num_groups, out_features, device=device, dtype=dtype)
-            self._add_parameters("bias", zeros, single_grouped_bias)
+        self._make_parameters(device, dtype)
         self.reset_parameters()
         self.store_weights()
+
+    def _make_parameters(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Set the weights and biases, and their names in order."""
+        self.parameter_names = (
+            *self._names_of("weight", self.single_grouped_weight),
+            *(self._names_of("bias", self.single_grouped_bias) if self.has_bias else ()),
+        )
+        shape = self.num_groups, self.out_features, self.in_features
+        weight = torch.empty(shape, device=device, dtype=dtype)
+        self._add_parameters("weight", weight, self.single_grouped_weight)
+        if self.has_bias:
+            bias = torch.empty(shape[:2], device=device, dtype=dtype)
+            self._add_parameters("bias", bias, self.single_grouped_bias)
 
     def _names_of(self, name: str, single: bool) -> tuple[str, ...]:
         return (name,) if single else tuple(f"{name}{group}" for group in range(self.num_groups))
