@@ -234,7 +234,7 @@ def _data_grad(
     if not ctx.needs.input:
         return None
     assert dy.row is not None
-    buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
+    buffer = as_rows(linear.grad_input_buffer(ctx))
     dx = sm100.gemm(dy.row, _saved_weights(saved, ctx), places, transpose_w=True, out=buffer)
     return with_rows_of(dx, grad_output)
 

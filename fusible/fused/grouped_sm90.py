@@ -125,7 +125,7 @@ def data_grad(
     """The input's gradient, with the leading dimensions of ``grad_output``, from the rows dy."""
     if not ctx.needs.input:
         return None
-    buffer = as_rows(linear.grad_input_buffer(ctx, grad_output))
+    buffer = as_rows(linear.grad_input_buffer(ctx))
     return with_rows_of(cast(product.dgrad(dy, w, ends, buffer), ctx.dtype), grad_output)
 
 

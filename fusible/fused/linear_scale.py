@@ -36,7 +36,7 @@ class BackwardLinearScale(FusedOperation):
         dy = cast(grad_output, ctx.dtype)
         dx = None
         if ctx.needs.input:
-            buffer = linear.grad_input_buffer(ctx, grad_output)
+            buffer = linear.grad_input_buffer(ctx)
             rows = dy.reshape(-1, dy.shape[-1])
             # With beta=0 what it would add to is not read.
             given = {} if buffer is None else {"out": buffer.view(-1, weight.shape[1])}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.expected import check_first
-from fusible.fuser.ownership import InputOwner, Owner, watched
+from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
 from fusible.fuser.plan import Plan
 from fusible.fuser.wiring import CALLER
 
@@ -227,7 +227,10 @@ class RunFunction(torch.autograd.Function):
             context.parameters, context.to_save, context.memo = (), (), {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
-        fctx.call = run, schedule, slots, states
+        watched = not torch.compiler.is_compiling() and (
+            schedule.writes_grads or kwargs is not run.no_kwargs
+        )
+        fctx.call = run, schedule, slots, states, watched
         outputs = _distinct(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
@@ -246,7 +249,7 @@ class RunFunction(torch.autograd.Function):
     def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
         """Run backward; gives the gradients of the tensors that forward was given."""
         _refuse_second_derivatives()
-        run, schedule, slots, states = fctx.call
+        run, schedule, slots, states, watched = fctx.call
         plan, saved = schedule.plan, fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
@@ -260,8 +263,10 @@ class RunFunction(torch.autograd.Function):
         of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
         grad: Tensor | None = grad_output
         owner = None
-        if schedule.writes_grads and not torch.compiler.is_compiling():
-            owner = Owner((grad_output, *grad_extra_outputs, *saved))
+        if watched:
+            grads = grad_output, *grad_extra_outputs
+            check_grad_input(run, contexts[0], grads, saved)
+            owner = Owner((*grads, *saved)) if schedule.writes_grads else None
         profiled = _is_profiled()
         for step in schedule.backward:
             op, start, stop, sources, num_extra_outputs, num_grads, _, is_users, label = step
@@ -282,7 +287,7 @@ class RunFunction(torch.autograd.Function):
             ]
             if owner is not None:
                 others = chain(flowing.values(), of_callers, *of_params)
-                backward = watched(backward, owner, list(others), is_users or op.keeps_grads)
+                backward = owned_grads(backward, owner, list(others), is_users or op.keeps_grads)
             returned = backward(contexts[start:stop], grad, basic_op_grad_extra_outputs=grad_extra)
             _check_grads(op, returned, num_grads)
             grad, step_params, step_extra = returned

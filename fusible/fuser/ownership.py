@@ -58,7 +58,7 @@ class Owner:
         return list(map(is_own, tensors))
 
 
-def watched(
+def owned_grads(
     backward: Callable[..., Any], owner: Owner, others: Tensors, keeps: bool
 ) -> Callable[..., Any]:
     """An op's ``fuser_backward``, whose contexts say which of its gradients it may write to.
@@ -201,6 +201,61 @@ def _state(ops: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     for i, op in enumerate(ops):
         for name, t in chain(op.named_parameters(), op.named_buffers()):
             yield f"{name} of {_named(ops, i)}", t
+
+
+# --- the caller's buffers -------------------------------------------------------------------------
+
+
+def check_buffers(run: Run, inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]]) -> None:
+    """Refuse memory for results that overlaps what the run reads, or other such memory.
+
+    Raises:
+        ValueError: naming both.
+    """
+    given = [
+        (f"the caller's {name!r}", t)
+        for op, of_op in zip(run.ops, kwargs, strict=True)
+        for name, t in of_op.items()
+        if name in op.buffer_keywords and isinstance(t, Tensor)
+    ]
+    extra = [(f"extra input {k}", t) for k, t in enumerate(inputs[1:])]
+    reads = [("the input", inputs[0]), *extra, *_state(run.ops), *_state_grads(run.ops)]
+    for i, (name, t) in enumerate(given):
+        _check_buffer(name, t, [*reads, *given[:i]])
+
+
+def check_grad_input(
+    run: Run, context: OperationContext, grads: Sequence[Tensor | None], saved: Tensors
+) -> None:
+    """Refuse memory for the input's gradient that overlaps what the backward reads.
+
+    Raises:
+        ValueError: naming both.
+    """
+    buffer = vars(context.forward).get("grad_input")
+    if buffer is None:
+        return
+    names = ["the output's gradient"] + ["an extra output's gradient"] * (len(grads) - 1)
+    reads = [*zip(names, grads, strict=True), *[("a saved tensor", t) for t in saved]]
+    found = [(what, t) for what, t in reads if t is not None]
+    _check_buffer("the caller's 'grad_input'", buffer, [*found, *_state_grads(run.ops)])
+
+
+def _check_buffer(name: str, buffer: Tensor, reads: Iterable[tuple[str, Tensor]]) -> None:
+    for what, t in reads:
+        if overlap(buffer, t):
+            raise ValueError(
+                f"{name} must share no memory with {what}, which is read after it is written, got "
+                "one that does; give another buffer"
+            )
+
+
+def _state_grads(ops: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """What the gradients of the ops' parameters are added to, each with what it is."""
+    for what, t in _state(ops):
+        for name in ("grad", "main_grad"):
+            if isinstance(held := getattr(t, name, None), Tensor):
+                yield f"{name} of {what}", held
 
 
 # --- memory ---------------------------------------------------------------------------------------

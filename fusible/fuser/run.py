@@ -28,6 +28,7 @@ from fusible.fuser.node import (
     run_directly,
     run_forward,
 )
+from fusible.fuser.ownership import check_buffers
 from fusible.fuser.plan import (
     Facts,
     GradNeeds,
@@ -129,7 +130,7 @@ class Run:
         self.expected: dict[Any, Expected] = {}  # of users' fused ops that have not run yet
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
-        self._no_kwargs: Kwargs = [{} for _ in self.ops]
+        self.no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
         self.of_users = not all(map(is_ours, forwards))
@@ -152,6 +153,8 @@ class Run:
         key = self._key(inputs, given[len(inputs) :], tuple([len(of_op) for of_op in params]))
         tensors, slots = given, None
         tracing = torch.compiler.is_compiling()
+        if kwargs is not None and not tracing:
+            check_buffers(self, inputs, kwargs)
         if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
@@ -166,7 +169,7 @@ class Run:
                 prepared = schedule.direct.prepared(*tensors)
                 if prepared is not None:
                     return run_directly(schedule, prepared, tensors)
-        kwargs = self._no_kwargs if kwargs is None else kwargs
+        kwargs = self.no_kwargs if kwargs is None else kwargs
         if schedule.plan.grad[-1].requires_grad:
             if not tracing and torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
@@ -281,7 +284,7 @@ class Run:
     ) -> Schedule:
         """The schedule of a call that is the first to run it, which checks users' fused ops."""
         schedule = self.schedule_for(key)
-        kwargs = self._no_kwargs if kwargs is None else kwargs
+        kwargs = self.no_kwargs if kwargs is None else kwargs
         self.expected.update(expected_of(self, schedule, given, kwargs))
         return schedule
 

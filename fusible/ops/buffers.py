@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
-
-from fusible.recipes.product import is_quantized
 
 NAMES = ("output", "grad_input")
 
@@ -22,7 +19,7 @@ def take(
 
     Raises:
         ValueError: it is no contiguous tensor of this shape and dtype on the device of ``x`` that
-            needs no gradient and shares no memory with ``x``.
+            needs no gradient. That it shares no memory with what the run reads, the run checks.
         RuntimeError: while compiling, where results have no address.
     """
     buffer = kwargs.get(name)
@@ -47,7 +44,6 @@ def take(
         raise ValueError(f"{wanted}strides {buffer.stride()}")
     if buffer.requires_grad:
         raise ValueError(f"{wanted}requires_grad=True; give buffer.detach()")
-    check_apart(buffer, x, name, "the input")
     return buffer.detach()
 
 
@@ -55,21 +51,3 @@ def written(buffer: Tensor) -> Tensor:
     """``buffer``, which a kernel is about to write: autograd shall see that it changes."""
     increment_version(buffer)
     return buffer
-
-
-def check_apart(buffer: Tensor, read: Tensor, name: str, what: str) -> None:
-    """Raise ValueError if the caller's buffer overlaps a tensor that is still to be read."""
-    (first, last), (start, stop) = _span(buffer), _span(read)
-    if first < stop and start < last:
-        raise ValueError(
-            f"the caller's {name!r} must share no memory with {what}, which is read after it is "
-            "written, got one that does; give another buffer"
-        )
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The addresses that a strided tensor lies between; none where it has no memory."""
-    if t.numel() == 0 or t.is_meta or is_quantized(t) or isinstance(t, FakeTensor):
-        return 0, 0
-    length = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + length * t.element_size()

@@ -388,7 +388,7 @@ class GroupedLinear(WeightedOperation):
         given = self.grad_operands(ctx, grad_output)
         dx = None
         if ctx.needs.input:
-            buffer = self.grad_input_buffer(ctx, grad_output)
+            buffer = self.grad_input_buffer(ctx)
             dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
             dx = with_rows_of(cast(dx, ctx.dtype), grad_output)
         gradient = grouped_gradient(given.columns, given.x, given.ends, ctx.transposed)

@@ -164,7 +164,7 @@ class BasicLinear(WeightedOperation):
         dy = cast(grad_output, ctx.dtype)
         dx = None
         if ctx.needs.input:
-            buffer = self.grad_input_buffer(ctx, grad_output)
+            buffer = self.grad_input_buffer(ctx)
             dx = dy @ weight if buffer is None else _write_product(buffer, dy, weight)
         return dx, self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
@@ -183,7 +183,7 @@ class BasicLinear(WeightedOperation):
             weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
             dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
-            buffer = self.grad_input_buffer(ctx, grad_output)
+            buffer = self.grad_input_buffer(ctx)
             dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
             return dx, (None,)

@@ -228,6 +228,8 @@ class BasicOperation(FusibleOperation):
             the order of first registration. One of a module inside is named ``"inner.weight"``.
         keywords: names of the keyword arguments that a call may give the op. None for those of
             its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
+        buffer_keywords: those that are the caller's memory for results; it must overlap nothing
+            that the run reads.
         saves: what the op saves for its backward, as ``explain`` prints it.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
             its parameters are from: that op, for which fusion rules take it. Not inherited.
@@ -240,6 +242,7 @@ class BasicOperation(FusibleOperation):
     extra_output_names: tuple[str, ...] = ()
     parameter_names: tuple[str, ...] | None = None
     keywords: ClassVar[tuple[str, ...] | None] = None
+    buffer_keywords: ClassVar[tuple[str, ...]] = ()
     saves: str = "x, parameters"
 
     # The module that this op is a part of, and that holds its parameters (a weak reference).

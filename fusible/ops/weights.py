@@ -50,6 +50,7 @@ class WeightedOperation(BasicOperation):
     """
 
     keywords = buffers.NAMES
+    buffer_keywords = buffers.NAMES
     casts_itself = True
     num_weights = 1
     num_groups: int | None = None
@@ -131,18 +132,13 @@ class WeightedOperation(BasicOperation):
         output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
         return None if output is None else buffers.written(output)
 
-    def grad_input_buffer(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-        """The caller's memory for the input's gradient ``[..., in_features]``, or None.
-
-        Raises:
-            ValueError: it is that of the output's gradient.
-        """
+    def grad_input_buffer(self, ctx: OperationContext) -> Tensor | None:
+        """The caller's memory for the input's gradient ``[..., in_features]``, or None."""
         if torch.compiler.is_compiling():
             return None
         buffer = vars(ctx.forward).get("grad_input")
         if buffer is None:
             return None
-        buffers.check_apart(buffer, grad_output, "grad_input", "the output's gradient")
         return buffers.written(buffer)
 
     # --- gradients -------------------------------------------------------------------------------

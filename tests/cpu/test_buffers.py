@@ -188,3 +188,69 @@ def test_refused_while_compiling(name):
     x = torch.zeros(ROWS, WIDTH)
     with pytest.raises(Exception, match=f"must not give '{name}' under torch.compile"):
         compiled(x, torch.tensor(SIZES), **{name: torch.empty(ROWS, WIDTH)})
+
+
+def overlapping(mlp, x, scales):
+    """Memory that the run reads, by how the error calls it."""
+    return {
+        "the input": x.detach().view(-1),
+        "extra input 1": scales.detach().view(-1),
+        "weight of op 2": mlp[2].weight.detach().view(-1),
+        "bias of op 0": mlp[0].bias.detach().view(-1),
+        "grad of weight of op 2": mlp[2].weight.grad.view(-1),
+        "main_grad of weight of op 0": mlp[0].weight.main_grad.view(-1),
+    }
+
+
+@pytest.mark.parametrize("what", [
+    "the input", "extra input 1", "weight of op 2", "bias of op 0", "grad of weight of op 2",
+    "main_grad of weight of op 0",
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["output", "grad_input"])
+@pytest.mark.parametrize("machine", ["sm80", "sm90"])
+def test_a_buffer_that_overlaps_what_the_run_reads(machine, name, what):
+    """By one element: refused before anything is written; right behind it, fine."""
+    mlp = ref.grouped_mlp(
+        4, WIDTH, 64, dtype=BF16, bias=True, single_grouped_bias=True, single_grouped_weight=True
+    )
+    size = ROWS * WIDTH
+    arenas = []
+
+    def moved(t):
+        arenas.append(torch.zeros(size + t.numel(), dtype=t.dtype))
+        arenas[-1][size:].copy_(t.detach().view(-1))
+        return arenas[-1][size:].view(t.shape)
+
+    x, splits, scales = ref.grouped_mlp_inputs(SIZES, ROWS, WIDTH, BF16)
+    x, scales = moved(x).requires_grad_(), moved(scales.bfloat16()).requires_grad_()
+    for p in mlp.parameters():
+        p.data = moved(p)
+    mlp[2].weight.grad, mlp[0].weight.main_grad = (
+        moved(torch.zeros_like(mlp[i].weight)) for i in (2, 0)
+    )
+    memory = overlapping(mlp, x, scales)[what]
+    op = mlp[2] if name == "output" else mlp[0]
+    bad = memory.as_strided((ROWS, WIDTH), (WIDTH, 1), memory.storage_offset() - size + 1)
+    good = memory.as_strided((ROWS, WIDTH), (WIDTH, 1), memory.storage_offset() - size)
+    before = [arena.clone() for arena in arenas]
+    with assume_target(machine, reference):
+        with pytest.raises(ValueError, match=f"'{name}' must share no memory with {what}"):
+            mlp(x, splits, scales, splits, op_kwargs={op: {name: bad}})
+        assert all(map(torch.equal, arenas, before))
+        mlp(x, splits, scales, splits, op_kwargs={op: {name: good}})
+
+
+def test_two_buffers_that_overlap():
+    op, buffer = fz.BasicLinear(WIDTH, WIDTH), torch.empty(ROWS, WIDTH)
+    with pytest.raises(ValueError, match="'grad_input' must share no memory with the caller's 'ou"):
+        op(torch.randn(ROWS, WIDTH), output=buffer, grad_input=buffer)
+
+
+def test_a_gradient_that_another_input_gets():
+    """The sum's gradient is returned as it is: nothing may be written there."""
+    seq = fz.Sequential(fz.BasicLinear(WIDTH, WIDTH), fz.AddExtraInput())
+    x, extra = (torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(2))
+    dy = torch.randn(ROWS, WIDTH)
+    y = seq(x, extra, op_kwargs={0: {"grad_input": dy}})
+    with pytest.raises(ValueError, match="share no memory with the output's gradient"):
+        y.backward(dy)
