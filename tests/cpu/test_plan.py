@@ -329,9 +329,12 @@ def test_required_but_taken_by_a_users_fusion(own_fusions):
         def fuser_forward(self, basic_op_ctxs, input_, **_):
             raise AssertionError("never run")
 
-    fz.register_forward_fusion(lambda ops, *, recipe: [Mine(ops)])
+    def mine(ops, *, recipe):
+        return [Mine(ops)]
+
+    fz.register_forward_fusion(mine)
     seq = fz.Sequential(fz.Linear(8, 8), require=["linear_bias_activation"])
-    with pytest.raises(fz.NotFused, match="what fuses its ops is"):
+    with pytest.raises(fz.NotFused, match="what fuses its ops is mine"):
         seq(torch.randn(2, 8))
 
 
