@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference as ref
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -185,7 +186,10 @@ def test_saved_and_checkpointed_models(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
-    assert torch.equal(forward_backward(loaded, loaded)[0], expected[0])
+    # Its weights lie where the file has them, not where PyTorch allocates. Two layers of ten
+    # results in a row, of sums of 32 to 64 terms.
+    got = forward_backward(loaded, loaded)[0]
+    ref.assert_equal_but_for_rounding(got, expected[0], roundings=20 * 64**0.5)
     model.train()
     newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
     (newer or model.gradient_checkpointing_enable)()
