@@ -43,7 +43,7 @@ from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import Alike, constant_when_traced
-from fusible.fuser.wiring import CALLER, wire
+from fusible.fuser.wiring import CALLER, Wiring, wire
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
 
@@ -119,11 +119,13 @@ class Run:
     that holds it, if one does.
     """
 
-    def __init__(self, ops: Sequence[Any], require: Sequence[Rule] = ()) -> None:
+    def __init__(
+        self, ops: Sequence[Any], require: Sequence[Rule] = (), wiring: Wiring | None = None
+    ) -> None:
         registry.discover()
         self.ops = tuple(ops)
         self.paths: tuple[str, ...] = ()
-        self.wiring = wire(self.ops)
+        self.wiring = wire(self.ops) if wiring is None else wiring
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
@@ -204,16 +206,7 @@ class Run:
     def _tensors(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Check the inputs' number and kind; lists of integers become tensors, each once."""
         if len(inputs) - 1 != self.num_extra_inputs:
-            wanted = ", ".join(
-                f"{op.extra_input_name(slot)} of op {i} ({type(op).__name__})"
-                for i, op in enumerate(self.ops)
-                for slot, (producer, _) in enumerate(self.wiring.sources[i])
-                if producer == CALLER
-            )
-            raise ValueError(
-                f"extra inputs must number {self.num_extra_inputs} ({wanted or 'none'}), got "
-                f"{len(inputs) - 1}"
-            )
+            self.wiring.check_number(self.ops, len(inputs) - 1)
         if all([isinstance(t, Tensor) for t in inputs]):
             return inputs
         if not isinstance(inputs[0], Tensor):

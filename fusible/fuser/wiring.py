@@ -1,57 +1,128 @@
-"""Where the extra inputs of every op in a run come from: the caller, or an earlier op by name."""
+"""Where the extra inputs of every op come from: the caller, or an earlier op by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from fusible.names import did_you_mean
 
 CALLER = -1
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Routing of extra tensors in a run, by op index and slot.
+    """Routing of extra tensors among ops, by op index and slot.
 
     ``sources[i][j]`` is ``(CALLER, k)`` for the caller's k-th extra input, else ``(op, slot)`` of
-    the earlier extra output that feeds it. ``public`` lists the extra outputs the caller gets.
+    the earlier extra output that feeds it. ``names`` are those of the caller's extra inputs.
+    ``public`` lists the extra outputs the caller gets.
     """
 
     sources: tuple[tuple[tuple[int, int], ...], ...]
-    num_caller_inputs: int
+    names: tuple[str, ...]
     public: tuple[tuple[int, int], ...]
     consumers: dict[tuple[int, int], tuple[int, ...]]
+
+    @property
+    def num_caller_inputs(self) -> int:
+        """How many extra inputs the caller gives."""
+        return len(self.names)
 
     def needed_outside(self, output: tuple[int, int], start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""
         uses = self.consumers.get(output, ())
         return output in self.public or any(not start <= op < stop for op in uses)
 
+    def part(self, ops: Sequence[Any], start: int, stop: int) -> Part:
+        """The wiring of ops[start:stop], whose caller gives what comes from outside of them."""
+        inputs: list[tuple[int, int]] = []
+        names = []
+        sources = []
+        for op, of_op in zip(ops[start:stop], self.sources[start:stop], strict=True):
+            mine = []
+            for slot, (producer, k) in enumerate(of_op):
+                if producer >= start:
+                    mine.append((producer - start, k))
+                else:
+                    mine.append((CALLER, len(inputs)))
+                    inputs.append((producer, k))
+                    names.append(op.extra_input_name(slot))
+            sources.append(tuple(mine))
+        made = {*self.public, *self.consumers}
+        outputs = sorted(
+            o for o in made if start <= o[0] < stop and self.needed_outside(o, start, stop)
+        )
+        consumers = {
+            (op - start, slot): inside
+            for (op, slot), uses in self.consumers.items()
+            if start <= op and (inside := tuple(use - start for use in uses if use < stop))
+        }
+        public = tuple((op - start, slot) for op, slot in outputs)
+        wiring = Wiring(tuple(sources), tuple(names), public, consumers)
+        return Part(wiring, tuple(inputs), tuple(outputs))
 
-def wire(ops: Sequence[Any]) -> Wiring:
-    """Resolve the channels of a run, and the names of what no channel is set for.
+    def wanted(self, ops: Sequence[Any]) -> str:
+        """The extra inputs that the caller gives, in words."""
+        return (
+            ", ".join(
+                f"{op.extra_input_name(slot)} of op {i} ({type(op).__name__})"
+                for i, op in enumerate(ops)
+                for slot, (producer, _) in enumerate(self.sources[i])
+                if producer == CALLER
+            )
+            or "none"
+        )
+
+    def check_number(self, ops: Sequence[Any], number: int) -> None:
+        """Raise ValueError unless ``number`` extra inputs are what the ops need."""
+        if number != len(self.names):
+            raise ValueError(
+                f"extra inputs must number {len(self.names)} ({self.wanted(ops)}), got {number}"
+            )
+
+
+class Part(NamedTuple):
+    """Some of the ops of a wiring: their own wiring, and what enters and leaves it."""
+
+    wiring: Wiring
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
+def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
+    """Resolve the channels of ops, and the names of what no channel is set for.
 
     An extra input without a channel is fed by the nearest earlier extra output of its name, else
     by the caller. An extra output without a channel goes to the caller unless it feeds one so.
 
+    Args:
+        ops: in order.
+        alone: these are the parts of one op, called by itself. The caller then gives what none of
+            them produces, and gets all extra outputs.
+
     Raises:
-        ValueError: for a channel without a producer, with two, or produced after its consumer.
+        ValueError: for a channel without a producer, with two, or produced after its consumer; or
+            what an op says of a producer that does not fit it.
     """
     producers = _producers(ops)
     named: dict[str, tuple[int, int]] = {}
     sources = []
+    names: list[str] = []
     consumers: dict[tuple[int, int], tuple[int, ...]] = {}
-    taken = 0
     for i, op in enumerate(ops):
         mine = []
         for slot, channel in enumerate(op.extra_input_channels):
-            if channel is not None:
+            source = CALLER, len(names)
+            if channel is None:
+                source = named.get(op.extra_input_name(slot), source)
+            elif not alone or channel in producers:
                 source = _producer(channel, producers, ops, i)
-            else:
-                source = named.get(op.extra_input_name(slot), (CALLER, taken))
             if source[0] == CALLER:
-                taken += 1
+                names.append(op.extra_input_name(slot))
             else:
+                op.check_producer(slot, ops[source[0]])
                 consumers[source] = (*consumers.get(source, ()), i)
             mine.append(source)
         sources.append(tuple(mine))
@@ -60,9 +131,44 @@ def wire(ops: Sequence[Any]) -> Wiring:
         (i, slot)
         for i, op in enumerate(ops)
         for slot, (channel, to_caller) in enumerate(op.extra_output_channels)
-        if to_caller and (channel is not None or (i, slot) not in consumers)
+        if alone or (to_caller and (channel is not None or (i, slot) not in consumers))
     ]
-    return Wiring(tuple(sources), taken, tuple(public), consumers)
+    return Wiring(tuple(sources), tuple(names), tuple(public), consumers)
+
+
+def by_name(
+    names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any], who: str
+) -> tuple[Any, ...]:
+    """All extra inputs in order: first those given by position, then those given by name.
+
+    Args:
+        names: of all extra inputs, in order; a name may come more than once, and takes one value.
+        given: the values of the first ones.
+        named: the values of the others.
+        who: takes them.
+
+    Raises:
+        ValueError: one is given twice, or not at all, or has another name.
+    """
+    known = [*dict.fromkeys(names)]
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"keyword arguments of {who} must be among its extra inputs {known}, got {name!r}"
+                f"{did_you_mean(name, known)}"
+            )
+        if name in names[: len(given)]:
+            raise ValueError(
+                f"extra input {name!r} of {who} must be given once, got it by position and by "
+                f"name; in order the extra inputs are {list(names)}"
+            )
+    rest = names[len(given) :]
+    if missing := [name for name in rest if name not in named]:
+        raise ValueError(
+            f"extra inputs of {who} must be all of {list(names)}, in order or by name, got "
+            f"{len(given)} by position and {list(named)} by name; {missing[0]!r} is missing"
+        )
+    return (*given, *[named[name] for name in rest])
 
 
 def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
@@ -89,8 +195,8 @@ def _producer(
     if name not in producers:
         known = ", ".join(map(repr, producers)) or "none"
         raise ValueError(
-            f"channel {name!r} of {who} must be produced by an earlier op of the same run of ops, "
-            f"got none; channels there are: {known}"
+            f"channel {name!r} of {who} must be produced by an earlier op of the same Sequential, "
+            f"got none; channels there are: {known}{did_you_mean(name, producers)}"
         )
     at = producers[name][0]
     if at >= consumer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Self
@@ -18,6 +18,7 @@ from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
 from fusible.ops.state import (
     State,
@@ -29,7 +30,31 @@ from fusible.ops.state import (
 Grads = Sequence[Tensor | None]
 
 
-class FusibleOperation(nn.Module):
+class _Patches:
+    """How often what a call of some module runs was set on the module itself."""
+
+    count = 0
+
+
+patches = _Patches()
+_CALLED = ("forward", "_compiled_call_impl")
+
+
+class PatchesCounted(nn.Module):
+    """A module that counts its patches: ``module.forward = ...`` and ``module.compile()``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CALLED:
+            patches.count += 1
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _CALLED:
+            patches.count += 1
+        super().__delattr__(name)
+
+
+class FusibleOperation(PatchesCounted):
     """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
 
     num_extra_inputs: int = 0
@@ -132,28 +157,48 @@ class FusibleOperation(nn.Module):
         return None
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
-        """Run this op alone; keyword arguments go to its only basic op."""
-        if kwargs:
-            if len(self.basic_ops) != 1:
-                parts = " + ".join(type(op).__name__ for op in self.basic_ops)
-                raise ValueError(
-                    f"keyword arguments must be for one basic op, got {sorted(kwargs)} for "
-                    f"{type(self).__name__}, which is {parts}"
-                )
-            check_kwargs(self.basic_ops[0], kwargs)
+        """Run this op alone: the caller gives all its extra inputs, and gets all extra outputs.
+
+        Args:
+            input: the input.
+            *extra_inputs: in order.
+            **kwargs: extra inputs by name; others go to its only basic op.
+
+        Raises:
+            ValueError: a wrong number of extra inputs, or keyword arguments that the op does not
+                take.
+        """
         if torch.compiler.is_compiling():
             self._trace_capture()
         elif self._run is None:
-            self._run = Run(self.basic_ops)
-        return self._run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)  # type: ignore[misc]
+            self._run = _alone(self)
+        run: Run = self._run  # type: ignore[assignment]
+        if not kwargs:
+            return run(input, *extra_inputs)
+        names = run.wiring.names
+        if named := {name: kwargs.pop(name) for name in [*kwargs] if name in names}:
+            extra_inputs = by_name(names, extra_inputs, named, type(self).__name__)
+        if kwargs:
+            self._check_kwargs(kwargs)
+        return run(input, *extra_inputs, kwargs=[kwargs] if kwargs else None)
+
+    def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        if len(self.basic_ops) != 1:
+            parts = " + ".join(type(op).__name__ for op in self.basic_ops)
+            raise ValueError(
+                f"keyword arguments must be for one basic op, got {sorted(kwargs)} for "
+                f"{type(self).__name__}, which is {parts}"
+            )
+        op = self.basic_ops[0]
+        check_kwargs(op, kwargs, map(op.extra_input_name, range(op.num_extra_inputs)))
 
     @constant_when_traced
     def _trace_capture(self) -> None:
         if self._run is None:
-            self._run = Run(self.basic_ops)
+            self._run = _alone(self)
         for other in _operations.others(type(self), self):
-            if other._run is None and channels(other) == channels(self):
-                other._run = Run(other.basic_ops)
+            if other._run is None and channels(other.basic_ops) == channels(self.basic_ops):
+                other._run = _alone(other)
 
     @property
     def plan(self) -> Plan | None:
@@ -201,9 +246,14 @@ def stored(module: nn.Module, name: str) -> list[Tensor]:
     return [] if found is None else [found]
 
 
-def channels(op: FusibleOperation) -> list[Any]:
-    """The channels of all its basic ops."""
-    return [(basic.extra_input_channels, basic.extra_output_channels) for basic in op.basic_ops]
+def _alone(op: FusibleOperation) -> Run:
+    """A run of what one op, called by itself, stands for."""
+    return Run(op.basic_ops, wiring=wire(op.basic_ops, alone=True))
+
+
+def channels(ops: Iterable[Any]) -> list[Any]:
+    """The channels of all ops."""
+    return [(op.extra_input_channels, op.extra_output_channels) for op in ops]
 
 
 class BasicOperation(FusibleOperation):
@@ -382,6 +432,9 @@ class BasicOperation(FusibleOperation):
                 "on it; make a new op"
             )
         super().__setattr__(name, value)
+
+    def check_producer(self, slot: int, producer: Any) -> None:
+        """Raise ValueError if an extra input cannot be what an earlier op gives for it."""
 
     def check_needs(self, needs: GradNeeds) -> None:
         """Raise ValueError if the gradients that a plan asks of this op do not go together."""
@@ -600,10 +653,13 @@ class BasicOperation(FusibleOperation):
             )
 
 
-def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
+def check_kwargs(
+    op: BasicOperation, kwargs: dict[str, Any], extra_inputs: Iterable[str] = ()
+) -> None:
     """Raise ValueError for keyword arguments that the op does not take.
 
-    Here, since a fusion that covers the op may not ask for them.
+    Here, since a fusion that covers the op may not ask for them. ``extra_inputs`` are names that it
+    takes beside them.
     """
     names = op.keywords
     if torch.compiler.is_compiling():
@@ -616,9 +672,10 @@ def check_kwargs(op: BasicOperation, kwargs: dict[str, Any]) -> None:
             return
         names = tuple(p.name for p in parameters)
     if unknown := sorted(set(kwargs) - set(names)):
+        known = [*names, *extra_inputs]
         raise ValueError(
-            f"keyword arguments of {type(op).__name__} must be among {list(names)}, got {unknown}"
-            f"{did_you_mean(unknown[0], names)}"
+            f"keyword arguments of {type(op).__name__} must be among {known}, got {unknown}"
+            f"{did_you_mean(unknown[0], known)}"
         )
 
 

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from fusible.fuser.plan import NotFused, Plan, joined
+from fusible.fuser.node import kind_of
+from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
-from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
-from fusible.ops.op import BasicOperation, FusibleOperation, channels, check_kwargs
+from fusible.ops.op import (
+    BasicOperation,
+    FusibleOperation,
+    PatchesCounted,
+    channels,
+    check_kwargs,
+    patches,
+)
+from fusible.ops.segments import Division, Opaque, Segment, Unit, divide
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
-Segment = Run | nn.Module
 
 
-class Sequential(nn.Sequential):
+class Sequential(PatchesCounted, nn.Sequential):
     """``torch.nn.Sequential`` whose runs of fusible ops are planned, fused and run as one.
 
     Takes modules, one list (or another iterable) of modules, or one dict of them. Ordinary modules
-    split the runs; nested Sequentials do not. An op (or nested Sequential) that carries forward or
-    backward hooks runs by itself, so that they fire.
+    split the runs; nested Sequentials do not. An op (or nested Sequential) that has hooks, is
+    compiled by itself or has another ``forward`` is called, so that these take effect. Channels and
+    names of extra tensors pass whatever splits the runs: the extra inputs and outputs of a
+    Sequential do not depend on it.
+
+    A call takes extra inputs in order, or by name: in ``mlp(x, split_sizes=s, scales=p)`` each
+    feeds all extra inputs of its name.
 
     Args:
         *modules: fusible ops and ordinary modules, a list of them, or a mapping from names to
@@ -39,13 +53,15 @@ class Sequential(nn.Sequential):
     """
 
     # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
-    __slots__ = ("_captured",)
+    __slots__ = ("_captured", "_known")
     _captured: _Captured | None
+    _known: tuple[_Captured, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object with nothing in its slot."""
+        """An object with nothing in its slots."""
         made = super().__new__(cls)
         object.__setattr__(made, "_captured", None)
+        object.__setattr__(made, "_known", ())
         return made
 
     def __init__(self, *modules: Any, require: Iterable[str] = ()) -> None:
@@ -59,7 +75,14 @@ class Sequential(nn.Sequential):
 
     # --- calling ---------------------------------------------------------------------------------
 
-    def forward(self, input: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Any,
+        op_kwargs: OpKwargs | None = None,
+        _division: Division | None = None,
+        **named: Any,
+    ) -> Any:
         """Run the modules in order.
 
         Args:
@@ -69,74 +92,92 @@ class Sequential(nn.Sequential):
             op_kwargs: keyword arguments for single ops, by op or by index. A linear op that is the
                 last of its run takes ``"output"``, one that is the first ``"grad_input"``: the
                 tensor to write its output, or its input's gradient, to.
+            **named: extra inputs by name, each for all extra inputs of its name, where they are not
+                given in order.
 
         Returns:
             The output, or a tuple of it and the extra outputs that the caller gets.
 
         Raises:
             TypeError: ``op_kwargs`` that are no mapping.
-            ValueError: a wrong number of extra inputs, ``op_kwargs`` for no op of this module or
-                that an op does not take, or a buffer for an op whose result may stay inside of a
-                fusion.
+            ValueError: extra inputs that are missing, too many, unknown or given twice,
+                ``op_kwargs`` for no op of this module or that an op does not take, or a buffer for
+                an op whose result may stay inside of a fusion.
         """
-        x, rest = input, extra_inputs
-        extra_outputs: list[Tensor] = []
-        segments = self.segments()
-        kwargs = None if op_kwargs is None else _by_op(self, segments, op_kwargs)
-        if len(segments) == 1 and isinstance(run := segments[0], Run):
-            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in run.ops]
-            return run(x, *rest, kwargs=of_ops)
-        wanted = sum(map(_num_extra_inputs, segments))
-        if len(rest) != wanted:
-            between = [type(module).__name__ for module in segments if not isinstance(module, Run)]
-            raise ValueError(
-                f"extra inputs must number {wanted}, got {len(rest)}; what ops hand to later ones "
-                "does not pass other modules, nor ops with hooks, between them: here "
-                f"{', '.join(between) or 'none'}"
-            )
-        for segment in segments:
-            if isinstance(segment, Run):
-                taken = segment.num_extra_inputs
-                mine = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
-                x = segment(x, *rest[:taken], kwargs=mine)
-            else:
-                taken = _num_extra_inputs(segment)
-                x = segment(x, *rest[:taken], **(kwargs or {}).get(segment, {}))
-            rest = rest[taken:]
-            if isinstance(x, tuple) and hasattr(segment, "num_extra_inputs"):
-                x, *more = x
-                extra_outputs.extend(more)
-        return (x, *extra_outputs) if extra_outputs else x
+        division = self._divided() if _division is None else _division
+        if named:
+            who = type(self).__name__
+            extra_inputs = by_name(division.wiring.names, extra_inputs, named, who)
+        kwargs = None if op_kwargs is None else _by_op(self, division, op_kwargs)
+        if division.only is not None:
+            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in division.ops]
+            return division.only(input, *extra_inputs, kwargs=of_ops)
+        if len(extra_inputs) != len(division.wiring.names):
+            division.wiring.check_number(division.ops, len(extra_inputs))
+        x, held, given = input, [*extra_inputs], []
+        for segment in division.segments:
+            x = _run_segment(segment, x, [held[place] for place in segment.inputs], kwargs)
+            if segment.num_outputs:
+                x, *outputs = _checked(segment, x)
+                held.extend(outputs)
+                given.extend([outputs[n] for n in segment.public])
+            elif segment.num_outputs is None and isinstance(x, tuple):
+                x, *outputs = x
+                given.extend(outputs)
+        return (x, *given) if given else x
 
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs the caller passes."""
-        return sum(_num_extra_inputs(segment) for segment in self.segments())
+        return self._divided().wiring.num_caller_inputs
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many extra outputs the caller gets."""
+        return len(self._divided().wiring.public)
 
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as, over all runs of ops; None before the first call."""
-        plans = [getattr(segment, "plan", None) for segment in self.segments()]
+        plans = _plans(self._divided())
         return joined([p for p in plans if isinstance(p, Plan)])
 
     # --- runs of ops -----------------------------------------------------------------------------
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[Run | nn.Module, ...]:
         """The runs of ops and the other modules, in order."""
+        return tuple(segment.call for segment in self._divided().segments)
+
+    @property
+    def as_sequential(self) -> Sequential:
+        """The module itself, also where it is asked of a wrapper that passes attributes on."""
+        return self
+
+    def _divided(self) -> Division:
         if torch.compiler.is_compiling():
-            _flat(self)  # reads, and so guards, all that the segments depend on
+            _read_hooks(self)  # and so guards them
             self._trace_capture()
         elif self._captured is None or not self._captured.holds():
-            self._captured = _capture(self)
-        return self._captured.segments  # type: ignore[union-attr]
+            self._capture()
+        return self._captured.division  # type: ignore[union-attr]
 
     @constant_when_traced
     def _trace_capture(self) -> None:
         if self._captured is None or not self._captured.holds():
-            self._captured = _capture(self)
+            self._capture()
+        form = self._captured.form  # type: ignore[union-attr]
         for other in _sequentials.others(Sequential, self):
-            if other._captured is None and _form(other) == _form(self):
-                other._captured = _capture(other)
+            if other._captured is None and _form(other) == form:
+                other._capture()
+
+    def _capture(self) -> None:
+        """Divide this Sequential, as before if it was so before: plans outlive a hook."""
+        form = _form(self)
+        known = [c for c in self._known if c.has_same_modules()][-_MAX_KNOWN:]
+        same = [c for c in known if c.form == form]
+        captured = _captured(self, form, same[0].division if same else None)
+        self._captured = captured
+        self._known = (*[c for c in known if c.form != form], captured)
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -176,107 +217,151 @@ def _named(modules: tuple[Any, ...]) -> Iterable[tuple[str, nn.Module]]:
     return ((str(i), module) for i, module in enumerate(modules))
 
 
-def _form(sequential: Sequential) -> tuple[Any, ...]:
-    """What Sequentials that have the same segments share."""
-    modules = [module for module, _ in _flat(sequential)]
-    wires = [channels(module) for module in modules if isinstance(module, FusibleOperation)]
-    return sequential.require, [type(module) for module in modules], wires
+# --- capture -------------------------------------------------------------------------------------
+
+# What a call of a module fires, then what a call of any module does.
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+_GLOBAL_HOOKS = [(vars(torch_module)[f"_global{name}"], words) for name, words in _HOOKS.items()]
 
 
 class _Captured(NamedTuple):
-    """The segments of a Sequential, and what they were made from."""
+    """How a Sequential divides, and what that was made from."""
 
-    segments: tuple[Segment, ...]
+    division: Division
+    form: tuple[Any, ...]
     containers: tuple[tuple[Sequential, tuple[nn.Module, ...]], ...]
     hooks: tuple[Any, ...]
     hooked: tuple[bool, ...]
+    patches: int
 
     def holds(self) -> bool:
-        """Whether modules and the presence of hooks are as they were."""
-        for m, then in self.containers:
-            if tuple(m._modules.values()) != then:
-                return False
+        """Whether modules, the presence of hooks and what is called are as they were."""
+        if not self.has_same_modules():
+            return False
         hooked = any(self.hooks) or any(self.hooked)
-        return not hooked or tuple(map(bool, self.hooks)) == self.hooked
+        if hooked and tuple(map(bool, self.hooks)) != self.hooked:
+            return False
+        return self.patches == patches.count
+
+    def has_same_modules(self) -> bool:
+        """Whether all Sequentials contain what they did."""
+        return all([tuple(m._modules.values()) == then for m, then in self.containers])
 
 
-def _capture(sequential: Sequential) -> _Captured:
+# How many divisions of a Sequential are kept beside the one in force: for other hooks.
+_MAX_KNOWN = 7
+
+
+def _captured(
+    sequential: Sequential, form: tuple[Any, ...], division: Division | None
+) -> _Captured:
     containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
-    hooks = tuple(h for m in containers for child in m for h in _hooks(child))
-    segments = _segments(_flat(sequential), sequential.require)
-    _name_places(sequential, segments)
+    hooks = [getattr(child, name) for m in containers for child in m for name in _HOOKS]
+    hooks.extend(held for held, _ in _GLOBAL_HOOKS)
+    if division is None:
+        division = divide(_units(sequential), sequential.require)
+        _name_places(sequential, division)
     return _Captured(
-        segments,
+        division,
+        form,
         tuple((m, tuple(m)) for m in containers),
-        hooks,
+        tuple(hooks),
         tuple(map(bool, hooks)),
+        patches.count,
     )
 
 
-def _name_places(sequential: Sequential, segments: Iterable[Segment]) -> None:
+def _name_places(sequential: Sequential, division: Division) -> None:
     """Tell the runs where their ops are in a Sequential."""
     paths = {
         op: name
         for name, module in sequential.named_modules()
         for op in getattr(module, "basic_ops", ())
     }
-    for segment in segments:
-        if isinstance(segment, Run):
-            segment.paths = tuple(paths[op] for op in segment.ops)
+    for segment in division.segments:
+        if isinstance(segment.call, Run):
+            segment.call.paths = tuple(paths[op] for op in segment.ops)
+        if segment.division is not None:
+            _name_places(sequential, segment.division)
 
 
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """The dictionaries of hooks that a call of ``module`` would fire."""
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-
-
-def _flat(sequential: Sequential) -> list[tuple[nn.Module, bool]]:
-    """The modules with nested Sequentials unfolded, each with whether it can be part of a run."""
-    flat: list[tuple[nn.Module, bool]] = []
+def _read_hooks(sequential: Sequential) -> None:
+    """Read, under the tracer, whether modules have hooks."""
+    for held, _ in _GLOBAL_HOOKS:
+        bool(held)
     for module in sequential:
-        hooked = any([bool(hooks) for hooks in _hooks(module)])
-        if type(module) is Sequential and not hooked and not module.require:
-            flat.extend(_flat(module))
+        for name in _HOOKS:
+            bool(getattr(module, name))
+        if type(module) is Sequential:
+            _read_hooks(module)
+
+
+def _form(sequential: Sequential) -> tuple[Any, ...]:
+    """What Sequentials that divide alike share."""
+
+    def of(units: Sequence[Unit]) -> list[Any]:
+        return [(type(u.module), u.why, u.require, of(u.inside), channels(u.ops)) for u in units]
+
+    return sequential.require, of(_units(sequential))
+
+
+def _units(sequential: Sequential) -> tuple[Unit, ...]:
+    """The modules, with nested Sequentials unfolded."""
+    return tuple(unit for module in sequential for unit in _unfolded(module))
+
+
+def _unfolded(module: nn.Module) -> Iterator[Unit]:
+    why = _why_called(module)
+    nested = getattr(module, "as_sequential", None)  # also of one inside of a wrapper
+    if isinstance(nested, Sequential) and not _has_own_forward(nested):
+        inside = _units(nested)
+        if why is None:
+            yield from inside
         else:
-            flat.append((module, isinstance(module, FusibleOperation) and not hooked))
-    return flat
-
-
-def _segments(modules: list[tuple[nn.Module, bool]], require: Sequence[str]) -> tuple[Segment, ...]:
-    """Consecutive fusible ops as runs, the other modules as they are."""
-    grouped: list[list[BasicOperation] | nn.Module] = []
-    for module, fusible in modules:
-        if not (fusible and isinstance(module, FusibleOperation)):
-            grouped.append(module)
-            continue
+            ops = tuple(op for unit in inside for op in unit.ops)
+            yield Unit(module, ops, why, inside, nested.require)
+        return
+    ops = getattr(module, "basic_ops", ())
+    if ops and all(isinstance(op, BasicOperation) for op in ops):
         _check_owns_parameters(module)
-        if grouped and isinstance(grouped[-1], list):
-            grouped[-1].extend(module.basic_ops)
-        else:
-            grouped.append(list(module.basic_ops))
-    rules = [registry.rule(name) for name in require]
-    segments = tuple(Run(g, _fitting(g, rules)) if isinstance(g, list) else g for g in grouped)
-    for rule in rules:
-        if not any(isinstance(s, Run) and rule in s.require for s in segments):
-            names = ", ".join(type(module).__name__ for module, _ in modules)
-            raise NotFused(
-                f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
-                f"modules are {names}"
-            )
-    return segments
+        yield Unit(module, tuple(ops), why)
+    else:
+        ops = (Opaque(module),) if hasattr(module, "num_extra_inputs") else ()
+        yield Unit(module, ops, why or "is an ordinary module")
 
 
-def _fitting(ops: Sequence[BasicOperation], rules: Sequence[Rule]) -> list[Rule]:
-    """The rules whose pattern fits somewhere in a run of ops."""
-    return [rule for rule in rules if any(rule.fit(ops, at) for at in range(len(ops)))]
+def _why_called(module: nn.Module) -> str | None:
+    """Why ``module`` is called, and no part of a run; None if it is one."""
+    for name, words in _HOOKS.items():
+        if getattr(module, name):
+            return f"has {words}"
+    for held, words in _GLOBAL_HOOKS:
+        if held:
+            return f"has {words}, as all modules"
+    if module._compiled_call_impl is not None:
+        return "is compiled by itself"
+    if not isinstance(module, FusibleOperation | Sequential):
+        wraps = hasattr(module, "basic_ops") or hasattr(module, "as_sequential")
+        return f"is inside of a {type(module).__name__}" if wraps else "is an ordinary module"
+    why = "has a forward of its own" if _has_own_forward(module) else None
+    if isinstance(module, Sequential):
+        why = why or ("requires rules" if module.require else None)
+        why = why or ("is a subclass of Sequential" if type(module) is not Sequential else None)
+    return why
 
 
-def _check_owns_parameters(op: FusibleOperation) -> None:
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether only a call of an op or of a Sequential runs what is its own."""
+    inherited = type(module).forward in (FusibleOperation.forward, Sequential.forward)
+    return not inherited or "forward" in vars(module)
+
+
+def _check_owns_parameters(op: Any) -> None:
     """Refuse a fused op whose parameters no optimizer would find."""
     if not op.is_fused_op:
         return
@@ -289,9 +374,46 @@ def _check_owns_parameters(op: FusibleOperation) -> None:
             )
 
 
-def _num_extra_inputs(segment: Segment) -> int:
-    """Of a run, an op, a Sequential, or a module that wraps one, as a checkpoint does."""
-    return getattr(segment, "num_extra_inputs", 0)
+# --- execution -----------------------------------------------------------------------------------
+
+
+def _run_segment(
+    segment: Segment, x: Any, inputs: list[Any], kwargs: dict[nn.Module, dict[str, Any]] | None
+) -> Any:
+    """What a segment makes of its input and extra inputs."""
+    call = segment.call
+    if isinstance(call, Run):
+        of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
+        return call(x, *inputs, kwargs=of_ops)
+    given: dict[str, Any] = {}
+    if segment.division is not None:
+        given["_division"] = segment.division
+    mine = {op: kwargs[op] for op in segment.ops if op in kwargs} if kwargs else {}
+    if mine and segment.nested:
+        given["op_kwargs"] = mine
+    elif mine:
+        given = mine[segment.ops[0]]
+    return call(x, *inputs, **given)
+
+
+def _checked(segment: Segment, returned: Any) -> Sequence[Any]:
+    """What a segment returned: its output and its extra outputs."""
+    if not isinstance(returned, tuple | list) or len(returned) != 1 + (segment.num_outputs or 0):
+        raise TypeError(
+            f"a call of {type(segment.call).__name__}, which {segment.why}, must return its output "
+            f"and {segment.num_outputs} extra outputs, got {kind_of(returned)}; a hook may replace "
+            "them, not leave them out"
+        )
+    return returned
+
+
+def _plans(division: Division) -> list[Any]:
+    """The plans of all segments."""
+    plans: list[Any] = []
+    for segment in division.segments:
+        nested = segment.division
+        plans.extend([getattr(segment.call, "plan", None)] if nested is None else _plans(nested))
+    return plans
 
 
 def _types(t: Any) -> str:
@@ -301,7 +423,7 @@ def _types(t: Any) -> str:
 
 
 def _by_op(
-    sequential: Sequential, segments: Sequence[Segment], op_kwargs: OpKwargs
+    sequential: Sequential, division: Division, op_kwargs: OpKwargs
 ) -> dict[nn.Module, dict[str, Any]]:
     """``op_kwargs`` by op, refused for what is no basic op of this module or takes no such."""
     if not isinstance(op_kwargs, Mapping) or not all(
@@ -311,26 +433,25 @@ def _by_op(
             "op_kwargs must map basic ops, or their indices, to their keyword arguments, such as "
             f'{{-1: {{"output": t}}}}, got {_types(op_kwargs)}'
         )
-    ops: set[nn.Module] = set()
-    for segment in segments:
-        ops.update(segment.ops if isinstance(segment, Run) else (segment,))
     by_op: dict[nn.Module, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():
         op = sequential[key] if isinstance(key, int) else key
-        if isinstance(op, FusibleOperation) and len(op.basic_ops) == 1:
-            (op,) = op.basic_ops
-        if op not in ops or not isinstance(op, BasicOperation):
-            parts = ""
-            if isinstance(op, FusibleOperation) and op.is_fused_op:
-                parts = f", which is {' + '.join(type(part).__name__ for part in op.basic_ops)}"
+        parts: Sequence[Any] = getattr(op, "basic_ops", ()) if isinstance(op, nn.Module) else ()
+        op = parts[0] if len(parts) == 1 else op
+        if op not in division.ops or not isinstance(op, BasicOperation):
+            of = ""
+            if len(parts) > 1:
+                of = f", which is {' + '.join(type(part).__name__ for part in parts)}"
             raise ValueError(
                 f"op_kwargs must be keyed by a basic op of this Sequential or its index, got "
-                f"{f'index {key}, ' if isinstance(key, int) else ''}{type(op).__name__}{parts}"
+                f"{f'index {key}, ' if isinstance(key, int) else ''}{type(op).__name__}{of}"
             )
         check_kwargs(op, kwargs)
         by_op[op] = kwargs
-    for segment in segments:
-        run = segment.ops if isinstance(segment, Run) else (segment,)
+    for segment in division.segments:
+        if segment.nested or not segment.ops:
+            continue
+        run = segment.ops
         for name, at in zip(buffers.NAMES, (run[-1], run[0]), strict=True):
             if any(name in by_op.get(op, {}) for op in run if op is not at):
                 raise ValueError(

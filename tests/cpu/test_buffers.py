@@ -114,7 +114,7 @@ BAD = {
     ),
     "another name": (
         lambda x: {"out": x.new_empty(ROWS, 8)},
-        r"among \['output', 'grad_input'\], got",
+        r"among \['output', 'grad_input'.*\], got \['out'\]; did you mean 'output'\?",
     ),
 }
 

@@ -186,12 +186,6 @@ def test_two_producers():
         seq(torch.randn(2, 2))
 
 
-def test_no_channel_over_an_ordinary_module():
-    seq = fz.Sequential(fork(), torch.nn.Tanh(), join())
-    with pytest.raises(ValueError, match=r"'branch' .*same run of ops"):
-        seq(torch.randn(2, 2))
-
-
 @pytest.mark.parametrize("name", ["", 3, b"x", ("a",)])
 def test_bad_names(name):
     message = "channel must be a non-empty string or None, got"
@@ -288,3 +282,85 @@ def test_fused_op_without_an_output_that_only_it_uses(own_fusions):
     torch.testing.assert_close(y, 6 * x)
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2, 2), 6.0))
+
+
+# --- extra inputs by name ------------------------------------------------------------------------
+
+
+def experts_and_inputs():
+    options = {"bias": False, "single_grouped_weight": True}
+    experts = fz.Sequential(
+        fz.GroupedLinear(4, 8, 16, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 8, 8, **options),
+    )
+    return experts, torch.randn(10, 8), torch.tensor([3, 0, 5, 2]), torch.rand(10)
+
+
+def test_extra_inputs_by_name():
+    experts, x, sizes, scales = experts_and_inputs()
+    want = experts(x, sizes, scales, sizes)
+    assert torch.equal(experts(x, split_sizes=sizes, scales=scales), want)
+    assert torch.equal(experts(x, scales=scales, split_sizes=sizes.tolist()), want)
+    handle = experts[1].register_forward_hook(lambda *_: None)
+    assert torch.equal(experts(x, split_sizes=sizes, scales=scales), want)
+    handle.remove()
+    up, act, down = experts
+    y = down(act(up(x, split_sizes=sizes), scales=scales), split_sizes=sizes)
+    assert torch.equal(y, want)
+    out = torch.empty(10, 8)
+    assert (
+        down(act(up(x, sizes), scales), split_sizes=sizes, output=out).data_ptr() == out.data_ptr()
+    )
+    assert torch.equal(out, want)
+    rest = fz.Sequential(act, down)
+    assert torch.equal(rest(up(x, sizes), scales, split_sizes=sizes), want)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            lambda s, p: ((s,), {"split_sizes": s, "scales": p}),
+            "'split_sizes' .* given once, got it",
+        ),
+        (lambda s, p: ((), {"split_sizes": s}), "must be all of .* 'scales' is missing"),
+        (
+            lambda s, p: ((s,), {"scales": p}),
+            r"got 1 by position and \['scales'\] by name; 'split_",
+        ),
+        (
+            lambda s, p: ((), {"split_size": s, "scales": p}),
+            "'split_size'; did you mean 'split_sizes'",
+        ),
+        (
+            lambda s, p: ((s, p, s), {"bias": s}),
+            r"among its extra inputs \['split_sizes', 'scales'\]",
+        ),
+    ],
+)
+def test_names_that_do_not_fit(given, said):
+    experts, x, sizes, scales = experts_and_inputs()
+    args, kwargs = given(sizes, scales)
+    with pytest.raises(ValueError, match=said):
+        experts(x, *args, **kwargs)
+
+
+def test_names_for_an_op_that_do_not_fit():
+    with pytest.raises(
+        ValueError, match=r"among \['output', 'grad_input', 'split_sizes'\].* did you"
+    ):
+        fz.GroupedLinear(2, 8, 8)(torch.randn(3, 8), split_size=[1, 2])
+    with pytest.raises(ValueError, match="must be given once"):
+        fz.GroupedLinear(2, 8, 8)(torch.randn(3, 8), [1, 2], split_sizes=[1, 2])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_extra_inputs_by_name_compiled():
+    experts, x, sizes, scales = experts_and_inputs()
+    want = experts(x, sizes, scales, sizes)
+    for module, args in ((experts, {"scales": scales}), (experts[0], {})):
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        got = compiled(x, split_sizes=sizes, **args)
+        torch.testing.assert_close(got, want if module is experts else module(x, sizes))

@@ -643,13 +643,8 @@ def test_two_blocks_in_one_run():
     assert torch.equal(fz.Sequential(*one, *two)(x), two(one(x)))
 
 
-def test_a_hook_inside_a_block_is_said_to_end_the_run():
+def test_a_hook_on_a_block_fires():
     block = make_block()
-    block[2].register_forward_hook(lambda *_: None)
-    said = "extra inputs must number 4, got 0; .* nor ops with hooks, .* here GroupedLinear"
-    with pytest.raises(ValueError, match=said):
-        block(torch.randn(7, HIDDEN, dtype=torch.float64))
-    block[2]._forward_hooks.clear()
     seen = []
     block.register_forward_hook(lambda _, args, out: seen.append(out.shape))
     x = torch.randn(7, HIDDEN, dtype=torch.float64)

@@ -1,0 +1,455 @@
+"""Hooks of every kind on every op: they fire, the values stay, and extra tensors pass the op."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules import module as torch_module
+
+import fusible as fz
+
+TOKENS, HIDDEN, EXPERTS = 10, 8, 4
+GROUPED = {"bias": False, "single_grouped_weight": True}
+
+
+def moe():
+    """A whole block, whose ops find each other's extra tensors by name."""
+    return fz.Sequential(
+        fz.TopKRouter(HIDDEN, EXPERTS, 2),
+        fz.Dispatch(EXPERTS),
+        fz.GroupedLinear(EXPERTS, HIDDEN, 2 * HIDDEN, **GROUPED),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(EXPERTS, HIDDEN, HIDDEN, **GROUPED),
+        fz.Combine(),
+    )
+
+
+def dense():
+    """Two residuals by channels, an extra output and an extra input of the caller's."""
+    return fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "outer", output_to_caller=False),
+        fz.RMSNorm(HIDDEN),
+        fz.Linear(HIDDEN, 2 * HIDDEN),
+        fz.MakeExtraOutput().set_extra_output_channel(0, "inner", output_to_caller=False),
+        fz.GELU(),
+        fz.MakeExtraOutput(),
+        fz.AddExtraInput().set_extra_input_channel(0, "inner"),
+        fz.AddExtraInput(),
+        fz.Linear(2 * HIDDEN, HIDDEN),
+        fz.AddExtraInput().set_extra_input_channel(0, "outer"),
+    )
+
+
+BUILD = {"moe": moe, "dense": dense}
+PLACES = [(name, at) for name, build in BUILD.items() for at in range(len(build()))]
+
+
+def inputs(name):
+    torch.manual_seed(1)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    if name == "moe":
+        return (x,)
+    return x, torch.randn(TOKENS, 2 * HIDDEN, requires_grad=True)
+
+
+def results(module, given):
+    """Outputs, and gradients of inputs and parameters."""
+    returned = module(*given)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    dys = [torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape) for y in outputs]
+    grads = torch.autograd.grad(outputs, [*given, *module.parameters()], dys)
+    return [*(y.detach() for y in outputs), *grads]
+
+
+@pytest.fixture
+def no_rules(own_fusions):
+    """Ops run one by one: the same operations in the same order, whatever has hooks."""
+    own_fusions.install(())
+
+
+def same_bits(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def forward(module, note):
+    return module.register_forward_hook(lambda m, args, out: note(len(args), out))
+
+
+def forward_with_kwargs(module, note):
+    return module.register_forward_hook(
+        lambda m, args, kwargs, out: note(len(args), out), with_kwargs=True
+    )
+
+
+def always_called(module, note):
+    return module.register_forward_hook(lambda m, args, out: note(len(args), out), always_call=True)
+
+
+def before_forward(module, note):
+    return module.register_forward_pre_hook(lambda m, args: note(len(args), None))
+
+
+def before_forward_with_kwargs(module, note):
+    return module.register_forward_pre_hook(
+        lambda m, args, kwargs: note(len(args), None), with_kwargs=True
+    )
+
+
+def backward(module, note):
+    return module.register_full_backward_hook(lambda m, dx, dy: note(len(dx), None))
+
+
+def before_backward(module, note):
+    return module.register_full_backward_pre_hook(lambda m, dy: note(None, None))
+
+
+KINDS = [
+    forward,
+    forward_with_kwargs,
+    always_called,
+    before_forward,
+    before_forward_with_kwargs,
+    backward,
+    before_backward,
+]
+
+
+@pytest.mark.parametrize(("name", "at"), PLACES)
+def test_every_kind_on_every_op(name, at, no_rules):
+    module, given = BUILD[name](), inputs(name)
+    want = results(module, given)
+    number = module.num_extra_inputs, module.num_extra_outputs
+    op = module[at]
+    for hook in KINDS:
+        seen = []
+        handle = hook(op, lambda inputs, out, seen=seen: seen.append((inputs, out)))
+        same_bits(results(module, given), want)
+        assert (module.num_extra_inputs, module.num_extra_outputs) == number
+        handle.remove()
+        ((taken, out),) = seen
+        if taken is not None:
+            assert taken == 1 + op.num_extra_inputs
+        if hook in (forward, forward_with_kwargs, always_called) and not op.is_fused_op:
+            assert (len(out) if isinstance(out, tuple) else 1) == 1 + op.num_extra_outputs
+    same_bits(results(module, given), want)
+    assert len(seen) == 1
+
+
+GLOBAL_KINDS = {
+    torch_module.register_module_forward_hook: lambda seen: lambda m, args, out: seen.append(m),
+    torch_module.register_module_forward_pre_hook: lambda seen: lambda m, args: seen.append(m),
+    torch_module.register_module_full_backward_hook: lambda seen: lambda m, dx, dy: seen.append(m),
+    torch_module.register_module_full_backward_pre_hook: lambda seen: lambda m, dy: seen.append(m),
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("register", GLOBAL_KINDS, ids=lambda f: f.__name__)
+def test_hooks_of_all_modules(register, name, no_rules):
+    module, given = BUILD[name](), inputs(name)
+    want, seen = results(module, given), []
+    handle = register(GLOBAL_KINDS[register](seen))
+    try:
+        same_bits(results(module, given), want)
+    finally:
+        handle.remove()
+    assert {*seen} == {module, *module}
+    assert len(seen) == 1 + len(module)
+    same_bits(results(module, given), want)
+    assert len(seen) == 1 + len(module)
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_hooks_on_all_ops(name, no_rules):
+    module, given = BUILD[name](), inputs(name)
+    want, seen = results(module, given), []
+    for hook in KINDS:
+        for op in module:
+            hook(op, lambda *_: seen.append(1))
+    same_bits(results(module, given), want)
+    assert len(seen) == len(KINDS) * len(module)
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nested_sequentials_with_hooks(name, size, no_rules):
+    """Their ops' channels and names pass them, in both directions."""
+    flat, given = BUILD[name](), inputs(name)
+    want = results(flat, given)
+    for start in range(len(flat) - size + 1):
+        inner = flat[start : start + size]
+        module = fz.Sequential(*flat[:start], fz.Sequential(inner), *flat[start + size :])
+        seen = []
+        hook = inner.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        same_bits(results(module, given), want)
+        assert len(seen) == 1
+        assert module.num_extra_inputs == flat.num_extra_inputs
+        hook.remove()
+        module[start].register_full_backward_hook(lambda m, dx, dy, seen=seen: seen.append(dy))
+        same_bits(results(module, given), want)
+        assert len(seen) == 2
+
+
+class Wrapped(nn.Module):
+    """Passes attributes on, as wrappers of distributed training do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def checkpointed(module):
+    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+
+
+def checkpointed_reentrant(module):
+    return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("wrap", [Wrapped, checkpointed, checkpointed_reentrant])
+def test_wrapped_ops_and_sequentials(name, wrap, no_rules):
+    flat, given = BUILD[name](), inputs(name)
+    want = results(flat, given)
+    for at, op in enumerate(flat):
+        module = fz.Sequential(*flat[:at], wrap(op), *flat[at + 1 :])
+        same_grads(module, given, flat, want)
+        module = fz.Sequential(*flat[:at], wrap(flat[at : at + 2]), *flat[at + 2 :])
+        same_grads(module, given, flat, want)
+
+
+def same_grads(module, given, flat, want):
+    """As ``results``, by ``.grad``: checkpoints that are reentrant know no ``autograd.grad``."""
+    returned = module(*given)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    dys = [torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape) for y in outputs]
+    torch.autograd.backward(outputs, dys)
+    leaves = [*given, *flat.parameters()]
+    same_bits([*(y.detach() for y in outputs), *[leaf.grad for leaf in leaves]], want)
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def test_ordinary_modules_between_what_is_wired(no_rules):
+    flat, given = dense(), inputs("dense")
+    want = results(flat, given)
+    for at in range(len(flat) + 1):
+        module = fz.Sequential(*flat[:at], nn.Identity(), *flat[at:])
+        same_bits(results(module, given), want)
+    block, given = moe(), inputs("moe")
+    want = results(block, given)
+    for at in range(len(block) + 1):
+        same_bits(results(fz.Sequential(*block[:at], nn.Identity(), *block[at:]), given), want)
+
+
+def test_outputs_that_hooks_replace():
+    block, (x,) = moe(), inputs("moe")
+    router, dispatch, up, act, down, combine = block
+
+    def by_hand(change_probs, change_rows):
+        y, probs, ids = router(x)
+        rows, sizes, scales, row_map = dispatch(y, change_probs(probs), ids)
+        rows = down(act(change_rows(up(rows, sizes)), scales), sizes)
+        return combine(rows, row_map)
+
+    want = by_hand(lambda p: p / 2, lambda r: r + 1)
+    router.register_forward_hook(lambda m, args, out: (out[0], out[1] / 2, out[2]))
+    up.register_forward_hook(lambda m, args, out: out + 1)
+    torch.testing.assert_close(block(x), want)
+
+
+def test_inputs_that_hooks_replace():
+    block, (x,) = moe(), inputs("moe")
+    want = moe_with_scales(block, x, lambda s: 3 * s)
+    block[3].register_forward_pre_hook(lambda m, args: (args[0], 3 * args[1]))
+    torch.testing.assert_close(block(x), want)
+
+
+def moe_with_scales(block, x, change):
+    router, dispatch, up, act, down, combine = block
+    rows, sizes, scales, row_map = dispatch(*router(x))
+    return combine(down(act(up(rows, sizes), change(scales)), sizes), row_map)
+
+
+def test_gradients_that_hooks_replace():
+    block, (x,) = moe(), inputs("moe")
+    want = results(block, (x,))
+    block[5].register_full_backward_pre_hook(lambda m, dy: (2 * dy[0],))
+    for got, once in zip(results(block, (x,))[1:], want[1:], strict=True):
+        assert torch.equal(got, 2 * once)
+
+
+def test_an_output_that_a_hook_leaves_out():
+    block, (x,) = moe(), inputs("moe")
+    block[1].register_forward_hook(lambda m, args, out: out[0])
+    said = "call of Dispatch, which has a forward hook, must return its output and 3 extra outputs"
+    with pytest.raises(TypeError, match=said):
+        block(x)
+
+
+def test_keyword_arguments_go_to_ops_with_hooks():
+    x, out, dx = torch.randn(3, 8, requires_grad=True), torch.empty(3, 8), torch.empty(3, 8)
+    ops = fz.BasicLinear(8, 8), fz.SiLU(), fz.BasicLinear(8, 8)
+    seen = []
+
+    def kwargs_of(m, args, kwargs):
+        seen.append(sorted(kwargs))
+
+    for module in (fz.Sequential(*ops), fz.Sequential(ops[0], fz.Sequential(*ops[1:]))):
+        hooked = [ops[0], ops[2] if len(module) == 3 else module[1]]
+        handles = [m.register_forward_pre_hook(kwargs_of, with_kwargs=True) for m in hooked]
+        y = module(x, op_kwargs={0: {"grad_input": dx}, ops[2]: {"output": out}})
+        assert y.data_ptr() == out.data_ptr()
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert grad.data_ptr() == dx.data_ptr()
+        for handle in handles:
+            handle.remove()
+    assert seen == [["grad_input"], ["output"], ["grad_input"], ["op_kwargs"]]
+
+
+def test_plans_outlive_a_hook():
+    module, (x,) = moe(), inputs("moe")
+    module(x)
+    plan = module.plan
+    for _ in range(20):
+        handle = module[2].register_forward_hook(lambda *_: None)
+        module(x)
+        assert module.plan is not plan
+        handle.remove()
+        assert module.plan is plan
+
+
+def test_a_hook_removed_while_it_runs():
+    module, (x,) = moe(), inputs("moe")
+    want, seen = module(x), []
+
+    def once(m, args, out):
+        seen.append(1)
+        handle.remove()
+
+    handle = module[3].register_forward_hook(once)
+    for _ in range(2):
+        torch.testing.assert_close(module(x), want)
+    assert seen == [1]
+
+
+def test_a_forward_that_is_replaced():
+    """As libraries that move weights in and out of the GPU do."""
+    module, (x,) = dense()[1:3], inputs("moe")
+    want = module(x)
+    linear = module[1]
+    old = linear.forward
+    linear.forward = lambda *args, **kwargs: 2 * old(*args, **kwargs)
+    torch.testing.assert_close(module(x), 2 * want)
+    del linear.forward
+    torch.testing.assert_close(module(x), want)
+
+    class Negated(fz.GELU):
+        def forward(self, x):
+            return -super().forward(x)
+
+    ops = fz.Linear(8, 8), Negated()
+    torch.testing.assert_close(fz.Sequential(*ops)(x), ops[1](ops[0](x)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+class TestCompiled:
+    @pytest.mark.parametrize("name", BUILD)
+    def test_forward_hooks(self, name):
+        module, given = BUILD[name](), inputs(name)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for at in (1, 2, 3):
+            torch._dynamo.reset()  # torch does not guard hooks
+            handles = [
+                module[at].register_forward_hook(lambda m, args, out: None),
+                module[at].register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:])),
+            ]
+            torch.testing.assert_close(results(compiled, given), results(module, given))
+            for handle in handles:
+                handle.remove()
+        torch._dynamo.reset()
+        torch.testing.assert_close(results(compiled, given), results(module, given))
+
+    @pytest.mark.parametrize("name", BUILD)
+    def test_hooks_that_come_and_go(self, name):
+        module, given = BUILD[name](), inputs(name)
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+            for _ in range(2):
+                torch.testing.assert_close(results(compiled, given), results(module, given))
+                handle = module[2].register_forward_pre_hook(
+                    lambda m, args: (2 * args[0], *args[1:])
+                )
+                torch.testing.assert_close(results(compiled, given), results(module, given))
+                handle.remove()
+
+    def test_nested_sequentials_with_hooks(self):
+        flat, (x,) = moe(), inputs("moe")
+        inner = flat[1:4]
+        module = fz.Sequential(flat[0], inner, *flat[4:])
+        inner.register_forward_hook(lambda m, args, out: (out[0] + 1, *out[1:]))
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(results(compiled, (x,)), results(module, (x,)))
+
+    def test_checkpoints_inside(self):
+        flat, (x,) = moe(), inputs("moe")
+        module = fz.Sequential(flat[0], checkpointed(flat[1:4]), *flat[4:])
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(results(compiled, (x,)), results(module, (x,)))
+
+
+@pytest.fixture
+def mesh():
+    if not dist.is_gloo_available():
+        pytest.skip("needs torch with gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", BUILD)
+def test_fully_sharded_op_by_op(name, nested, mesh, no_rules):
+    plain, given = BUILD[name](), inputs(name)
+    module = copy.deepcopy(plain)
+    if nested:
+        module = fz.Sequential(*module[:2], fz.Sequential(*module[2:5]), *module[5:])
+    for op in [m for m in module.modules() if isinstance(m, fz.ops.FusibleOperation)]:
+        if next(op.parameters(), None) is not None:
+            fully_shard(op, mesh=mesh)
+    if nested:
+        fully_shard(module[2], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    for _ in range(3):
+        outs = []
+        for m, optimizer in zip((plain, module), optimizers, strict=True):
+            out = m(*given)
+            y = out[0] if isinstance(out, tuple) else out
+            y.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outs.append(y.detach())
+        same_bits(*[[out] for out in outs])
+    full = [p.full_tensor() for p in module.parameters()]
+    same_bits(full, plain.parameters())
