@@ -49,7 +49,8 @@ class Segment(NamedTuple):
     """A run of ops or a module that is called, and its extra tensors.
 
     A Sequential holds its extra inputs, then what each segment gives, in order. ``inputs`` are the
-    places of what the segment takes. Of its ``num_outputs`` extra outputs (None: as many as come,
+    places of what the segment takes, ``copied`` those of them that it might write to and that are
+    not the caller's. Of its ``num_outputs`` extra outputs (None: as many as come,
     all for the caller) ``public`` go to the caller. ``division`` is that of a nested Sequential
     whose ops are wired to others outside of it; ``why`` as in :class:`Unit`.
     """
@@ -60,6 +61,7 @@ class Segment(NamedTuple):
     why: str | None
     nested: bool
     inputs: tuple[int, ...]
+    copied: tuple[int, ...]
     num_outputs: int | None
     public: tuple[int, ...]
 
@@ -103,6 +105,7 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
                 why=group[0].why,
                 nested=bool(group[0].inside),
                 inputs=tuple(places[source] for source in part.inputs),
+                copied=tuple(_written(wiring, ops, start, stop)),
                 num_outputs=None if outputs is None else len(outputs),
                 public=tuple(n for n, o in enumerate(outputs or ()) if o in wiring.public),
             )
@@ -119,6 +122,19 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
     return Division(
         tuple(segments), ops, wiring, runs[0] if len(segments) == len(runs) == 1 else None
     )
+
+
+def _written(wiring: Wiring, ops: Sequence[Any], start: int, stop: int) -> Iterator[int]:
+    """Of what enters ops[start:stop], what an op may write to that is not the caller's."""
+    sources = [
+        (op, producer)
+        for op, of_op in zip(ops[start:stop], wiring.sources[start:stop], strict=True)
+        for producer, _ in of_op
+        if producer < start
+    ]
+    for n, (op, producer) in enumerate(sources):
+        if producer != CALLER and getattr(op, "in_place", False):
+            yield n
 
 
 def _told(unit: Unit) -> str:

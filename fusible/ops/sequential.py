@@ -116,7 +116,10 @@ class Sequential(PatchesCounted, nn.Sequential):
             division.wiring.check_number(division.ops, len(extra_inputs))
         x, held, given = input, [*extra_inputs], []
         for segment in division.segments:
-            x = _run_segment(segment, x, [held[place] for place in segment.inputs], kwargs)
+            taken = [held[place] for place in segment.inputs]
+            for n in segment.copied:
+                taken[n] = taken[n].clone()
+            x = _run_segment(segment, x, taken, kwargs)
             if segment.num_outputs:
                 x, *outputs = _checked(segment, x)
                 held.extend(outputs)

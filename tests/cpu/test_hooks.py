@@ -260,6 +260,31 @@ def test_ordinary_modules_between_what_is_wired(no_rules):
         same_bits(results(fz.Sequential(*block[:at], nn.Identity(), *block[at:]), given), want)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_sums_in_place_write_to_nothing_that_others_read(nested):
+    """A tensor that the Sequential hands over is read by later ops, as inside of a run."""
+
+    def build(in_place):
+        linear = fz.Linear(HIDDEN, HIDDEN)
+        ops = [
+            fz.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
+            linear,
+            fz.AddExtraInput(in_place=in_place).set_extra_input_channel(0, "x"),
+            fz.SiLU(),
+            fz.AddExtraInput(in_place=in_place).set_extra_input_channel(0, "x"),
+        ]
+        return fz.Sequential(ops[0], fz.Sequential(*ops[1:3]), *ops[3:]) if nested else ops
+
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    written, plain = (fz.Sequential(*build(in_place)) for in_place in (True, False))
+    written.load_state_dict(plain.state_dict())
+    want = results(plain, (x,))
+    for at in range(len(written)):
+        handle = written[at].register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(results(written, (x,)), want)
+        handle.remove()
+
+
 def test_outputs_that_hooks_replace():
     block, (x,) = moe(), inputs("moe")
     router, dispatch, up, act, down, combine = block
