@@ -92,8 +92,10 @@ class DirectLinear(_Direct):
         ends = product.ends(split_sizes, x.shape[0])
         return product.forward(x, w, ends), (x, ends, *weights)
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-        """The gradients of the operands."""
+    def backward(
+        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands; ``held`` says that others may read what was saved."""
         x, ends, *weights = saved
         (dy, x), ((product, w),) = self._prepare([grad_output, x], [weights])
         dweights: Sequence[Tensor | None] = [None] * len(weights)
@@ -135,15 +137,17 @@ class DirectMLP(_Direct):
         preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, keep)
         return second.forward(hidden, w2, ends), (x, ends, scales, preact, *weights)
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-        """The gradients of the operands."""
+    def backward(
+        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands; ``held`` says that others may read what was saved."""
         x, ends, scales, preact, *weights = saved
         (fc1, fc2), cut = self._linears, self._cut
         (dy, x, preact), ((first, w1), (second, w2)) = self._prepare(
             [grad_output, x, preact], [weights[:cut], weights[cut:]]
         )
         dpreact, hidden, dscales = second.dglu(
-            dy, w2, ends, preact, scales, self._glu, not keeps_graph()
+            dy, w2, ends, preact, scales, self._glu, not (held or keeps_graph())
         )
         dweights: list[Tensor | None] = [None] * len(weights)
         if self._needs2.params[0]:

@@ -105,7 +105,13 @@ class MoEExpertsSm90(FusedOperation):
             [dy, preact], (fc1, weights1), (fc2, weights2)
         )
         dpreact, hidden, dscales = second.dglu(
-            dy, w2, ends, preact, as_vector(scales), self._mlp.glu, not keeps_graph()
+            dy,
+            w2,
+            ends,
+            preact,
+            as_vector(scales),
+            self._mlp.glu,
+            not (ctx_act.held or keeps_graph()),
         )
         params2, extra2 = param_grads(fc2, ctx2, second, dy, hidden, ends, row_scale2, dy)
         del dy, hidden  # their memory serves what follows

@@ -24,7 +24,7 @@ from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.rules import rule
-from fusible.fuser.tracing import keeps_graph
+from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.prepared import Glu
@@ -220,6 +220,7 @@ def linear_glu(
     preact, out = product.glu(x, w, ends, as_vector(scales), glu, bias, keep)
     ctx_act.dtype = ctx.dtype
     if keep:
+        ctx_act.held = hooks_hold_saved()
         ctx_act.save_for_backward(with_rows_of(preact, input_), scales)
     return with_rows_of(cast(out, ctx.dtype), input_)
 
@@ -281,7 +282,7 @@ class GroupedMLPSm90(FusedOperation):
             [dy, x, as_2d(preact)], (fc1, weights1), (fc2, weights2)
         )
         dpreact, hidden, dscales = second.dglu(
-            dy, w2, ends, preact, as_vector(scales), self.glu, not keeps_graph()
+            dy, w2, ends, preact, as_vector(scales), self.glu, not (ctx_act.held or keeps_graph())
         )
         params2, extra2 = param_grads(fc2, ctx2, second, dy, hidden, ends, row_scale2, grad_output)
         del hidden  # its memory serves what follows

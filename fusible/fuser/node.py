@@ -13,6 +13,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.expected import check_first
 from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
 from fusible.fuser.plan import Plan
+from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
 
 if TYPE_CHECKING:
@@ -56,8 +57,13 @@ class Direct(Protocol):
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
 
-    def backward(self, saved: Sequence[Tensor], grad_output: Tensor) -> Sequence[Tensor | None]:
-        """The gradients of the operands, in their dtypes."""
+    def backward(
+        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands, in their dtypes.
+
+        ``held`` says that ``saved_tensors_hooks`` may go on reading what was saved.
+        """
 
 
 class Schedule(NamedTuple):
@@ -392,7 +398,7 @@ class _DirectFunction(torch.autograd.Function):
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
         output, saved = _direct_forward(schedule, prepared, operands)
         fctx.save_for_backward(*saved)
-        fctx.schedule = schedule
+        fctx.schedule, fctx.held = schedule, hooks_hold_saved()
         return output
 
     @staticmethod
@@ -402,7 +408,7 @@ class _DirectFunction(torch.autograd.Function):
         backward = schedule.direct.backward
         if _is_profiled():
             backward = _in_range(f"{schedule.backward[0].label} backward", backward)
-        return None, None, *backward(fctx.saved_tensors, grad_output)
+        return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held)
 
 
 def _direct_forward(

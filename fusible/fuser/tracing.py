@@ -34,6 +34,16 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def hooks_hold_saved() -> bool:
+    """Whether what a forward saves now goes to ``saved_tensors_hooks``, which may keep it.
+
+    Always so where it is traced.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Alike(Generic[T]):
     """Objects that are alive, by what makes them alike (hashable).
 

@@ -4,13 +4,18 @@ Every pipeline is compared with plain PyTorch, which writes to nothing.
 """
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import reference as ref
 import torch
 from torch import nn
 
 import fusible as fz
 from fusible.fuser import ownership
+from fusible.kernels import reference
+from fusible.testing import assume_target
 
 WIDTH, ROWS = 8, 6
 SIZES = [2, 0, 3]
@@ -568,3 +573,30 @@ def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():
     nn.utils.parametrize.register_parametrization(op, "weight", nn.Tanh())
     with pytest.raises(ValueError, match=r"weights of .*GroupedLinear must be parameters"):
         op(new(), SIZES).sum().backward()
+
+
+# --- what was saved ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leading", [(ROWS,), (2, ROWS // 2)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_saved_pre_activation_is_written_to_unless_hooks_hold_it(hooked, leading):
+    """The gradient takes its place where autograd frees it after the backward."""
+    mlp = ref.grouped_mlp(4, 32, 64, dtype=torch.bfloat16)
+    x, splits, scales = ref.grouped_mlp_inputs((3, 0, 2, 1), ROWS, 32, torch.bfloat16)
+    x, scales = (t.detach().reshape(*leading, *t.shape[1:]).requires_grad_() for t in (x, scales))
+    held, overwritten = [], []
+
+    def dglu(*args, overwrite=False, **options):
+        overwritten.append(overwrite)
+        return reference.grouped_gemm_dglu(*args, **options)
+
+    kernels = SimpleNamespace(**{**vars(reference), "grouped_gemm_dglu": dglu})
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+    with assume_target("sm90", kernels):
+        with hooks if hooked else nullcontext():
+            y = mlp(x, splits, scales, splits)
+        assert mlp.plan.fired == ("grouped_mlp_sm90",)
+        y.sum().backward()
+    assert overwritten == [not hooked]
+    assert bool(held) == hooked
