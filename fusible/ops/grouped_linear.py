@@ -240,7 +240,7 @@ class GroupedLinear(WeightedOperation):
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.
-        load_pieces(self, state_dict, prefix)
+        load_pieces(self, state_dict, prefix, *args[-3:])
         layouts = {"weight": self.single_grouped_weight}
         if self.has_bias:
             layouts["bias"] = self.single_grouped_bias

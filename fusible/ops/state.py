@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.recipes.formats import HIGH_PRECISION
-from fusible.recipes.tensor import QuantizedTensor, attributes_of, stack, unstack
+from fusible.recipes.tensor import QuantizedTensor, are_alike, attributes_of, stack, unstack
 
 State = dict[str, Any]
 
@@ -83,12 +83,12 @@ def _give(parameter: nn.Parameter | None, attributes: dict[str, Any]) -> None:
 def convert_layout(state: State, prefix: str, name: str, num_groups: int, *, single: bool) -> None:
     """Turn ``weight0`` ... of a state dict into one ``weight`` or back, as the module holds them.
 
-    Leaves alone what is incomplete or there twice, for the load to complain about. Shards are
-    gathered: their cuts differ.
+    Leaves alone what is incomplete, unlike or there twice, for the load to complain about. Shards
+    are gathered: their cuts differ.
     """
     whole, parts = prefix + name, [f"{prefix}{name}{group}" for group in range(num_groups)]
     held = [key for key in (whole, *parts) if key in state]
-    if single and held == parts:
+    if single and held == parts and are_alike([state[part] for part in parts]):
         state[whole] = stack([state.pop(part) for part in parts])
-    elif not single and held == [whole] and len(state[whole]) == num_groups:
+    elif not single and held == [whole] and state[whole].shape[:1] == (num_groups,):
         state.update(zip(parts, unstack(state.pop(whole)), strict=True))

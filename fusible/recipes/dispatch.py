@@ -142,9 +142,10 @@ def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) 
                     f"copy_ needs the shape {tuple(target.shape)}, got {tuple(source.shape)}; "
                     "nothing was written"
                 )
-            for name, piece in mine.items():
-                overwrite(piece, theirs[name], non_blocking)
-            return target
+            if all(theirs[name].shape == piece.shape for name, piece in mine.items()):
+                for name, piece in mine.items():
+                    overwrite(piece, theirs[name], non_blocking)
+                return target
         source = _value(source, torch.float32)
     with suppress(RuntimeError):  # of other sizes, which requantize_ refuses
         source = source.expand(target.shape)

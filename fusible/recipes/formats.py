@@ -8,12 +8,13 @@ bits. The kernels must reproduce them: this module is the specification.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.recipes.blocks import blocks_of, zero_tail
+from fusible.recipes.blocks import blocks_of, column_block_bound, zero_tail
 from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, SMALLEST_NORMAL, divide, e8m0_value
 from fusible.recipes.rows import (
     E2M1,
@@ -38,6 +39,7 @@ __all__ = [
     "check_encoded",
     "check_ends",
     "check_input",
+    "check_sizes",
     "dequantize",
     "e8m0_value",
     "fp8_block",
@@ -45,6 +47,7 @@ __all__ = [
     "mxfp8",
     "nvfp4",
     "quantize",
+    "shapes_of",
 ]
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,15 +135,19 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
             f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
             "use x.unsqueeze(0) for one row"
         )
+    _check_blocks(x.shape, fmt, columnwise)
+
+
+def _check_blocks(shape: Sequence[int], fmt: NumberFormat, columnwise: bool) -> None:
     (across, along), per_byte = fmt.block or (1, 1), fmt.element.per_byte
     multiples = 1, per_byte if columnwise else along
     if not fmt.directional:
         multiples = across, math.lcm(along, per_byte)
-    for what, size, multiple in zip(("rows", "columns"), x.shape[-2:], multiples, strict=True):
+    for what, size, multiple in zip(("rows", "columns"), shape[-2:], multiples, strict=True):
         if size % multiple:
             raise ValueError(
                 f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "
-                f"(shape {tuple(x.shape)}); pad the tensor with zeros"
+                f"(shape {tuple(shape)}); pad the tensor with zeros"
             )
 
 
@@ -176,6 +183,55 @@ def check_encoded(encoded: Encoded, fmt: NumberFormat) -> None:
             f"data and scales of {fmt.name} must be {wanted[0]} and {wanted[1]}, "
             f"got {got[0]} and {got[1]}; use the format the tensor was quantized in"
         )
+
+
+class Shapes(NamedTuple):
+    """Of the tensors of an :class:`Encoded`."""
+
+    data: tuple[int, ...]
+    scale: tuple[int, ...]
+    tensor_scale: tuple[int, ...] | None
+
+
+def shapes_of(
+    shape: Sequence[int], fmt: NumberFormat, columnwise: bool = False, groups: int | None = None
+) -> Shapes:
+    """Return the shapes that encode a tensor of ``shape`` ``[..., rows, columns]``, or groups."""
+    *lead, rows, columns = shape
+    across, along = fmt.block or (1, 1)
+    whole = (*lead, 1) if groups is None else (groups,)
+    if fmt.block is None:
+        scale = whole
+    elif columnwise and fmt.directional:
+        scale = (*lead, column_block_bound(rows, groups or 1, along), columns)
+    else:
+        scale = (*lead, rows // across, columns // along)
+    data = (*lead, rows, columns // fmt.element.per_byte)
+    return Shapes(data, scale, whole if fmt.has_tensor_scale else None)
+
+
+def check_sizes(
+    encoded: Encoded, fmt: NumberFormat, columnwise: bool = False, groups: int | None = None
+) -> None:
+    """Raise ValueError unless the scales are as many, and where, the data of ``fmt`` need."""
+    data, scale, tensor_scale = encoded
+    if data.dim() < 2 or (groups is not None and data.dim() != 2):
+        raise ValueError(f"data of {fmt.name} must be of matrices, got shape {tuple(data.shape)}")
+    shape = (*data.shape[:-1], data.shape[-1] * fmt.element.per_byte)
+    _check_blocks(shape, fmt, columnwise)
+    wanted = shapes_of(shape, fmt, columnwise, groups)
+    got = tuple(scale.shape), None if tensor_scale is None else tuple(tensor_scale.shape)
+    if got != wanted[1:]:
+        raise ValueError(
+            f"scales and tensor scales of {fmt.name} data of shape {wanted.data} must be of shape "
+            f"{wanted.scale} and {wanted.tensor_scale}, got {got[0]} and {got[1]}; quantize the "
+            "original again"
+        )
+    for piece in (scale, tensor_scale):
+        if piece is not None and piece.device != data.device:
+            raise ValueError(f"scales must be on {data.device}, as the data, got {piece.device}")
+    if tensor_scale is not None and tensor_scale.dtype != torch.float32:
+        raise ValueError(f"tensor scales must be torch.float32, got {tensor_scale.dtype}")
 
 
 def _tensor_scale(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> Tensor | None:

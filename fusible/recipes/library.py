@@ -14,8 +14,15 @@ from torch import Tensor
 
 from fusible.calls import is_direct
 from fusible.recipes import formats
-from fusible.recipes.blocks import column_block_bound
-from fusible.recipes.formats import Encoded, NumberFormat, check_encoded, check_ends, check_input
+from fusible.recipes.formats import (
+    Encoded,
+    NumberFormat,
+    check_encoded,
+    check_ends,
+    check_input,
+    check_sizes,
+    shapes_of,
+)
 
 _FORMAT = "str name, str element, int[] block, str scale_kind, float amax_epsilon"
 _library = torch.library.Library("fusible", "FRAGMENT")
@@ -72,31 +79,26 @@ class Implementation(NamedTuple):
     quantize: Callable[[Tensor, Tensor | None, NumberFormat, Wanted], Quantized]
     """Takes ``x``, ``ends``, the format, and what is wanted."""
     dequantize: Callable[[Encoded, Tensor | None, NumberFormat, bool, torch.dtype], Tensor]
-    """Takes what is encoded, ``ends``, the format, whether it is column-wise, and a dtype."""
+    """Takes what is encoded, whose sizes it checks, ``ends``, the format, whether it is
+    column-wise, and a dtype."""
 
 
 def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) -> Quantized:
     """Allocate what ``quantize`` of an implementation returns."""
-    *lead, rows, columns = x.shape
-    matrices = lead if ends is None else []
-    data = *lead, rows, columns // fmt.element.per_byte
-    whole = (*matrices, 1) if ends is None else tuple(ends.shape)
-    across, along = fmt.block or (1, 1)
-    row_scale = (*lead, rows // across, columns // along) if fmt.block else whole
-    blocks = column_block_bound(rows, 1 if ends is None else ends.shape[0], along)
-    col_scale = *lead, blocks, columns
 
-    def encoded(scale: tuple[int, ...]) -> Encoded:
+    def encoded(columnwise: bool) -> Encoded:
+        groups = None if ends is None else ends.shape[0]
+        data, scale, tensor_scale = shapes_of(x.shape, fmt, columnwise, groups)
         return Encoded(
             x.new_empty(data, dtype=fmt.element.dtype),
             x.new_empty(scale, dtype=fmt.scale_dtype),
-            x.new_empty(whole, dtype=torch.float32) if fmt.has_tensor_scale else None,
+            None if tensor_scale is None else x.new_empty(tensor_scale, dtype=torch.float32),
         )
 
     dtype = compute_dtype(x.device)
     return Quantized(
-        encoded(row_scale) if wanted.row else None,
-        encoded(col_scale) if wanted.column else None,
+        encoded(False) if wanted.row else None,
+        encoded(True) if wanted.column else None,
         x.new_empty(x.shape, dtype=dtype) if wanted.row_values else None,
         x.new_empty(x.shape, dtype=dtype) if wanted.column_values else None,
     )
@@ -119,6 +121,7 @@ def dequantize_by_formulas(
     dtype: torch.dtype,
 ) -> Tensor:
     """Dequantize by ``formats.dequantize``, whatever the device."""
+    check_sizes(encoded, fmt, columnwise, None if ends is None else ends.shape[0])
     return formats.dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
 
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from fusible.recipes.formats import Encoded, NumberFormat
+from fusible.recipes.formats import Encoded, NumberFormat, check_sizes
 from fusible.recipes.grouped import GroupedTensor
 from fusible.recipes.library import Wanted, decode, quantize_as
 from fusible.recipes.quantizer import Quantizer
@@ -108,6 +108,10 @@ def encode_operand(
     rowwise, columnwise = _uses(role, products)
     row = x.encoded() if rowwise else None
     column = x.encoded(columnwise=True) if columnwise else None
+    groups = x.num_tensors if isinstance(x, GroupedTensor) else None
+    for use, along_rows in ((row, False), (column, True)):
+        if use is not None:
+            check_sizes(use, fmt, along_rows, groups)
     return Operand(fmt, row, column, ends=_ends_of(x, ends))
 
 

@@ -91,7 +91,12 @@ class NumberFormat:
         return NumberFormat(name, ELEMENTS[element], across_along, known, amax_epsilon)
 
 
-def mxfp8(element: Element = E4M3, rounding: Literal["up", "floor"] = "up") -> NumberFormat:
+Rounding = Literal["up", "floor"]
+BLOCKS = (1, 128), (128, 128)
+"""Of FP8 with an FP32 scale for each."""
+
+
+def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:
     """Describe OCP MXFP8: one power of two per 32; ``rounding`` is that of the scale.
 
     "up", the rule of Transformer Engine and cuDNN, saturates no element; "floor" is the rule of the
@@ -111,7 +116,7 @@ def fp8_block(
     amax_epsilon: float = 0.0,
 ) -> NumberFormat:
     """Describe FP8 with an FP32 scale per 1x128 or 128x128."""
-    if block not in ((1, 128), (128, 128)):
+    if block not in BLOCKS:
         raise ValueError(f"block must be (1, 128) or (128, 128), got {block}")
     name = f"fp8_{block[0]}x{block[1]}_{element.name}"
     return NumberFormat(name, element, block, _fp32_scale(power_of_two), amax_epsilon)

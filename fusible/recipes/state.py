@@ -8,15 +8,18 @@ bytes, which every file format knows.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.formats import HIGH_PRECISION, NumberFormat
+from fusible.recipes.formats import HIGH_PRECISION, NumberFormat, shapes_of
+from fusible.recipes.rows import BLOCKS, E4M3, E5M2, Rounding, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor import PIECES, QuantizedTensor
 
 _KEYS = {
     "rowwise_data": "values",
@@ -26,6 +29,14 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
+_SCALES = "scale_inv", "columnwise_scale_inv"
+_FORMATS = {
+    *[mxfp8(e, rounding) for e in (E4M3, E5M2) for rounding in get_args(Rounding)],
+    *[fp8_block(e, b, two) for e in (E4M3, E5M2) for b in BLOCKS for two in (True, False)],
+    *[fp8_tensor(e, two) for e in (E4M3, E5M2) for two in (True, False)],
+    nvfp4(),
+}
+"""Every format that there is, but for the smallest amax."""
 _DTYPES = {str(d): d for d in HIGH_PRECISION}
 
 
@@ -56,9 +67,46 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
     return state
 
 
+class PiecesError(ValueError):
+    """Pieces of a quantized tensor that do not make one."""
+
+    def __init__(self, missing: list[str], unexpected: list[str], wrong: list[str]) -> None:
+        self.missing, self.unexpected, self.wrong = missing, unexpected, wrong
+        sentences = [f"{piece} is missing" for piece in missing]
+        sentences += [f"{piece} must not be there" for piece in unexpected]
+        super().__init__("; ".join([*sentences, *wrong]))
+
+
 def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
-    """Undo ``tensor_state``; ValueError for a format this version does not know."""
-    facts = json.loads(bytes(state["format"].tolist()).decode())
+    """Undo ``tensor_state``.
+
+    Raises:
+        PiecesError: a ValueError, if the format is none that this version knows, or a piece is
+            missing, not of the format, or not of its sizes, dtype or device.
+    """
+    fmt, shape, dtype = _facts(state.get("format"))
+    stored = {name: state[key] for name, key in _KEYS.items() if key in state}
+    _check(stored, fmt, shape)
+    pieces = {name: local(piece) for name, piece in stored.items()}
+    for name in _SCALES:
+        if name in pieces and fmt.scale_dtype == torch.float8_e8m0fnu:
+            pieces[name] = pieces[name].view(fmt.scale_dtype)
+    data = next(iter(pieces))
+    if pieces[data] is stored[data]:
+        return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
+    shape = [*pieces[data].shape[:-1], shape[-1]]
+    return sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
+
+
+def _facts(spelled: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
+    """Read what ``tensor_state`` says of the format, the shape and the dtype."""
+    if spelled is None:
+        raise PiecesError(["format"], [], [])
+    try:
+        facts = json.loads(bytes(local(spelled).tolist()).decode())
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        got = described(spelled)
+        raise PiecesError([], [], [f"format must be bytes of JSON, got {got}"]) from error
     try:
         fmt = NumberFormat.from_spelled(
             str(facts["name"]),
@@ -68,21 +116,67 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
             float(facts["amax_epsilon"]),
         )
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"a saved format must be one of this version of fusible, got {facts}; "
-            "load the checkpoint with the version that wrote it"
-        ) from error
-    stored = {name: state[key] for name, key in _KEYS.items() if key in state}
-    pieces = {name: local(piece) for name, piece in stored.items()}
-    for name in ("scale_inv", "columnwise_scale_inv"):
-        if name in pieces and fmt.scale_dtype == torch.float8_e8m0fnu:
-            pieces[name] = pieces[name].view(fmt.scale_dtype)
-    data = next(iter(pieces))
-    if pieces[data] is stored[data]:
-        return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
-    shape = [*pieces[data].shape[:-1], shape[-1]]
-    return sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise _unknown(facts) from error
+    known = replace(fmt, amax_epsilon=0.0) in _FORMATS and 0 <= fmt.amax_epsilon < math.inf
+    if not known or len(shape) < 2 or min(shape) < 0:
+        raise _unknown(facts)
+    return fmt, shape, dtype
+
+
+def _unknown(facts: Any) -> PiecesError:
+    return PiecesError(
+        [],
+        [],
+        [
+            f"format must be one of this version of fusible, got {facts}; load the checkpoint "
+            "with the version that wrote it"
+        ],
+    )
+
+
+def _check(stored: dict[str, Any], fmt: NumberFormat, shape: list[int]) -> None:
+    """Raise PiecesError unless the pieces are those of a tensor of this format and shape."""
+    uses = {False: PIECES[:3], True: PIECES[3:]} if fmt.directional else {False: PIECES[:3]}
+    present = {use: names for use, names in uses.items() if any(n in stored for n in names)}
+    missing, wrong, wanted = [], [], set()
+    data = next((t for t in stored.values() if isinstance(t, Tensor)), None)
+    for columnwise, names in (present or {False: PIECES[:3]}).items():
+        dtypes = fmt.element.dtype, fmt.scale_dtype, torch.float32
+        shapes = shapes_of(shape, fmt, columnwise)
+        for name, dtype, size in zip(names, dtypes, shapes, strict=True):
+            if size is None:
+                continue
+            wanted.add(name)
+            saved = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
+            if name not in stored:
+                missing.append(_KEYS[name])
+            elif not _fits(stored[name], data, (saved, dtype), size):
+                wrong.append(
+                    f"{_KEYS[name]} must be {saved} of shape {size} on the device of the others, "
+                    f"for {fmt.name} of shape {tuple(shape)}, got {described(stored[name])}"
+                )
+    unexpected = [_KEYS[name] for name in stored if name not in wanted]
+    if missing or unexpected or wrong:
+        raise PiecesError(missing, unexpected, wrong)
+
+
+def _fits(piece: Any, other: Any, dtypes: Sequence[torch.dtype], size: tuple[int, ...]) -> bool:
+    """Whether a piece has its dtype and size, and lies where another one does."""
+    return (
+        isinstance(piece, Tensor)
+        and piece.dtype in dtypes
+        and piece.shape == size
+        and piece.device == other.device
+        and getattr(piece, "placements", None) == getattr(other, "placements", None)
+    )
+
+
+def described(piece: Any) -> str:
+    """What a message says of a piece that does not fit."""
+    if not isinstance(piece, Tensor):
+        return f"a {type(piece).__name__}"
+    return f"{piece.dtype} of shape {tuple(piece.shape)} on {piece.device}"
 
 
 def register_state_hooks(module: nn.Module) -> None:
@@ -108,23 +202,57 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
                     setattr(parameter, suffix, None)
 
 
-def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    load_pieces(module, state, prefix)
+def _load(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
         if is_sharded(parameter) and isinstance(given, Tensor) and not is_sharded(given):
             state[prefix + name] = shard(given, parameter)
 
 
-def load_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put together the quantized tensors of a state dict that belong to ``module`` itself."""
-    for key in [key for key in state if key.startswith(prefix) and key.endswith(".format")]:
-        name = key.removesuffix(".format")
-        if "." in name.removeprefix(prefix):
-            continue  # a submodule's
-        parts = {
-            suffix: state.pop(f"{name}.{suffix}")
-            for suffix in (*_KEYS.values(), "format")
-            if f"{name}.{suffix}" in state
-        }
-        state[name] = tensor_from_state(parts)
+def load_pieces(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Put together the quantized tensors of a state dict that belong to ``module`` itself.
+
+    The lists are those of ``nn.Module.load_state_dict``. A parameter whose pieces do not make a
+    tensor keeps its values.
+    """
+    for name in _names_of_pieces(module, state, prefix):
+        keys = {suffix: f"{name}.{suffix}" for suffix in (*_KEYS.values(), "format")}
+        parts = {suffix: state.pop(key) for suffix, key in keys.items() if key in state}
+        try:
+            made = tensor_from_state(parts)
+        except PiecesError as error:
+            missing.extend(keys[piece] for piece in error.missing)
+            unexpected.extend(keys[piece] for piece in error.unexpected)
+            errors.extend(f"{name}.{sentence}" for sentence in error.wrong)
+            if (own := module._parameters.get(name.removeprefix(prefix))) is not None:
+                state[name] = own
+        else:
+            state[name] = made
+
+
+def _names_of_pieces(module: nn.Module, state: dict[str, Any], prefix: str) -> list[str]:
+    """The keys, without their suffixes, of pieces that belong to ``module`` itself."""
+    suffixes = {*_KEYS.values(), "format"}
+    keys = [key.rpartition(".") for key in state if key.startswith(prefix)]
+    names = dict.fromkeys(name for name, _, suffix in keys if suffix in suffixes)
+    own = [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
+    return [
+        name for name, short in own if short and "." not in short and short not in module._modules
+    ]

@@ -289,6 +289,16 @@ def attributes_of(t: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(t).items() if name not in own}
 
 
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether tensors have one shape, and are quantized alike or not at all."""
+
+    def kind(t: Any) -> tuple[Any, ...]:
+        part = sharding.local(t)
+        return t.shape, (part.format, *part.pieces()) if isinstance(part, QuantizedTensor) else ()
+
+    return len({kind(t) for t in tensors}) == 1
+
+
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one with a leading dimension; quantized if all of them are.
 
@@ -296,11 +306,10 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
     """
     if sharding.is_sharded(tensors[0]):
         return stack([sharding.whole(t) for t in tensors])
-    quantized = [t for t in tensors if isinstance(t, QuantizedTensor)]
+    first, quantized = tensors[0], [t for t in tensors if isinstance(t, QuantizedTensor)]
     if not quantized:
         return torch.stack(tuple(tensors))
-    first, kinds = quantized[0], {(t.format, *t.pieces()) for t in quantized}
-    if len(quantized) < len(tensors) or len(kinds) > 1:
+    if not isinstance(first, QuantizedTensor) or not are_alike(tensors):
         raise ValueError(
             f"tensors to stack must be all quantized alike or not at all, got {list(tensors)}; "
             "call .dequantize()"

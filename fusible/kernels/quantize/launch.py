@@ -13,7 +13,7 @@ from torch import Tensor
 from fusible.kernels.machine import architecture, capability, has_cutlass
 from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
-from fusible.recipes.formats import Encoded
+from fusible.recipes.formats import Encoded, check_sizes
 from fusible.recipes.grouped import group_offsets
 from fusible.recipes.library import (
     Implementation,
@@ -148,12 +148,14 @@ def _dequantize(
     columnwise: bool,
     dtype: torch.dtype,
 ) -> Tensor:
+    check_sizes(encoded, fmt, columnwise, None if ends is None else ends.shape[0])
     data, scale, tensor_scale = encoded
     *lead, rows, stored = data.shape
     columns = stored * fmt.element.per_byte
     if columns % 8 or not takes(data, dtype, ends):
         return dequantize_by_formulas(encoded, ends, fmt, columnwise, dtype)
     data, scale = aligned(data), aligned(scale)
+    tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
     spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
