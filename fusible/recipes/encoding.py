@@ -68,8 +68,9 @@ def _e4m3(amax: Tensor, fmt: NumberFormat, outer: Tensor | None) -> tuple[Tensor
     wanted = divide(divide(amax, fmt.element.max), outer)
     scale = _encode_fp8(wanted, E4M3)
     decoded = scale.float()
-    multiplier = torch.where(decoded == 0, 0.0, divide(1.0, decoded * outer))
-    return scale, multiplier
+    # At most FLT_MAX, as an FP32 scale: infinity times the zeros of a tiny tensor is no number.
+    inverse = divide(1.0, decoded * outer).clamp(max=FLT_MAX)
+    return scale, torch.where(decoded == 0, 0.0, inverse)
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAN, INF = math.nan, math.inf
+FLT_MAX = 2.0**128 - 2.0**104
 
 # name: exponent bits, mantissa bits, bias, largest finite magnitude, code of NaN
 ELEMENTS = {
@@ -150,7 +151,7 @@ def fp32_scale(element, a, power_of_two):
     else:
         multiplier = fp32(largest / Fraction(a))
         if math.isinf(multiplier):
-            multiplier = float(Fraction(2) ** 128 - Fraction(2) ** 104)
+            multiplier = FLT_MAX
     if power_of_two:
         multiplier = float(Fraction(2) ** floor_log2(Fraction(multiplier)))
     return struct.pack("<f", fp32(1 / Fraction(multiplier))), multiplier
@@ -165,7 +166,8 @@ def nvfp4_scale(a, outer):
     value = decode_magnitude("e4m3", code)
     if value == 0:
         return bytes([code]), 0.0
-    return bytes([code]), fp32(1 / Fraction(fp32(value * Fraction(outer))))
+    inverse = fp32(1 / Fraction(fp32(value * Fraction(outer))))
+    return bytes([code]), min(inverse, FLT_MAX)
 
 
 def nvfp4_outer(a):

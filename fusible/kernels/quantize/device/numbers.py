@@ -19,6 +19,7 @@ from fusible.kernels.bits import (
 from fusible.recipes.rows import E4M3
 
 _FLT_MAX = 0x7F7FFFFF
+_NAN_E4M3 = 0x7F
 _SMALLEST_NORMAL = 0x00800000
 
 
@@ -62,7 +63,8 @@ def _e4m3(amax, outer, fmt):
     wanted = divide(divide(to_float(amax), fmt.element.max), outer)
     byte = pack_fp8([wanted, Float32(0), Float32(0), Float32(0)], E4M3)
     (decoded,) = unpack_fp8(byte, 1, E4M3)
-    inverse = to_bits(divide(1.0, decoded * outer))
+    inverse = cutlass.min(to_bits(divide(1.0, decoded * outer)), Uint32(_FLT_MAX))
+    inverse = select(byte == _NAN_E4M3, NAN, inverse)
     return byte, to_float(select(byte == 0, 0, inverse))
 
 
