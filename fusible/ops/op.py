@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,6 +20,7 @@ from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
+from fusible.ops import draws
 from fusible.ops.state import (
     State,
     attributes_kept,
@@ -312,6 +313,8 @@ class BasicOperation(FusibleOperation):
         # What a run that has captured the op reads.
         self._names: tuple[str, ...] | None = None
         self._by_name = False
+        # Whether the formula draws random numbers, if known for the attributes there are now.
+        self._draws: bool | None = None
         self.extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
         self.extra_output_channels: list[tuple[str | None, bool]] = [
             (None, True)
@@ -394,7 +397,7 @@ class BasicOperation(FusibleOperation):
         """What ``getattr`` gives for a parameter that is computed, or None if there is none."""
         if self.parameter_names is None and not self._has(name):
             return None
-        value = attrgetter(name)(self._held_by())
+        value = operator.attrgetter(name)(self._held_by())
         if value is None:
             raise AttributeError(f"{name} of {type(self).__name__} must be a tensor, got None")
         return value
@@ -432,6 +435,7 @@ class BasicOperation(FusibleOperation):
                 "on it; make a new op"
             )
         super().__setattr__(name, value)
+        self.__dict__["_draws"] = None
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Raise ValueError if an extra input cannot be what an earlier op gives for it."""
@@ -535,27 +539,83 @@ class BasicOperation(FusibleOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> Tensor:
-        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``."""
+        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``.
+
+        Also the buffers, and the states of the generators if the formula draws random numbers.
+        """
         params = ctx.parameters
-        ctx.save_for_backward(input_, *params)
         ctx.dtype = input_.dtype
         ctx.names = self.own_parameter_names()
         if len(ctx.names) != len(params):
             ctx.names = tuple([name for name in ctx.names if self._has(name)])
-        return self._computed(ctx.names, input_, *params)
+        output, states = self._drawn_once(ctx, input_, *params)
+        ctx.num_states = len(states)
+        buffers = self.buffers() if self._buffers or self._modules else ()
+        ctx.save_for_backward(input_, *params, *buffers, *states)
+        return output
+
+    def _drawn_once(
+        self, ctx: OperationContext, *tensors: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What ``formula`` gives, and with what states the backward repeats what it draws."""
+        computed, who = partial(self._computed, ctx.names), type(self).__name__
+        if not ctx.requires_grad:
+            return computed(*tensors), ()
+        if torch.compiler.is_compiling():
+            index, (x, *params) = operator.index, tensors
+            shape = [4] * (x.dim() - 1) + [index(x.shape[-1])] if x.dim() else []
+            shapes = [tuple(shape), *[tuple(p.shape) for p in params]]
+            self._refuse_draws_when_traced(
+                ctx.names,
+                tuple([(s, t.dtype, t.device) for s, t in zip(shapes, tensors, strict=True)]),
+            )
+            return computed(*tensors), ()
+        if self._draws is False:
+            return computed(*tensors), ()
+        states = draws.states(tensors[0].device, who)
+        if self._draws is None:
+            versions = [b._version for b in self.buffers()]
+            with draws.Draws(who) as found:
+                output = computed(*tensors)
+            if versions != [b._version for b in self.buffers()]:
+                raise TypeError(
+                    f"formula of {who} must change no buffer, since its backward runs it once "
+                    "more, got one that does; define op_forward and op_backward"
+                )
+            self.__dict__["_draws"] = found.found
+        else:
+            output = computed(*tensors)
+        return output, states if self._draws else ()
+
+    @constant_when_traced
+    def _refuse_draws_when_traced(
+        self, names: tuple[str, ...], tensors: tuple[draws.Described, ...]
+    ) -> None:
+        """Refuse a formula that draws random numbers, of which a compiled backward draws others."""
+        who = type(self).__name__
+        if self._draws is None:
+            self.__dict__["_draws"] = draws.found_in(partial(self._computed, names), tensors, who)
+        if self._draws:
+            raise RuntimeError(
+                f"formula of {who} must draw no random numbers under torch.compile, whose backward "
+                "would draw others, got one that does; define op_forward and op_backward, and save "
+                "what was drawn, or call the module uncompiled"
+            )
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
-        saved = ctx.saved_tensors
-        if len(saved) != 1 + len(ctx.needs.params):
+        saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
+        if len(saved) < count:
             raise RuntimeError(
                 f"the forward of {type(self).__name__} must have saved {self.saves}, got "
                 f"{len(saved)} tensors; a forward fusion saves what each of its ops would"
             )
-        with ctx.autocast(grad_output.device.type):
-            output, derivative = torch.func.vjp(partial(self._computed, ctx.names), *saved)  # type: ignore[misc]
+        computed, states = partial(self._computed, ctx.names), saved[len(saved) - ctx.num_states :]
+        device = grad_output.device
+        with ctx.autocast(device.type), draws.restored(states, device):
+            output, derivative = torch.func.vjp(computed, *saved[:count])  # type: ignore[misc]
             grad_input, *grad_params = derivative(grad_output.to(output.dtype))
         return grad_input, grad_params
 
