@@ -43,7 +43,7 @@ class BackwardActivationBias(FusedOperation):
 
 @rule(
     at_least(this.sm, MIN_SM),
-    one_of(this.dtype, "bfloat16", "float16"),
+    one_of(this.activation.dtype, "bfloat16", "float16"),
     multiple_of(this.bias.size, VECTOR),
     equal(this.bias.params_require_grad, True),
     phase="backward",

@@ -49,7 +49,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 @rule(
     at_least(this.sm, MIN_SM),
-    one_of(this.dtype, "bfloat16", "float16"),
+    one_of(this.norm.dtype, "bfloat16", "float16"),
     multiple_of(this.norm.features, VECTOR),
     at_most(this.norm.features, MAX_FEATURES),
     equal(this.fork.in_place, False),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fused.grouped_mlp import ScaledGLU
-from fusible.fused.grouped_sm90 import MACHINE, MLP_FITS, GroupedMLPSm90, data_grad, param_grads
+from fusible.fused.grouped_sm90 import MLP_FITS, GroupedMLPSm90, data_grad, fits, param_grads
 from fusible.fused.sm90_operands import as_vector, prepare
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
@@ -140,7 +140,7 @@ class MoEExpertsSm90(FusedOperation):
     equal(this.dispatch.scale_input, False),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
-    *MACHINE,
+    *fits(this.fc1, this.fc2),
     *MLP_FITS,
 )
 def moe_experts_sm90(

@@ -10,6 +10,7 @@ ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 
 GROUPED_MLP = (
     equal(this.fc1.num_groups, this.fc2.num_groups),
+    equal(this.fc1.dtype, this.fc2.dtype),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),

@@ -42,7 +42,6 @@ _MACHINE = (
     one_of(this.sm, *limits.ARCHITECTURES),
     CUDNN,
     CUTLASS,
-    equal(this.dtype, limits.DTYPE),
     one_of(this.format.input, *limits.FORMATS),
     equal(this.format.weight, this.format.input),
     equal(this.format.grad, this.format.input),
@@ -56,6 +55,7 @@ _CONVERT = (
 def _linears(*linears: Any) -> tuple[Any, ...]:
     sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
     return (
+        equal(linears[0].dtype, limits.DTYPE),
         *[multiple_of(size, limits.MULTIPLE_OF) for size in sizes],
         at_most(linears[0].num_groups, limits.MAX_GROUPS),
     )

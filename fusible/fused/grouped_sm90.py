@@ -20,7 +20,7 @@ from fusible.fused.sm90_operands import (
     glu_of,
     prepare,
 )
-from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.conditions import Condition, equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.rules import rule
@@ -34,13 +34,16 @@ from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.rows import as_2d, as_rows, with_rows_of
 from fusible.ops.wgrad import add_or_copy, laid_out
 
-# What the kernels need of the machine and of a GroupedLinear: their own limits, as conditions.
-MACHINE = (
-    equal(this.sm, limits.ARCHITECTURE),
-    CUTLASS,
-    equal(this.recipe, "none"),
-    one_of(this.dtype, *limits.DTYPES),
-)
+
+def fits(*linears: Any) -> tuple[Condition, ...]:
+    """What the kernels need of the machine and of linears: their own limits, as conditions."""
+    return (
+        equal(this.sm, limits.ARCHITECTURE),
+        CUTLASS,
+        equal(this.recipe, "none"),
+        one_of(linears[0].dtype, *limits.DTYPES),
+        *features_fit(*linears),
+    )
 
 
 class GroupedLinearForwardSm90(FusedOperation):
@@ -293,22 +296,20 @@ class GroupedMLPSm90(FusedOperation):
 
 
 MLP_FITS = (
-    *features_fit(this.fc1, this.fc2),
     *GROUPED_MLP,
     one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
 
 
-@rule(*MACHINE, *MLP_FITS)
+@rule(*fits(this.fc1, this.fc2), *MLP_FITS)
 def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
     """Two launches forward, four backward: activations and their gradients never travel alone."""
     return GroupedMLPSm90(fc1, act, fc2)
 
 
 @rule(
-    *MACHINE,
-    *features_fit(this.linear),
+    *fits(this.linear),
     equal(this.linear.scale_bias, False),
     one_of(this.act.glu_interleave_size, *INTERLEAVES),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
@@ -319,13 +320,13 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
     return GroupedLinearGLUSm90(linear, act)
 
 
-@rule(*MACHINE, *features_fit(this.linear), phase="forward")
+@rule(*fits(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*MACHINE, *features_fit(this.linear), phase="backward")
+@rule(*fits(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
     return GroupedLinearBackwardSm90(linear)

@@ -107,7 +107,7 @@ class BackwardLinearAdd(FusedOperation):
 
 @rule(
     equal(this.recipe, "none"),
-    equal(this.linear.param_dtype, this.dtype),
+    equal(this.linear.param_dtype, this.linear.dtype),
     phase="forward",
 )
 def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput) -> LinearAdd:
@@ -117,7 +117,7 @@ def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraIn
 
 @rule(
     equal(this.recipe, "none"),
-    equal(this.linear.param_dtype, this.dtype),
+    equal(this.linear.param_dtype, this.linear.dtype),
     equal(this.fork.in_place, True),
     phase="backward",
 )

@@ -27,7 +27,7 @@ from fusible.fused.sm90_operands import (
     glu_of,
     prepare,
 )
-from fusible.fuser.conditions import equal, one_of, this
+from fusible.fuser.conditions import Condition, equal, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.provider import provider
@@ -37,12 +37,16 @@ from fusible.ops.grouped_linear import GradOperands
 from fusible.ops.op import Grads
 from fusible.ops.rows import as_2d, with_rows_of
 
-_RECIPE = (
-    equal(this.sm, limits.ARCHITECTURE),
-    CUTLASS,
-    one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
-    equal(this.dtype, "bfloat16"),
-)
+
+def _fits(*linears: Any) -> tuple[Condition, ...]:
+    """What the kernels need of the machine, the recipe and linears."""
+    return (
+        equal(this.sm, limits.ARCHITECTURE),
+        CUTLASS,
+        one_of(this.recipe, "mxfp8", "fp8_block", "fp8_current", "nvfp4"),
+        equal(linears[0].dtype, "bfloat16"),
+        *features_fit(*linears),
+    )
 
 
 class RecipeLinearBackwardSm90(FusedOperation):
@@ -149,19 +153,19 @@ def _param_grads(
     return linear.grads(ctx, dweights, dy, ends, row_scale, grad_output.shape[:-1])
 
 
-@rule(*_RECIPE, *MLP_FITS)
+@rule(*_fits(this.fc1, this.fc2), *MLP_FITS)
 def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> RecipeMLPSm90:
     """The kernels of BF16 on decoded operands; activations are not read again to be made."""
     return RecipeMLPSm90(fc1, act, fc2)
 
 
-@rule(*_RECIPE, *features_fit(this.linear), phase="forward")
+@rule(*_fits(this.linear), phase="forward")
 def recipe_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, of decoded operands."""
     return GroupedLinearForwardSm90(linear)
 
 
-@rule(*_RECIPE, *features_fit(this.linear), phase="backward")
+@rule(*_fits(this.linear), phase="backward")
 def recipe_linear_backward_sm90(linear: GroupedLinear) -> RecipeLinearBackwardSm90:
     """Two launches: data gradient and weight gradient of decoded operands."""
     return RecipeLinearBackwardSm90(linear)

@@ -235,7 +235,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         if phase != "joint" and f.start <= at < f.stop
     ]
     quantizes = plan.recipe is not None and plan.recipe.quantizes
-    dtype = "bfloat16" if quantizes else plan.facts.dtype  # of the products, on CUDA
+    dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
     notes = [] if fused else [f"  {note}" for note in op.notes(dtype, plan.target)]
     if plan.recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))

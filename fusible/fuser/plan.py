@@ -16,12 +16,18 @@ class NotFused(RuntimeError):
     """A fusion that ``Sequential(..., require=[...])`` asks for did not fire; says why."""
 
 
-class TensorFacts(NamedTuple):
-    """What conditions may know of an input.
+def dtype_name(dtype: Any) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``, ``"unknown"`` for None."""
+    return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
 
-    ``dtype`` is a short name; ``features`` the size of the last dimension of a tensor of two or
-    more dimensions, and of no fewer than the input (row counts are no facts); equal ``source``
-    means the very same tensor.
+
+class TensorFacts(NamedTuple):
+    """What conditions may know of a tensor that an op gets.
+
+    ``dtype`` is a short name, ``"unknown"`` behind an op of a user's that does not declare it;
+    ``features`` the size of the last dimension of a caller's tensor of two or more dimensions, and
+    of no fewer than the input (row counts are no facts); equal ``source`` means the very same
+    tensor.
     """
 
     dtype: str
@@ -42,38 +48,41 @@ class GradNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class OpFacts:
-    """One basic op as conditions see it: its declared facts, parameters and extra inputs."""
+    """One basic op as conditions see it: its declared facts, parameters and tensors.
+
+    ``dtype`` is that of its output, in which it computes.
+    """
 
     facts: dict[str, Any]
     param_dtype: str | None
     extra_inputs: dict[str, TensorFacts]
+    input: TensorFacts
+    dtype: str
 
     @staticmethod
     def of_type(kind: Any, blank: TensorFacts) -> SimpleNamespace:
         """The namespace that ``this.<op>`` reads of an op of a type, all of it blank."""
         extra = [kind.extra_input_name(kind, slot) for slot in range(kind.num_extra_inputs)]
         names = {*extra, *kind.extra_input_names}
-        facts = OpFacts(dict.fromkeys(kind.fact_names), None, dict.fromkeys(names, blank))
-        return facts.site(GradNeeds(False, False, (), ()))
+        facts = dict.fromkeys(kind.fact_names)
+        op = OpFacts(facts, None, dict.fromkeys(names, blank), blank, "")
+        return op.site(GradNeeds(False, False, (), ()))
 
     def site(self, needs: GradNeeds) -> SimpleNamespace:
         """The namespace that ``this.<op>`` reads."""
         return SimpleNamespace(
             **self.facts,
             **self.extra_inputs,
+            input=self.input,
+            dtype=self.dtype,
             param_dtype=self.param_dtype,
             requires_grad=needs.requires_grad,
             params_require_grad=any(needs.params),
         )
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Everything that conditions may read of one call, beside recipe, target and gradients."""
-
-    dtype: str
-    input: TensorFacts
-    ops: tuple[OpFacts, ...]
+Facts = tuple[OpFacts, ...]
+"""Everything that conditions may read of one call, beside recipe, target and gradients."""
 
 
 class Step(NamedTuple):
@@ -183,7 +192,9 @@ class Plan:
         """What it was made for, in words."""
         recipe = "none" if self.recipe is None else self.recipe.name
         mode = "training" if any(n.requires_grad for n in self.grad) else "inference"
-        return f"{self.target}, recipe {recipe}, {self.facts.dtype}, {mode}"
+        autocast = self.autocast_dtype
+        dtype = self.facts[0].input.dtype if autocast is None else dtype_name(autocast)
+        return f"{self.target}, recipe {recipe}, {dtype}, {mode}"
 
     def summary(self) -> str:
         """Its ops, what it was made for, and what is fused, as one line."""
@@ -316,13 +327,13 @@ def _site_reader(
             cudnn_frontend=target.cudnn_frontend,
             cutlass_dsl=target.cutlass_dsl,
             device=target.device,
-            dtype=facts.dtype,
-            input=facts.input,
+            dtype=facts[at].dtype,
+            input=facts[at].input,
             requires_grad=any(needs.requires_grad for needs in grad),
         )
         for name, op in bound.items():
             if op is not None:
-                setattr(site, name, facts.ops[at].site(grad[at]))
+                setattr(site, name, facts[at].site(grad[at]))
                 at += 1
         return site
 
@@ -338,7 +349,7 @@ def check_facts(rule: Rule) -> None:
     blank = TensorFacts("", "", None, False, 0)
     paths = [path for need in rule.needs for path in (need.subject, need.other) if path is not None]
     for kinds in product(*[slot.types for slot in rule.pattern]):
-        site = _site_reader(Facts("", blank, ()), None, Target("cpu"), ())({}, 0)
+        site = _site_reader((OpFacts({}, None, {}, blank, ""),), None, Target("cpu"), ())({}, 0)
         for slot, kind in zip(rule.pattern, kinds, strict=True):
             if hasattr(site, slot.name):
                 raise ValueError(

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from fusible.fuser import target as targets
 from fusible.fuser.expected import Expected, expected_of
+from fusible.fuser.flow import Dtypes, facts_of_ops
 from fusible.fuser.node import (
     INTERNAL,
     Direct,
@@ -30,13 +31,12 @@ from fusible.fuser.node import (
 )
 from fusible.fuser.ownership import check_buffers
 from fusible.fuser.plan import (
-    Facts,
     GradNeeds,
-    OpFacts,
     Plan,
     Step,
     TensorFacts,
     UserFusions,
+    dtype_name,
     plan,
 )
 from fusible.fuser.registry import is_ours, registry
@@ -90,11 +90,6 @@ class _TensorKey(NamedTuple):
         return TensorFacts(
             dtype_name(self.dtype), device, self.features, self.requires_grad, source
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 _runs: Alike[Run] = Alike()
@@ -397,11 +392,13 @@ class Run:
         user_key = (call.recipe, grad, call.registry_version)
         if user_key not in self._user:
             self._user[user_key] = registry.apply(self.ops, call.recipe)
-        dtype = dtype_name(call.autocast_dtype or inputs[0].dtype)
         known = [t.facts(source, target) for t, source in zip(inputs, call.sources, strict=True)]
+        own = [[dtype for dtype, _ in of_op] for of_op in params]
+        first, *extra = [t.dtype for t in inputs]
+        dtypes = Dtypes(first, tuple(extra), (), call.autocast_dtype)
         return plan(
             self.ops,
-            Facts(dtype, known[0], self._op_facts(known[1:], params, target)),
+            facts_of_ops(self.ops, self._facts, self.wiring, known, dtypes, own, grad),
             recipe=call.recipe,
             autocast_dtype=call.autocast_dtype,
             target=target,
@@ -428,22 +425,6 @@ class Run:
             needs.append(GradNeeds(requires_grad, upstream, own, extra))
             upstream = requires_grad
         return tuple(needs)
-
-    def _op_facts(
-        self, extra_inputs: Sequence[TensorFacts], params: Sequence[Sequence[Any]], target: Target
-    ) -> tuple[OpFacts, ...]:
-        made = []
-        for op, facts, sources, of_op in zip(
-            self.ops, self._facts, self.wiring.sources, params, strict=True
-        ):
-            extra = {
-                op.extra_input_name(slot): extra_inputs[k]
-                if producer == CALLER
-                else TensorFacts("", target.device, None, True, f"op {producer} slot {k}")
-                for slot, (producer, k) in enumerate(sources)
-            }
-            made.append(OpFacts(facts, dtype_name(of_op[0][0]) if of_op else None, extra))
-        return tuple(made)
 
 
 def _say(plan: Plan) -> None:

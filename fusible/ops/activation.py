@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.formulas import Unary
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes
 from fusible.ops.checks import check_interleaved, check_sizes
-from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation, Grads
 from fusible.recipes.formats import E4M3, Encoded, dequantize, fp8_tensor
 from fusible.recipes.library import encode
@@ -43,6 +45,10 @@ class _Activation(BasicOperation):
         self.cache_quantized_input = cache_quantized_input
         if cache_quantized_input:
             self.saves = "x in FP8 and its scale"
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
 
     def op_forward(
         self,

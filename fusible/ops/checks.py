@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import autocast_to
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
@@ -34,7 +35,7 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
     if x.dtype != dtype:
         check_dtype(weight, "weight", who)
     if autocast_dtype is not None and dtype != torch.float64:
-        return autocast_dtype
+        return autocast_to(dtype, autocast_dtype)
     if x.dtype != dtype:
         raise ValueError(
             f"input of {who} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "

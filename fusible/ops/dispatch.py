@@ -13,6 +13,7 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import permute
 from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.op import BasicOperation, Grads
@@ -99,6 +100,12 @@ class Dispatch(BasicOperation):
         factor = factor / self.num_experts  # torch 2.11 does not trace /=
         return -(-choices * factor.numerator // factor.denominator)
 
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's or the input's; sizes, the probabilities' and the row map's."""
+        x = None if given.input is None else autocast_to(given.input, given.autocast)
+        middle = () if self.scale_input else given.extra_inputs[:1]
+        return (x, torch.int64, *middle, torch.int32)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -154,8 +161,7 @@ class Dispatch(BasicOperation):
                 f"input, probs and expert_ids of Dispatch must be on one device, got {x.device}, "
                 f"{probs.device} and {ids.device}"
             )
-        if ctx.autocast_dtype is not None and x.dtype != torch.float64:
-            x = cast(x, ctx.autocast_dtype)
+        x = cast(x, autocast_to(x.dtype, ctx.autocast_dtype))
         k = ids.shape[-1]
         return x.reshape(-1, x.shape[-1]), probs.reshape(-1, k), ids.reshape(-1, k)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.fuser.flow import Dtypes
+from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -34,6 +35,10 @@ class Dropout(BasicOperation):
         if not 0 <= p <= 1:
             raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")
         self.p = p
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
 
     def op_forward(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -137,6 +138,13 @@ class AddExtraInput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """What holds both, or the extra input's, which it is written into."""
+        (addend,) = given.extra_inputs
+        if self.in_place or given.input is None or addend is None:
+            return (addend if self.in_place else None,)
+        return (torch.promote_types(given.input, addend),)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -211,6 +219,10 @@ class MakeExtraOutput(BasicOperation):
         super().__init__()
         self.in_place = in_place
 
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """The input's, twice."""
+        return (given.input, given.input)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -265,6 +277,10 @@ class Swap(BasicOperation):
     extra_input_names = ("incoming",)
     keywords = ()
     saves = "nothing"
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Those of the inputs, the other way round."""
+        return (*given.extra_inputs, given.input)
 
     def fuser_forward(
         self,

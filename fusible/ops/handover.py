@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.ops.checks import check_dtype
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
@@ -25,10 +26,13 @@ def accept(ctx: OperationContext, x: Tensor, who: str) -> Tensor:
     """
     check_dtype(x, "input", who)
     x = values(x)
-    if ctx.autocast_dtype is not None and x.dtype != torch.float64:
-        x = cast(x, ctx.autocast_dtype)
-    ctx.dtype = x.dtype
-    return x
+    ctx.dtype = autocast_to(x.dtype, ctx.autocast_dtype)
+    return cast(x, ctx.dtype)
+
+
+def accepted(given: Dtypes) -> tuple[torch.dtype | None]:
+    """The dtype of what `accept` gives, in which an op's output is too."""
+    return (None if given.input is None else autocast_to(given.input, given.autocast),)
 
 
 def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:

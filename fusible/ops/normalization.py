@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
 from fusible.ops.checks import check_device, check_sizes
-from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -61,6 +62,10 @@ class _Norm(BasicOperation):
         nn.init.constant_(self.weight, 0 if self.zero_centered_gamma else 1)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
 
     def rows(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input as ``[rows, features]``, refused unless it ends in ``normalized_shape``."""
@@ -197,6 +202,10 @@ class L2Normalization(BasicOperation):
         super().__init__()
         _check_eps(eps, "L2Normalization")
         self.eps = eps
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
 
     def op_forward(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes
 from fusible.fuser.node import Direct, kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
@@ -447,6 +448,14 @@ class BasicOperation(FusibleOperation):
         """What conditions call an extra input."""
         names = self.extra_input_names
         return names[slot] if slot < len(names) else f"extra_input{slot}"
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """The dtypes of the output and of the extra outputs, None for what is not known.
+
+        Asked when a plan is made: by default the output has the input's. Where a user's op defines
+        its math and not this, none is taken for known, and rules that read them do not fire.
+        """
+        return (given.input, *(None,) * self.num_extra_outputs)
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Sentences that ``explain`` prints when this op runs unfused on a target."""

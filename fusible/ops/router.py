@@ -13,6 +13,7 @@ from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import routing
 from fusible.ops.checks import check_device, check_dtype, check_features, check_sizes
 from fusible.ops.op import BasicOperation, Grads
@@ -202,6 +203,15 @@ class TopKRouter(BasicOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """The input's; what is chosen by FP32 (FP64) logits, and the losses of them."""
+        if given.input is None:
+            return (None,) * (1 + self.num_extra_outputs)
+        product = _product_dtype(given.input, given.params[0], given.autocast)
+        wide = formulas.math_dtype(product)
+        losses = (wide,) * (self.num_extra_outputs - 2)
+        return (given.input, wide, torch.int64, *losses)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -237,9 +247,7 @@ class TopKRouter(BasicOperation):
         check_features(x, self.hidden_size, "TopKRouter")
         check_device(x, weight, "TopKRouter")
         check_dtype(x, "input", "TopKRouter")
-        ctx.dtype = torch.promote_types(x.dtype, weight.dtype)
-        if ctx.autocast_dtype is not None and ctx.dtype != torch.float64:
-            ctx.dtype = ctx.autocast_dtype
+        ctx.dtype = _product_dtype(x.dtype, weight.dtype, ctx.autocast_dtype)
         return cast(x.reshape(-1, self.hidden_size), ctx.dtype), cast(weight, ctx.dtype)
 
     def _losses(self) -> list[Any]:
@@ -306,3 +314,9 @@ class TopKRouter(BasicOperation):
             f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"score_function={self.score_function!r}, normalize={self.normalize}{groups}"
         )
+
+
+def _product_dtype(
+    x: torch.dtype, weight: torch.dtype, autocast: torch.dtype | None
+) -> torch.dtype:
+    return autocast_to(torch.promote_types(x, weight), autocast)

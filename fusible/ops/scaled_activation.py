@@ -11,9 +11,10 @@ from torch import Tensor
 from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes
 from fusible.ops.activation import Clamped, GLUMath, SoftCapped, checked_interleave, options_of
 from fusible.ops.checks import check_interleaved, check_row_scales
-from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation, Grads
 
 
@@ -36,6 +37,10 @@ class _Scaled(BasicOperation):
     def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input and of the scales."""
         raise TypeError(f"{type(self).__name__} must define scaled_grads")
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
 
     def fuser_forward(
         self,

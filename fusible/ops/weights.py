@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
@@ -76,6 +77,10 @@ class WeightedOperation(BasicOperation):
         self._delayed: deque[Delayed] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         register_state_hooks(self)
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """The product's: autocast's, or the weight's."""
+        return (autocast_to(given.params[0], given.autocast),)
 
     def weights(self) -> list[Tensor]:
         """The weights as they are now; in a forward, ``ctx.parameters`` has them."""

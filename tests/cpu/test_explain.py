@@ -35,7 +35,9 @@ def test_reasons_are_printed():
     with torch.autocast("cpu", torch.bfloat16):
         text = str(fz.explain(seq, torch.randn(3, 8), torch.randn(3, 8)))
     assert "linear_add (forward) for ops[0:2]\n" in text
-    assert "linear.param_dtype must be equal to dtype (which is bfloat16), got float32" in text
+    assert (
+        "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32" in text
+    )
     assert "no fusion rule covers SiLU (ops[2:3])" in text
 
 
@@ -353,7 +355,7 @@ def test_a_notebook_shows_what_print_does():
     )
     refusals = fz.explain(fz.GroupedLinear(2, 8, 8), x, [1, 2], target="sm90").refusals
     assert (
-        "grouped_linear_forward_sm90 not used for ops[0:1]: dtype must be one of bfloat16, "
+        "grouped_linear_forward_sm90 not used for ops[0:1]: linear.dtype must be one of bfloat16, "
         "float16, got float32"
     ) in [repr(refusal) for refusal in refusals]
 

@@ -82,7 +82,7 @@ def test_refusals_of_later_runs_count_on():
     (refusal,) = seq.plan.refusals
     assert (refusal.rule.name, refusal.start) == ("linear_add", 1)
     assert refusal.reasons == (
-        "linear.param_dtype must be equal to dtype (which is bfloat16), got float32",
+        "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32",
     )
     assert str(refusal) == f"linear_add not used for ops[1:3]: {refusal.reasons[0]}"
 
@@ -94,7 +94,7 @@ def test_all_reasons_of_a_refusal():
     (refusal,) = seq.plan.refusals
     assert refusal.reasons == (
         "recipe must be none, got rows",
-        "linear.param_dtype must be equal to dtype (which is bfloat16), got float32",
+        "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32",
     )
 
 
@@ -248,9 +248,9 @@ def test_which_extra_inputs_are_the_same_tensor_is_a_fact():
     same = mlp.plan.facts
     mlp(x, splits, scales, splits.clone())
     other = mlp.plan.facts
-    first, _, last = (next(iter(op.extra_inputs.values())).source for op in same.ops)
+    first, _, last = (next(iter(op.extra_inputs.values())).source for op in same)
     assert first == last
-    first, _, last = (next(iter(op.extra_inputs.values())).source for op in other.ops)
+    first, _, last = (next(iter(op.extra_inputs.values())).source for op in other)
     assert first != last
 
 
@@ -303,7 +303,7 @@ def test_required_and_refused_says_why():
     assert str(error.value) == (
         "linear_add is required but did not fire for cpu:\n"
         "linear_add not used for ops[0:2]: "
-        "linear.param_dtype must be equal to dtype (which is bfloat16), got float32"
+        "linear.param_dtype must be equal to linear.dtype (which is bfloat16), got float32"
     )
     with (
         fz.autocast(recipe=ref.Rows()),

@@ -1,0 +1,85 @@
+"""What conditions read of the tensors of a run, of those too that are made inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusible.fuser.plan import GradNeeds, OpFacts, TensorFacts, dtype_name
+from fusible.fuser.registry import is_ours
+from fusible.fuser.wiring import CALLER, Wiring
+
+
+class Dtypes(NamedTuple):
+    """Of what an op is given; None for a tensor of which it is not known."""
+
+    input: torch.dtype | None
+    extra_inputs: tuple[torch.dtype | None, ...]
+    params: tuple[torch.dtype, ...]
+    autocast: torch.dtype | None
+    """That of ``torch.autocast``, None outside it."""
+
+
+def autocast_to(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    """What ops make of a tensor of ``dtype`` under ``torch.autocast``, which leaves FP64."""
+    return dtype if autocast is None or dtype == torch.float64 else autocast
+
+
+def facts_of_ops(
+    ops: Sequence[Any],
+    declared: Sequence[dict[str, Any]],
+    wiring: Wiring,
+    inputs: Sequence[TensorFacts],
+    dtypes: Dtypes,
+    params: Sequence[Sequence[torch.dtype]],
+    grad: Sequence[GradNeeds],
+) -> tuple[OpFacts, ...]:
+    """What conditions may read of each op: what it declares, and what tensors it gets.
+
+    ``inputs`` and ``dtypes`` are those of the run, from its callers.
+    """
+    made: list[OpFacts] = []
+    flowing = list(_flow(ops, wiring, dtypes, params))
+    device = inputs[0].device
+    for i, (op, facts, of_op) in enumerate(zip(ops, declared, flowing, strict=True)):
+        given, gives = of_op
+        extra = {}
+        for slot, (producer, k) in enumerate(wiring.sources[i]):
+            dtype, source = dtype_name(given.extra_inputs[slot]), f"op {producer} slot {k}"
+            inside = TensorFacts(dtype, device, None, grad[i].extra_inputs[slot], source)
+            extra[op.extra_input_name(slot)] = inputs[1 + k] if producer == CALLER else inside
+        source = f"op {i - 1}"
+        own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, source)
+        param_dtype = dtype_name(given.params[0]) if given.params else None
+        made.append(
+            OpFacts(facts, param_dtype, extra, inputs[0] if i == 0 else own, dtype_name(gives))
+        )
+    return tuple(made)
+
+
+def _flow(
+    ops: Sequence[Any], wiring: Wiring, dtypes: Dtypes, params: Sequence[Sequence[torch.dtype]]
+) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
+    """The dtypes of what each op is given, and that of its output."""
+    x = dtypes.input
+    made: list[Sequence[torch.dtype | None]] = []
+    for op, sources, own in zip(ops, wiring.sources, params, strict=True):
+        extra = [dtypes.extra_inputs[k] if p == CALLER else made[p][k] for p, k in sources]
+        given = Dtypes(x, tuple(extra), tuple(own), dtypes.autocast)
+        unknown = (None,) * (1 + op.num_extra_outputs)
+        gives = op.output_dtypes(given) if _declares(type(op)) else unknown
+        x, *outputs = gives
+        made.append(outputs)
+        yield given, x
+
+
+def _declares(kind: type) -> bool:
+    """Whether ``output_dtypes`` is about this class: not where a user's own computes otherwise."""
+    classes = kind.__mro__
+    first = next(i for i, c in enumerate(classes) if is_ours(c))
+    names = {name for c in classes[:first] for name in vars(c) if not name.startswith("__")}
+    if "output_dtypes" in names or "computes_as" in vars(kind):
+        return True
+    return not any(callable(getattr(classes[first], name, None)) for name in names)

@@ -1,0 +1,233 @@
+"""Dtypes inside a run: what ops declare of their outputs, and that plans go by it."""
+
+import itertools
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+from every_op import OPS
+
+import fusible as fz
+from fusible import recipes
+from fusible.fuser.flow import Dtypes
+from fusible.testing import assume_target
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = [BF16, FP16, FP32, FP64]
+MORE = {
+    "MakeExtraOutput": lambda f: fz.MakeExtraOutput(),
+    "Swap": lambda f: fz.Swap(),
+    "AddExtraInput, in place": lambda f: fz.AddExtraInput(in_place=True),
+    "TopKRouter": lambda f: fz.TopKRouter(f, 4, 2, load_balancing_loss=True, z_loss=True),
+    "Dispatch": lambda f: fz.Dispatch(4),
+    "Dispatch, scaled": lambda f: fz.Dispatch(4, scale_input=True),
+    "Combine": lambda f: fz.Combine(),
+    "Combine, weighted": lambda f: fz.Combine(weighted=True),
+    "GroupedLinear": lambda f: fz.GroupedLinear(3, f, 8),
+    "GroupedLinear, scaled bias": lambda f: fz.GroupedLinear(3, f, 8, scale_bias=True),
+}
+MAKE = {**{name: case.make for name, case in OPS.items()}, **MORE}
+FEATURES, ROWS = 8, 6
+
+
+def given_to(op, x, dtype):
+    """Extra inputs of ``dtype``, where it is free."""
+    by_name = {
+        "split_sizes": torch.tensor([2, 0, 4]),
+        "scales": torch.rand(ROWS, dtype=dtype),
+        "addend": torch.randn(ROWS, FEATURES, dtype=dtype),
+        "incoming": torch.randn(ROWS, FEATURES, dtype=dtype),
+        "probs": torch.rand(ROWS, 2, dtype=dtype),
+        "expert_ids": torch.randint(4, (ROWS, 2)),
+        "row_map": torch.arange(ROWS, dtype=torch.int32).view(ROWS, 1),
+    }
+    return [by_name[op.extra_input_name(slot)] for slot in range(op.num_extra_inputs)]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_ops_declare_what_they_give(name):
+    """Wherever an op runs at all: each dtype of its input, extra inputs and parameters."""
+    tried = 0
+    for own, dtype, extra, autocast in itertools.product(DTYPES, DTYPES, DTYPES, [None, BF16]):
+        op = MAKE[name](FEATURES).to(own)
+        parts = op.basic_ops
+        x = torch.randn(ROWS, FEATURES, dtype=dtype)
+        inputs = given_to(op, x, extra)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            try:
+                returned = op(x, *inputs)
+            except ValueError:  # of dtypes that do not go together
+                continue
+        tried += 1
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        declared = (dtype,)
+        for part in parts:
+            params = tuple(p.dtype for p in part.own_parameters())
+            of_extra = tuple(t.dtype for t in inputs)
+            declared = part.output_dtypes(Dtypes(declared[0], of_extra, params, autocast))
+        assert declared == tuple(t.dtype for t in outputs), (own, dtype, extra, autocast)
+    assert tried >= 16
+
+
+class Widened(fz.BasicOperation):
+    def formula(self, input_):
+        return input_.float()
+
+
+class Declared(Widened):
+    def output_dtypes(self, given):
+        return (torch.float32,)
+
+
+def linear(dtype, **options):
+    return fz.GroupedLinear(2, 64, 64, dtype=dtype, **options)
+
+
+SPLITS = torch.tensor([5, 3])
+ADDEND = torch.randn(8, 64)
+# Ops, dtype of the input, extra inputs, autocast, and what linears compute in.
+MADE_INSIDE = {
+    "FP64 under autocast": ([linear(FP64)], FP64, [SPLITS], BF16, "float64"),
+    "FP32 under autocast": ([linear(FP32)], FP32, [SPLITS], BF16, "bfloat16"),
+    "FP64 input under autocast": ([linear(FP32)], FP64, [SPLITS], BF16, "bfloat16"),
+    "FP32 after BF16": (
+        [fz.AddExtraInput(), linear(FP32)], BF16, [ADDEND, SPLITS], None, "float32",
+    ),
+    "written into BF16": (
+        [fz.AddExtraInput(in_place=True), linear(BF16)],
+        FP32, [ADDEND.bfloat16(), SPLITS], None, "bfloat16",
+    ),
+    "swapped": ([fz.Swap(), linear(BF16)], FP32, [ADDEND.bfloat16(), SPLITS], None, "bfloat16"),
+    "after an own op": ([Widened(), linear(FP32)], BF16, [SPLITS], None, "float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+@pytest.mark.parametrize("case", MADE_INSIDE)
+def test_plans_go_by_what_the_op_gets(case, target):
+    ops, dtype, extra, autocast, computes = MADE_INSIDE[case]
+    seq = fz.Sequential(*ops)
+    x = torch.randn(8, 64, dtype=dtype)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None), assume_target(target):
+        seq(x, *[t.clone() for t in extra])
+    assert seq.plan.facts[-1].dtype == computes
+    rules = {"sm90": "grouped_linear_forward_sm90", "sm100": "grouped_linear_sm100"}
+    assert (rules[target] in seq.plan.fired) == (computes == "bfloat16")
+
+
+def test_what_an_own_op_gives_is_not_known_unless_it_says():
+    x = torch.randn(4, 8, dtype=BF16, requires_grad=True)
+    for own, known in ((Widened(), "unknown"), (Declared(), "float32")):
+        seq = fz.Sequential(own, fz.Bias(8), fz.GELU())
+        with assume_target("sm90"):
+            seq(x)
+        reason = f"activation.dtype must be one of bfloat16, float16, got {known}"
+        assert reason in [r for refusal in seq.plan.refusals for r in refusal.reasons]
+    # A parametrized op computes as it did.
+    linear = fz.BasicLinear(8, 8)
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Identity())
+    linear(torch.randn(4, 8))
+    assert linear.plan.facts[0].dtype == "float32"
+
+
+def test_extra_inputs_from_inside_have_facts():
+    router = fz.TopKRouter(64, 4, 2)
+    seq = fz.Sequential(router, fz.Dispatch(4), fz.GroupedLinear(4, 64, 64))
+    seq(torch.randn(8, 64, requires_grad=True))
+    _, dispatch, linear = seq.plan.facts
+    assert dispatch.extra_inputs["probs"].dtype == "float32"
+    assert dispatch.extra_inputs["probs"].requires_grad
+    assert dispatch.extra_inputs["expert_ids"].dtype == "int64"
+    assert linear.extra_inputs["split_sizes"].dtype == "int64"
+    assert linear.input.dtype == "float32"
+    assert linear.input.source == "op 1"
+
+
+RECIPES = [
+    None,
+    None,
+    recipes.MXFP8BlockScaling(),
+    recipes.NVFP4BlockScaling(),
+    recipes.Float8BlockScaling(),
+]
+
+
+def random_call(seed):
+    """Ops of dtypes at random, an input, extra inputs, autocast's dtype and a recipe."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    common = draw.choice([BF16, BF16, FP16, FP32, FP64])
+
+    def dtype():
+        return draw.choice([common] * 20 + DTYPES)
+
+    def grouped(out_features=64):
+        single = {"single_grouped_weight": draw.random() < 0.5}
+        return fz.GroupedLinear(2, 64, out_features, dtype=dtype(), **single)
+
+    before = [
+        (fz.AddExtraInput(), [torch.randn(8, 64, dtype=dtype())]),
+        (fz.RMSNorm(64, dtype=dtype()), []),
+        (fz.Bias(64, dtype=dtype()), []),
+        (Widened(), []),
+        (fz.MakeExtraOutput(), []),
+    ]
+    ops, extra = [], []
+    for op, given in draw.sample(before, draw.choice([0, 0, 1, 2])):
+        ops.append(op)
+        extra.extend(given)
+    ops.append(grouped(128))
+    extra.append(SPLITS)
+    if draw.random() < 0.7:
+        ops += [fz.ScaledSwiGLU(glu_interleave_size=32), grouped()]
+        extra += [torch.rand(8, dtype=dtype()), SPLITS]
+    for op in ops:
+        for p in op.parameters():
+            torch.nn.init.normal_(p, std=0.125)
+    x = torch.randn(8, 64, dtype=dtype(), requires_grad=True)
+    return ops, x, extra, draw.choice([None, None, BF16, FP16]), draw.choice(RECIPES)
+
+
+def outcome(seed, target):
+    """Outputs and gradients, or the error; and what fired."""
+    ops, x, extra, autocast, recipe = random_call(seed)
+    seq = fz.Sequential(*ops)
+    with ExitStack() as stack:
+        stack.enter_context(assume_target(target))
+        stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None))
+        stack.enter_context(fz.autocast(enabled=recipe is not None, recipe=recipe))
+        try:
+            y = seq(x, *extra)
+            y = y[0] if isinstance(y, tuple) else y
+            grads = torch.autograd.grad(y, [x, *seq.parameters()], torch.ones_like(y))
+        except (TypeError, ValueError, RuntimeError) as error:
+            return error, ()
+    return [y, *grads], seq.plan.fired
+
+
+BOUND = {None: 2**-5, "fp8_block": 2**-4, "mxfp8": 2**-2, "nvfp4": 2**-2}
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_nothing_fuses_that_its_kernels_then_refuse(target, own_fusions):
+    """Dtypes at random: what raises or runs as the basic ops does so fused, with their values."""
+    rules, fused = own_fusions.rules, 0
+    for seed in range(120):
+        mine, fired = outcome(seed, target)
+        own_fusions.rules = ()
+        own_fusions.version += 1
+        plain, _ = outcome(seed, target)
+        own_fusions.rules = rules
+        own_fusions.version += 1
+        fused += bool(fired)
+        if isinstance(plain, Exception):
+            assert str(mine) == str(plain), seed
+            continue
+        recipe = random_call(seed)[-1]
+        bound = BOUND[None if recipe is None else recipe.name]
+        for a, b in zip(mine, plain, strict=True):
+            assert a.dtype == b.dtype, seed
+            error, size = (a.double() - b.double()).norm(), b.double().norm()
+            assert error <= bound * size + 1e-6, (seed, fired)
+    assert fused >= 20
