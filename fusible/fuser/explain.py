@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
-from fusible.fuser.stand_ins import named_modules
+from fusible.fuser.stand_ins import op_names
 from fusible.fuser.target import Target, target_of
 
 
@@ -116,7 +116,7 @@ def explain(
 
     def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
         if run.ops[0] not in names:  # what stands in for a module may have been made just now
-            names.update(_names(module))
+            names.update(op_names(module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
@@ -138,23 +138,6 @@ def explain(
             "which ran none"
         )
     return Explanation(tuple(planned))
-
-
-# Where modules that wrap another one hold it.
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def _names(module: nn.Module) -> dict[Any, str]:
-    """What to call each basic op: its place in ``module``, or its own type if it is ``module``.
-
-    Without the names of what wraps modules, as ``torch.compile`` and checkpoints do.
-    """
-    root = type(getattr(module, "_orig_mod", module)).__name__
-    return {
-        op: ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
-        for name, part in named_modules(module)
-        for op in getattr(part, "basic_ops", ())
-    }
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusible.fuser.context import OperationContext
 from fusible.fuser.expected import check_first
 from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
+from fusible.fuser.places import note_place
 from fusible.fuser.plan import Plan
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
@@ -121,14 +122,18 @@ def run_forward(
             _note_inputs(contexts[start:stop], x, inputs)
         if owner is not None:
             owner.before(x, inputs, produced, start, stop)
-        returned = forward(
-            contexts[start:stop],
-            x,
-            basic_op_extra_inputs=inputs,
-            prev_op_grad_output_quantizer=quantizers[0],
-            next_op_input_quantizer=quantizers[1],
-            basic_op_kwargs=kwargs[start:stop],
-        )
+        try:
+            returned = forward(
+                contexts[start:stop],
+                x,
+                basic_op_extra_inputs=inputs,
+                prev_op_grad_output_quantizer=quantizers[0],
+                next_op_input_quantizer=quantizers[1],
+                basic_op_kwargs=kwargs[start:stop],
+            )
+        except Exception as error:
+            note_place(error, run, op, start, stop, "forward")
+            raise
         if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
             _refuse_returned(op, returned)
         taken, (x, outputs) = x, returned
@@ -275,7 +280,7 @@ class RunFunction(torch.autograd.Function):
             owner = Owner((*grads, *saved)) if schedule.writes_grads else None
         profiled = _is_profiled()
         for step in schedule.backward:
-            op, start, stop, sources, num_extra_outputs, num_grads, _, is_users, label = step
+            op, start, stop, _, num_extra_outputs, num_grads, _, is_users, label = step
             if not contexts[stop - 1].requires_grad:
                 grad = None
                 break
@@ -285,8 +290,7 @@ class RunFunction(torch.autograd.Function):
                     "None; where nothing flows back it is zeros"
                 )
             backward = _checked_backward(op) if is_users else op.fuser_backward
-            if profiled:
-                backward = _in_range(f"{label} backward", backward)
+            backward = _in_range(f"{label} backward", backward) if profiled else backward
             grad_extra = [
                 tuple([flowing.pop((start + i, k), None) for k in range(count)]) if count else ()
                 for i, count in enumerate(num_extra_outputs)
@@ -294,25 +298,42 @@ class RunFunction(torch.autograd.Function):
             if owner is not None:
                 others = chain(flowing.values(), of_callers, *of_params)
                 backward = owned_grads(backward, owner, list(others), is_users or op.keeps_grads)
-            returned = backward(contexts[start:stop], grad, basic_op_grad_extra_outputs=grad_extra)
+            try:
+                returned = backward(
+                    contexts[start:stop], grad, basic_op_grad_extra_outputs=grad_extra
+                )
+            except Exception as error:
+                note_place(error, run, op, start, stop, "backward")
+                raise
             _check_grads(op, returned, num_grads)
             grad, step_params, step_extra = returned
             of_params[start:stop] = step_params
-            for i, (of_op, grads) in enumerate(zip(sources, step_extra, strict=True), start):
-                for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
-                    if g is None:
-                        if is_users and producer >= 0:
-                            _check_not_lost(op, contexts[i], slot)
-                    elif producer == CALLER:
-                        of_callers[k] = g
-                    elif producer >= 0:
-                        flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+            _hand_back(step, contexts, step_extra, flowing, of_callers)
         flat = grad, *of_callers, *chain(*of_params)
         given = [
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
         return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _hand_back(
+    step: ScheduledStep,
+    contexts: Sequence[OperationContext],
+    step_extra: Sequence[Sequence[Tensor | None]],
+    flowing: dict[tuple[int, int], Tensor | None],
+    of_callers: list[Tensor | None],
+) -> None:
+    """Give the gradients of a step's extra inputs to what they came from."""
+    for i, (of_op, grads) in enumerate(zip(step.sources, step_extra, strict=True), step.start):
+        for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
+            if g is None:
+                if step.is_users and producer >= 0:
+                    _check_not_lost(step.op, contexts[i], slot)
+            elif producer == CALLER:
+                of_callers[k] = g
+            elif producer >= 0:
+                flowing[producer, k] = _sum(flowing.get((producer, k)), g)
 
 
 def _note_inputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -17,3 +18,20 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stand_in = vars(part).get(ATTRIBUTE)
         if stand_in is not None:
             yield from stand_in.named_modules(prefix=name)
+
+
+# Where modules that wrap another one hold it.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def op_names(module: nn.Module) -> dict[Any, str]:
+    """What to call each basic op: its place in ``module``, or its own type if it is ``module``.
+
+    Without the names of what wraps modules, as ``torch.compile`` and checkpoints do.
+    """
+    root = type(getattr(module, "_orig_mod", module)).__name__
+    return {
+        op: ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
+        for name, part in named_modules(module)
+        for op in getattr(part, "basic_ops", ())
+    }

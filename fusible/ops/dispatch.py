@@ -17,6 +17,7 @@ from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import permute
 from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.router import TopKRouter
 from fusible.recipes.product import values
 
 
@@ -89,6 +90,15 @@ class Dispatch(BasicOperation):
         self.scale_input = scale_input
         self.recompute_rows = recompute_rows
         self.capacity_factor = capacity_factor
+
+    def check_producer(self, slot: int, producer: Any) -> None:
+        """Refuse a router that chooses among more experts, whose tokens would be lost."""
+        if isinstance(producer, TopKRouter) and producer.num_experts > self.num_experts:
+            raise ValueError(
+                f"num_experts of Dispatch must be at least the {producer.num_experts} experts of "
+                f"the TopKRouter before it, got {self.num_experts}; the tokens of the others would "
+                "be lost"
+            )
 
     def capacity(self, choices: int) -> int | None:
         """The most rows an expert takes of so many choices; None without a capacity factor."""

@@ -22,6 +22,7 @@ from fusible.ops.checks import (
     described,
     product_dtype,
 )
+from fusible.ops.dispatch import Dispatch
 from fusible.ops.op import Grads
 from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
@@ -187,6 +188,15 @@ class GroupedLinear(WeightedOperation):
         self._make_parameters(device, dtype)
         self.reset_parameters()
         self.store_weights()
+
+    def check_producer(self, slot: int, producer: Any) -> None:
+        """Refuse the split sizes of another number of groups."""
+        given = producer.num_experts if isinstance(producer, Dispatch) else self.num_groups
+        if given != self.num_groups:
+            raise ValueError(
+                f"num_groups of GroupedLinear must be the {given} experts of the Dispatch before "
+                f"it, got {self.num_groups}"
+            )
 
     def _make_parameters(
         self, device: torch.device | str | None, dtype: torch.dtype | None

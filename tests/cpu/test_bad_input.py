@@ -312,6 +312,18 @@ CASES = {
         ValueError,
         ("must be one of ", "got 'linear_ad'", "did you mean 'linear_add'?"),
     ),
+    "a router of more experts than are dispatched to": (
+        lambda: fz.Sequential(fz.TopKRouter(8, 8, 2), fz.Dispatch(4))(torch.randn(3, 8)),
+        ValueError,
+        ("must be at least the 8 experts of the TopKRouter", "got 4", "would be lost"),
+    ),
+    "groups of another number than experts": (
+        lambda: fz.Sequential(fz.TopKRouter(8, 8, 2), fz.Dispatch(8), fz.GroupedLinear(4, 8, 8))(
+            torch.randn(3, 8)
+        ),
+        ValueError,
+        ("must be the 8 experts of the Dispatch", "got 4", "num_groups of GroupedLinear"),
+    ),
     "what is no module": (
         lambda: fz.Sequential(fz.SiLU(), torch.relu),
         TypeError,
@@ -575,3 +587,52 @@ def test_errors_leave_the_module_usable():
         with pytest.raises(ValueError, match="must"):
             mlp(*bad)
     assert torch.equal(mlp(x, splits, scales, splits), expected)
+
+
+class Model(torch.nn.Module):
+    """Ops in a model, two containers down."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            [fz.Sequential(fz.Linear(8, 8), fz.SiLU(), fz.SwiGLU(), out) for out in self.last()]
+        )
+
+    @staticmethod
+    def last():
+        return fz.Linear(4, 8), fz.Linear(5, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_errors_say_where_the_op_is(hooked):
+    model = Model()
+    if hooked:
+        model.layers[1][3].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="must have 5 features") as caught:
+        model(torch.randn(3, 8))
+    (note,) = caught.value.__notes__
+    assert note == "raised in Model.layers.1.3 (LinearBiasActivation), forward"
+    assert "features" in str(caught.value)
+
+
+class Fails(fz.BasicOperation):
+    """Has no backward."""
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return input_ + 1
+
+    def op_backward(self, ctx, grad_output):
+        raise RuntimeError("no backward")
+
+
+def test_errors_of_a_backward_say_where_the_op_is():
+    model = torch.nn.ModuleDict({"mlp": fz.Sequential(fz.Linear(8, 8), Fails(), fz.SiLU())})
+    y = model["mlp"](torch.randn(3, 8))
+    with pytest.raises(RuntimeError, match="no backward") as caught:
+        y.sum().backward()
+    assert "raised in ModuleDict.mlp.1 (Fails), backward" in caught.value.__notes__
