@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -45,20 +46,64 @@ def _kept(name: str, compile_it: Callable[[], Any]) -> Any:
     from cutlass import cute
 
     path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
-    if path.exists():
+    problem = _problem(path)
+    if problem is None and path.exists():
         logger.debug("reading kernel %s from %s", name, path)
     else:
         compiled = _compiled(name, compile_it)
+        if problem is not None:
+            _say_once(problem)
+            return compiled
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name first: another process may be looking.
             handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
         except OSError:  # nowhere to keep it
             return compiled
         os.close(handle)
         compiled.export_to_c(object_file_path=partial, function_name="launch")
+        Path(partial).chmod(0o600)
         Path(partial).replace(path)
     return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["launch"]
+
+
+def _problem(path: Path) -> str | None:
+    """Why a kernel must not be read from ``path``, or written there, if somebody else could have.
+
+    What is read runs as this user. Makes its folder, for this user alone.
+    """
+    try:
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The folders that links lie in, and those that they lead to.
+        real = Path(os.path.realpath(path))
+        for place in dict.fromkeys((real, *real.parents, *path.parents)):
+            if place.exists() and (problem := _writable_by_others(place, real)):
+                return problem
+    except OSError as error:
+        return f"{path.parent} cannot be used ({error})"
+    return None
+
+
+def _writable_by_others(place: Path, kernel: Path) -> str | None:
+    """Who but this user and root may write a place on the way to a kernel, if anybody."""
+    found = place.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to user {found.st_uid}"
+    open_to_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    # In a folder with the sticky bit, such as /tmp, nobody replaces what belongs to another.
+    sticky = found.st_mode & stat.S_ISVTX and place not in (kernel, kernel.parent)
+    if open_to_others and not sticky:
+        return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+@functools.cache
+def _say_once(problem: str) -> None:
+    logger.warning(
+        "compiled kernels are not kept on disk, where they would be run as they lie: %s; make it "
+        "yours alone (chmod go-w) to compile each once",
+        problem,
+    )
 
 
 @functools.cache

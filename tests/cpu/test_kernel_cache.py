@@ -1,6 +1,7 @@
 """Kernels kept on disk: none is taken for another, nor for one of other sources."""
 
 import ast
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,3 +139,98 @@ def test_threads_compile_one_after_another(monkeypatch, tmp_path):
     with ThreadPoolExecutor(6) as threads:
         assert all(map(callable, threads.map(load, [1, 2, 3, 1, 2, 3])))
     assert len(times) == 3
+
+
+# --- whose files are run -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A place for kernels under a home of its own, and the lines that are said of it."""
+    home = tmp_path / "home" / ".cache" / "fusible" / "version"
+    monkeypatch.setattr(cache, "directory", lambda: home)
+    cache._say_once.cache_clear()
+    yield home
+    cache._say_once.cache_clear()
+
+
+class Kernel:
+    """Stands in for a compiled kernel."""
+
+    def export_to_c(self, object_file_path, function_name):
+        Path(object_file_path).write_text(function_name)
+
+
+def kept_twice(monkeypatch):
+    """How often a kernel that is asked for twice is compiled; what is read is its file's text."""
+    runtime = pytest.importorskip("cutlass.cute").runtime
+    monkeypatch.setattr(
+        runtime, "load_module", lambda path, enable_tvm_ffi: {"launch": Path(path).read_text()}
+    )
+    compiled = []
+
+    def compile_it():
+        compiled.append(Kernel())
+        return compiled[-1]
+
+    for _ in range(2):
+        kernel = cache.kept("a kernel", compile_it)
+        assert kernel == "launch" or kernel is compiled[-1]
+    return len(compiled)
+
+
+def mode(path):
+    return path.stat().st_mode & 0o7777
+
+
+def test_kernels_are_kept_in_folders_of_this_user_alone(monkeypatch, folder):
+    assert kept_twice(monkeypatch) == 1
+    assert (mode(folder), mode(folder.parent)) == (0o700, 0o700)
+    (kernel,) = folder.iterdir()
+    assert mode(kernel) == 0o600
+
+
+UNSAFE = {
+    "its folder may be written by all": lambda f: f.chmod(0o777),
+    "its folder may be written by the group": lambda f: f.chmod(0o770),
+    "its folder is another's": lambda f: os.chown(f, 12345, -1),
+    "its folder has the sticky bit": lambda f: f.chmod(0o1777),
+    "a parent may be written by all": lambda f: f.parents[2].chmod(0o777),
+    "a parent may be written by the group": lambda f: f.parents[1].chmod(0o775),
+    "a parent is another's": lambda f: os.chown(f.parents[1], 12345, -1),
+    "the file may be written by all": lambda f: next(f.iterdir()).chmod(0o666),
+    "the file is another's": lambda f: os.chown(next(f.iterdir()), 12345, -1),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, as root may")
+@pytest.mark.parametrize("unsafe", UNSAFE)
+def test_what_others_could_have_written_is_not_run(monkeypatch, folder, unsafe, caplog):
+    assert kept_twice(monkeypatch) == 1
+    UNSAFE[unsafe](folder)
+    assert kept_twice(monkeypatch) == 2
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "not kept on disk" in line
+    assert "can be written by others" in line or "belongs to user 12345" in line
+
+
+def test_links_are_followed(monkeypatch, folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    folder.parents[1].mkdir(parents=True)
+    folder.parent.symlink_to(elsewhere)
+    assert kept_twice(monkeypatch) == 1
+    assert (elsewhere / "version").exists()
+    elsewhere.chmod(0o777)  # where it leads
+    assert kept_twice(monkeypatch) == 2
+    elsewhere.chmod(0o700)
+    assert kept_twice(monkeypatch) == 0
+    folder.parents[1].chmod(0o777)  # where the link lies
+    assert kept_twice(monkeypatch) == 2
+
+
+def test_without_a_place_to_keep_them_kernels_are_compiled(monkeypatch, folder, caplog):
+    folder.parents[2].mkdir(parents=True)
+    folder.parents[1].write_text("a file")
+    assert kept_twice(monkeypatch) == 2
+    assert sum("cannot be used" in r.getMessage() for r in caplog.records) == 1
