@@ -28,6 +28,7 @@ from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import grouped_gradient, is_transposed
+from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.library import compute_dtype
 from fusible.recipes.product import (
     SAVED,
@@ -259,6 +260,13 @@ class GroupedLinear(WeightedOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # --- math ------------------------------------------------------------------------------------
+
+    def get_grad_output_quantizer(self) -> Any:
+        """That of the weights; by this op itself if it has a bias, whose gradients sum values."""
+        made = super().get_grad_output_quantizer()
+        if isinstance(made, GroupedQuantizer):
+            made.by_receiver = self.has_bias
+        return made
 
     def fuser_forward(
         self,

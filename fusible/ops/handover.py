@@ -45,12 +45,13 @@ def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Te
 
     As one matrix of all rows, which is how a linear quantizes for itself: the same bits; for a
     grouped linear by ``first_dims``, the rows of each group. Compiled code, and an op that does not
-    know the groups, leave it to the receiver.
+    know the groups, leave it to the receiver; so does one whose receiver reads the values too.
     """
     if quantizer is None or torch.compiler.is_compiling():
         return x
     if isinstance(quantizer, GroupedQuantizer):
-        return x if first_dims is None or x.dim() != 2 else quantizer(x, first_dims)
+        left = quantizer.by_receiver or first_dims is None or x.dim() != 2
+        return x if left else quantizer(x, first_dims)
     if is_quantized(x) or x.dim() == 2:
         return quantizer(x)
     rows = quantizer(x.reshape(-1, x.shape[-1]))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusible.arguments import check_bools
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.library import decode, encode
 from fusible.recipes.quantizer import Quantizer
@@ -274,7 +275,11 @@ def group_quantize(
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows apart: what a grouped op asks of others."""
+    """Quantizes each of ``num_groups`` groups of rows apart: what a grouped op asks of others.
+
+    ``by_receiver``: the op that asks reads the values before quantization too, and so is handed
+    those; it quantizes them itself, to the same bits.
+    """
 
     def __init__(
         self,
@@ -283,9 +288,12 @@ class GroupedQuantizer(Quantizer):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        by_receiver: bool = False,
     ) -> None:
         super().__init__(format, rowwise=rowwise, columnwise=columnwise)
+        check_bools(type(self).__name__, by_receiver=by_receiver)
         self.num_groups = num_groups
+        self.by_receiver = by_receiver
 
     def __call__(  # type: ignore[override]
         self, x: Tensor, first_dims: Tensor | None = None

@@ -800,3 +800,26 @@ def test_explain_says_which_formats_the_products_have():
         in text
     )
     assert "quantized" not in str(fz.explain(mlp, torch.randn(4, 32)))
+
+
+@each_recipe
+@pytest.mark.parametrize("scale_bias", [False, True])
+def test_gradients_of_a_bias_are_of_the_gradient_before_it_was_quantized(recipe, scale_bias):
+    """``Quantize`` between a linear and what comes after it changes no number."""
+    torch.manual_seed(0)
+    linear = fz.GroupedLinear(3, 128, 128, scale_bias=scale_bias)
+    torch.nn.init.normal_(linear.bias0)
+    plain, splits = fz.Sequential(linear), torch.tensor([128, 0, 128])
+    after = fz.Quantize(False, True, num_groups=3)
+    between = fz.Sequential(linear, after)
+    x, dy = torch.randn(256, 128, requires_grad=True), torch.randn(256, 128)
+    scales = [torch.rand(256, requires_grad=True)] if scale_bias else []
+    wanted = [x, *scales, *linear.parameters()]
+    with fz.autocast(recipe=recipe):
+        expected = torch.autograd.grad(plain(x, splits, *scales), wanted, dy)
+        got = torch.autograd.grad(between(x, splits, *scales, splits), wanted, dy)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    summed = torch.stack([dy[:128].sum(0), dy[:0].sum(0), dy[128:].sum(0)])
+    if not scale_bias:
+        torch.testing.assert_close(torch.stack(got[-3:]), summed)
