@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
-from fusible.fused.packages import CUDNN, CUTLASS
+from fusible.fused.packages import CUDNN, CUTLASS, DRIVER
 from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
@@ -42,6 +42,7 @@ _MACHINE = (
     one_of(this.sm, *limits.ARCHITECTURES),
     CUDNN,
     CUTLASS,
+    DRIVER,
     one_of(this.format.input, *limits.FORMATS),
     equal(this.format.weight, this.format.input),
     equal(this.format.grad, this.format.input),

@@ -326,6 +326,7 @@ def _site_reader(
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
             cutlass_dsl=target.cutlass_dsl,
+            cuda_driver=target.cuda_driver,
             device=target.device,
             dtype=facts[at].dtype,
             input=facts[at].input,

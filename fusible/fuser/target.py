@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusible.names import did_you_mean
+
 
 class Version(NamedTuple):
     """The first two numbers of a package's version."""
@@ -36,6 +38,10 @@ def installed(package: str) -> Version | None:
 # What pip installs with this package on Linux, for a machine that is not this one.
 CUDNN_FRONTEND = Version(1, 32)
 CUTLASS_DSL = Version(4, 8)
+# What the front end's kernels need, and what a GPU that is not here is taken to have.
+CUDA_DRIVER = Version(13, 0)
+
+_OTHERS = ("cpu", "rocm", "mps", "xpu")  # devices without kernels of ours: PyTorch's run there
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Target:
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
     and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
-    on.
+    on. ``cuda_driver`` is the CUDA version that the GPU's driver supports. An AMD GPU is
+    ``"rocm"``, which has no ``sm`` whatever PyTorch calls its device and its capability.
     """
 
     device: str
@@ -56,21 +63,31 @@ class Target:
     cutlass_dsl: Version | None = field(
         default_factory=lambda: installed("nvidia-cutlass-dsl") or CUTLASS_DSL
     )
+    cuda_driver: Version | None = CUDA_DRIVER
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
-        """A target from its name: ``"cpu"`` or ``"sm90"``, ``"sm100"``, ...
+        """A target from its name: ``"sm90"``, ``"sm100"``, ..., ``"cpu"``, ``"rocm"``, ...
+
+        ``"gfx942"`` and other names of AMD's architectures are ``"rocm"``.
 
         Raises:
             ValueError: for any other name.
         """
         if isinstance(spec, Target):
             return spec
-        if spec == "cpu":
-            return cls("cpu")
+        if spec in _OTHERS:
+            return cls(spec)
+        if re.fullmatch(r"gfx[0-9a-f]{3,4}", str(spec)):
+            return cls("rocm")
         if match := re.fullmatch(r"sm(\d{2,3})", str(spec)):
             return cls("cuda", int(match[1]))
-        raise ValueError(f'target must be "cpu" or an SM version such as "sm90", got {spec!r}')
+        known = ", ".join(f'"{name}"' for name in _OTHERS)
+        raise ValueError(
+            f'target must be an SM version such as "sm90", an architecture of AMD\'s such as '
+            f'"gfx942", or one of {known}, got {spec!r}'
+            f"{did_you_mean(str(spec), ('sm90', 'sm100', 'sm103', *_OTHERS))}"
+        )
 
     @property
     def family(self) -> str:
@@ -97,11 +114,19 @@ def target_of(device: torch.device) -> Target:
         return _assumed
     if device.type != "cuda":
         return Target(device.type)
+    if torch.version.hip:
+        return Target("rocm")
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
         packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
-        _cuda_targets[device] = Target("cuda", 10 * major + minor, *packages)
+        _cuda_targets[device] = Target("cuda", 10 * major + minor, *packages, _driver())
     return _cuda_targets[device]
+
+
+def _driver() -> Version:
+    """The CUDA version that the driver supports."""
+    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return Version(version // 1000, version % 1000 // 10)
 
 
 @contextmanager

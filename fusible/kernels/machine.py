@@ -11,7 +11,9 @@ from fusible.fuser.target import CUTLASS_DSL, installed
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Major and minor compute capability of a CUDA device."""
+    """Major and minor compute capability of a CUDA device; of an AMD one, which has none, zeros."""
+    if torch.version.hip:
+        return 0, 0
     return torch.cuda.get_device_capability(device)
 
 

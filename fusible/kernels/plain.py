@@ -69,12 +69,12 @@ def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -
         function(*arguments)
 
 
-def aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy, contiguous and beginning at 16 bytes."""
+def aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> Tensor:
+    """``t``, or a copy, contiguous and beginning at a multiple of ``unit`` bytes."""
     t = t.contiguous()
-    return t if begins_aligned(t) else t.clone()
+    return t if begins_aligned(t, unit) else t.clone()
 
 
-def begins_aligned(t: Tensor) -> bool:
-    """Whether ``t`` begins at 16 bytes; a traced tensor, whose address is not known, counts."""
-    return torch.compiler.is_compiling() or t.data_ptr() % _ALIGNMENT_BYTES == 0
+def begins_aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> bool:
+    """Whether ``t`` begins there; a traced tensor, whose address is not known, counts."""
+    return torch.compiler.is_compiling() or t.data_ptr() % unit == 0

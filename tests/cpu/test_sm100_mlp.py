@@ -669,7 +669,7 @@ def test_reasons_tell_what_to_do():
         assert refusal(mlp(3), given, MXFP8, old) == (reason,)
     for sm in (80, 107, 120):
         (reason,) = refusal(mlp(3), given, MXFP8, f"sm{sm}")
-        assert reason == f"sm must be one of 100, 101, 103, got {sm}"
+        assert reason == f"sm must be one of 100, 103, got {sm}"
 
 
 def test_geglu_with_other_constants_in_bf16():

@@ -5,6 +5,8 @@
 Nothing here has run yet: see docs/blackwell.md.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from checks import graph_of, never_waiting
@@ -104,6 +106,56 @@ def test_clamped_geglu(recipe):
     close(step(module, given, recipe, "cuda"), expected, BOUND[recipe])
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("options", [(1.5, 0.7, 0.25), (30.0, 1.0, 0.0)])
+def test_other_clamp_constants(recipe, options):
+    limit, alpha, offset = options
+    constants = {"limit": limit, "alpha": alpha, "glu_linear_offset": offset}
+    rows, sizes = SPLITS["ragged"]
+    module = mlp(3, fz.ScaledClampedQGeGLU(glu_interleave_size=32, **constants))
+    given = inputs(rows, sizes)
+    expected = step(module, given, recipe, "cpu")
+    close(step(module, given, recipe, "cuda"), expected, BOUND[recipe])
+
+
+@RECIPES
+def test_scaled_bias(recipe):
+    rows, sizes = SPLITS["ragged"]
+    x, splits, scales, dy = inputs(rows, sizes)
+    options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
+    linear = fz.GroupedLinear(3, HIDDEN, OUT, scale_bias=True, **options)
+    torch.nn.init.normal_(linear.bias)
+    results = []
+    for device in ("cpu", "cuda"):
+        linear.to(device)
+        leaves = [x.to(device, BF16).requires_grad_(), scales.to(device).requires_grad_()]
+        target = assume_target("sm100") if device == "cpu" else nullcontext()
+        with target, fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = linear(leaves[0], splits.to(device), leaves[1])
+            leaves.extend(linear.parameters())
+            grads = torch.autograd.grad(y, leaves, dy.to(device, BF16))
+        assert linear.plan.fired == ("grouped_linear_sm100",)
+        results.append([t.detach().cpu() for t in (y, *grads)])
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        error = (mine.float() - theirs.float()).norm()
+        assert error <= BOUND[recipe] * theirs.float().norm()
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+def test_sums_in_order_are_the_same_bits_each_time(recipe):
+    rows, sizes = SPLITS["large"]
+    module, given = mlp(3, bias=False), inputs(rows, sizes)
+    expected = step(module, given, recipe, "cpu")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (step(module, given, recipe, "cuda") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(first, expected, BOUND[recipe])
+    for mine, theirs in zip(first, again, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @RECIPES
 def test_separate_weights_give_the_bits_of_a_single_one(recipe):
     rows, sizes = SPLITS["ragged"]
@@ -148,7 +200,7 @@ def test_no_synchronisation_and_graphs_replay_other_splits(recipe):
         close(replayed, [t.detach().cpu() for t in work()], BOUND[recipe])
 
 
-@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["bf16", "mxfp8"])
+@RECIPES
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_main_grads(recipe, dtype):
     rows, sizes = SPLITS["ragged"]

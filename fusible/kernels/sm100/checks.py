@@ -57,11 +57,17 @@ def check_rows(name: str, x: Tensor, scales: Tensor | None) -> Rows:
     return Rows(rows, depth, x.dtype)
 
 
+def address_unit(dtype: torch.dtype) -> int:
+    """Bytes that addresses of a dtype are multiples of."""
+    return limits.FP4_ALIGNMENT if dtype == FP4 else 16
+
+
 def check_layout(name: str, x: Tensor) -> None:
-    """Contiguous memory that begins at 16 bytes."""
+    """Contiguous memory that begins where a kernel reads it."""
+    unit = address_unit(x.dtype)
     require(
-        x.is_contiguous() and x.data_ptr() % 16 == 0,
-        f"{name} must be contiguous and begin at a multiple of 16 bytes",
+        x.is_contiguous() and x.data_ptr() % unit == 0,
+        f"{name} must be contiguous and begin at a multiple of {unit} bytes",
         f"strides {x.stride()} at {x.data_ptr():#x}",
         "call .contiguous()",
     )

@@ -26,17 +26,18 @@ def before_launch(device: torch.device, *configuration: Any) -> None:
     """
     if device.type != "cuda":
         return
+    key = device, *configuration  # kernels are loaded for each device
     if torch.cuda.is_current_stream_capturing():
-        if configuration not in _warm:
+        if key not in _warm:
             raise RuntimeError(
                 "kernels for SM100 must have run once before a CUDA graph of them is captured, got "
                 f"{configuration[0]} in a configuration that has not; run the module before, "
                 "forward and backward, with inputs of the same dtypes and features"
             )
         return
-    if configuration not in _warm:
+    if key not in _warm:
         logger.info("compiling kernel sm100 %s, by cuDNN's front end", configuration)
-        _warm.add(configuration)
+        _warm.add(key)
     stream = torch.cuda.current_stream(device)
     last = _last_streams.get(device)
     if last is not None and last != stream:

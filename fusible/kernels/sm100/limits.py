@@ -1,9 +1,11 @@
 """What the SM100 kernels take, as plain data: rules read it, and the ops' checks are made of it."""
 
-ARCHITECTURES = (100, 101, 103)  # Blackwell's data-centre GPUs: SM 10.x, but for Rubin's 107
+# Blackwell's data-centre GPUs. 107 is Rubin; 101 was Thor until CUDA 13, which calls it 110.
+ARCHITECTURES = (100, 103)
 GROUP_ROWS = 256  # groups are whole tiles of the kernels, whose stores are not clipped at their end
 MULTIPLE_OF = 64  # features, in and out: pairs of the GLU's blocks, 16 bytes of FP4, tails of tiles
 INTERLEAVE = 32  # gate and linear columns alternate in blocks of 32, in every format
+FP4_ALIGNMENT = 32  # bytes, of the address of FP4 elements; 16 of all others
 MAX_GROUPS = 1024
 DTYPE = "bfloat16"  # of what is not quantized
 # With BF16 operands the clamped GeGLU has these constants baked in: limit and alpha.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.plain import aligned, begins_aligned
-from fusible.kernels.sm100.checks import FP8
+from fusible.kernels.sm100.checks import FP8, address_unit
 from fusible.kernels.sm100.padding import (
     Places,
     moved,
@@ -142,7 +142,7 @@ def _weight_use(weight: Operand, transposed: bool) -> Use:
     encoded = weight.column if transposed else weight.row
     assert encoded is not None
     scale = encoded.scale.mT if transposed else encoded.scale
-    data = aligned(encoded.data)  # it lies as the weight does
+    data = aligned(encoded.data, address_unit(encoded.data.dtype))  # it lies as the weight does
     if transposed and weight.format.element.per_byte == 2:
         data = _fp4_transposed(data)
     return Use(data, packed_scales(scale), encoded.tensor_scale)

@@ -253,12 +253,14 @@ def glu(
         return _glu_outputs(x, weights.n)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
-    before_launch(x.device, "glu", x.dtype, weights, bias is not None, *arguments.values())
+    operands = _weight_arguments(w, w_scales, weights, n_major=False)
+    dense = "b_tensor" in operands
+    before_launch(x.device, "glu", x.dtype, weights, dense, bias is not None, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_glu",
         **_common(x, x_scales, ends, alpha, weights.groups),
-        **_weight_arguments(w, w_scales, weights, n_major=False),
+        **operands,
         **_quantizing(x),
         **arguments,
         c_dtype=torch.bfloat16,
@@ -348,12 +350,14 @@ def dglu(
     root = None if alpha is None else alpha.sqrt()
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
-    before_launch(x.device, "dglu", x.dtype, weights, bias, *arguments.values())
+    operands = _weight_arguments(w, w_scales, weights, n_major)
+    dense = "b_tensor" in operands
+    before_launch(x.device, "dglu", x.dtype, weights, dense, bias, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_dglu",
         **_common(x, x_scales, ends, root, weights.groups),
-        **_weight_arguments(w, w_scales, weights, n_major),
+        **operands,
         **_quantizing(x),
         **arguments,
         c_tensor=c,
@@ -419,7 +423,8 @@ def gemm(
         "d_tensor": out[:-1],
     }
     scaled = row_scale is not None
-    before_launch(x.device, "gemm", x.dtype, weights, bias is not None, scaled, n_major)
+    dense = "b_tensor" in arguments
+    before_launch(x.device, "gemm", x.dtype, weights, dense, bias is not None, scaled, n_major)
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusible.kernels.library import define
 from fusible.kernels.plain import aligned
 from fusible.kernels.sm100 import limits
+from fusible.kernels.sm100.checks import address_unit
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
@@ -109,7 +110,8 @@ def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
     """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
     if places.rows is None:
         # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
-        return aligned(encoded.data), packed_scales(encoded.scale)
+        unit = address_unit(encoded.data.dtype)
+        return aligned(encoded.data, unit), packed_scales(encoded.scale)
     return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
 
 

@@ -1,0 +1,120 @@
+"""Machines that plans are made for: names, software, and GPUs that are not NVIDIA's."""
+
+from types import SimpleNamespace
+
+import pytest
+import reference as ref
+import torch
+
+import fusible as fz
+from fusible.fuser import target as targets
+from fusible.fuser.target import Version
+from fusible.kernels import machine
+from fusible.kernels.sm100 import launches, ops
+from fusible.kernels.sm100.checks import FP4, address_unit
+from fusible.kernels.sm100.padding import Places, packed_rows
+from fusible.recipes.formats import nvfp4
+from fusible.recipes.library import encode
+from fusible.testing import assume_target
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", ["rocm", "gfx942", "gfx90a", "mps", "xpu", "cpu"])
+def test_other_devices_run_pytorch(name):
+    mlp = ref.grouped_mlp(dtype=torch.bfloat16)
+    inputs = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
+    plan = fz.explain(mlp, *inputs, inputs[1], target=name).plans[0]
+    assert plan.fired == ()
+    assert plan.target.sm is None
+    assert str(plan.target) == ("rocm" if name.startswith("gfx") else name)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r'"cpu", "rocm", "mps", "xpu", got .rocn.; did you mean'):
+        fz.Target.parse("rocn")
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU of capability 9.0 whose driver supports CUDA 12.9."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12090, raising=False)
+    monkeypatch.setattr(targets, "_cuda_targets", {})
+    machine.capability.cache_clear()
+    yield monkeypatch
+    machine.capability.cache_clear()
+
+
+def test_an_amd_gpu_is_never_taken_for_hopper(pretended):
+    assert targets.target_of(GPU).sm == 90
+    pretended.setattr(torch.version, "hip", "7.0")
+    assert targets.target_of(GPU) == fz.Target("rocm")
+    assert machine.capability(GPU) == (0, 0)
+
+
+def test_the_driver_is_a_fact_with_a_reason(pretended):
+    assert targets.target_of(GPU).cuda_driver == Version(12, 9)
+    linear = ref.grouped_mlp(dtype=torch.bfloat16)[0]
+    x, splits, _ = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
+    old = fz.Target("cuda", 100, cuda_driver=Version(12, 9))
+    (plan,) = fz.explain(linear, x, splits, target=old).plans
+    reasons = [r for refusal in plan.refusals for r in refusal.reasons]
+    assert "cuda_driver must be at least 13.0, got 12.9; update the GPU's driver" in reasons
+
+
+@pytest.mark.parametrize("sm", [101, 107, 110, 120])
+def test_blackwell_is_what_the_kernels_are_for(sm):
+    linear = ref.grouped_mlp(dtype=torch.bfloat16)[0]
+    x, splits, _ = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
+    (plan,) = fz.explain(linear, x, splits, target=f"sm{sm}").plans
+    reasons = [r for refusal in plan.refusals for r in refusal.reasons]
+    assert f"sm must be one of 100, 103, got {sm}" in reasons
+
+
+def test_each_device_is_warmed_up(monkeypatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(launches, "_warm", set())
+    monkeypatch.setattr(launches, "_last_streams", {})
+    launches.before_launch(GPU, "gemm", 1)
+    capturing = True
+    launches.before_launch(GPU, "gemm", 1)
+    with pytest.raises(RuntimeError, match="must have run once before a CUDA graph"):
+        launches.before_launch(torch.device("cuda", 1), "gemm", 1)
+
+
+def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "before_launch", lambda _, *configuration: seen.append(configuration))
+    module = fz.Sequential(
+        fz.GroupedLinear(2, 64, 128, dtype=torch.bfloat16, bias=False),
+        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(2, 64, 64, dtype=torch.bfloat16, bias=False),
+    )
+    x = torch.randn(10, 64, dtype=torch.bfloat16, requires_grad=True)
+    splits = torch.tensor([4, 6])
+    for apart in (False, True):
+        if apart:
+            for linear in (module[0], module[2]):
+                for name, w in list(linear.named_parameters()):
+                    setattr(linear, name, torch.nn.Parameter(w.detach().clone()))
+        with assume_target("sm100"):
+            module(x, splits, torch.rand(10), splits).sum().backward()
+    half = len(seen) // 2
+    together, alone = seen[:half], seen[half:]
+    for mine, other in zip(together, alone, strict=True):
+        assert (mine == other) == (mine[0] == "wgrad"), mine[0]
+
+
+def test_fp4_elements_begin_where_the_kernels_read_them():
+    row, _ = encode(torch.randn(256, 64), nvfp4(), rowwise=True, columnwise=False)
+    room = torch.empty(row.data.numel() + 64, dtype=FP4)
+    start = -room.data_ptr() % 32 + 16
+    moved = room[start : start + row.data.numel()].view(row.data.shape).copy_(row.data)
+    places = Places(torch.tensor([256], dtype=torch.int32), None, 256)
+    data, _ = packed_rows(row._replace(data=moved), places)
+    assert address_unit(data.dtype) == 32
+    assert data.data_ptr() % 32 == 0
+    assert torch.equal(data, row.data)
