@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
-from fusible.fuser.stand_ins import op_names
+from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
 
 
@@ -35,6 +35,8 @@ class Explanation:
     """The plans of a module's runs; prints as :meth:`to_text`, draws itself by :meth:`to_svg`."""
 
     planned: tuple[PlannedRun, ...]
+    ends: tuple[str, ...] = ()
+    """What ended runs of ops: modules with hooks and ordinary ones, a sentence each."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -69,6 +71,7 @@ class Explanation:
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
                 lines.append(f"{len(others)} more alike: {'; '.join(named)}")
+        lines.extend(self.ends)
         return "\n".join(lines)
 
     def to_svg(self, path: str | Path | None = None) -> str:
@@ -137,7 +140,21 @@ def explain(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
             "which ran none"
         )
-    return Explanation(tuple(planned))
+    return Explanation(tuple(planned), tuple(_ends(module)))
+
+
+def _ends(module: nn.Module) -> Iterator[str]:
+    """What ended runs of ops in the Sequentials of ``module``."""
+    names = {part: name for name, part in reversed([*named_modules(module)])}
+    root = type(getattr(module, "_orig_mod", module)).__name__
+    for part in [*names][::-1]:
+        ask = getattr(type(part), "ends_of_runs", None)
+        for called, why, rules in () if ask is None else ask(part):
+            tried = f"; rules not tried for that: {', '.join(rules)}" if rules else ""
+            yield (
+                f"{type(called).__name__} at {path(root, names[called])} {why}, which ends a run "
+                f"of ops{tried}"
+            )
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

@@ -24,6 +24,11 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+def path(root: str, name: str) -> str:
+    """The name of a part of ``root`` without those of what wraps modules."""
+    return ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
+
+
 def op_names(module: nn.Module) -> dict[Any, str]:
     """What to call each basic op: its place in ``module``, or its own type if it is ``module``.
 
@@ -31,7 +36,7 @@ def op_names(module: nn.Module) -> dict[Any, str]:
     """
     root = type(getattr(module, "_orig_mod", module)).__name__
     return {
-        op: ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
+        op: path(root, name)
         for name, part in named_modules(module)
         for op in getattr(part, "basic_ops", ())
     }

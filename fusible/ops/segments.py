@@ -196,3 +196,49 @@ def _is_wired_alone(ops: Sequence[Any], wiring: Wiring) -> bool:
         return wire(ops) == wiring
     except ValueError:  # of a channel that is produced elsewhere
         return False
+
+
+def ends_of_runs(division: Division) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
+    """The modules that are called beside runs or ops: each with why, and the rules it kept out.
+
+    These are rules whose pattern takes one of its ops with others beside it.
+    """
+    if len(division.segments) < 2:
+        return []
+    ends: list[tuple[nn.Module, str, tuple[str, ...]]] = []
+    stretches = _stretches(division.segments)
+    for segment in division.segments:
+        if segment.why is not None and isinstance(segment.call, nn.Module):
+            stretch = next((s for s in stretches if any(segment is of for of in s)), [])
+            ends.append((segment.call, segment.why, _kept_out(segment, stretch)))
+        if segment.division is not None:
+            ends.extend(ends_of_runs(segment.division))
+    return ends
+
+
+def _stretches(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Neighbouring segments of basic ops, with no other module between them."""
+    stretches: list[list[Segment]] = [[]]
+    for segment in segments:
+        if segment.ops and not isinstance(segment.ops[0], Opaque):
+            stretches[-1].append(segment)
+        else:
+            stretches.append([])
+    return stretches
+
+
+def _kept_out(segment: Segment, stretch: Sequence[Segment]) -> tuple[str, ...]:
+    """Names of the rules that fit over a segment and its neighbours."""
+    ops = [op for of in stretch for op in of.ops]
+    owners = [i for i, of in enumerate(stretch) for _ in of.ops]
+    at = next((i for i, of in enumerate(stretch) if of is segment), None)
+    names = []
+    for rule in registry.rules:
+        for first in range(len(ops)):
+            bound = rule.fit(ops, first)
+            if bound is not None:
+                stop = first + sum(op is not None for op in bound.values())
+                if at in owners[first:stop] and len({*owners[first:stop]}) > 1:
+                    names.append(rule.name)
+                    break
+    return tuple(names)

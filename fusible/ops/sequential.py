@@ -24,7 +24,7 @@ from fusible.ops.op import (
     check_kwargs,
     patches,
 )
-from fusible.ops.segments import Division, Opaque, Segment, Unit, divide
+from fusible.ops.segments import Division, Opaque, Segment, Unit, divide, ends_of_runs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -155,6 +155,10 @@ class Sequential(PatchesCounted, nn.Sequential):
     def as_sequential(self) -> Sequential:
         """The module itself, also where it is asked of a wrapper that passes attributes on."""
         return self
+
+    def ends_of_runs(self) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
+        """What the last call called between or beside runs, why, and the rules this kept out."""
+        return [] if self._captured is None else ends_of_runs(self._captured.division)
 
     def _divided(self) -> Division:
         if torch.compiler.is_compiling():

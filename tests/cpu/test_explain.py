@@ -374,3 +374,19 @@ def test_runs_alike_are_told_once():
     drawing = explained.to_svg()
     assert drawing.count(">as written<") == 3
     assert "Sequential.0.0 to Sequential.0.1 and 4 alike: cpu" in drawing
+
+
+def test_what_ended_a_run_is_named():
+    ops = [fz.Linear(8, 8), fz.GELU(), nn.Dropout(), fz.Linear(8, 8), fz.SiLU()]
+    model = nn.ModuleDict({"mlp": fz.Sequential(*ops)})
+    model.forward = model["mlp"]
+    explained = fz.explain(model, torch.randn(3, 8))
+    dropout = "Dropout at ModuleDict.mlp.2 is an ordinary module, which ends a run of ops"
+    assert explained.ends == (dropout,)
+    assert str(explained).endswith(dropout)
+    ops[1].register_forward_hook(lambda *_: None)
+    explained = fz.explain(model, torch.randn(3, 8))
+    hook = "GELU at ModuleDict.mlp.1 has a forward hook, which ends a run of ops; rules not tried"
+    assert explained.ends[0].startswith(f"{hook} for that: linear_bias_activation")
+    assert explained.ends[1:] == (dropout,)
+    assert fz.explain(fz.Sequential(fz.Linear(8, 8), fz.SiLU()), torch.randn(3, 8)).ends == ()
