@@ -273,9 +273,7 @@ def test_plans_for_any_target_on_this_machine(name):
 
 @pytest.mark.parametrize("spec", ["gpu", "sm9", "hopper", "", "SM90", "sm90a"])
 def test_bad_targets(spec):
-    with pytest.raises(
-        ValueError, match='target must be "cpu" or an SM version such as "sm90", got'
-    ):
+    with pytest.raises(ValueError, match='target must be an SM version such as "sm90", an arch'):
         fz.explain(fz.SiLU(), torch.randn(2), target=spec)
 
 
