@@ -92,6 +92,10 @@ class _TensorKey(NamedTuple):
         )
 
 
+_filling = threading.Lock()  # caches of runs; they are read without
+MOST_PLANS = 256
+"""Of one run, of each kind that is kept; then the oldest is dropped, and made again if needed."""
+
 _runs: Alike[Run] = Alike()
 
 # Names of the attributes under which compiled code finds the schedules of calls.
@@ -127,6 +131,8 @@ class Run:
         self.expected: dict[Any, Expected] = {}  # of users' fused ops that have not run yet
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
+        # Not dropped with their plans, since none may be forgotten; no more than recipes, by two.
+        self._forwards: set[Forward] = set()
         self.no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
@@ -185,8 +191,7 @@ class Run:
 
     def forwards(self) -> set[Forward]:
         """Under what recipes forwards ran so far: every plan's key says it."""
-        calls = [_Call(*key) for key in self._schedules]
-        return {Forward(call.recipe, call.grad_enabled) for call in calls}
+        return set(self._forwards)
 
     @staticmethod
     @contextmanager
@@ -260,12 +265,23 @@ class Run:
 
     def schedule_for(self, key: tuple[Any, ...]) -> Schedule:
         """The schedule for a call on this machine; checked for required rules and cached."""
-        if key not in self._schedules:
-            made = self.plan_for(key, targets.target_of(_Call(*key).device))
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            call = _Call(*key)
+            made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
             _say(made)
-            self._schedules[key] = self._schedule(made, key)
-        return self._schedules[key]
+            schedule = self._schedule(made, key)
+            self._keep(self._schedules, key, schedule)
+            self._forwards.add(Forward(call.recipe, call.grad_enabled))
+        return schedule
+
+    def _keep(self, cache: dict[Any, Any], key: Any, value: Any) -> None:
+        """Add to a cache, in the place of its oldest entry if it is full."""
+        with _filling:
+            while len(cache) >= MOST_PLANS and key not in cache:
+                del cache[next(iter(cache))]
+            cache[key] = value
 
     def _first_schedule(
         self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
@@ -390,8 +406,10 @@ class Run:
         params = call.params()
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
-        if user_key not in self._user:
-            self._user[user_key] = registry.apply(self.ops, call.recipe)
+        user = self._user.get(user_key)
+        if user is None:
+            user = registry.apply(self.ops, call.recipe)
+            self._keep(self._user, user_key, user)
         known = [t.facts(source, target) for t, source in zip(inputs, call.sources, strict=True)]
         own = [[dtype for dtype, _ in of_op] for of_op in params]
         first, *extra = [t.dtype for t in inputs]
@@ -404,7 +422,7 @@ class Run:
             target=target,
             rules=registry.rules,
             grad=grad,
-            user=self._user[user_key],
+            user=user,
         )
 
     def _gradient_needs(

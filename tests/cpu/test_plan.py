@@ -1,6 +1,7 @@
 """Plans: what they depend on, what they say, for any machine on this one."""
 
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -387,3 +388,52 @@ def test_floors_of_packages_are_those_of_the_installation():
     asked = " ".join(project["dependencies"])
     assert f"nvidia-cutlass-dsl[cu13]>={CUTLASS_DSL};" in asked
     assert f"nvidia-cudnn-frontend>={CUDNN_FRONTEND};" in asked
+
+
+def test_plans_of_a_run_are_bounded(monkeypatch):
+    """Attention's dropout while generating has another last dimension at every call."""
+    monkeypatch.setattr("fusible.fuser.run.MOST_PLANS", 8)
+    op = fz.Dropout(0.5)
+    kept = torch.randn(4, 1, requires_grad=True)
+    for features in range(1, 40):
+        x = kept.expand(4, features)
+        torch.manual_seed(features)
+        y = op(x)
+        torch.manual_seed(features)
+        assert torch.equal(y, torch.nn.functional.dropout(x, 0.5))
+        assert len(op._run._schedules) <= 8
+    # A plan that was dropped meanwhile has run the forward of this backward.
+    torch.manual_seed(0)
+    first = op(kept)
+    for features in range(50, 70):
+        op(torch.randn(4, features))
+    (grad,) = torch.autograd.grad(first.sum(), kept)
+    assert torch.equal(grad, (first != 0) * 2.0)
+    torch.manual_seed(0)
+    assert torch.equal(op(kept), first)
+
+
+def test_threads_fill_the_plans_of_one_run(monkeypatch):
+    monkeypatch.setattr("fusible.fuser.run.MOST_PLANS", 4)
+    op = fz.SiLU()
+
+    def call(features):
+        x = torch.full((2, features), 0.5)
+        assert torch.equal(op(x), torch.nn.functional.silu(x))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(call, [*range(1, 60)] * 3))
+    assert len(op._run._schedules) <= 4
+
+
+def test_recipes_of_forwards_are_known_after_their_plans_were_dropped(monkeypatch):
+    monkeypatch.setattr("fusible.fuser.run.MOST_PLANS", 2)
+    op = fz.BasicLinear(32, 32)
+    with fz.autocast():
+        op(torch.randn(32, 32))
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            for x in (torch.randn(2, 32), torch.randn(2, 32, requires_grad=True)):
+                op(x)
+    assert len(op._run._schedules) == 2
+    assert len(op._run.forwards()) == 3
