@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
+from fusible.fuser.node import Schedule
 from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
 from fusible.fuser.stand_ins import named_modules, op_names, path
@@ -37,6 +38,9 @@ class Explanation:
     planned: tuple[PlannedRun, ...]
     ends: tuple[str, ...] = ()
     """What ended runs of ops: modules with hooks and ordinary ones, a sentence each."""
+    refused: tuple[str, ...] = ()
+    """What ops would raise in this call, after the op's place; values of the right shape stand in
+    for what they would give."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -72,6 +76,7 @@ class Explanation:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
                 lines.append(f"{len(others)} more alike: {'; '.join(named)}")
         lines.extend(self.ends)
+        lines.extend(f"does not run: {error}" for error in self.refused)
         return "\n".join(lines)
 
     def to_svg(self, path: str | Path | None = None) -> str:
@@ -107,22 +112,30 @@ def explain(
         **kwargs: keyword arguments of the call.
 
     Returns:
-        The plans, with the sentence of every condition that kept a candidate rule from firing.
+        The plans, with the sentence of every condition that kept a candidate rule from firing, and
+        what ops would refuse in this call.
 
     Raises:
         ValueError: ``module`` contains no fusible op, or decides by the values of its input; or
-            what the module itself would raise.
+            what the module itself would raise where nothing can stand in.
     """
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
     names: dict[Any, str] = {}
 
-    def note(run: Run, key: tuple[Any, ...], device: torch.device) -> None:
+    refused: list[str] = []
+
+    def note(run: Run, key: tuple[Any, ...], device: torch.device, made: Schedule) -> Schedule:
         if run.ops[0] not in names:  # what stands in for a module may have been made just now
             names.update(op_names(module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
         planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
+        steps = [
+            s._replace(op=_StandIn(s.op, names[s.op], refused), is_users=False)
+            for s in made.forward
+        ]
+        return made._replace(forward=tuple(steps))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
@@ -140,7 +153,40 @@ def explain(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
             "which ran none"
         )
-    return Explanation(tuple(planned), tuple(_ends(module)))
+    return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused))
+
+
+class _StandIn:
+    """An op in a plan's forward, whose refusal is noted; an output of its shape stands in."""
+
+    def __init__(self, op: Any, name: str, refused: list[str]) -> None:
+        self._op, self._name, self._refused = op, name, refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+    def fuser_forward(self, contexts: list[Any], x: Tensor, **given: Any) -> Any:
+        """What the op gives, or would give for an input that it takes, outside of a recipe."""
+        try:
+            return self._op.fuser_forward(contexts, x, **given)
+        except (TypeError, ValueError) as error:
+            self._refused.append(f"{self._name} ({type(self._op).__name__}): {error}")
+            (context,) = contexts
+            context.recipe = None
+            given["next_op_input_quantizer"] = None
+            for features in (x.shape[-1:], *self._features()):
+                dtype = context.parameters[0].dtype if context.parameters else x.dtype
+                shape = *x.shape[:-1], *features
+                with suppress(TypeError, ValueError):
+                    fits = x.new_empty(shape, dtype=dtype)
+                    return self._op.fuser_forward(contexts, fits, **given)
+            raise
+
+    def _features(self) -> Iterator[tuple[int]]:
+        """How many features the op takes, where it says."""
+        for name in ("in_features", "hidden_size", "size"):
+            if isinstance(size := getattr(self._op, name, None), int):
+                yield (size,)
 
 
 def _ends(module: nn.Module) -> Iterator[str]:

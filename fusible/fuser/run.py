@@ -105,7 +105,7 @@ _traced_names: dict[tuple[Any, ...], str] = {}
 class _Observation(threading.local):
     """Who is told of every run's call on this thread (``explain``), if anybody."""
 
-    note: Callable[[Run, tuple[Any, ...], torch.device], None] | None = None
+    note: Callable[[Run, tuple[Any, ...], torch.device, Schedule], Schedule] | None = None
 
 
 _observation = _Observation()
@@ -163,8 +163,8 @@ class Run:
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
             tensors, slots = folded(tensors)
         elif _observation.note is not None:
-            _observation.note(self, key, inputs[0].device)
-            schedule = self._schedule(self.plan_for(key, targets.target_of(inputs[0].device)), key)
+            made = self.plan_for(key, targets.target_of(inputs[0].device)).unfused()
+            schedule = _observation.note(self, key, inputs[0].device, self._schedule(made, key))
         else:
             schedule = self._schedules.get(key) or self._first_schedule(key, given, kwargs)
             self.plan = schedule.plan
@@ -195,8 +195,10 @@ class Run:
 
     @staticmethod
     @contextmanager
-    def observed(note: Callable[[Run, tuple[Any, ...], torch.device], None]) -> Iterator[None]:
-        """Tell ``note`` of every call of a run on this thread; calls leave no plan behind."""
+    def observed(
+        note: Callable[[Run, tuple[Any, ...], torch.device, Schedule], Schedule],
+    ) -> Iterator[None]:
+        """Run what ``note`` makes of every call of a run on this thread; no plan is kept."""
         outer, _observation.note = _observation.note, note
         try:
             yield
