@@ -26,7 +26,7 @@ class ScaledSquaredReLU(fz.FusedOperation):
         return (2 * self.basic_ops[1].scale) * y * grad_output, [(), ()], [(), ()]
 
 
-@rule(equal(this.recipe, "none"), one_of(this.dtype, "float32", "bfloat16"))
+@rule(equal(this.recipe, "none"), one_of(this.input.dtype, "float32", "bfloat16"))
 def scaled_squared_relu(act: SquaredReLU, scale: fz.ConstantScale) -> ScaledSquaredReLU:
     """One tensor less from memory, each way."""
     return ScaledSquaredReLU([act, scale])

@@ -48,7 +48,7 @@ def test_custom_fusion(own_fusions, capsys):
         ref.assert_accurate(mine, theirs, roundings=16)
     # A refusal has its reason, and the op alone gives the same.
     double = mlp.double()
-    assert "dtype must be one of float32, bfloat16, got float64" in str(
+    assert "input.dtype must be one of float32, bfloat16, got float64" in str(
         fz.explain(double, x.double())
     )
     torch.testing.assert_close(double(x.double()).float(), y)
