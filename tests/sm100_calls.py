@@ -85,7 +85,7 @@ def _replace_weights(linear, change):
 
 def at_odd_address(t):
     """A copy that begins one element after where allocations do."""
-    copied = t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+    copied = t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t.detach())
     return copied.requires_grad_(t.requires_grad)
 
 

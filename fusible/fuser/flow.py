@@ -53,8 +53,9 @@ def facts_of_ops(
         source = f"op {i - 1}"
         own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, source)
         param_dtype = dtype_name(given.params[0]) if given.params else None
+        computes = given.input if gives is None else gives
         made.append(
-            OpFacts(facts, param_dtype, extra, inputs[0] if i == 0 else own, dtype_name(gives))
+            OpFacts(facts, param_dtype, extra, inputs[0] if i == 0 else own, dtype_name(computes))
         )
     return tuple(made)
 

@@ -349,6 +349,9 @@ class Run:
             return None
         if len(plan.forward_ops) > 1 or len(plan.backward_ops) > 1:
             return None
+        dtype = plan.facts[0].input.dtype
+        if any(of_op.param_dtype not in (None, dtype) for of_op in plan.facts):
+            return None  # refused by the op, with its sentence
         (forward, _), (backward, _) = *plan.forward_ops, *plan.backward_ops
         return forward.direct(backward, plan.grad)
 

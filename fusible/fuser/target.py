@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,10 +124,14 @@ def target_of(device: torch.device) -> Target:
     return _cuda_targets[device]
 
 
-def _driver() -> Version:
-    """The CUDA version that the driver supports."""
-    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return Version(version // 1000, version % 1000 // 10)
+def _driver() -> Version | None:
+    """The CUDA version that the driver supports, None where there is no driver for Linux."""
+    version = ctypes.c_int()  # 1000 x major + 10 x minor
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return Version(version.value // 1000, version.value % 1000 // 10)
 
 
 @contextmanager

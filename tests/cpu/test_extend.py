@@ -260,9 +260,8 @@ def test_a_backward_that_misses_what_was_not_saved_is_named(own_fusions):
     y = scales()(torch.ones(4, 3, requires_grad=True))
     with pytest.raises(IndexError) as caught:
         y.sum().backward()
-    assert caught.value.__notes__ == [
-        "in the backward of Mine, for whose basic ops the forward saved [0, 0] tensors"
-    ]
+    note = "in the backward of Mine, for whose basic ops the forward saved [0, 0] tensors"
+    assert note in caught.value.__notes__
 
 
 def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):

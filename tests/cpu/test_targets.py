@@ -35,11 +35,27 @@ def test_an_unknown_name_lists_the_known_ones():
         fz.Target.parse("rocn")
 
 
+class Driver:
+    """Of CUDA 12.9."""
+
+    @staticmethod
+    def cuDriverGetVersion(version):  # noqa: N802 - the driver's name
+        version._obj.value = 12090
+
+
+def test_a_machine_without_a_driver(monkeypatch):
+    def missing(_):
+        raise OSError
+
+    monkeypatch.setattr(targets.ctypes, "CDLL", missing)
+    assert targets._driver() is None
+
+
 @pytest.fixture
 def pretended(monkeypatch):
     """A GPU of capability 9.0 whose driver supports CUDA 12.9."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12090, raising=False)
+    monkeypatch.setattr(targets.ctypes, "CDLL", lambda _: Driver)
     monkeypatch.setattr(targets, "_cuda_targets", {})
     machine.capability.cache_clear()
     yield monkeypatch

@@ -75,4 +75,5 @@ def test_output_and_gradients_are_eagers(name: str, module: str) -> None:
     for got, want in zip(outcome(experts, "fusible"), outcome(experts, "eager"), strict=True):
         # Some sum in FP32.
         assert want.norm() > 0
-        assert (got - want).norm() < 1e-6 * want.norm()
+        # FP32 rounds by 2^-24; sums of 64 terms add up the root of that, in eight products in turn.
+        assert (got - want).norm() < 8 * 8 * 2**-24 * want.norm()
