@@ -32,6 +32,7 @@ class Opaque:
     """Stands in the wiring for a module with extra tensors that is neither op nor Sequential."""
 
     extra_output_names = ()
+    writes_extra_inputs = False
 
     def __init__(self, module: Any) -> None:
         self.kind = type(module).__name__
@@ -49,10 +50,10 @@ class Segment(NamedTuple):
     """A run of ops or a module that is called, and its extra tensors.
 
     A Sequential holds its extra inputs, then what each segment gives, in order. ``inputs`` are the
-    places of what the segment takes, ``copied`` those of them that it might write to and that are
-    not the caller's. Of its ``num_outputs`` extra outputs (None: as many as come,
-    all for the caller) ``public`` go to the caller. ``division`` is that of a nested Sequential
-    whose ops are wired to others outside of it; ``why`` as in :class:`Unit`.
+    places of what the segment takes; ``copied`` says which of these (0 for the first) it might
+    write to though they are not the caller's. Of its ``num_outputs`` extra outputs (None: as many
+    as come, all for the caller) ``public`` go to the caller. ``division`` is that of a nested
+    Sequential whose ops are wired to others outside of it; ``why`` as in :class:`Unit`.
     """
 
     call: Run | nn.Module
@@ -133,7 +134,7 @@ def _written(wiring: Wiring, ops: Sequence[Any], start: int, stop: int) -> Itera
         if producer < start
     ]
     for n, (op, producer) in enumerate(sources):
-        if producer != CALLER and getattr(op, "in_place", False):
+        if producer != CALLER and op.writes_extra_inputs:
             yield n
 
 

@@ -285,6 +285,38 @@ def test_sums_in_place_write_to_nothing_that_others_read(nested):
         handle.remove()
 
 
+class AddInto(fz.BasicOperation):
+    """A user's op that writes to its extra input where it may."""
+
+    num_extra_inputs = 1
+    writes_extra_inputs = True
+    saves = "nothing"
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        addend = basic_op_extra_inputs[0][0]
+        into = 0 in basic_op_ctxs[0].writable_extra
+        return addend.detach().add_(input_) if into else addend + input_, [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return grad_output, [()], [(grad_output,)]
+
+
+def test_own_ops_write_to_nothing_that_others_read():
+    def build(add, *between):
+        return fz.Sequential(
+            fz.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
+            *between,
+            fz.ConstantScale(2.0),
+            add.set_extra_input_channel(0, "x"),
+            fz.AddExtraInput().set_extra_input_channel(0, "x"),
+        )
+
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    want = results(build(fz.AddExtraInput()), (x,))
+    for between in ((), (nn.Identity(),)):
+        torch.testing.assert_close(results(build(AddInto(), *between), (x,)), want)
+
+
 def test_outputs_that_hooks_replace():
     block, (x,) = moe(), inputs("moe")
     router, dispatch, up, act, down, combine = block
@@ -396,7 +428,6 @@ def test_a_forward_that_is_replaced():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 class TestCompiled:
     @pytest.mark.parametrize("name", BUILD)
     def test_forward_hooks(self, name):
