@@ -218,6 +218,8 @@ def check_buffers(run: Run, inputs: Sequence[Tensor], kwargs: Sequence[dict[str,
         for name, t in of_op.items()
         if name in op.buffer_keywords and isinstance(t, Tensor)
     ]
+    if not given:
+        return
     extra = [(f"extra input {k}", t) for k, t in enumerate(inputs[1:])]
     reads = [("the input", inputs[0]), *extra, *_state(run.ops), *_state_grads(run.ops)]
     for i, (name, t) in enumerate(given):
