@@ -356,7 +356,6 @@ def test_names_for_an_op_that_do_not_fit():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_extra_inputs_by_name_compiled():
     experts, x, sizes, scales = experts_and_inputs()
     want = experts(x, sizes, scales, sizes)

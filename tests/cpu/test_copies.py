@@ -145,7 +145,6 @@ def test_a_shallow_copy_of_a_sequential_runs_its_own_ops(make):
     torch.testing.assert_close(made(x), nn.functional.silu(made[0](x)))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_code_of_a_module_runs_a_replica(fresh_compiler):
     module, other = randomized(fz.Linear(8, 8)), randomized(fz.Linear(8, 8))
     x = torch.randn(5, 8)

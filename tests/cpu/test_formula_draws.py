@@ -97,7 +97,6 @@ def test_draws_of_another_generator_are_refused():
         Own()(torch.randn(4, 8, requires_grad=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_draws_are_refused(fresh_compiler):
     x = torch.randn(64, 8, requires_grad=True)
     module = torch.compile(Noisy(), fullgraph=True, backend="aot_eager")
@@ -107,7 +106,6 @@ def test_compiled_draws_are_refused(fresh_compiler):
         assert torch.compile(Noisy(), backend="aot_eager")(x).shape == x.shape
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_formula_with_a_buffer(fresh_compiler):
     op, x = Table(), torch.randn(64, 8, requires_grad=True)
     y = torch.compile(op, fullgraph=True, backend="aot_eager")(x)

@@ -5,17 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from every_op import randomised
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import fusible as fz
 from fusible.testing import assume_target
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 
 
 class Doubled(nn.Module):
@@ -102,13 +99,6 @@ def gradients(y, leaves):
     return torch.autograd.grad((y * weights).sum(), leaves)
 
 
-def randomized(op):
-    with torch.no_grad():
-        for p in op.parameters():
-            p.copy_(torch.randn(p.shape))
-    return op
-
-
 # --- one evaluation a forward ---------------------------------------------------------------------
 
 RECIPES = {"none": None, "mxfp8": fz.recipes.MXFP8BlockScaling()}
@@ -119,7 +109,7 @@ RECIPES = {"none": None, "mxfp8": fz.recipes.MXFP8BlockScaling()}
 @pytest.mark.parametrize("what", OPS)
 def test_one_evaluation_a_forward_and_none_in_the_backward(what, how, recipe):
     make, names = OPS[what]
-    op = randomized(make())
+    op = randomised(make())
     module = fz.Sequential(fz.SiLU(), op, fz.ConstantScale(2.0)) if how == "in a run" else op
     counters = [Doubled() for _ in names]
     for name, counter in zip(names, counters, strict=True):
@@ -141,7 +131,7 @@ def test_one_evaluation_a_forward_and_none_in_the_backward(what, how, recipe):
 @pytest.mark.parametrize("what", OPS)
 def test_a_parametrized_op_is_the_plain_op_of_what_it_computes(what, recipe):
     make, names = OPS[what]
-    plain = randomized(make())
+    plain = randomised(make())
     op = copy.deepcopy(plain)
     with torch.no_grad():
         for p in plain.parameters():
@@ -164,7 +154,7 @@ def test_a_parametrized_op_is_the_plain_op_of_what_it_computes(what, recipe):
 @pytest.mark.parametrize("what", OPS)
 def test_compiled_with_a_parametrization(what, fresh_compiler):
     make, names = OPS[what]
-    op = randomized(make())
+    op = randomised(make())
     for name in names:
         parametrize.register_parametrization(op, name, Doubled())
     x = torch.randn(64, 32)
@@ -181,7 +171,7 @@ def test_compiled_with_a_parametrization(what, fresh_compiler):
 def test_the_gradient_is_that_of_the_very_product(what):
     """The mask that DropConnect draws for the output is that of the gradient."""
     make, names = OPS[what]
-    op = randomized(make())
+    op = randomised(make())
     for name in names:
         if name not in ("bias", "bias0", "bias1"):
             parametrize.register_parametrization(op, name, DropConnect())
@@ -290,7 +280,7 @@ def weights_of(names):
 @pytest.mark.parametrize("what", OPS)
 def test_a_pruned_op(what):
     make, names = OPS[what]
-    op = randomized(make())
+    op = randomised(make())
     plain = copy.deepcopy(op)
     masks = {name: (torch.rand(getattr(op, name).shape) > 0.5).float() for name in names}
     for name, mask in masks.items():
@@ -310,7 +300,7 @@ def test_a_pruned_op(what):
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.parametrize("called", [False, True])
 def test_a_norm_that_is_a_hook(norm, called):
-    ours, theirs = randomized(fz.Linear(32, 32)), nn.Linear(32, 32)
+    ours, theirs = randomised(fz.Linear(32, 32)), nn.Linear(32, 32)
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(64, 32)
     if called:
@@ -384,7 +374,7 @@ SURGERY = [deleted, pruned_for_good, parametrized_for_a_while, normed_for_a_whil
 @pytest.mark.parametrize("what", [*OPS, *AFFINES])
 def test_registration_anew_changes_no_order(what, called, surgery):
     make, names = {**OPS, **AFFINES}[what]
-    op = randomized(make())
+    op = randomised(make())
     plain, x = copy.deepcopy(op), torch.randn(64, 32)
     if called:
         output(op, op, x)
