@@ -93,7 +93,7 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
     for need in needs:
         if not isinstance(need, Condition):
             raise TypeError(
-                f"a rule's needs must be conditions, made by functions of fusible.extend, got {need!r}"
+                f"a rule's needs must be conditions made by fusible.extend, got {need!r}"
             )
 
     def make(build: Callable[..., Any]) -> Rule:

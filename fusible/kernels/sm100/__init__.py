@@ -1,4 +1,4 @@
-"""Blackwell (SM 10.x) kernels: the grouped products of nvidia-cudnn-frontend, typed and checked.
+"""Blackwell (SM 10.0, 10.3) kernels: grouped products of nvidia-cudnn-frontend, typed, checked.
 
 Rows are in groups of whole 256 rows (``padding`` brings ragged ones there), ``ends`` (int32 on the
 device) says where each group ends, and rows past the last are not computed. Operands are BF16, or
