@@ -11,6 +11,7 @@ from every_op import OPS
 import fusible as fz
 from fusible import recipes
 from fusible.fuser.flow import Dtypes
+from fusible.kernels.sm100 import ops as sm100_ops
 from fusible.testing import assume_target
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -231,3 +232,38 @@ def test_nothing_fuses_that_its_kernels_then_refuse(target, own_fusions):
             error, size = (a.double() - b.double()).norm(), b.double().norm()
             assert error <= bound * size + 1e-6, (seed, fired)
     assert fused >= 20
+
+
+@pytest.fixture
+def defaults_to_bfloat16():
+    """PyTorch's default dtype as serving code sets it."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("recipe", [None, fz.recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+@pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
+def test_the_default_dtype_changes_nothing(target, recipe, request):
+    """FP32 ones, scales and sums of kernels are FP32 whatever tensors are made as."""
+    options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+    mlp = fz.Sequential(
+        fz.GroupedLinear(2, 64, 128, **options),
+        fz.ScaledSwiGLU(glu_interleave_size=32),
+        fz.GroupedLinear(2, 64, 64, **options),
+    )
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    splits, scales = torch.tensor([40, 20]), torch.rand(64, requires_grad=True)
+    leaves = (x, scales, *mlp.parameters())
+
+    def step():
+        with assume_target(target), fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = mlp(x, splits, scales, splits)
+            return y, *torch.autograd.grad(y.float().square().sum(), leaves)
+
+    expected = step()
+    request.getfixturevalue("defaults_to_bfloat16")
+    sm100_ops._ones.cache_clear()
+    for got, want in zip(step(), expected, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)

@@ -36,7 +36,7 @@ def numbers(elements: Tensor) -> Tensor:
         return elements.float()
     packed = elements.view(torch.uint8)
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
     return table[nibbles.long()]
 
 

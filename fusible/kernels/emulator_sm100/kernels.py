@@ -198,7 +198,7 @@ def destination(rows: Rows, columns: int, dtype: torch.dtype, *amax: int) -> Wid
         return QuantizedD(rows, d, d_col)
     need(call.norm_const_tensor is None, "norm_const_tensor needs an FP8 D")
     need(dtype in WIDE[:2], f"FP4 operands give a D of {WIDE[:2]}, got {dtype}")
-    return WideD(d, d_col, torch.full((rows.experts, *amax), -torch.inf))
+    return WideD(d, d_col, torch.full((rows.experts, *amax), -torch.inf, dtype=torch.float32))
 
 
 def need_activation(call: Any, scaled: bool, prefix: str = "") -> None:
@@ -361,7 +361,9 @@ def _quant_d(call: Any, rows: Rows) -> WideD | QuantizedD:
     if dtype in FP8:
         return QuantizedD(rows, d, output(rows.m, rows.n, dtype, rows.canonical))
     asked = call.generate_amax and dtype in WIDE[:2]
-    return WideD(d, None, torch.full((rows.experts, 1), -torch.inf) if asked else None)
+    return WideD(
+        d, None, torch.full((rows.experts, 1), -torch.inf, dtype=torch.float32) if asked else None
+    )
 
 
 def caller_output(x: Tensor | None, name: str, rows: Rows, dtype: torch.dtype) -> Tensor:

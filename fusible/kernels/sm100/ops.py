@@ -80,13 +80,13 @@ def _as_element(t: Tensor) -> Tensor:
 
 @cache
 def _ones(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, device=device)
+    return torch.ones(size, dtype=torch.float32, device=device)
 
 
 def _ones_of(size: int, device: torch.device) -> Tensor:
     """FP32 ones, kept; those made while a CUDA graph is captured belong to the graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.ones(size, device=device)
+        return torch.ones(size, dtype=torch.float32, device=device)
     with torch.inference_mode(False):
         return _ones(size, device)
 
