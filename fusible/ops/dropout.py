@@ -50,7 +50,10 @@ class Dropout(BasicOperation):
         """The input, partly dropped."""
         x = accept(ctx, input_, "Dropout")
         ctx.grad_quantizer = prev_op_grad_output_quantizer
-        if self.training and self.p > 0:
+        if self.training and self.p == 1:  # PyTorch draws nothing for it
+            x, mask = x * 0, torch.zeros_like(x, dtype=torch.bool)
+            ctx.save_for_backward(mask)
+        elif self.training and self.p > 0:
             x, mask = torch.native_dropout(x, self.p, True)
             ctx.save_for_backward(mask)
         return hand_over(x, next_op_input_quantizer)

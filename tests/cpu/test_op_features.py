@@ -108,6 +108,12 @@ def test_dropout_of_nothing_and_of_everything(p):
     y, dx = grads_of(fz.Dropout(p), x)
     assert torch.equal(y, (1 - p) * x)
     assert torch.equal(dx, torch.full_like(x, 1 - p))
+    draws = []
+    for drop in (fz.Dropout(p), nn.Dropout(p)):
+        torch.manual_seed(5)
+        drop(x)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)  # it draws as many numbers as PyTorch's
 
 
 def test_dropout_obeys_train_and_eval_call_by_call():
