@@ -243,7 +243,7 @@ def stored(module: nn.Module, name: str) -> list[Tensor]:
     """What a parameter of ``module`` is computed from, without computing it, or itself."""
     parametrized: Any = module._modules.get("parametrizations", {})
     if name in parametrized:
-        return list(parametrized[name].parameters())
+        return [p for _, p in _named_parameters(parametrized[name])]
     found = getattr(module, name, None)
     return [] if found is None else [found]
 
@@ -489,7 +489,7 @@ class BasicOperation(FusibleOperation):
             taken = self._formula_arguments(registered)
             known = [name for name in taken if name in self._registered]
             names = tuple(dict.fromkeys((*known, *self._registered)))
-        inner = [name for name, _ in self.named_parameters() if "." in name]
+        inner = [name for name, _ in _named_parameters(self) if "." in name]
         inner = [name for name in inner if not name.startswith("parametrizations.")]
         lost = [name for name in (*registered, *inner) if name not in {*names}]
         if lost:
@@ -770,3 +770,16 @@ class FusedOperation(FusibleOperation):
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The basic ops that this op stands for, in order."""
         return self._basic_ops
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """``module.named_parameters()``, also of a replica of ``torch.nn.DataParallel``.
+
+    A replica holds them as attributes.
+    """
+    return [
+        (f"{path}.{name}" if path else name, p)
+        for path, part in module.named_modules()
+        for name, p in {**part._parameters, **vars(part).get("_former_parameters", {})}.items()
+        if p is not None
+    ]

@@ -70,7 +70,9 @@ def deepcopy_with_attributes(module: nn.Module, memo: dict[int, Any]) -> Any:
     made.__setstate__(copy.deepcopy(state, memo))
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            _give(made._parameters[name], copy.deepcopy(attributes_of(parameter), memo))
+            copied: Any = made._parameters[name]
+            copied.grad = None  # as nn.Parameter's copy; a quantized one keeps it
+            _give(copied, copy.deepcopy(attributes_of(parameter), memo))
     return made
 
 

@@ -325,8 +325,9 @@ def encode_weights(
 
     ``at_once`` is that of ``encode_operand``.
     """
-    if isinstance(weights[0], QuantizedTensor):
-        return [encode_operand(w, recipe, "weight", *products) for w in weights]
+    if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
+        given = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
+        return [encode_operand(w, recipe, "weight", *products) for w in given]
     weight = one_weight(weights, dtype)
     return [encode_operand(weight, recipe, "weight", *products, at_once=at_once)]
 

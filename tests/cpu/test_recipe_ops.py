@@ -547,6 +547,28 @@ def test_a_stored_weight_in_inference_mode(made_inside):
     assert module.weight.is_inference() == made_inside
 
 
+def test_a_stored_weight_that_was_replaced_by_an_ordinary_one():
+    with fz.quantized_model_init(recipe=MX):
+        op = fz.GroupedLinear(2, 32, 32, bias=False)
+    x, sizes = torch.randn(12, 32), [5, 7]
+    new = torch.randn(32, 32)
+    with fz.autocast(recipe=MX):
+        before = op(x, torch.tensor(sizes))
+        op.weight1 = nn.Parameter(new)
+        after = op(x, torch.tensor(sizes))
+    assert torch.equal(after[:5], before[:5])
+    wanted = q(x[5:], MX, "input", along=1) @ q(new, MX, "weight", along=1).mT
+    torch.testing.assert_close(after[5:], wanted)
+
+
+def test_copies_of_ops_have_no_gradients():
+    with fz.quantized_model_init(recipe=MX):
+        op = fz.BasicLinear(32, 32)
+    op(torch.randn(4, 32)).sum().backward()
+    assert op.weight.grad is not None
+    assert copy.deepcopy(op).weight.grad is None
+
+
 # --- Quantize ------------------------------------------------------------------------------------
 
 

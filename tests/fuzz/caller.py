@@ -139,7 +139,7 @@ def inputs_of(side: Side, step: dict[str, Any], name: str) -> Inputs:
             made.passed.append(expert_ids(side, given, f"{name}/ids{k}"))
         elif kind == "same" and given.shape == x.shape and not given.in_place:
             made.passed.append(x)
-        elif kind == "same" and (given.name, given.shape) in known:
+        elif kind == "same" and (given.name, given.shape) in known and not given.in_place:
             made.passed.append(known[given.name, given.shape])
         else:
             kind = "nonleaf" if given.in_place else kind
