@@ -95,7 +95,6 @@ STORED = [
     "parameter hook",
     "replace",
     "reregister",
-    "there and back",
     "evaluate",
 ]
 """Surgeries after which a stored weight is that of an ordinary one."""
