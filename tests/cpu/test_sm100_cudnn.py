@@ -152,7 +152,7 @@ def test_every_configuration_is_supported(recipe, single):
 @configurations
 def test_every_configuration_compiles(recipe, single):
     """And all of them cross-compiled, with the compiler's own checks of the arguments."""
-    cases = every_configuration(recipe, single, groups=4)
+    cases = every_configuration(recipe, single, groups=6)  # as no other test of this process
     found, compiled = run_all(cases, recipe, compiling=True)
     assert len(found) == count_of(recipe, single)
     assert compiled >= len(found)
