@@ -55,7 +55,12 @@ def _round(value: np.ndarray, dtype: torch.dtype, places: np.ndarray, *of: Tenso
     inexact = (value.astype(np.float32) != value) & np.isfinite(value)
     unit = np.ldexp(1.0, np.frexp(value)[1] - 1) * torch.finfo(dtype).eps
     step = unit * _directions(places, _layout(of)) * (1.0 if dtype == torch.float64 else 0.49)
-    return torch.from_numpy(np.where(inexact, value + step, value)).to(dtype)
+    return _tensor(np.where(inexact, value + step, value), dtype)
+
+
+def _tensor(value: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """``value`` in memory of PyTorch: NumPy's lies at other multiples of 16 bytes at each call."""
+    return torch.from_numpy(value).to(dtype, copy=True)
 
 
 def _layout(tensors: Sequence[Tensor]) -> int:
@@ -83,7 +88,7 @@ def _double(t: Tensor) -> np.ndarray:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype not in FLOATS:  # integers
-        return torch.from_numpy(np.asarray(a.numpy() @ b.numpy()))
+        return _tensor(np.asarray(a.numpy() @ b.numpy()), a.dtype)
     value = np.asarray(_double(a) @ _double(b))
     return _round(value, a.dtype, _positions(value), a, b)
 
@@ -108,7 +113,7 @@ def _sum(
     array = _double(x) if out in FLOATS else x.detach().to(out).numpy()
     value = np.asarray(array.sum(axis=tuple(dim) if dim else None, keepdims=keepdim))
     if out not in FLOATS:
-        return torch.from_numpy(value).to(out)
+        return _tensor(value, out)
     return _round(value, out, _positions(value), x)
 
 
