@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test quick lint format docs check clean
+.PHONY: demo test quick lint format docs wheel check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
@@ -29,6 +29,10 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/saved_bytes.py
+
+# The wheel, installed into an empty environment, runs the README's code.
+wheel: $(INSTALLED)
+	$(BIN)/python .ci/wheel.py
 
 check: lint test
 
