@@ -99,7 +99,8 @@ def expected_of(
     if not users:
         return {}
     recorded = [_Recorded(op) for op in run.ops]
-    alone = schedule._replace(forward=run.alone(recorded, schedule.plan))
+    steps = run.alone(recorded, schedule.plan)
+    alone = schedule._replace(forward=steps, fused_backward=range(len(steps)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     count = 1 + run.num_extra_inputs
     try:

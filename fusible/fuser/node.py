@@ -78,6 +78,8 @@ class Schedule(NamedTuple):
     direct: Direct | None
     writes_grads: bool
     """Whether an op of the backward writes to gradients, if they are the run's own."""
+    fused_backward: Sequence[int]
+    """Indices of the ops whose backward a fused op runs."""
 
 
 # In a step's sources: made and used inside one fused op, which wires it itself.
@@ -97,6 +99,8 @@ def run_forward(
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
         for needs, own in zip(plan.grad, schedule.params, strict=True)
     ]
+    for i in schedule.fused_backward:
+        contexts[i].fused_backward = True
     x = given[0]
     produced: list[Sequence[Any]] = []
     writes = run.writes and not torch.compiler.is_compiling()

@@ -342,7 +342,8 @@ class Run:
         writes = any(step.op.writes_grads for step in backward)
         params = _slices(len(call.inputs), call.param_counts)
         direct = self._direct(plan)
-        return Schedule(plan, forward, backward[::-1], dtypes, params, direct, writes)
+        fused = [i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)]
+        return Schedule(plan, forward, backward[::-1], dtypes, params, direct, writes, fused)
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:

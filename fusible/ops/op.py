@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -21,7 +21,7 @@ from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
-from fusible.ops import draws
+from fusible.ops.derivative import Described, check_traced, evaluated, reevaluated
 from fusible.ops.state import (
     State,
     attributes_kept,
@@ -314,8 +314,6 @@ class BasicOperation(FusibleOperation):
         # What a run that has captured the op reads.
         self._names: tuple[str, ...] | None = None
         self._by_name = False
-        # Whether the formula draws random numbers, if known for the attributes there are now.
-        self._draws: bool | None = None
         self.extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
         self.extra_output_channels: list[tuple[str | None, bool]] = [
             (None, True)
@@ -436,7 +434,6 @@ class BasicOperation(FusibleOperation):
                 "on it; make a new op"
             )
         super().__setattr__(name, value)
-        self.__dict__["_draws"] = None
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Raise ValueError if an extra input cannot be what an earlier op gives for it."""
@@ -535,11 +532,14 @@ class BasicOperation(FusibleOperation):
             ) from None
         return taken if self._by_name else []
 
-    def _computed(self, names: Sequence[str], input_: Tensor, *params: Tensor) -> Tensor:
-        """What ``formula`` gives for parameters of these names."""
-        if self._by_name:
-            return self.formula(input_, **dict(zip(names, params, strict=True)))
-        return self.formula(input_, *params)
+    def _formula(self, count: int) -> Callable[..., Tensor]:
+        """``formula`` as a function of the input and ``count`` parameters in their order."""
+        names = self.own_parameter_names()
+        if not self._by_name:
+            return self.formula
+        if len(names) != count:
+            names = tuple([name for name in names if self._has(name)])
+        return partial(_by_name, self.formula, names)
 
     def op_forward(
         self,
@@ -548,85 +548,56 @@ class BasicOperation(FusibleOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> Tensor:
-        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``.
+        """Forward; by default the formula, whose derivative is taken here, for the backward.
 
-        Also the buffers, and the states of the generators if the formula draws random numbers.
+        Compiled, or where a fused op runs the backward, it saves ``(x, *params)`` and ``ctx.dtype``
+        instead.
         """
-        params = ctx.parameters
-        ctx.dtype = input_.dtype
-        ctx.names = self.own_parameter_names()
-        if len(ctx.names) != len(params):
-            ctx.names = tuple([name for name in ctx.names if self._has(name)])
-        output, states = self._drawn_once(ctx, input_, *params)
-        ctx.num_states = len(states)
-        buffers = self.buffers() if self._buffers or self._modules else ()
-        ctx.save_for_backward(input_, *params, *buffers, *states)
-        return output
-
-    def _drawn_once(
-        self, ctx: OperationContext, *tensors: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What ``formula`` gives, and with what states the backward repeats what it draws."""
-        computed, who = partial(self._computed, ctx.names), type(self).__name__
+        tensors = (input_, *ctx.parameters)
+        formula = self._formula(len(ctx.parameters))
         if not ctx.requires_grad:
-            return computed(*tensors), ()
-        if torch.compiler.is_compiling():
-            index, (x, *params) = operator.index, tensors
-            shape = [4] * (x.dim() - 1) + [index(x.shape[-1])] if x.dim() else []
-            shapes = [tuple(shape), *[tuple(p.shape) for p in params]]
-            self._refuse_draws_when_traced(
-                ctx.names,
-                tuple([(s, t.dtype, t.device) for s, t in zip(shapes, tensors, strict=True)]),
-            )
-            return computed(*tensors), ()
-        if self._draws is False:
-            return computed(*tensors), ()
-        states = draws.states(tensors[0].device, who)
-        if self._draws is None:
-            versions = [b._version for b in self.buffers()]
-            with draws.Draws(who) as found:
-                output = computed(*tensors)
-            if versions != [b._version for b in self.buffers()]:
-                raise TypeError(
-                    f"formula of {who} must change no buffer, since its backward runs it once "
-                    "more, got one that does; define op_forward and op_backward"
-                )
-            self.__dict__["_draws"] = found.found
-        else:
-            output = computed(*tensors)
-        return output, states if self._draws else ()
-
-    @constant_when_traced
-    def _refuse_draws_when_traced(
-        self, names: tuple[str, ...], tensors: tuple[draws.Described, ...]
-    ) -> None:
-        """Refuse a formula that draws random numbers, of which a compiled backward draws others."""
-        who = type(self).__name__
-        if self._draws is None:
-            self.__dict__["_draws"] = draws.found_in(partial(self._computed, names), tensors, who)
-        if self._draws:
-            raise RuntimeError(
-                f"formula of {who} must draw no random numbers under torch.compile, whose backward "
-                "would draw others, got one that does; define op_forward and op_backward, and save "
-                "what was drawn, or call the module uncompiled"
-            )
+            return formula(*tensors)
+        if not (torch.compiler.is_compiling() or ctx.fused_backward):
+            needs = ctx.needs.input, *ctx.needs.params
+            output, ctx.derivative = evaluated(formula, tensors, needs, type(self).__name__)
+            return output
+        ctx.dtype = input_.dtype
+        ctx.save_for_backward(*tensors)
+        return formula(*tensors)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """Backward, ``(grad_input, grad_params)``; by default the formula's derivative."""
+        """Backward, ``(grad_input, grad_params)``; by default the formula's derivative.
+
+        Where the default forward was compiled or did not run, since a fused op did, it evaluates
+        the formula once more, for ``(x, *params)``.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and hasattr(ctx, "derivative"):
+            grad_input, *grad_params = ctx.derivative(grad_output)
+            return grad_input, grad_params
         saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
         if len(saved) < count:
             raise RuntimeError(
                 f"the forward of {type(self).__name__} must have saved {self.saves}, got "
                 f"{len(saved)} tensors; a forward fusion saves what each of its ops would"
             )
-        computed, states = partial(self._computed, ctx.names), saved[len(saved) - ctx.num_states :]
-        device = grad_output.device
-        with ctx.autocast(device.type), draws.restored(states, device):
-            output, derivative = torch.func.vjp(computed, *saved[:count])  # type: ignore[misc]
-            grad_input, *grad_params = derivative(grad_output.to(output.dtype))
-        return grad_input, grad_params
+        x, *params = tensors = saved[:count]
+        if compiling:
+            # Constants: the number of rows may be symbolic, so it is any.
+            shape = (*[4] * (x.dim() - 1), operator.index(x.shape[-1])) if x.dim() else ()
+            shapes = [shape, *[tuple(p.shape) for p in params]]
+            described = [(s, t.dtype, t.device) for s, t in zip(shapes, tensors, strict=True)]
+            self._check_traced(tuple(described))
+        formula = self._formula(len(params))
+        with ctx.autocast(grad_output.device.type):
+            grads = reevaluated(formula, tensors, grad_output, type(self).__name__)
+        return grads[0], grads[1:]
+
+    @constant_when_traced
+    def _check_traced(self, tensors: tuple[Described, ...]) -> None:
+        check_traced(self._formula(len(tensors) - 1), tensors, type(self).__name__)
 
     def fuser_forward(
         self,
@@ -720,6 +691,12 @@ class BasicOperation(FusibleOperation):
                 f"channels of {name} must be bound before it first runs: a run of ops has captured "
                 "them; bind the channels of a new op and build a new Sequential"
             )
+
+
+def _by_name(
+    formula: Callable[..., Tensor], names: Sequence[str], input_: Tensor, *params: Tensor
+) -> Tensor:
+    return formula(input_, **dict(zip(names, params, strict=True)))
 
 
 def check_kwargs(

@@ -1,0 +1,361 @@
+"""Gradients of formulas are those of the forward's evaluation, whatever changes after it."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusible as fz
+from fusible.testing import assume_target
+
+
+class Noisy(fz.BasicOperation):
+    """Dropout of a scaled input, with noise on the scale."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.p = p
+        self.w = nn.Parameter(torch.randn(8))
+
+    def formula(self, x, w):
+        return F.dropout(x * w, self.p, self.training) * torch.rand_like(w)
+
+
+def reference(op, x):
+    return F.dropout(x * op.w, op.p, op.training) * torch.rand_like(op.w)
+
+
+@pytest.mark.parametrize("how", ["alone", "in a run", "checkpointed", "retained", "copied"])
+def test_the_backward_differentiates_the_draw_of_the_forward(how):
+    op = Noisy()
+    module = fz.Sequential(fz.Bias(8), op, fz.ConstantScale(2.0)) if how == "in a run" else op
+    for seed in range(3):
+        x = torch.randn(64, 8, requires_grad=True)
+        torch.manual_seed(seed)
+        expected = reference(op, x) * (2 if how == "in a run" else 1)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        if how == "copied":
+            module = copy.deepcopy(op)
+            module.load_state_dict(op.state_dict())
+        checkpointed = how == "checkpointed"
+        y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+        assert torch.equal(y, expected)
+        assert torch.equal(torch.get_rng_state(), after)
+        torch.rand(100)
+        before = torch.get_rng_state()
+        leaves = [x, module.w if how == "copied" else op.w]
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+        found = torch.autograd.grad(y, leaves, dy, retain_graph=how == "retained")
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.testing.assert_close(found, torch.autograd.grad(expected, [x, op.w], dy))
+        if how == "retained":
+            torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), found)
+
+
+class _Parts:
+    """``x * w * table * plain * factor``, then dropout; all but x and w read from the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(8) + 1)
+        self.register_buffer("table", torch.rand(8) + 1)
+        self.plain = torch.rand(8) + 1
+        self.options = {"factor": 3.0}
+        self.drop = nn.Dropout(0.0)
+
+    def formula(self, x, w):
+        noise = 1.0 if len(x) < 16 else torch.rand_like(x) + random.random()
+        y = x * w * self.table * self.plain * self.options["factor"] * noise
+        return self.drop(y) if self.training else y * 0.5
+
+
+class Changeable(_Parts, fz.BasicOperation):
+    """As an op."""
+
+
+class Plain(_Parts, nn.Module):
+    """As an ordinary module: the reference."""
+
+    def forward(self, x):
+        return self.formula(x, self.w)
+
+
+def _rebind_buffer(m):
+    m.table = torch.zeros(8)
+
+
+def _set_data(m):
+    m.table.data = torch.zeros(8)
+
+
+def _assign_state(m):
+    m.load_state_dict({"w": torch.zeros(8), "table": torch.zeros(8)}, assign=True)
+
+
+def _set_plain(m):
+    m.plain = torch.zeros(8)
+
+
+def _set_option(m):
+    m.options["factor"] = 0.0
+
+
+def _replace_parameter(m):
+    m.w = nn.Parameter(torch.zeros(8))
+
+
+def _drop(m):
+    m.drop.p = 0.5
+
+
+CHANGES = [
+    _rebind_buffer,
+    _set_data,
+    _assign_state,
+    _set_plain,
+    _set_option,
+    _replace_parameter,
+    nn.Module.eval,
+    _drop,
+]
+
+
+def _both(module, x, dy, change, how):
+    """Output and gradients, ``change`` being made to the module before its backward."""
+    random.seed(0)
+    torch.manual_seed(0)
+    w = module.w
+    if how == "functional":
+        y = torch.func.functional_call(module, {"table": torch.full((8,), 3.0)}, (x,))
+    elif how == "offloaded":
+        with torch.autograd.graph.save_on_cpu():
+            y = module(x)
+    else:
+        y = module(x)
+    change(module)
+    return y, *torch.autograd.grad(y, [x, w], dy)
+
+
+@pytest.mark.parametrize("how", ["plain", "functional", "offloaded"])
+@pytest.mark.parametrize("before", [None, _drop])
+@pytest.mark.parametrize("rows", [4, 32])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_before_the_backward_does_not_reach_it(change, rows, before, how):
+    plain, op = Plain(), Changeable()
+    op.load_state_dict(plain.state_dict())
+    op.plain = plain.plain
+    for module in (plain, op):  # called before, so that nothing is known from the first call only
+        module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        if before is not None:
+            before(module)
+    x, dy = torch.randn(rows, 8, requires_grad=True), torch.randn(rows, 8)
+    for found, expected in zip(
+        _both(op, x, dy, change, how), _both(plain, x, dy, change, how), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_formulas(reentrant):
+    op, plain = Changeable(), Plain()
+    op.load_state_dict(plain.state_dict())
+    op.plain = plain.plain
+    for module in (op, plain):
+        module.drop.p = 0.5
+    x, results = torch.randn(4, 8, requires_grad=True), []
+    for module in (op, plain):
+        torch.manual_seed(0)
+        y = checkpoint(module, x, use_reentrant=reentrant)
+        x.grad = None
+        (y * y.detach()).sum().backward()
+        results.append((y, x.grad, module.w.grad))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_checkpoint_keeps_no_tensor_of_a_formula():
+    class Wide(fz.BasicOperation):
+        def formula(self, x):
+            inner = x.exp()
+            kept.append(inner.untyped_storage())
+            return inner.sin()
+
+    kept = []
+    y = checkpoint(Wide(), torch.randn(4, 8, requires_grad=True), use_reentrant=False)
+    first = kept[0]
+    before = first._weak_ref()
+    del first
+    kept.clear()
+    assert torch.UntypedStorage._expired(before)
+    y.sum().backward()
+    torch.UntypedStorage._free_weak_ref(before)
+
+
+def test_a_second_backward_needs_retain_graph():
+    class Squared(fz.BasicOperation):
+        def formula(self, x):
+            return x * x
+
+    x = torch.randn(4, 8, requires_grad=True)
+    y = Squared()(x)
+    for retain in (True, False):
+        assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=retain)[0], 2 * x)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_formulas_that_do_not_read_or_return_their_input():
+    class Same(fz.BasicOperation):
+        def formula(self, x):
+            return x
+
+    class Constant(fz.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def formula(self, x, w):
+            return torch.ones_like(x)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    assert torch.equal(torch.autograd.grad((3 * Same()(x)).sum(), x)[0], torch.full((4, 8), 3.0))
+    module = fz.Sequential(fz.Bias(8), Constant(), fz.ConstantScale(2.0))
+    y = module(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(4, 8))
+    assert module[1].w.grad is None
+    assert torch.equal(module[0].bias.grad, torch.zeros(8))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "computed", "parameter"])
+def test_other_tensors_that_require_gradients_are_refused(kind):
+    class Reads(fz.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            if kind == "parameter":
+                self.w = nn.Parameter(torch.ones(8))
+            self.register_buffer("table", torch.ones(8))
+            self.others = [torch.ones(8)]
+            self.scale = torch.ones(8)
+
+        def formula(self, x, *w):
+            own = self.w if kind == "parameter" else 1.0
+            return x * self.table * self.scale * self.others[0] * own
+
+    op, x = Reads(), torch.randn(4, 8, requires_grad=True)
+    if kind != "parameter":
+        op(x).sum().backward()
+    if kind == "buffer":
+        op.table.requires_grad_()
+    elif kind == "list":
+        op.others[0] = nn.Parameter(torch.ones(8))
+    elif kind == "attribute":
+        op.scale.requires_grad_()
+    elif kind == "computed":
+        op.scale = torch.ones(8, requires_grad=True) * 2
+    with pytest.raises(TypeError, match=r"formula of Reads must read no tensor that requires a"):
+        op(x)
+    with torch.no_grad():
+        assert torch.isfinite(op(x)).all()
+
+
+def test_draws_of_another_generator():
+    class Own(fz.BasicOperation):
+        def formula(self, x):
+            return x * torch.rand(x.shape, generator=generator)
+
+    generator, x = torch.Generator().manual_seed(0), torch.randn(4, 8, requires_grad=True)
+    (found,) = torch.autograd.grad(Own()(x).sum(), x)
+    assert torch.equal(found, torch.rand(4, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_formula_that_counts_does_so_once():
+    class Counts(Table):
+        def formula(self, x):
+            self.table += 1
+            return x * self.table.clone()
+
+    op, x = Counts(), torch.randn(4, 8, requires_grad=True)
+    table = op.table.clone()
+    (found,) = torch.autograd.grad(op(x).sum(), x)
+    assert torch.equal(op.table, table + 1)
+    assert torch.equal(found, (table + 1).expand(4, 8))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_fusion_of_the_forward_alone_takes_no_formula_that_draws(
+    how, own_fusions, fresh_compiler
+):
+    class Fused(fz.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            basic_op_ctxs[0].save_for_backward(input_, *basic_op_ctxs[0].parameters)
+            return input_ * 1, [()]
+
+    fz.register_forward_fusion(
+        lambda ops, *, recipe: [Fused([op]) if isinstance(op, Noisy) else op for op in ops]
+    )
+    op = Noisy()
+    call = torch.compile(op, backend="aot_eager", fullgraph=True) if how == "compiled" else op
+    with pytest.raises(Exception, match="formula of Noisy must draw no random numbers"):
+        call(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_compiled_draws_are_refused(fresh_compiler):
+    x = torch.randn(64, 8, requires_grad=True)
+    module = torch.compile(Noisy(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="formula of Noisy must draw no random numbers under torch"):
+        module(x)
+    with torch.no_grad():
+        assert torch.compile(Noisy(), backend="aot_eager")(x).shape == x.shape
+
+
+def test_a_compiled_formula_with_a_buffer(fresh_compiler):
+    op, x = Table(), torch.randn(64, 8, requires_grad=True)
+    y = torch.compile(op, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, x * op.table)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], op.table.expand(64, 8))
+
+
+class Table(fz.BasicOperation):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+
+    def formula(self, x):
+        return x * self.table
+
+
+def test_a_buffer_that_changes_before_the_backward_is_noticed():
+    op, x = Table(), torch.randn(4, 8, requires_grad=True)
+    y = op(x)
+    op.table.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# --- what other backwards read --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm90"])
+@pytest.mark.parametrize("single", [False, True])
+def test_the_scaled_bias_is_saved(single, target):
+    op = fz.GroupedLinear(2, 32, 32, scale_bias=True, single_grouped_bias=single)
+    for bias in op.biases():
+        bias.data.normal_()
+    x, scales = torch.randn(64, 32), torch.rand(64, requires_grad=True)
+    with assume_target(target):
+        (expected,) = torch.autograd.grad(op(x, [32, 32], scales).sum(), scales)
+        y = op(x, [32, 32], scales)
+        with torch.no_grad():
+            for bias in op.biases():
+                bias.add_(1)
+        if single:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:  # what was saved is the biases' stack, a copy
+            torch.testing.assert_close(torch.autograd.grad(y.sum(), scales)[0], expected)
