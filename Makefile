@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test quick lint format docs wheel check clean
+.PHONY: demo test quick lint format docs site wheel check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
@@ -30,6 +30,10 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/saved_bytes.py
 
+# The pages and the API reference as HTML; a broken link or reference is an error.
+site: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs out/site
+
 # The wheel, installed into an empty environment, runs the README's code.
 wheel: $(INSTALLED)
 	$(BIN)/python .ci/wheel.py
@@ -39,7 +43,7 @@ check: lint test
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fusible needs Python >= 3.11: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs,lint,test]'
 	touch $@
 
 clean:

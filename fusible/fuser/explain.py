@@ -37,7 +37,7 @@ class Explanation:
 
     planned: tuple[PlannedRun, ...]
     ends: tuple[str, ...] = ()
-    """What ended runs of ops: modules with hooks and ordinary ones, a sentence each."""
+    """Modules that ended a run of ops (ordinary ones, those with hooks), a sentence each."""
     refused: tuple[str, ...] = ()
     """What ops would raise in this call, after the op's place; values of the right shape stand in
     for what they would give."""

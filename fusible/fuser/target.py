@@ -92,7 +92,7 @@ class Target:
 
     @property
     def family(self) -> str:
-        """What its kernels are called: ``"sm100"`` for every Blackwell GPU of SM 10.x."""
+        """The name of its kernels, ``"sm100"`` for every Blackwell GPU of SM 10.x."""
         return self.device if self.sm is None else f"sm{self.sm // 10 * 10}"
 
     def __str__(self) -> str:
