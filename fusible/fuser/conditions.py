@@ -95,16 +95,22 @@ def at_least(subject: Path, least: Any, hint: str = "") -> Condition:
 
 
 def at_most(subject: Path, most: int) -> Condition:
-    """``subject`` is a number of at most ``most``."""
-    return Condition(subject, f"at most {most}", lambda a, _: a <= most)
+    """``subject`` is a number of at most ``most``; None counts as too large."""
+    return Condition(subject, f"at most {most}", lambda a, _: a is not None and a <= most)
 
 
 def multiple_of(subject: Path, unit: int | Path) -> Condition:
-    """``subject`` is a multiple of a constant, or of another fact unless that is None."""
+    """``subject`` is a multiple of a constant, or of another fact unless that is None.
+
+    None is no multiple.
+    """
+
+    def holds(a: Any, b: Any) -> bool:
+        return b is None or (a is not None and a % b == 0)
+
     if isinstance(unit, Path):
-        says = f"a multiple of {unit}"
-        return Condition(subject, says, lambda a, b: b is None or a % b == 0, unit)
-    return Condition(subject, f"a multiple of {unit}", lambda a, _: a % unit == 0)
+        return Condition(subject, f"a multiple of {unit}", holds, unit)
+    return Condition(subject, f"a multiple of {unit}", lambda a, _: holds(a, unit))
 
 
 def where(fact: Path, value: Any, need: Condition) -> Condition:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from fusible.fuser.plan import GradNeeds, OpFacts, TensorFacts, dtype_name
 from fusible.fuser.registry import is_ours
+from fusible.fuser.rules import Rule
 from fusible.fuser.wiring import CALLER, Wiring
 
 
@@ -74,6 +76,30 @@ def _flow(
         x, *outputs = gives
         made.append(outputs)
         yield given, x
+
+
+def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> tuple[int, ...]:
+    """The inputs of a run whose ``features`` a condition reads of a rule whose pattern fits."""
+    callers = [
+        {
+            **({"input": 0} if i == 0 else {}),
+            **{op.extra_input_name(s): 1 + k for s, (p, k) in enumerate(of_op) if p == CALLER},
+        }
+        for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
+    ]
+    read: set[int] = set()
+    for found, at in product(rules, range(len(ops))):
+        bound = found.fit(ops, at) or {}
+        present = [name for name, op in bound.items() if op is not None]
+        for path in found.paths if bound else ():
+            names, i = path.names, at
+            if names and names[0] in present:
+                names, i = names[1:], at + present.index(names[0])
+            if not names:  # the op with all its tensors
+                read.update(callers[i].values())
+            elif names[0] in callers[i] and names[1:] in ((), ("features",)):
+                read.add(callers[i][names[0]])
+    return tuple(sorted(read))
 
 
 def _declares(kind: type) -> bool:

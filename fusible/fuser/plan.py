@@ -26,8 +26,8 @@ class TensorFacts(NamedTuple):
 
     ``dtype`` is a short name, ``"unknown"`` behind an op of a user's that does not declare it;
     ``features`` the size of the last dimension of a caller's tensor of two or more dimensions, and
-    of no fewer than the input (row counts are no facts); equal ``source`` means the very same
-    tensor.
+    of no fewer than the input (row counts are no facts), None where no rule that fits reads it;
+    equal ``source`` means the very same tensor.
     """
 
     dtype: str
@@ -353,7 +353,6 @@ def check_facts(rule: Rule) -> None:
         ValueError: naming the condition's path and the facts there are.
     """
     blank = TensorFacts("", "", None, False, 0)
-    paths = [path for need in rule.needs for path in (need.subject, need.other) if path is not None]
     for kinds in product(*[slot.types for slot in rule.pattern]):
         site = _site_reader((OpFacts({}, None, {}, blank, ""),), None, Target("cpu"), ())({}, 0)
         for slot, kind in zip(rule.pattern, kinds, strict=True):
@@ -364,7 +363,7 @@ def check_facts(rule: Rule) -> None:
                 )
             if not slot.optional:  # which has no facts where it is left out
                 setattr(site, slot.name, OpFacts.of_type(kind, blank))
-        for path in paths:
+        for path in rule.paths:
             try:
                 path.read(site)
             except AttributeError as error:

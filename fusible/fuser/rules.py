@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fusible.fuser.conditions import Condition
+from fusible.fuser.conditions import Condition, Path
 
 Phase = Literal["joint", "forward", "backward"]
 
@@ -54,6 +54,12 @@ class Rule:
             else:
                 return None
         return bound
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all facts that its conditions read."""
+        of_needs = [path for need in self.needs for path in (need.subject, need.other)]
+        return tuple(path for path in of_needs if path is not None)
 
     def concerns(self, site: Any) -> bool:
         """Whether the rule is for this machine and this recipe, whatever else it needs."""

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from fusible.fuser import target as targets
 from fusible.fuser.expected import Expected, expected_of
-from fusible.fuser.flow import Dtypes, facts_of_ops
+from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import (
     INTERNAL,
     Direct,
@@ -65,6 +65,8 @@ class _Call(NamedTuple):
     sources: tuple[int, ...]
     """The first place of each input among the inputs: equal for the same tensor."""
     inputs: tuple[_TensorKey, ...]
+    features: tuple[int | None, ...]
+    """Of each input that a rule may read them of, None for the others; empty where none does."""
     param_counts: tuple[int, ...]
     """How many parameters each op has."""
     param_dtypes: tuple[torch.dtype, ...]
@@ -82,14 +84,11 @@ class _TensorKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    features: int | None
 
-    def facts(self, source: int, target: Target) -> TensorFacts:
+    def facts(self, features: int | None, source: int, target: Target) -> TensorFacts:
         """As conditions see it; a plan for a GPU speaks of the tensors as it would hold them."""
         device = "cpu" if self.device.type == "cpu" else target.device
-        return TensorFacts(
-            dtype_name(self.dtype), device, self.features, self.requires_grad, source
-        )
+        return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
 
 
 _filling = threading.Lock()  # caches of runs; they are read without
@@ -131,6 +130,7 @@ class Run:
         self.expected: dict[Any, Expected] = {}  # of users' fused ops that have not run yet
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
+        self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Not dropped with their plans, since none may be forgotten; no more than recipes, by two.
         self._forwards: set[Forward] = set()
         self.no_kwargs: Kwargs = [{} for _ in self.ops]
@@ -238,9 +238,6 @@ class Run:
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast_dtype = torch.get_autocast_dtype(kind) if on else None
-        # operator.index makes a symbolic size a constant when compiling; row counts stay symbolic,
-        # and so does the last size of an input that has one value per row.
-        index, dims = operator.index, max(x.dim(), 2)
         return (
             current_recipe(self),
             autocast_dtype,
@@ -249,21 +246,35 @@ class Run:
             targets.assumed_target(),
             registry.version,
             _first_places(inputs),
-            tuple(
-                [
-                    (
-                        t.dtype,
-                        t.device,
-                        t.requires_grad,
-                        index(t.shape[-1]) if t.dim() >= dims else None,
-                    )
-                    for t in inputs
-                ]
-            ),
+            tuple([(t.dtype, t.device, t.requires_grad) for t in inputs]),
+            self._features(inputs),
             param_counts,
             tuple([p.dtype for p in params]),
             tuple([p.requires_grad for p in params]),
         )
+
+    def _features(self, inputs: Sequence[Tensor]) -> tuple[int | None, ...]:
+        """Of the inputs whose last size rules may read, unless they have one value per row."""
+        read = self._features_read(registry.version)
+        if not read:
+            return ()
+        # operator.index makes a symbolic size a constant when compiling; others stay symbolic.
+        index, dims = operator.index, max(inputs[0].dim(), 2)
+        return tuple(
+            [
+                index(t.shape[-1]) if i in read and t.dim() >= dims else None
+                for i, t in enumerate(inputs)
+            ]
+        )
+
+    @constant_when_traced
+    def _features_read(self, version: int) -> tuple[int, ...]:
+        """See :func:`features_read`, found once for each version of the registry."""
+        known, read = self._read
+        if known != version:
+            read = features_read(self.ops, self.wiring, registry.rules)
+            self._read = version, read
+        return read
 
     def schedule_for(self, key: tuple[Any, ...]) -> Schedule:
         """The schedule for a call on this machine; checked for required rules and cached."""
@@ -416,7 +427,11 @@ class Run:
         if user is None:
             user = registry.apply(self.ops, call.recipe)
             self._keep(self._user, user_key, user)
-        known = [t.facts(source, target) for t, source in zip(inputs, call.sources, strict=True)]
+        features = call.features or (None,) * len(inputs)
+        known = [
+            t.facts(size, source, target)
+            for t, size, source in zip(inputs, features, call.sources, strict=True)
+        ]
         own = [[dtype for dtype, _ in of_op] for of_op in params]
         first, *extra = [t.dtype for t in inputs]
         dtypes = Dtypes(first, tuple(extra), (), call.autocast_dtype)

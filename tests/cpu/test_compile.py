@@ -167,6 +167,15 @@ def test_changed_rows_recompile_once():
     assert counter.frame_count == 2  # the second graph is for any number of rows
 
 
+def test_changed_features_recompile_once():
+    seq = fz.Sequential(fz.ConstantScale(2.0), fz.SiLU(), fz.AddExtraInput())
+    counter, compiled = counted(seq)
+    for features in (8, 9, 10, 17, 33, 64, 100):
+        x, y = (torch.randn(4, features, requires_grad=True) for _ in range(2))
+        check(compiled, seq, (x, y))
+    assert counter.frame_count == 2  # the second graph is for any last dimension
+
+
 def test_rows_declared_dynamic_compile_once():
     mlp = ref.grouped_mlp()
     counter, compiled = counted(mlp)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fusible as fz
+from fusible.extend import Condition, equal, multiple_of, register_rule, rule, this, where
 from fusible.fuser.target import CUDNN_FRONTEND, CUTLASS_DSL, Target, Version
 from fusible.testing import assume_target
 
@@ -390,8 +391,114 @@ def test_floors_of_packages_are_those_of_the_installation():
     assert f"nvidia-cudnn-frontend>={CUDNN_FRONTEND};" in asked
 
 
-def test_plans_of_a_run_are_bounded(monkeypatch):
+class Scales(fz.FusedOperation):
+    """Two scales in one pass."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        one, two = self.basic_ops
+        return input_ * (one.scale * two.scale), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        one, two = self.basic_ops
+        return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
+
+
+def rule_that_needs(*needs):
+    @rule(*needs)
+    def scales_in_one(a: fz.ConstantScale, b: fz.ConstantScale) -> Scales:
+        """One pass less."""
+        return Scales([a, b])
+
+    return scales_in_one
+
+
+def test_no_plan_depends_on_the_last_dimension_unless_a_rule_reads_it(own_fusions):
     """Attention's dropout while generating has another last dimension at every call."""
+    seq = fz.Sequential(fz.ConstantScale(2.0), fz.ConstantScale(3.0))
+    for features in range(1, 9):
+        seq(torch.randn(4, features))
+    assert len(plans_in(seq)) == 1
+    register_rule(rule_that_needs(equal(this.a.scale, 2.0)))
+    for features in range(1, 9):
+        seq(torch.randn(4, features))
+    assert len(plans_in(seq)) == 2
+    assert seq.plan.fired == ("scales_in_one",)
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        multiple_of(this.input.features, 2),
+        multiple_of(this.a.input.features, 2),
+        where(this.input.features, 3, equal(this.recipe, "else")),
+        Condition(this.input, "even", lambda t, _: t.features % 2 == 0),
+        Condition(this.a, "even", lambda op, _: op.input.features % 2 == 0),
+        Condition(this, "even", lambda site, _: site.a.input.features % 2 == 0),
+    ],
+    ids=["first", "named", "where", "tensor", "op", "site"],
+)
+def test_a_rule_that_reads_the_last_dimension_gets_it(need, own_fusions):
+    register_rule(rule_that_needs(need))
+    seq, inside = (
+        fz.Sequential(*before, fz.ConstantScale(2.0), fz.ConstantScale(3.0))
+        for before in ((), (fz.SiLU(),))
+    )
+    for features in (4, 3, 4, 3):
+        x = torch.randn(2, features)
+        assert torch.equal(seq(x), x * 2 * 3)
+        assert seq.plan.fired == (("scales_in_one",) if features == 4 else ())
+        assert fz.explain(seq, x, target="sm90").fired == seq.plan.fired
+    assert len(plans_in(seq)) == 2
+    apart = fz.Sequential(fz.ConstantScale(2.0), fz.SiLU(), fz.ConstantScale(3.0))
+    for features in (4, 3):
+        apart(torch.randn(2, features))
+        if need.subject.names[1:] == ("input", "features"):
+            inside(torch.randn(2, features))  # the rule's tensor is not the caller's
+    assert len(plans_in(apart)) == 1
+    assert len(plans_in(inside)) <= 1
+
+
+class AddMean(fz.BasicOperation):
+    """Adds the mean of a table of any size."""
+
+    num_extra_inputs = 1
+    extra_input_names = ("table",)
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        return input_ + basic_op_extra_inputs[0][0].mean(), [()]
+
+
+def test_only_the_inputs_are_in_the_key_that_a_rule_reads(own_fusions):
+    @rule(multiple_of(this.add.table.features, 2))
+    def never(add: AddMean, scale: fz.ConstantScale) -> Scales:
+        """Nothing."""
+        raise AssertionError("3 is odd")
+
+    register_rule(never)
+    seq = fz.Sequential(AddMean(), fz.ConstantScale(2.0))
+    for features in (1, 3, 5, 7):
+        assert (seq(torch.ones(2, features), torch.ones(2, 1)) == 4).all()
+    assert len(plans_in(seq)) == 1
+    for features in (1, 3, 5, 7):
+        seq(torch.ones(2, 1), torch.ones(2, features))
+    assert len(plans_in(seq)) == 4
+
+
+@pytest.fixture
+def features_read(own_fusions):
+    """A rule that reads the last dimension of every op's input, and never fires."""
+    never = Condition(this.input.features, "of no size", lambda *_: False)
+
+    @rule(never)
+    def dropout_of_no_features(op: fz.Dropout | fz.SiLU) -> Scales:
+        """Nothing."""
+        raise AssertionError("there is no such size")
+
+    register_rule(dropout_of_no_features)
+
+
+@pytest.mark.usefixtures("features_read")
+def test_plans_of_a_run_are_bounded(monkeypatch):
     monkeypatch.setattr("fusible.fuser.run.MOST_PLANS", 8)
     op = fz.Dropout(0.5)
     kept = torch.randn(4, 1, requires_grad=True)
@@ -413,6 +520,7 @@ def test_plans_of_a_run_are_bounded(monkeypatch):
     assert torch.equal(op(kept), first)
 
 
+@pytest.mark.usefixtures("features_read")
 def test_threads_fill_the_plans_of_one_run(monkeypatch):
     monkeypatch.setattr("fusible.fuser.run.MOST_PLANS", 4)
     op = fz.SiLU()
