@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import Unary
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
@@ -242,8 +242,10 @@ class Clamped:
     """The parameters of ``formulas.clamped_qgeglu``."""
 
     def _set_clamps(self, limit: float, alpha: float, glu_linear_offset: float) -> None:
+        who = type(self).__name__
+        check_numbers(who, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
         if not limit > 0:
-            raise ValueError(f"limit of {type(self).__name__} must be positive, got {limit}")
+            raise ValueError(f"limit of {who} must be positive, got {limit}")
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
     def glu(self) -> GLUMath:
@@ -256,6 +258,7 @@ class SoftCapped:
     """The parameters of ``formulas.situglu``."""
 
     def _set_caps(self, beta1: float, beta2: float) -> None:
+        check_numbers(type(self).__name__, beta1=beta1, beta2=beta2)
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
             if not (math.isfinite(beta) and beta > 0):
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.arguments import check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
@@ -31,6 +32,7 @@ class Dropout(BasicOperation):
     saves = "mask"
 
     def __init__(self, p: float) -> None:
+        check_numbers(type(self).__name__, p=p)
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")

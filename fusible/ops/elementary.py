@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
@@ -81,12 +81,16 @@ class ConstantScale(BasicOperation):
 
     Args:
         scale: a constant number.
+
+    Raises:
+        TypeError: it is no number.
     """
 
     fact_names = ("scale",)
     saves = "nothing"
 
     def __init__(self, scale: float) -> None:
+        check_numbers(type(self).__name__, scale=scale)
         super().__init__()
         self.scale = scale
 

@@ -68,7 +68,12 @@ class BasicLinear(WeightedOperation):
             elsewhere or, outside ``torch.autocast``, of another dtype than the weight.
     """
 
-    fact_names = ("in_features", "out_features", "accumulate_into_main_grad")
+    fact_names = (
+        "in_features",
+        "out_features",
+        "accumulate_into_main_grad",
+        "delay_wgrad_compute",
+    )
     parameter_names = ("weight",)
     saves = "x, weight"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
@@ -87,6 +87,7 @@ class _Norm(BasicOperation):
 
 
 def _check_eps(eps: float, who: str) -> None:
+    check_numbers(who, eps=eps)
     if not eps >= 0:
         raise ValueError(f"eps of {who} must not be negative, got {eps}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
@@ -110,6 +110,7 @@ class TopKRouter(BasicOperation):
             load_balancing_loss=load_balancing_loss,
             z_loss=z_loss,
         )
+        check_numbers("TopKRouter", scaling_factor=scaling_factor)
         losses = {"load_balancing_loss": load_balancing_loss, "z_loss": z_loss}
         self.extra_output_names = ("probs", "expert_ids", *[n for n, on in losses.items() if on])
         self.num_extra_outputs = len(self.extra_output_names)

@@ -636,3 +636,31 @@ def test_errors_of_a_backward_say_where_the_op_is():
     with pytest.raises(RuntimeError, match="no backward") as caught:
         y.sum().backward()
     assert "raised in ModuleDict.mlp.1 (Fails), backward" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fz.ConstantScale,
+        fz.Dropout,
+        lambda t: fz.ClampedSwiGLU(alpha=t),
+        lambda t: fz.ScaledClampedQGeGLU(limit=t),
+        lambda t: fz.SiTUGLU(beta1=t),
+        lambda t: fz.ScaledSiTUGLU(beta2=t),
+        lambda t: fz.LayerNorm(8, eps=t),
+        lambda t: fz.L2Normalization(eps=t),
+        lambda t: fz.TopKRouter(8, 4, 2, scaling_factor=t),
+    ],
+)
+@pytest.mark.parametrize("given", [torch.tensor(0.5, requires_grad=True), "0.5"])
+def test_constants_are_numbers(make, given):
+    with pytest.raises(TypeError, match=r"must be a number, a constant that is not trained, got"):
+        make(given)
+    assert make(0.5) is not None
+
+
+def test_delayed_gradients_are_chosen_before_the_first_call():
+    linear = fz.BasicLinear(8, 8)
+    linear(torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match="delay_wgrad_compute of BasicLinear must be set before"):
+        linear.delay_wgrad_compute = True
