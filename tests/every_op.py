@@ -6,7 +6,7 @@ from typing import NamedTuple
 import reference as ref
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusible as fz
 
@@ -106,9 +106,9 @@ def extra_inputs(op: fz.FusibleOperation, x: Tensor) -> list[Tensor]:
     return [scales.requires_grad_() for _ in range(op.num_extra_inputs)]
 
 
-def randomised(op: fz.FusibleOperation) -> fz.FusibleOperation:
-    """Biases start at zero, which would hide them."""
+def randomised(module: nn.Module) -> nn.Module:
+    """Random parameters: biases start at zero, which would hide them."""
     with torch.no_grad():
-        for p in op.parameters():
-            p.copy_(torch.randn(p.shape))
-    return op
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype) / p.shape[-1] ** 0.5)
+    return module

@@ -21,9 +21,7 @@ Activation = GELU | QGELU | ReLU | SReLU | SiLU
 class BackwardActivationBias(FusedOperation):
     """Backward of ``activation(x + bias)``."""
 
-    def __init__(self, bias: Bias, activation: Activation) -> None:
-        super().__init__([bias, activation])
-        self._parts = bias, activation
+    _basic_ops: tuple[Bias, Activation]
 
     def fuser_backward(
         self,
@@ -33,7 +31,7 @@ class BackwardActivationBias(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """One pass over the gradient and the activation's input."""
-        (bias, activation), (ctx, ctx_act) = self._parts, basic_op_ctxs
+        (bias, activation), (ctx, ctx_act) = self._basic_ops, basic_op_ctxs
         x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, grad_output)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())
@@ -50,4 +48,4 @@ class BackwardActivationBias(FusedOperation):
 )
 def backward_activation_bias(bias: Bias, activation: Activation) -> BackwardActivationBias:
     """One pass over the gradient less: it is summed over rows, in FP32, while it is made."""
-    return BackwardActivationBias(bias, activation)
+    return BackwardActivationBias([bias, activation])

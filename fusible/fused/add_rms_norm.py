@@ -20,9 +20,7 @@ from fusible.ops.op import Grads
 class BackwardAddRMSNorm(FusedOperation):
     """Backward of ``MakeExtraOutput`` + ``RMSNorm``."""
 
-    def __init__(self, fork: MakeExtraOutput, norm: RMSNorm) -> None:
-        super().__init__([fork, norm])
-        self._norm = norm
+    _basic_ops: tuple[MakeExtraOutput, RMSNorm]
 
     def fuser_backward(
         self,
@@ -32,11 +30,11 @@ class BackwardAddRMSNorm(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """One pass over the gradients of both outputs and the norm's input."""
-        ctx = basic_op_ctxs[1]
+        (_, norm), (_, ctx) = self._basic_ops, basic_op_ctxs
         x, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)
         dextra = basic_op_grad_extra_outputs[0][0]
-        factor = gain(weight.view(-1), rstd.dtype, self._norm.zero_centered_gamma)
+        factor = gain(weight.view(-1), rstd.dtype, norm.zero_centered_gamma)
         # Under autocast the branch may be wider than the norm; its gradient stays so.
         wider = dextra is not None and dextra.dtype != x.dtype
         addend = None if dextra is None or wider else dextra.reshape(x.shape)
@@ -57,4 +55,4 @@ class BackwardAddRMSNorm(FusedOperation):
 )
 def backward_add_rms_norm(fork: MakeExtraOutput, norm: RMSNorm) -> BackwardAddRMSNorm:
     """Two passes over the gradient less: the norm's is added to the branch's in FP32."""
-    return BackwardAddRMSNorm(fork, norm)
+    return BackwardAddRMSNorm([fork, norm])

@@ -259,9 +259,7 @@ class GroupedLinearSm100(FusedOperation):
         "as the data gradient reads them"
     )
 
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
+    _basic_ops: tuple[GroupedLinear]
 
     def fuser_forward(
         self,
@@ -274,7 +272,7 @@ class GroupedLinearSm100(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One grouped product."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        (linear,), (ctx,) = self._basic_ops, basic_op_ctxs
         x, ends, row_scale = linear.rows(ctx, input_, *basic_op_extra_inputs[0])
         output = linear.output_buffer(ctx, input_, basic_op_kwargs[0])
         places = _places(linear, ends, x.shape[0])
@@ -300,7 +298,7 @@ class GroupedLinearSm100(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        (linear,), (ctx,) = self._basic_ops, basic_op_ctxs
         ends, row_scale, padded, rows, *saved, _ = ctx.saved_tensors
         dy = matrix(grad_output, ctx.dtype)
         places = _known_places(padded, rows, dy.shape[0])
@@ -331,9 +329,7 @@ class GroupedMLPSm100(FusedOperation):
         "and places of the groups, row scales, weights as the data gradients read them"
     )
 
-    def __init__(self, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> None:
-        super().__init__([fc1, act, fc2])
-        self._parts = fc1, act, fc2
+    _basic_ops: tuple[GroupedLinear, ScaledGLU, GroupedLinear]
 
     def fuser_forward(
         self,
@@ -346,7 +342,7 @@ class GroupedMLPSm100(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """Two products, the activation in the first one's epilogue."""
-        fc1, act, fc2 = self._parts
+        fc1, act, fc2 = self._basic_ops
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         x, ends, _ = fc1.rows(ctx1, input_, *basic_op_extra_inputs[0])
         (scales,), (_, *bias_scale) = basic_op_extra_inputs[1:]
@@ -393,7 +389,7 @@ class GroupedMLPSm100(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """FC2's data gradient with the activation's, FC1's, two weight gradients."""
-        fc1, act, fc2 = self._parts
+        fc1, act, fc2 = self._basic_ops
         ctx1, ctx_act, ctx2 = basic_op_ctxs
         ends, padded, rows = ctx1.saved_tensors[:3]
         c, prob = ctx_act.saved_tensors
@@ -476,10 +472,10 @@ def _weight_grads(
 )
 def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm100:
     """FC1, activation, scale and quantization in one kernel; FC2 reads it as it was written."""
-    return GroupedMLPSm100(fc1, act, fc2)
+    return GroupedMLPSm100([fc1, act, fc2])
 
 
 @rule(*_MACHINE, *_linears(this.linear))
 def grouped_linear_sm100(linear: GroupedLinear) -> GroupedLinearSm100:
     """One launch forward and two backward, on operands in the recipe's own format."""
-    return GroupedLinearSm100(linear)
+    return GroupedLinearSm100([linear])

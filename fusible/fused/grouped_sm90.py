@@ -49,13 +49,11 @@ def fits(*linears: Any) -> tuple[Condition, ...]:
 class GroupedLinearForwardSm90(FusedOperation):
     """Forward of one ``GroupedLinear``."""
 
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
+    _basic_ops: tuple[GroupedLinear]
 
     def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> DirectLinear | None:
         """With the backward of this machine, or none, a plain linear."""
-        (linear,), (own,) = self._parts, needs
+        (linear,), (own,) = self._basic_ops, needs
         fits = isinstance(backward, GroupedLinearBackwardSm90) or not own.requires_grad
         return DirectLinear(linear, own) if fits and is_plain(linear) else None
 
@@ -70,7 +68,7 @@ class GroupedLinearForwardSm90(FusedOperation):
         basic_op_kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         """One grouped product."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        (linear,), (ctx,) = self._basic_ops, basic_op_ctxs
         return grouped_linear(linear, ctx, input_, basic_op_extra_inputs[0], basic_op_kwargs[0]), [
             ()
         ]
@@ -96,9 +94,7 @@ def grouped_linear(
 class GroupedLinearBackwardSm90(FusedOperation):
     """Backward of one ``GroupedLinear``."""
 
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
+    _basic_ops: tuple[GroupedLinear]
 
     def fuser_backward(
         self,
@@ -108,7 +104,7 @@ class GroupedLinearBackwardSm90(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        (linear,), (ctx,) = self._basic_ops, basic_op_ctxs
         x, ends, row_scale, *weights, _ = ctx.saved_tensors
         dy = as_2d(cast(grad_output, ctx.dtype))
         (dy, x), ((product, w),) = prepare([dy, x], (linear, weights))
@@ -323,10 +319,10 @@ def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLin
 @rule(*fits(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
-    return GroupedLinearForwardSm90(linear)
+    return GroupedLinearForwardSm90([linear])
 
 
 @rule(*fits(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
     """Two launches: data gradient and weight gradient from the parameter as it lies."""
-    return GroupedLinearBackwardSm90(linear)
+    return GroupedLinearBackwardSm90([linear])

@@ -75,9 +75,7 @@ class LinearAdd(FusedOperation):
 class BackwardLinearAdd(FusedOperation):
     """Backward of ``MakeExtraOutput`` + ``BasicLinear``: ``dy @ weight`` added to ``dextra``."""
 
-    def __init__(self, fork: MakeExtraOutput, linear: BasicLinear) -> None:
-        super().__init__([fork, linear])
-        self._parts = fork, linear
+    _basic_ops: tuple[MakeExtraOutput, BasicLinear]
 
     @property
     def writes_grads(self) -> bool:
@@ -102,7 +100,7 @@ class BackwardLinearAdd(FusedOperation):
             dx = _add_product(dextra, dy, weight, in_place=in_place)
         elif ctx.needs.input:
             dx = dy @ weight
-        return dx, [(), self._parts[1].weight_grads(ctx, dense_gradient(dy, x))], [(), ()]
+        return dx, [(), self._basic_ops[1].weight_grads(ctx, dense_gradient(dy, x))], [(), ()]
 
 
 @rule(
@@ -123,4 +121,4 @@ def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraIn
 )
 def backward_linear_add(fork: MakeExtraOutput, linear: BasicLinear) -> BackwardLinearAdd:
     """Two passes over the gradient less: the product adds to the branch's gradient in place."""
-    return BackwardLinearAdd(fork, linear)
+    return BackwardLinearAdd([fork, linear])

@@ -19,9 +19,7 @@ from fusible.ops.wgrad import dense_gradient
 class BackwardLinearScale(FusedOperation):
     """Backward of ``scale * x @ weight.T``."""
 
-    def __init__(self, linear: BasicLinear, scale: ConstantScale) -> None:
-        super().__init__([linear, scale])
-        self._parts = linear, scale
+    _basic_ops: tuple[BasicLinear, ConstantScale]
 
     def fuser_backward(
         self,
@@ -31,7 +29,7 @@ class BackwardLinearScale(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """``scale * dy @ weight`` and ``scale * dy.T @ x``."""
-        (linear, scale), ctx = self._parts, basic_op_ctxs[0]
+        (linear, scale), ctx = self._basic_ops, basic_op_ctxs[0]
         x, weight = ctx.saved_tensors
         dy = cast(grad_output, ctx.dtype)
         dx = None
@@ -49,4 +47,4 @@ class BackwardLinearScale(FusedOperation):
 @rule(equal(this.recipe, "none"), phase="backward")
 def backward_linear_scale(linear: BasicLinear, scale: ConstantScale) -> BackwardLinearScale:
     """One pass over the gradient less: the products scale in FP32 before they round."""
-    return BackwardLinearScale(linear, scale)
+    return BackwardLinearScale([linear, scale])

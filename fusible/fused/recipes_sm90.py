@@ -52,9 +52,7 @@ def _fits(*linears: Any) -> tuple[Condition, ...]:
 class RecipeLinearBackwardSm90(FusedOperation):
     """Backward of one ``GroupedLinear``."""
 
-    def __init__(self, linear: GroupedLinear) -> None:
-        super().__init__([linear])
-        self._parts = (linear,)
+    _basic_ops: tuple[GroupedLinear]
 
     def fuser_backward(
         self,
@@ -64,7 +62,7 @@ class RecipeLinearBackwardSm90(FusedOperation):
         basic_op_grad_extra_outputs: Sequence[Grads],
     ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
         """Two grouped products."""
-        (linear,), (ctx,) = self._parts, basic_op_ctxs
+        (linear,), (ctx,) = self._basic_ops, basic_op_ctxs
         dx, params, extra = _backward(linear, ctx, grad_output)
         return dx, [params], [extra]
 
@@ -162,10 +160,10 @@ def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> R
 @rule(*_fits(this.linear), phase="forward")
 def recipe_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
     """One launch over device-side groups, tail included, of decoded operands."""
-    return GroupedLinearForwardSm90(linear)
+    return GroupedLinearForwardSm90([linear])
 
 
 @rule(*_fits(this.linear), phase="backward")
 def recipe_linear_backward_sm90(linear: GroupedLinear) -> RecipeLinearBackwardSm90:
     """Two launches: data gradient and weight gradient of decoded operands."""
-    return RecipeLinearBackwardSm90(linear)
+    return RecipeLinearBackwardSm90([linear])

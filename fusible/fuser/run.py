@@ -7,7 +7,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from fusible.fuser.rules import Rule
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, Wiring, wire
+from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, autocast, current_recipe
 from fusible.recipes.recipe import Recipe
 
@@ -469,14 +469,10 @@ class Run:
 def _say(plan: Plan) -> None:
     """Log what a plan fuses, once for all runs that have the same."""
     if logger.isEnabledFor(logging.INFO):
-        _say_once(plan.summary(), tuple(map(str, plan.refusals)))
-
-
-@lru_cache(maxsize=1024)
-def _say_once(summary: str, refusals: tuple[str, ...]) -> None:
-    logger.info("planned %s", summary)
-    for refusal in refusals:
-        logger.debug("%s", refusal)
+        summary = plan.summary()
+        log_once(logger, logging.INFO, "planned %s", summary)
+        for refusal in plan.refusals:
+            log_once(logger, logging.DEBUG, "planned %s: %s", summary, str(refusal))
 
 
 def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fusible.logs import log_once
+
 logger = logging.getLogger(__name__)
 
 _one_at_a_time = threading.RLock()  # the compiler is not made for threads
@@ -52,7 +54,13 @@ def _kept(name: str, compile_it: Callable[[], Any]) -> Any:
     else:
         compiled = _compiled(name, compile_it)
         if problem is not None:
-            _say_once(problem)
+            log_once(
+                logger,
+                logging.WARNING,
+                "compiled kernels are not kept on disk, where they would be run as they lie: %s; "
+                "make it yours alone (chmod go-w) to compile each once",
+                problem,
+            )
             return compiled
         try:
             # Written under another name first: another process may be looking.
@@ -95,15 +103,6 @@ def _writable_by_others(place: Path, kernel: Path) -> str | None:
     if open_to_others and not sticky:
         return f"{place} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
     return None
-
-
-@functools.cache
-def _say_once(problem: str) -> None:
-    logger.warning(
-        "compiled kernels are not kept on disk, where they would be run as they lie: %s; make it "
-        "yours alone (chmod go-w) to compile each once",
-        problem,
-    )
 
 
 @functools.cache

@@ -81,13 +81,14 @@ def _check_alignment(split_sizes: Tensor, alignment: int) -> None:
             )
 
 
-def _group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
+def group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
+    """End rows without values."""
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
 define(
     "group_ends(Tensor split_sizes, SymInt rows) -> Tensor",
-    _group_ends_fake,
+    group_ends_fake,
     _group_ends,
     _group_ends,
 )

@@ -158,14 +158,6 @@ class GroupedLinear(WeightedOperation):
             single_grouped_bias=single_grouped_bias,
             scale_bias=scale_bias,
         )
-        check_sizes(
-            "GroupedLinear",
-            dtype,
-            num_groups=num_groups,
-            in_features=in_features,
-            out_features=out_features,
-            split_alignment=split_alignment,
-        )
         if scale_bias and not bias:
             raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
         self.num_extra_inputs = 2 if scale_bias else 1
@@ -185,6 +177,8 @@ class GroupedLinear(WeightedOperation):
         self.single_grouped_bias = single_grouped_bias
         self.rng_state_tracker_function = rng_state_tracker_function
         self.init_method = init_method
+        sizes = "num_groups", "in_features", "out_features", "split_alignment"
+        check_sizes("GroupedLinear", dtype, **{name: getattr(self, name) for name in sizes})
         self.num_weights = 1 if single_grouped_weight else num_groups
         self._make_parameters(device, dtype)
         self.reset_parameters()

@@ -115,11 +115,6 @@ class TopKRouter(BasicOperation):
         self.extra_output_names = ("probs", "expert_ids", *[n for n, on in losses.items() if on])
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
-        if score_function not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f"score_function of TopKRouter must be 'softmax' or 'sigmoid', got "
-                f"{score_function!r}"
-            )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -129,7 +124,7 @@ class TopKRouter(BasicOperation):
         self.top_groups = self.num_groups if top_groups is None else top_groups
         self.group_top = group_top
         self.scaling_factor = scaling_factor
-        self._check_sizes(dtype)
+        self._check_arguments(dtype)
         self.parameter_names = ("weight", "bias") if bias else ("weight",)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
@@ -138,7 +133,12 @@ class TopKRouter(BasicOperation):
         self.register_buffer("expert_bias", load_bias if expert_bias else None)
         self.reset_parameters()
 
-    def _check_sizes(self, dtype: torch.dtype | None) -> None:
+    def _check_arguments(self, dtype: torch.dtype | None) -> None:
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"score_function of TopKRouter must be 'softmax' or 'sigmoid', got "
+                f"{self.score_function!r}"
+            )
         names = "hidden_size", "num_experts", "top_k", "num_groups", "top_groups", "group_top"
         check_sizes("TopKRouter", dtype, **{name: getattr(self, name) for name in names})
         groups, kept = self.num_groups, self.top_groups

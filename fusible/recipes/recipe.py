@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
 from fusible.arguments import check_bools
+from fusible.names import nearest
 from fusible.recipes.formats import (
     E4M3,
     E5M2,
@@ -189,6 +189,6 @@ def _meant(given: object) -> str:
     # A recipe's name, its class, or a recipe of another package.
     kind = given if isinstance(given, type) else type(given)
     word = given if isinstance(given, str) else kind.__name__
-    close = get_close_matches(word.lower(), names, n=1)
-    meant = [names[close[0]]] if close else kinds
+    name = nearest(word.lower(), names)
+    meant = kinds if name is None else [names[name]]
     return " or ".join(f"{kind.__name__}()" for kind in meant)

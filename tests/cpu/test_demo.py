@@ -98,8 +98,6 @@ def test_it_prints_the_plan_that_explain_makes(example, run, target, tmp_path, c
     assert str(plan) in printed
     for name in ("TopKRouter", "Dispatch", "GroupedLinear", "ScaledSwiGLU", "Combine"):
         assert name in str(plan)
-    if not plan.fired:
-        assert "not fused" in str(plan) or "no fusion rule covers" in str(plan)
 
 
 def test_experts_sum_as_a_loop_over_tokens_does(example):

@@ -20,8 +20,8 @@ REQUIRED = {
     "format": nvfp4(),
     "func": lambda ops, *, recipe: ops,
 }
-# Not for users to call.
-SKIPPED = {"Plan", "Explanation", "OperationContext", "GroupedTensor", "columnwise_only"}
+# Called for every operand of a linear's backward, by the ops alone.
+SKIPPED = {"columnwise_only"}
 
 
 def flags():
@@ -34,7 +34,8 @@ def flags():
             if isinstance(what, type):
                 what = what.__init__
             for parameter in inspect.signature(what).parameters.values():
-                if str(parameter.annotation) == "bool" and parameter.default is not parameter.empty:
+                # Strings where a module postpones the evaluation of its annotations.
+                if parameter.annotation in ("bool", bool):
                     yield module, name, parameter.name
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from sharded import Case, build, outcomes
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusible as fz
@@ -60,13 +59,6 @@ def test_shards_in_replicas(tmp_path):
     assert len(seen) == 4
     for outcome in seen.values():
         check(outcome, 1e-5)
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 import pytest
 import reference as ref
 import torch
+from every_op import randomised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,13 +37,6 @@ def activation(name, interleave):
         return fz.ScaledSwiGLU(interleave), lambda x, s: ref.swiglu(x, s, interleave)
     op = fz.ScaledClampedQGeGLU(interleave, limit=0.75)
     return op, lambda x, s: ref.clamped_qgeglu(x, s, interleave, limit=0.75)
-
-
-def randomised(module):
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, dtype=p.dtype) / p.shape[-1] ** 0.5)
-    return module
 
 
 def check(module, plain, inputs, extra, y_shape):

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module as torch_module
 
@@ -471,15 +469,6 @@ class TestCompiled:
         module = fz.Sequential(flat[0], checkpointed(flat[1:4]), *flat[4:])
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(results(compiled, (x,)), results(module, (x,)))
-
-
-@pytest.fixture
-def mesh():
-    if not dist.is_gloo_available():
-        pytest.skip("needs torch with gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")

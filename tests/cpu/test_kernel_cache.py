@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fusible
+from fusible import logs
 from fusible.kernels import cache, plain
 from fusible.kernels.dense import launch as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
@@ -149,9 +150,9 @@ def folder(monkeypatch, tmp_path):
     """A place for kernels under a home of its own, and the lines that are said of it."""
     home = tmp_path / "home" / ".cache" / "fusible" / "version"
     monkeypatch.setattr(cache, "directory", lambda: home)
-    cache._say_once.cache_clear()
+    logs._log.cache_clear()
     yield home
-    cache._say_once.cache_clear()
+    logs._log.cache_clear()
 
 
 class Kernel:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import fusible as fz
-from fusible.fuser import run
+from fusible import logs
 from fusible.kernels import cache
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said():
-    run._say_once.cache_clear()
+    logs._log.cache_clear()
 
 
 def mlp():
@@ -40,7 +40,16 @@ def test_refusals_are_told_at_debug(caplog):
     with caplog.at_level(logging.DEBUG, "fusible"):
         mlp()(torch.randn(3, 4, requires_grad=True))
     told = lines(caplog, logging.DEBUG)
-    assert any("backward_activation_bias not used for ops[1:3]: " in line for line in told)
+    refused = "backward_activation_bias not used for ops[1:3]: "
+    assert any(refused in line for line in told)
+
+
+def test_refusals_are_told_when_debug_is_turned_on_later(caplog):
+    for level, refused in ((logging.INFO, False), (logging.DEBUG, True), (logging.DEBUG, False)):
+        caplog.clear()
+        with caplog.at_level(level, "fusible"):
+            mlp()(torch.randn(3, 4, requires_grad=True))
+        assert any(" not used for " in line for line in lines(caplog, logging.DEBUG)) == refused
 
 
 def test_nothing_is_said_by_default(capfd):

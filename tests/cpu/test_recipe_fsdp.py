@@ -2,22 +2,11 @@
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusible as fz
 
 MX = fz.recipes.MXFP8BlockScaling()
-
-
-@pytest.fixture
-def mesh():
-    if not dist.is_gloo_available():
-        pytest.skip("needs torch with gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("reuse", [False, True])

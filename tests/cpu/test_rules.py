@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import reference as ref
 import torch
+from every_op import randomised
 from torch import Tensor
 
 import fusible as fz
@@ -150,13 +151,6 @@ def scope_of(name):
     """The recipe that a rule fires under."""
     recipe = fz.recipes.MXFP8BlockScaling() if name.startswith("recipe_") else None
     return fz.autocast(enabled=recipe is not None, recipe=recipe)
-
-
-def randomised(module):
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape) / 3)
-    return module
 
 
 def test_every_rule_has_a_case():

@@ -1,5 +1,7 @@
 """Machines that plans are made for: names, software, and GPUs that are not NVIDIA's."""
 
+import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import fusible as fz
 from fusible.fuser import target as targets
 from fusible.fuser.target import Version
 from fusible.kernels import machine
+from fusible.kernels.provider import provided
 from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import Places, packed_rows
@@ -17,7 +20,7 @@ from fusible.recipes.formats import nvfp4
 from fusible.recipes.library import encode
 from fusible.testing import assume_target
 
-GPU = torch.device("cuda", 0)
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["rocm", "gfx942", "gfx90a", "mps", "xpu", "cpu"])
@@ -99,6 +102,22 @@ def test_each_device_is_warmed_up(monkeypatch):
     launches.before_launch(GPU, "gemm", 1)
     with pytest.raises(RuntimeError, match="must have run once before a CUDA graph"):
         launches.before_launch(torch.device("cuda", 1), "gemm", 1)
+
+
+def test_a_compilation_is_logged_at_the_first_launch_of_a_configuration(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(launches, "_warm", set())
+    monkeypatch.setattr(launches, "_last_streams", {})
+    kernels = SimpleNamespace(grouped_gemm_wrapper_sm100=lambda: None)
+    told = []
+    with provided("sm100", kernels), caplog.at_level(logging.INFO, "fusible"):
+        for device, size in ((GPU, 1), (GPU, 1), (GPU, 2), (torch.device("cuda", 1), 1), (CPU, 3)):
+            caplog.clear()
+            ops._run(device, "grouped_gemm", ("gemm", size))
+            told.append(sum("compiled and launched" in m for m in caplog.messages))
+    assert told == [1, 0, 1, 1, 0]
 
 
 def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):

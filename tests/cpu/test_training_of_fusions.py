@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from test_rules import FITS, randomised, scope_of
+from every_op import randomised
+from test_rules import FITS, scope_of
 from training_paths import on_machine
 
 import fusible as fz

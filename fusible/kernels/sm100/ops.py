@@ -40,7 +40,6 @@ from fusible.kernels.sm100.launches import before_launch
 
 logger = logging.getLogger(__name__)
 
-_COMPILES = 0.5  # seconds: a call of the front end that takes longer has compiled
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
 _FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
@@ -56,14 +55,21 @@ def _define(schema: str, fake: Callable[..., Any], flops: Callable[..., int]) ->
     return register
 
 
-def _run(device: torch.device, wrapper: str, **arguments: Any) -> Any:
-    """Call the front end, which launches on the current stream of the current device."""
+def _run(
+    device: torch.device, wrapper: str, configuration: tuple[Any, ...], **arguments: Any
+) -> Any:
+    """Call the front end, which launches on the current stream of the current device.
+
+    ``configuration`` is all that the kernel may be compiled for.
+    """
     function = getattr(provider("sm100"), f"{wrapper}_wrapper_sm100")
+    is_first = before_launch(device, *configuration)
     start = time.perf_counter()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         result = function(**arguments)
-    if device.type == "cuda" and (seconds := time.perf_counter() - start) > _COMPILES:
-        logger.info("compiled kernel sm100 %s in %.1f s", wrapper, seconds)
+    if is_first:
+        seconds = time.perf_counter() - start
+        logger.info("compiled and launched kernel sm100 %s in %.1f s", configuration[0], seconds)
     return result
 
 
@@ -255,10 +261,10 @@ def glu(
         arguments |= {"sfa_tensor": None, "generate_c": True}
     operands = _weight_arguments(w, w_scales, weights, n_major=False)
     dense = "b_tensor" in operands
-    before_launch(x.device, "glu", x.dtype, weights, dense, bias is not None, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_glu",
+        ("glu", x.dtype, weights, dense, bias is not None, *arguments.values()),
         **_common(x, x_scales, ends, alpha, weights.groups),
         **operands,
         **_quantizing(x),
@@ -331,13 +337,7 @@ def dglu(
     n_major = x.dtype != FP4
     rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
     check_vector("prob", prob, rows.rows, x.device)
-    shape = (rows.rows, 2 * weights.n)
-    require(
-        c.dtype == torch.bfloat16 and c.shape == shape,
-        f"c must be BF16 of shape {shape}, the pre-activation",
-        f"{c.dtype} of shape {tuple(c.shape)}",
-    )
-    check_layout("c", c)
+    _check_preactivation(c, (rows.rows, 2 * weights.n))
     arguments = _glu_arguments(activation, limit, slope, offset, x.dtype, "d")
     empty = _dglu_outputs(x[:0], weights.n, weights.groups, bias)
     if rows.rows == 0:
@@ -346,17 +346,15 @@ def dglu(
         arguments["sfa_tensor"] = None
     # One value more, the gradient of rows in no group. The kernel adds to what it finds.
     dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
-    # The kernel multiplies by alpha twice.
-    root = None if alpha is None else alpha.sqrt()
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
     operands = _weight_arguments(w, w_scales, weights, n_major)
-    dense = "b_tensor" in operands
-    before_launch(x.device, "dglu", x.dtype, weights, dense, bias, *arguments.values())
     out = _run(
         x.device,
         "grouped_gemm_dglu",
-        **_common(x, x_scales, ends, root, weights.groups),
+        ("dglu", x.dtype, weights, "b_tensor" in operands, bias, *arguments.values()),
+        # The kernel multiplies by alpha twice.
+        **_common(x, x_scales, ends, None if alpha is None else alpha.sqrt(), weights.groups),
         **operands,
         **_quantizing(x),
         **arguments,
@@ -371,6 +369,15 @@ def dglu(
         return out["d_row_tensor"], *empty[1:4], dprob, dbias
     packed = _scales_of(out, "d_row_tensor", "d_col_tensor", rows.rows, 2 * weights.n)
     return *packed, dprob, dbias
+
+
+def _check_preactivation(c: Tensor, shape: tuple[int, int]) -> None:
+    require(
+        c.dtype == torch.bfloat16 and c.shape == shape,
+        f"c must be BF16 of shape {shape}, the pre-activation",
+        f"{c.dtype} of shape {tuple(c.shape)}",
+    )
+    check_layout("c", c)
 
 
 # --- plain grouped product ------------------------------------------------------------------------
@@ -424,16 +431,15 @@ def gemm(
     }
     scaled = row_scale is not None
     dense = "b_tensor" in arguments
-    before_launch(x.device, "gemm", x.dtype, weights, dense, bias is not None, scaled, n_major)
+    configuration = "gemm", x.dtype, weights, dense, bias is not None, scaled, n_major
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
-        _run(x.device, "grouped_gemm", **arguments, prob_tensor=prob)
+        _run(x.device, "grouped_gemm", configuration, **arguments, prob_tensor=prob)
     else:
         # The maximum per group that the kernel can find costs a fill and atomics.
-        _run(
-            x.device, "grouped_gemm_quant", **arguments, prob_tensor=row_scale, generate_amax=False
-        )
+        arguments |= {"prob_tensor": row_scale, "generate_amax": False}
+        _run(x.device, "grouped_gemm_quant", configuration, **arguments)
     return out
 
 
@@ -530,10 +536,10 @@ def wgrad_(
     else:
         arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
     features = left.depth, right.depth
-    before_launch(x.device, "wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense)
     _run(
         x.device,
         "grouped_gemm_wgrad",
+        ("wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense),
         sfa_tensor=dy_scales,
         sfb_tensor=x_scales,
         offsets_tensor=ends,

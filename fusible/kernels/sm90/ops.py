@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.kernels import flops
+from fusible.kernels import flops, grouped
 from fusible.kernels.library import define
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.checks import (
@@ -273,12 +273,8 @@ def grouped_gemm_dglu(
     weights = matrices_of("w", w, device, transpose=True)
     columns = weights.rows
     check_product("dy", dy, depth, w[0], weights)
-    *preact_shape, preact_pitch = check_matrix("preact", preact)
-    if preact_shape != [rows, 2 * columns] or preact.dtype != dy.dtype or preact.device != device:
-        raise ValueError(
-            f"preact must be a {dy.dtype} tensor of shape {(rows, 2 * columns)} on {device}, "
-            f"got {preact.dtype} of shape {tuple(preact.shape)} on {preact.device}"
-        )
+    *_, preact_pitch = check_matrix("preact", preact)
+    _check_preactivation(preact, (rows, 2 * columns), dy)
     check_glu(activation, interleave, columns)
     check_ends(ends, weights.groups, device)
     check_rows("scales", scales, rows, device)
@@ -307,6 +303,14 @@ def grouped_gemm_dglu(
         partials.data_ptr(),
     )
     return d_preact, act, sum_up(partials, rows, scales.dtype)
+
+
+def _check_preactivation(preact: Tensor, shape: tuple[int, int], dy: Tensor) -> None:
+    if preact.shape != shape or preact.dtype != dy.dtype or preact.device != dy.device:
+        raise ValueError(
+            f"preact must be a {dy.dtype} tensor of shape {shape} on {dy.device}, "
+            f"got {preact.dtype} of shape {tuple(preact.shape)} on {preact.device}"
+        )
 
 
 def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -347,13 +351,7 @@ def grouped_wgrad_(
             f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {device}"
         )
     grads = matrices_of("out", out, device, transpose=False)
-    if out[0].dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"out must be {x.dtype} or FP32, got {out[0].dtype}")
-    if (grads.rows, grads.depth) != (columns, depth) or grads.major != "k":
-        raise ValueError(
-            f"out must hold matrices of shape {(columns, depth)}, contiguous in the last "
-            f"dimension, got {tuple(out[0].shape)} with strides {out[0].stride()}"
-        )
+    _check_gradients(out[0], grads, (columns, depth), x.dtype)
     check_ends(ends, grads.groups, device)
     if rows == 0:
         if not accumulate:
@@ -383,12 +381,20 @@ def grouped_wgrad_(
     )
 
 
+def _check_gradients(
+    out: Tensor, grads: Matrices, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if out.dtype not in (dtype, torch.float32):
+        raise ValueError(f"out must be {dtype} or FP32, got {out.dtype}")
+    if (grads.rows, grads.depth) != shape or grads.major != "k":
+        raise ValueError(
+            f"out must hold matrices of shape {shape}, contiguous in the last dimension, got "
+            f"{tuple(out.shape)} with strides {out.stride()}"
+        )
+
+
 def _nothing(*_: object) -> None:
     """The fake of an op that only writes to what it is given."""
-
-
-def _fake_ends(split_sizes: Tensor, rows: int) -> Tensor:
-    return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
 def _fake_gemm(x: Tensor, w: list[Tensor], *rest: Any) -> Tensor:
@@ -425,7 +431,11 @@ def _fake_wgrad(dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | No
     return x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
 
 
-define("sm90_group_ends(Tensor split_sizes, SymInt rows) -> Tensor", _fake_ends, cuda=group_ends)
+define(
+    "sm90_group_ends(Tensor split_sizes, SymInt rows) -> Tensor",
+    grouped.group_ends_fake,
+    cuda=group_ends,
+)
 define(
     "sm90_grouped_gemm(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor? row_scale, "
     "bool transpose_w) -> Tensor",
