@@ -106,9 +106,13 @@ def extra_inputs(op: fz.FusibleOperation, x: Tensor) -> list[Tensor]:
     return [scales.requires_grad_() for _ in range(op.num_extra_inputs)]
 
 
-def randomised(module: nn.Module) -> nn.Module:
-    """Random parameters: biases start at zero, which would hide them."""
+def randomised(module: nn.Module, std: float | None = 1.0) -> nn.Module:
+    """Random parameters: biases start at zero, which would hide them.
+
+    Where ``std`` is None, of the standard deviation ``last dimension ** -0.5``.
+    """
     with torch.no_grad():
         for p in module.parameters():
-            p.copy_(torch.randn(p.shape, dtype=p.dtype) / p.shape[-1] ** 0.5)
+            scale = p.shape[-1] ** -0.5 if std is None else std
+            p.copy_(torch.randn(p.shape, dtype=p.dtype) * scale)
     return module

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
-from fusible.fuser.node import Schedule
+from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
+from fusible.fuser.schedule import Schedule, unfused
 from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
 
@@ -122,24 +124,21 @@ def explain(
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
     names: dict[Any, str] = {}
-
     refused: list[str] = []
 
-    def note(run: Run, key: tuple[Any, ...], device: torch.device, made: Schedule) -> Schedule:
+    def schedule_for(run: Run, key: tuple[Any, ...], device: torch.device) -> Schedule:
         if run.ops[0] not in names:  # what stands in for a module may have been made just now
             names.update(op_names(module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
-        planned.append(PlannedRun(where, run, run.plan_for(key, on or target_of(device))))
-        steps = [
-            s._replace(op=_StandIn(s.op, names[s.op], refused), is_users=False)
-            for s in made.forward
-        ]
-        return made._replace(forward=tuple(steps))
+        made = run.plan_for(key, on or target_of(device))
+        planned.append(PlannedRun(where, run, made))
+        wrap = partial(partial, _forward_or_note, refused, names)
+        return unfused(run.scheduled(made, key), wrap)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
-    with _buffers_kept(module), _uncompiled(), mode, Run.observed(note):
+    with _buffers_kept(module), _uncompiled(), mode, Run.observed(schedule_for):
         try:
             module(*fakes, **fake_kwargs)
         except DataDependentOutputException as error:
@@ -156,37 +155,38 @@ def explain(
     return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused))
 
 
-class _StandIn:
-    """An op in a plan's forward, whose refusal is noted; an output of its shape stands in."""
+def _forward_or_note(
+    refused: list[str],
+    names: dict[Any, str],
+    op: Any,
+    contexts: Sequence[OperationContext],
+    x: Tensor,
+    **given: Any,
+) -> Any:
+    """What the op's forward gives; where it raises, the error is noted.
 
-    def __init__(self, op: Any, name: str, refused: list[str]) -> None:
-        self._op, self._name, self._refused = op, name, refused
+    It then gives what it would for an input that it takes, outside of a recipe.
+    """
+    try:
+        return op.fuser_forward(contexts, x, **given)
+    except (TypeError, ValueError) as error:
+        refused.append(f"{names[op]} ({type(op).__name__}): {error}")
+        (context,) = contexts
+        context.recipe = None
+        given["next_op_input_quantizer"] = None
+        for features in (x.shape[-1:], *_features(op)):
+            dtype = context.parameters[0].dtype if context.parameters else x.dtype
+            with suppress(TypeError, ValueError):
+                fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
+                return op.fuser_forward(contexts, fits, **given)
+        raise
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._op, name)
 
-    def fuser_forward(self, contexts: list[Any], x: Tensor, **given: Any) -> Any:
-        """What the op gives, or would give for an input that it takes, outside of a recipe."""
-        try:
-            return self._op.fuser_forward(contexts, x, **given)
-        except (TypeError, ValueError) as error:
-            self._refused.append(f"{self._name} ({type(self._op).__name__}): {error}")
-            (context,) = contexts
-            context.recipe = None
-            given["next_op_input_quantizer"] = None
-            for features in (x.shape[-1:], *self._features()):
-                dtype = context.parameters[0].dtype if context.parameters else x.dtype
-                shape = *x.shape[:-1], *features
-                with suppress(TypeError, ValueError):
-                    fits = x.new_empty(shape, dtype=dtype)
-                    return self._op.fuser_forward(contexts, fits, **given)
-            raise
-
-    def _features(self) -> Iterator[tuple[int]]:
-        """How many features the op takes, where it says."""
-        for name in ("in_features", "hidden_size", "size"):
-            if isinstance(size := getattr(self._op, name, None), int):
-                yield (size,)
+def _features(op: Any) -> Iterator[tuple[int]]:
+    """How many features an op takes, where it says."""
+    for name in ("in_features", "hidden_size", "size"):
+        if isinstance(size := getattr(op, name, None), int):
+            yield (size,)
 
 
 def _ends(module: nn.Module) -> Iterator[str]:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.expected import check_first
 from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
 from fusible.fuser.places import note_place
-from fusible.fuser.plan import Plan
+from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
 
-if TYPE_CHECKING:
-    from fusible.fuser.run import Run
-
-Kwargs = Sequence[dict[str, Any]]
+ExtraOutputs = Sequence[Sequence[Tensor | None]]
 
 # torch 2.11 compiles an autograd function so that every tensor made in its forward is an output,
 # and a tensor that a cast to its own dtype returned is two: the gradient goes to the wrong one,
@@ -28,72 +24,14 @@ Kwargs = Sequence[dict[str, Any]]
 _LOSES_OUTPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
-class ScheduledStep(NamedTuple):
-    """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
-
-    op: Any
-    start: int
-    stop: int
-    sources: tuple[tuple[tuple[int, int], ...], ...]
-    num_extra_outputs: list[int]
-    num_grads: tuple[list[int], list[int]]
-    quantizers: tuple[Any, Any]
-    """Of the previous op's output gradient and of the next op's input."""
-    is_users: bool
-    """Whether the op is not of this package: that it gives all its gradients is then checked."""
-    label: str
-    """The op and its place, as profilers show it."""
-
-
-class Direct(Protocol):
-    """A plan of one op as one autograd node of its own, without contexts: the host's time.
-
-    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
-    the same results.
-    """
-
-    def prepared(self, *operands: Tensor) -> Any:
-        """What the forward needs to run these operands, or None if the op itself shall run."""
-
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The output, and what the backward reads."""
-
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
-        """The gradients of the operands, in their dtypes.
-
-        ``held`` says that ``saved_tensors_hooks`` may go on reading what was saved.
-        """
-
-
-class Schedule(NamedTuple):
-    """A plan with all that its execution looks up."""
-
-    plan: Plan
-    forward: tuple[ScheduledStep, ...]
-    backward: tuple[ScheduledStep, ...]  # the last op first
-    dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
-    params: tuple[slice, ...]  # where each op's parameters are among these
-    direct: Direct | None
-    writes_grads: bool
-    """Whether an op of the backward writes to gradients, if they are the run's own."""
-    fused_backward: Sequence[int]
-    """Indices of the ops whose backward a fused op runs."""
-
-
-# In a step's sources: made and used inside one fused op, which wires it itself.
-INTERNAL = (-2, 0)
-
-
 def run_forward(
-    run: Run, schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
+    schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[list[Tensor], list[OperationContext]]:
     """Run the plan's forward ops; gives the output with the public extra ones, and the contexts.
 
     ``given`` are the caller's inputs, then the parameters.
     """
-    plan = schedule.plan
+    plan, wiring = schedule.plan, schedule.wiring
     memo: dict[Any, Any] = {}
     contexts = [
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
@@ -103,11 +41,14 @@ def run_forward(
         contexts[i].fused_backward = True
     x = given[0]
     produced: list[Sequence[Any]] = []
-    writes = run.writes and not torch.compiler.is_compiling()
-    owner = InputOwner(run, contexts, given[: 1 + run.num_extra_inputs]) if writes else None
+    owner = None
+    if schedule.writes_inputs and not torch.compiler.is_compiling():
+        callers = given[: 1 + wiring.num_caller_inputs]
+        owner = InputOwner(plan.basic_ops, wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
-        op, start, stop, sources, _, _, quantizers, is_users, label = step
+        _, start, stop, sources, _, _, quantizers, is_users, *_ = step
+        own = contexts[start:stop]
         inputs = [
             [
                 given[1 + slot]
@@ -117,46 +58,51 @@ def run_forward(
             ]
             for of_op in sources
         ]
-        forward = op.fuser_forward
-        if plan.autocast_dtype is not None and op.casts_itself:
-            forward = _without_autocast(forward, x.device.type)
-        if profiled:
-            forward = _in_range(f"{label} forward", forward)
         if is_users:
-            _note_inputs(contexts[start:stop], x, inputs)
+            _note_inputs(own, x, inputs)
         if owner is not None:
             owner.before(x, inputs, produced, start, stop)
         try:
-            returned = forward(
-                contexts[start:stop],
+            returned = _forward_of(step, x, profiled)(
+                own,
                 x,
                 basic_op_extra_inputs=inputs,
                 prev_op_grad_output_quantizer=quantizers[0],
                 next_op_input_quantizer=quantizers[1],
                 basic_op_kwargs=kwargs[start:stop],
             )
+            _check_returned(schedule, step, returned, own)
         except Exception as error:
-            note_place(error, run, op, start, stop, "forward")
+            note_place(error, schedule, step)
             raise
-        if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
-            _refuse_returned(op, returned)
         taken, (x, outputs) = x, returned
-        if is_users:
-            check_first(run.expected, op, x, contexts[start:stop])
-        _check_outputs(run, step, outputs)
         if owner is not None:
             owner.after(is_users, chain([taken, x], *inputs, *outputs), stop)
         produced.extend(outputs)
-    if not run.wiring.public:
-        return [x], contexts
-    return [x, *[produced[op][slot] for op, slot in run.wiring.public]], contexts
+    return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
 
 
-def _refuse_returned(op: Any, returned: Any) -> None:
-    raise TypeError(
-        f"the forward of {type(op).__name__} must return its output, one tensor, and the "
-        f"extra outputs of each basic op, got {kind_of(returned)}"
-    )
+def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:
+    """The forward of a step's op, in a profiler's range, outside of autocast if it casts itself."""
+    forward = step.op.fuser_forward
+    if step.without_autocast:
+        forward = _without_autocast(forward, x.device.type)
+    return _in_range(f"{step.label} forward", forward) if profiled else forward
+
+
+def _backward_of(
+    step: ScheduledStep, profiled: bool, owner: Owner | None, read: Sequence[Tensor | None]
+) -> Callable[..., Any]:
+    """The backward of a step's op, in a profiler's range and told what it may write to.
+
+    ``read`` are the gradients that are read after it.
+    """
+    backward = step.op.fuser_backward
+    if profiled:
+        backward = _in_range(f"{step.label} backward", backward)
+    if owner is not None:
+        backward = owned_grads(backward, owner, read, step.is_users or step.op.keeps_grads)
+    return backward
 
 
 def _is_tuple(returned: Any, length: int) -> bool:
@@ -196,24 +142,41 @@ def _without_autocast(function: Callable[..., Any], device_type: str) -> Callabl
     return run
 
 
-def _check_outputs(
-    run: Run, step: ScheduledStep, outputs: Sequence[Sequence[Tensor | None]]
+def _check_returned(
+    schedule: Schedule, step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]
 ) -> None:
-    """Refuse another number of extra outputs, and a missing one that something else needs."""
-    op, start, stop, _, wanted, *_ = step
+    """Refuse what is not a step's output and extra outputs, or lacks what something else needs."""
+    op = step.op
+    if not _is_tuple(returned, 2) or not isinstance(returned[0], Tensor):
+        raise TypeError(
+            f"the forward of {type(op).__name__} must return its output, one tensor, and the "
+            f"extra outputs of each basic op, got {kind_of(returned)}"
+        )
+    output, outputs = returned
+    if step.is_users and not torch.compiler.is_compiling():
+        expected = schedule.diagnostics.expected
+        if op in expected:
+            expected[op].check(op, output, contexts)
+            del expected[op]
+    wanted = step.num_extra_outputs
     if [len(of_op) for of_op in outputs] != wanted:
         raise RuntimeError(
             f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
             f"of lengths {wanted}, got {[len(of_op) for of_op in outputs]}"
         )
-    if not any(wanted):
-        return
-    for i, values in enumerate(outputs, start):
+    if any(wanted):
+        _check_none_missing(schedule, step, outputs)
+
+
+def _check_none_missing(schedule: Schedule, step: ScheduledStep, outputs: ExtraOutputs) -> None:
+    for i, values in enumerate(outputs, step.start):
         for slot, value in enumerate(values):
-            if value is None and run.wiring.needed_outside((i, slot), start, stop):
+            needed = schedule.wiring.needed_outside
+            if value is None and needed((i, slot), step.start, step.stop):
                 raise RuntimeError(
-                    f"{type(op).__name__} must return extra output {slot} of op {i} "
-                    f"({type(run.ops[i]).__name__}), which is needed outside it, got None"
+                    f"{type(step.op).__name__} must return extra output {slot} of op {i} "
+                    f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
+                    "got None"
                 )
 
 
@@ -223,7 +186,6 @@ class RunFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         fctx: Any,
-        run: Run,
         schedule: Schedule,
         slots: tuple[int, ...] | None,
         kwargs: Kwargs,
@@ -231,7 +193,7 @@ class RunFunction(torch.autograd.Function):
     ) -> Any:
         """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
         given = tensors if slots is None else [tensors[slot] for slot in slots]
-        outputs, contexts = run_forward(run, schedule, given, kwargs)
+        outputs, contexts = run_forward(schedule, given, kwargs)
         saved: list[Tensor | None] = []
         # The contexts outlive the forward: only autograd may keep tensors.
         states = []
@@ -242,17 +204,17 @@ class RunFunction(torch.autograd.Function):
             context.parameters, context.to_save, context.memo = (), (), {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
-        watched = not torch.compiler.is_compiling() and (
-            schedule.writes_grads or kwargs is not run.no_kwargs
+        checks_memory = not torch.compiler.is_compiling() and (
+            schedule.writes_grads or kwargs is not schedule.no_kwargs
         )
-        fctx.call = run, schedule, slots, states, watched
+        fctx.call = schedule, slots, states, checks_memory
         outputs = _distinct(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
                 *[
                     t
-                    for t, (op, _) in zip(outputs[1:], run.wiring.public, strict=True)
+                    for t, (op, _) in zip(outputs[1:], schedule.wiring.public, strict=True)
                     if not (grad[op].requires_grad and t.is_floating_point())
                 ]
             )
@@ -261,72 +223,78 @@ class RunFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(fctx: Any, grad_output: Tensor, *grad_extra_outputs: Tensor) -> Any:
+    def backward(fctx: Any, *grads: Tensor) -> Any:
         """Run backward; gives the gradients of the tensors that forward was given."""
         _refuse_second_derivatives()
-        run, schedule, slots, states, watched = fctx.call
-        plan, saved = schedule.plan, fctx.saved_tensors
+        schedule, slots, states, checks_memory = fctx.call
+        saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
-        # Gradients of extra outputs, by (op, slot), summed over their uses.
-        flowing: dict[tuple[int, int], Tensor | None] = {
-            output: grad
-            for output, grad in zip(run.wiring.public, grad_extra_outputs, strict=True)
-            if plan.grad[output[0]].requires_grad
-        }
-        of_callers: list[Tensor | None] = [None] * run.num_extra_inputs
-        of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in plan.grad]
-        grad: Tensor | None = grad_output
         owner = None
-        if watched:
-            grads = grad_output, *grad_extra_outputs
-            check_grad_input(run, contexts[0], grads, saved)
+        if checks_memory:
+            check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
             owner = Owner((*grads, *saved)) if schedule.writes_grads else None
-        profiled = _is_profiled()
-        for step in schedule.backward:
-            op, start, stop, _, num_extra_outputs, num_grads, _, is_users, label = step
-            if not contexts[stop - 1].requires_grad:
-                grad = None
-                break
-            if grad is None:
-                raise RuntimeError(
-                    f"the op after {type(op).__name__} must return the gradient of its input, got "
-                    "None; where nothing flows back it is zeros"
-                )
-            backward = _checked_backward(op) if is_users else op.fuser_backward
-            backward = _in_range(f"{label} backward", backward) if profiled else backward
-            grad_extra = [
-                tuple([flowing.pop((start + i, k), None) for k in range(count)]) if count else ()
-                for i, count in enumerate(num_extra_outputs)
-            ]
-            if owner is not None:
-                others = chain(flowing.values(), of_callers, *of_params)
-                backward = owned_grads(backward, owner, list(others), is_users or op.keeps_grads)
-            try:
-                returned = backward(
-                    contexts[start:stop], grad, basic_op_grad_extra_outputs=grad_extra
-                )
-            except Exception as error:
-                note_place(error, run, op, start, stop, "backward")
-                raise
-            _check_grads(op, returned, num_grads)
-            grad, step_params, step_extra = returned
-            of_params[start:stop] = step_params
-            _hand_back(step, contexts, step_extra, flowing, of_callers)
-        flat = grad, *of_callers, *chain(*of_params)
+        flat = _run_backward(schedule, contexts, grads, owner)
         given = [
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
-        return (None, None, None, None, *(given if slots is None else _summed(given, slots)))
+        return (None, None, None, *(given if slots is None else _summed(given, slots)))
+
+
+def _run_backward(
+    schedule: Schedule,
+    contexts: Sequence[OperationContext],
+    grads: Sequence[Tensor],
+    owner: Owner | None,
+) -> list[Tensor | None]:
+    """The gradients of the inputs, then of the parameters, from those of the outputs."""
+    needs, wiring = schedule.plan.grad, schedule.wiring
+    # Of extra outputs, by (op, slot), summed over their uses.
+    of_outputs: dict[tuple[int, int], Tensor | None] = {
+        output: grad
+        for output, grad in zip(wiring.public, grads[1:], strict=True)
+        if needs[output[0]].requires_grad
+    }
+    of_inputs: list[Tensor | None] = [None] * wiring.num_caller_inputs
+    of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in needs]
+    grad: Tensor | None = grads[0]
+    profiled = _is_profiled()
+    for step in schedule.backward:
+        op, start, stop, _, num_extra_outputs, *_ = step
+        own = contexts[start:stop]
+        if not own[-1].requires_grad:
+            grad = None
+            break
+        if grad is None:
+            raise RuntimeError(
+                f"the op after {type(op).__name__} must return the gradient of its input, got "
+                "None; where nothing flows back it is zeros"
+            )
+        grad_extra = [
+            tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
+            for i, count in enumerate(num_extra_outputs)
+        ]
+        read = () if owner is None else [*of_outputs.values(), *of_inputs, *chain(*of_params)]
+        try:
+            returned = _backward_of(step, profiled, owner, read)(
+                own, grad, basic_op_grad_extra_outputs=grad_extra
+            )
+            _check_grads(step, returned, own)
+        except Exception as error:
+            note_place(error, schedule, step, own)
+            raise
+        grad, of_params[start:stop], step_extra = returned
+        _hand_back(step, contexts, step_extra, of_outputs, of_inputs)
+    return [grad, *of_inputs, *chain(*of_params)]
 
 
 def _hand_back(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
-    flowing: dict[tuple[int, int], Tensor | None],
-    of_callers: list[Tensor | None],
+    of_outputs: dict[tuple[int, int], Tensor | None],
+    of_inputs: list[Tensor | None],
 ) -> None:
     """Give the gradients of a step's extra inputs to what they came from."""
     for i, (of_op, grads) in enumerate(zip(step.sources, step_extra, strict=True), step.start):
@@ -335,9 +303,9 @@ def _hand_back(
                 if step.is_users and producer >= 0:
                     _check_not_lost(step.op, contexts[i], slot)
             elif producer == CALLER:
-                of_callers[k] = g
+                of_inputs[k] = g
             elif producer >= 0:
-                flowing[producer, k] = _sum(flowing.get((producer, k)), g)
+                of_outputs[producer, k] = _sum(of_outputs.get((producer, k)), g)
 
 
 def _note_inputs(
@@ -348,34 +316,6 @@ def _note_inputs(
         context.floats = [t is not None and t.is_floating_point() for t in of_op]
     if not torch.compiler.is_compiling():
         contexts[0].given_shape = x.shape
-
-
-def _checked_backward(op: Any) -> Callable[..., Any]:
-    """A user's backward, named in its errors, whose input's gradient has the input's shape."""
-    function = op.fuser_backward
-    if torch.compiler.is_compiling():
-        return function
-
-    def run(contexts: Sequence[OperationContext], *args: Any, **kwargs: Any) -> Any:
-        try:
-            returned = function(contexts, *args, **kwargs)
-        except Exception as error:
-            saved = [len(context.saved_tensors) for context in contexts]
-            error.add_note(
-                f"in the backward of {type(op).__name__}, for whose basic ops the forward saved "
-                f"{saved} tensors"
-            )
-            raise
-        shape = contexts[0].given_shape
-        grad = returned[0] if _is_tuple(returned, 3) else None
-        if isinstance(grad, Tensor) and shape not in (None, grad.shape):
-            raise RuntimeError(
-                f"the backward of {type(op).__name__} must return a gradient of the shape of "
-                f"its input, {tuple(shape)}, got {tuple(grad.shape)}"
-            )
-        return returned
-
-    return run
 
 
 def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
@@ -389,22 +329,30 @@ def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
         )
 
 
-def _check_grads(op: Any, returned: Any, num_grads: tuple[list[int], list[int]]) -> None:
+def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]) -> None:
     """Refuse what is not the gradients of an op's input, parameters and extra inputs."""
+    name = type(step.op).__name__
     if not _is_tuple(returned, 3):
         raise TypeError(
-            f"the backward of {type(op).__name__} must return the gradient of its input, and for "
+            f"the backward of {name} must return the gradient of its input, and for "
             "each basic op those of its parameters and of its extra inputs, got "
             f"{kind_of(returned)}"
         )
-    _, params, extra = returned
+    grad, params, extra = returned
     got = list(map(len, params)), list(map(len, extra))
-    if got != num_grads:
+    if got != step.num_grads:
         raise RuntimeError(
-            f"the backward of {type(op).__name__} must return gradients (None where there is none) "
+            f"the backward of {name} must return gradients (None where there is none) "
             "for each basic op's parameters and extra inputs, numbering "
-            f"{num_grads[0]} and {num_grads[1]}, got {got[0]} and {got[1]}"
+            f"{step.num_grads[0]} and {step.num_grads[1]}, got {got[0]} and {got[1]}"
         )
+    if step.is_users and isinstance(grad, Tensor) and not torch.compiler.is_compiling():
+        shape = contexts[0].given_shape
+        if shape not in (None, grad.shape):
+            raise RuntimeError(
+                f"the backward of {name} must return a gradient of the shape of its input, "
+                f"{tuple(shape)}, got {tuple(grad.shape)}"
+            )
 
 
 def _refuse_second_derivatives() -> None:

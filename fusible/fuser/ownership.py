@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.wiring import CALLER
-
-if TYPE_CHECKING:
-    from fusible.fuser.run import Run
+from fusible.fuser.wiring import CALLER, Wiring
 
 Tensors = Sequence[Tensor | None]
 
@@ -95,10 +92,15 @@ class InputOwner:
     """
 
     def __init__(
-        self, run: Run, contexts: Sequence[OperationContext], caller_inputs: Sequence[Tensor]
+        self,
+        ops: Sequence[Any],
+        wiring: Wiring,
+        contexts: Sequence[OperationContext],
+        caller_inputs: Sequence[Tensor],
     ) -> None:
-        self._run, self._contexts, self._caller_inputs = run, contexts, caller_inputs
-        self._owner = Owner([*caller_inputs, *(t for _, t in _state(run.ops))])
+        self._ops, self._wiring = ops, wiring
+        self._contexts, self._caller_inputs = contexts, caller_inputs
+        self._owner = Owner([*caller_inputs, *(t for _, t in _state(ops))])
         self._written: list[tuple[int, Tensor]] = []
 
     def before(
@@ -118,11 +120,11 @@ class InputOwner:
         """
         self._written = []
         for i, of_op in enumerate(inputs, start):
-            if not self._run.ops[i].writes_extra_inputs:
+            if not self._ops[i].writes_extra_inputs:
                 continue
             writable = []
             for slot, ((producer, _), t) in enumerate(
-                zip(self._run.wiring.sources[i], of_op, strict=True)
+                zip(self._wiring.sources[i], of_op, strict=True)
             ):
                 if t is None:
                     continue
@@ -151,7 +153,7 @@ class InputOwner:
     ) -> Iterator[tuple[str, Tensor]]:
         """What is read once the ops from ``start`` on run, but for one of their extra inputs."""
         yield from self._saved(start)
-        wiring, ops = self._run.wiring, self._run.ops
+        wiring, ops = self._wiring, self._ops
         for op, slot in wiring.public:
             if op < start and (t := produced[op][slot]) is not None:
                 yield f"extra output {slot} of {_named(ops, op)}, which the caller gets", t
@@ -167,10 +169,10 @@ class InputOwner:
         for i, context in enumerate(self._contexts[:stop]):
             for t in context.to_save if context.requires_grad else ():
                 if t is not None:
-                    yield f"what {_named(self._run.ops, i)} saved for its backward", t
+                    yield f"what {_named(self._ops, i)} saved for its backward", t
 
     def _check_target(self, i: int, t: Tensor, readers: Iterable[tuple[str, Tensor]]) -> None:
-        name = type(self._run.ops[i]).__name__
+        name = type(self._ops[i]).__name__
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{name} must have in_place=False inside torch.utils.checkpoint, got True; the "
@@ -181,13 +183,13 @@ class InputOwner:
                 f"extra input of {name} must not be expanded with in_place=True, got strides "
                 f"{t.stride()}; give a contiguous one"
             )
-        self._check_apart(i, t, chain(readers, _state(self._run.ops)))
+        self._check_apart(i, t, chain(readers, _state(self._ops)))
 
     def _check_apart(self, i: int, t: Tensor, readers: Iterable[tuple[str, Tensor]]) -> None:
         for what, read in readers:
             if overlap(t, read):
                 raise ValueError(
-                    f"{_named(self._run.ops, i)} must not write to memory of {what}, got "
+                    f"{_named(self._ops, i)} must not write to memory of {what}, got "
                     "in_place=True and such an extra input; make it False"
                 )
 
@@ -206,7 +208,9 @@ def _state(ops: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 # --- the caller's buffers -------------------------------------------------------------------------
 
 
-def check_buffers(run: Run, inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]]) -> None:
+def check_buffers(
+    ops: Sequence[Any], inputs: Sequence[Tensor], kwargs: Sequence[dict[str, Any]]
+) -> None:
     """Refuse memory for results that overlaps what the run reads, or other such memory.
 
     Raises:
@@ -214,20 +218,20 @@ def check_buffers(run: Run, inputs: Sequence[Tensor], kwargs: Sequence[dict[str,
     """
     given = [
         (f"the caller's {name!r}", t)
-        for op, of_op in zip(run.ops, kwargs, strict=True)
+        for op, of_op in zip(ops, kwargs, strict=True)
         for name, t in of_op.items()
         if name in op.buffer_keywords and isinstance(t, Tensor)
     ]
     if not given:
         return
     extra = [(f"extra input {k}", t) for k, t in enumerate(inputs[1:])]
-    reads = [("the input", inputs[0]), *extra, *_state(run.ops), *_state_grads(run.ops)]
+    reads = [("the input", inputs[0]), *extra, *_state(ops), *_state_grads(ops)]
     for i, (name, t) in enumerate(given):
         _check_buffer(name, t, [*reads, *given[:i]])
 
 
 def check_grad_input(
-    run: Run, context: OperationContext, grads: Sequence[Tensor | None], saved: Tensors
+    ops: Sequence[Any], context: OperationContext, grads: Sequence[Tensor | None], saved: Tensors
 ) -> None:
     """Refuse memory for the input's gradient that overlaps what the backward reads.
 
@@ -240,7 +244,7 @@ def check_grad_input(
     names = ["the output's gradient"] + ["an extra output's gradient"] * (len(grads) - 1)
     reads = [*zip(names, grads, strict=True), *[("a saved tensor", t) for t in saved]]
     found = [(what, t) for what, t in reads if t is not None]
-    _check_buffer("the caller's 'grad_input'", buffer, [*found, *_state_grads(run.ops)])
+    _check_buffer("the caller's 'grad_input'", buffer, [*found, *_state_grads(ops)])
 
 
 def _check_buffer(name: str, buffer: Tensor, reads: Iterable[tuple[str, Tensor]]) -> None:

@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fusible.fuser.context import OperationContext
+from fusible.fuser.schedule import Schedule, ScheduledStep
 from fusible.fuser.stand_ins import op_names
-
-if TYPE_CHECKING:
-    from fusible.fuser.run import Run
 
 _NOTED = "raised in "
 
 
-def note_place(error: Exception, run: Run, op: Any, start: int, stop: int, what: str) -> None:
-    """Note on an error where ``op``, which runs ``run.ops[start:stop]``, is; once an error."""
+def note_place(
+    error: Exception,
+    schedule: Schedule,
+    step: ScheduledStep,
+    contexts: Sequence[OperationContext] | None = None,
+) -> None:
+    """Note on an error where the op of a step is in the model; once an error.
+
+    In a forward that is the outermost module whose call is running, in a backward the outermost one
+    of the call in which the schedule was made.
+
+    Args:
+        error: what the op raised.
+        schedule: that of the step.
+        step: of the forward or of the backward.
+        contexts: those of the op in its backward, None in its forward.
+    """
     if torch.compiler.is_compiling():
         return
     if any(note.startswith(_NOTED) for note in getattr(error, "__notes__", ())):
         return
-    names = op_names(_outermost(run.ops[start]))
-    first, last = (
-        names.get(part, type(part).__name__) for part in (run.ops[start], run.ops[stop - 1])
-    )
+    root = outermost_call() if contexts is None else schedule.diagnostics.root()
+    names = {} if root is None else op_names(root)
+    parts = [schedule.plan.basic_ops[i] for i in (step.start, step.stop - 1)]
+    first, last = (names.get(part, type(part).__name__) for part in parts)
     where = first if first == last else f"{first} to {last}"
-    error.add_note(f"{_NOTED}{where} ({type(op).__name__}), {what}")
+    what = "forward" if contexts is None else "backward"
+    if contexts is not None and step.is_users:
+        saved = [len(context.saved_tensors) for context in contexts]
+        what += f", for whose basic ops the forward saved {saved} tensors"
+    error.add_note(f"{_NOTED}{where} ({type(step.op).__name__}), {what}")
 
 
-def _outermost(op: Any) -> nn.Module:
-    """The outermost module whose call this is; in a backward, the largest that contains the op."""
-    found: nn.Module = op
+def outermost_call() -> nn.Module | None:
+    """The outermost module whose call is on this thread's stack."""
+    found: nn.Module | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
             caller = frame.f_locals.get("self")
             found = caller if isinstance(caller, nn.Module) else found
         frame = frame.f_back
-    return _largest(op) if found is op else found
-
-
-def _largest(op: Any) -> nn.Module:
-    sizes = {op: 0}
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module) and "_modules" in vars(module):
-            parts = list(module.modules())
-            if any(op in getattr(part, "basic_ops", ()) for part in parts):
-                sizes[module] = len(parts)
-    return max(sizes, key=sizes.__getitem__)
+    return found

@@ -202,11 +202,6 @@ class Plan:
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
         return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
 
-    def unfused(self) -> Plan:
-        """The same ops, run one by one."""
-        steps = tuple(Step(op, (op,)) for op in self.basic_ops)
-        return replace(self, forward_ops=steps, backward_ops=steps, fusions=())
-
     @property
     def fired(self) -> tuple[str, ...]:
         """Names of the rules, and of the user's fusion functions, that fired."""

@@ -15,36 +15,20 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from fusible.fuser import target as targets
-from fusible.fuser.expected import Expected, expected_of
+from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
-from fusible.fuser.node import (
-    INTERNAL,
-    Direct,
-    Kwargs,
-    RunFunction,
-    Schedule,
-    ScheduledStep,
-    folded,
-    run_directly,
-    run_forward,
-)
+from fusible.fuser.node import RunFunction, folded, run_directly, run_forward
 from fusible.fuser.ownership import check_buffers
-from fusible.fuser.plan import (
-    GradNeeds,
-    Plan,
-    Step,
-    TensorFacts,
-    UserFusions,
-    dtype_name,
-    plan,
-)
+from fusible.fuser.places import outermost_call
+from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, plan
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
+from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import CALLER, Wiring, wire
 from fusible.logs import log_once
-from fusible.recipes.autocast import Forward, autocast, current_recipe
+from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -102,9 +86,9 @@ _traced_names: dict[tuple[Any, ...], str] = {}
 
 
 class _Observation(threading.local):
-    """Who is told of every run's call on this thread (``explain``), if anybody."""
+    """What gives the schedule of every call of a run on this thread, where ``explain`` sets it."""
 
-    note: Callable[[Run, tuple[Any, ...], torch.device, Schedule], Schedule] | None = None
+    schedule_for: Callable[[Run, tuple[Any, ...], torch.device], Schedule] | None = None
 
 
 _observation = _Observation()
@@ -127,7 +111,6 @@ class Run:
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
-        self.expected: dict[Any, Expected] = {}  # of users' fused ops that have not run yet
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
@@ -138,7 +121,6 @@ class Run:
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
         self.of_users = not all(map(is_ours, forwards))
         _runs.add(tuple(map(type, self.ops)), self)
-        self.writes = any(op.writes_extra_inputs for op in self.ops)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
@@ -157,14 +139,13 @@ class Run:
         tensors, slots = given, None
         tracing = torch.compiler.is_compiling()
         if kwargs is not None and not tracing:
-            check_buffers(self, inputs, kwargs)
+            check_buffers(self.ops, inputs, kwargs)
         if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
             tensors, slots = folded(tensors)
-        elif _observation.note is not None:
-            made = self.plan_for(key, targets.target_of(inputs[0].device)).unfused()
-            schedule = _observation.note(self, key, inputs[0].device, self._schedule(made, key))
+        elif _observation.schedule_for is not None:
+            schedule = _observation.schedule_for(self, key, inputs[0].device)
         else:
             schedule = self._schedules.get(key) or self._first_schedule(key, given, kwargs)
             self.plan = schedule.plan
@@ -180,9 +161,9 @@ class Run:
                     "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
                     "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
                 )
-            outputs = RunFunction.apply(self, schedule, slots, kwargs, *tensors)
+            outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         else:
-            outputs = tuple(run_forward(self, schedule, given, kwargs)[0])
+            outputs = tuple(run_forward(schedule, given, kwargs)[0])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def __repr__(self) -> str:
@@ -196,14 +177,17 @@ class Run:
     @staticmethod
     @contextmanager
     def observed(
-        note: Callable[[Run, tuple[Any, ...], torch.device, Schedule], Schedule],
+        schedule_for: Callable[[Run, tuple[Any, ...], torch.device], Schedule],
     ) -> Iterator[None]:
-        """Run what ``note`` makes of every call of a run on this thread; no plan is kept."""
-        outer, _observation.note = _observation.note, note
+        """Run what ``schedule_for(run, plan key, device)`` gives for every call on this thread.
+
+        No plan is cached.
+        """
+        outer, _observation.schedule_for = _observation.schedule_for, schedule_for
         try:
             yield
         finally:
-            _observation.note = outer
+            _observation.schedule_for = outer
 
     def _tensors(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Check the inputs' number and kind; lists of integers become tensors, each once."""
@@ -284,7 +268,7 @@ class Run:
             made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
             _say(made)
-            schedule = self._schedule(made, key)
+            schedule = self.scheduled(made, key)
             self._keep(self._schedules, key, schedule)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
         return schedule
@@ -302,12 +286,8 @@ class Run:
         """The schedule of a call that is the first to run it, which checks users' fused ops."""
         schedule = self.schedule_for(key)
         kwargs = self.no_kwargs if kwargs is None else kwargs
-        self.expected.update(expected_of(self, schedule, given, kwargs))
+        schedule.diagnostics.expected.update(expected_of(schedule, given, kwargs))
         return schedule
-
-    def alone(self, ops: Sequence[Any], plan: Plan) -> tuple[ScheduledStep, ...]:
-        """The steps of a plan with one of ``ops`` for each basic op, nothing fused."""
-        return self._steps([Step(op, (b,)) for op, b in zip(ops, self.ops, strict=True)], plan)
 
     @constant_when_traced
     def _trace_schedule(self, recipe: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> str:
@@ -342,19 +322,29 @@ class Run:
         ]
         return self.wiring, self.require, self._facts, params
 
-    def _schedule(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
+    def scheduled(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
+        """A plan of a call with all that its execution looks up."""
         for op, needs in zip(self.ops, plan.grad, strict=True):
             op.check_needs(needs)
-        forward, backward = (
-            self._steps(ops, plan) for ops in (plan.forward_ops, plan.backward_ops)
-        )
         call = _Call(*key)
-        dtypes = (*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes)
-        writes = any(step.op.writes_grads for step in backward)
-        params = _slices(len(call.inputs), call.param_counts)
-        direct = self._direct(plan)
-        fused = [i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)]
-        return Schedule(plan, forward, backward[::-1], dtypes, params, direct, writes, fused)
+        backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
+        return Schedule(
+            plan,
+            self.wiring,
+            self.paths,
+            forward=scheduled(plan, self.wiring, self.paths, plan.forward_ops),
+            backward=backward[::-1],
+            dtypes=(*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes),
+            params=_slices(len(call.inputs), call.param_counts),
+            no_kwargs=self.no_kwargs,
+            direct=self._direct(plan),
+            writes_inputs=any(op.writes_extra_inputs for op in self.ops),
+            writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
+            fused_backward=[
+                i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)
+            ],
+            diagnostics=Diagnostics(outermost_call()),
+        )
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
@@ -366,55 +356,6 @@ class Run:
             return None  # refused by the op, with its sentence
         (forward, _), (backward, _) = *plan.forward_ops, *plan.backward_ops
         return forward.direct(backward, plan.grad)
-
-    def _steps(self, steps: Sequence[Step], plan: Plan) -> tuple[ScheduledStep, ...]:
-        made, start = [], 0
-        for op, basic_ops in steps:
-            stop = start + len(basic_ops)
-            sources = tuple(
-                tuple(INTERNAL if source[0] >= start else source for source in of_op)
-                for of_op in self.wiring.sources[start:stop]
-            )
-            counts = [basic.num_extra_outputs for basic in basic_ops]
-            needs = plan.grad[start:stop]
-            grads = [len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]
-            quantizers = self._quantizers(start, stop, plan.recipe)
-            is_users = not is_ours(type(op))
-            made.append(
-                ScheduledStep(
-                    op,
-                    start,
-                    stop,
-                    sources,
-                    counts,
-                    grads,
-                    quantizers,
-                    is_users,
-                    f"fusible::{type(op).__name__}{self._place(start, stop)}",
-                )
-            )
-            start = stop
-        return tuple(made)
-
-    def _place(self, start: int, stop: int) -> str:
-        """Where ops[start:stop] are in their Sequential, as its index or slice: ``" [0:3]"``."""
-        if not self.paths:
-            return ""
-        first, last = self.paths[start], self.paths[stop - 1]
-        if first == last:
-            return f" [{first}]"
-        if first.isdigit() and last.isdigit():
-            return f" [{first}:{int(last) + 1}]"
-        return f" [{first} to {last}]"
-
-    def _quantizers(self, start: int, stop: int, recipe: Any) -> tuple[Any, Any]:
-        """How the op before and the op after ops[start:stop] want tensors to be handed to them."""
-        if recipe is None:
-            return None, None
-        with autocast(recipe=recipe):
-            before = self.ops[start - 1].get_grad_output_quantizer() if start else None
-            last = stop == len(self.ops)
-            return before, None if last else self.ops[stop].get_input_quantizer()
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""

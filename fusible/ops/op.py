@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
-from fusible.fuser.node import Direct, kind_of
+from fusible.fuser.node import kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
+from fusible.fuser.schedule import Direct
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean

@@ -631,11 +631,24 @@ class Fails(fz.BasicOperation):
 
 
 def test_errors_of_a_backward_say_where_the_op_is():
-    model = torch.nn.ModuleDict({"mlp": fz.Sequential(fz.Linear(8, 8), Fails(), fz.SiLU())})
-    y = model["mlp"](torch.randn(3, 8))
-    with pytest.raises(RuntimeError, match="no backward") as caught:
-        y.sum().backward()
-    assert "raised in ModuleDict.mlp.1 (Fails), backward" in caught.value.__notes__
+    class Failing(Model):
+        @staticmethod
+        def last():
+            return fz.Linear(4, 8), Fails()
+
+    def note_of(module):
+        y = module(torch.randn(3, 8, requires_grad=True))
+        with pytest.raises(RuntimeError, match="no backward") as caught:
+            y.sum().backward()
+        (note,) = caught.value.__notes__
+        return note
+
+    saved = "backward, for whose basic ops the forward saved [0] tensors"
+    model = Failing()
+    assert note_of(model) == f"raised in Failing.layers.1.3 (Fails), {saved}"
+    # A part of a model that was called by itself is named by itself.
+    assert note_of(Failing().layers[1]) == f"raised in Sequential.3 (Fails), {saved}"
+    assert note_of(Fails()) == f"raised in Fails (Fails), {saved}"
 
 
 @pytest.mark.parametrize(

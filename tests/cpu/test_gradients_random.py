@@ -71,7 +71,7 @@ def test_grouped_mlp(sizes, unused, options1, options2, name, interleave, frozen
     act, plain_act = activation(name, interleave)
     fc1 = fz.GroupedLinear(groups, 3, 16, **options1, **wide)
     fc2 = fz.GroupedLinear(groups, 8, 5, **options2, **wide)
-    mlp = randomised(fz.Sequential(fc1, act, fc2))
+    mlp = randomised(fz.Sequential(fc1, act, fc2), None)
     x = torch.randn(rows, 3, **wide, requires_grad=not frozen[0])
     scales = [torch.rand(rows, **wide, requires_grad=not frozen[i]) for i in (1, 2, 3)]
     of1 = scales[:1] if fc1.scale_bias else []
@@ -109,7 +109,7 @@ def test_grouped_mlp(sizes, unused, options1, options2, name, interleave, frozen
 def test_grouped_linear(sizes, unused, options, needs, seed):
     torch.manual_seed(seed)
     rows, wide = sum(sizes) + unused, {"dtype": torch.float64}
-    op = randomised(fz.GroupedLinear(len(sizes), 3, 4, **options, **wide))
+    op = randomised(fz.GroupedLinear(len(sizes), 3, 4, **options, **wide), None)
     x = torch.randn(rows, 3, **wide, requires_grad=needs[0])
     scales = [torch.rand(rows, **wide, requires_grad=needs[1])] if op.scale_bias else []
     for p in op.weights():
@@ -158,7 +158,7 @@ DENSE = {
 def test_random_runs_of_dense_ops(names, frozen, seed):
     """Whatever fuses in a random run, values and gradients are those of the ops one by one."""
     torch.manual_seed(seed)
-    seq = randomised(fz.Sequential(*(DENSE[name][0]() for name in names)).double())
+    seq = randomised(fz.Sequential(*(DENSE[name][0]() for name in names)).double(), None)
     for p, freeze in zip(seq.parameters(), frozen[1:], strict=False):
         p.requires_grad_(not freeze)
     wide = {"dtype": torch.float64}

@@ -294,7 +294,7 @@ def unfused(own_fusions, module, inputs):
 def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
     make, target = FITS[name]
     module, inputs = make()
-    randomised(module)
+    randomised(module, 1 / 3)
     exact = unfused(own_fusions, copy.deepcopy(module).double(), doubled(inputs))
     with scope_of(name):
         plain = unfused(own_fusions, module, inputs)
@@ -313,7 +313,7 @@ def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
 )
 def test_dense_fusions_in_fp64(name, shape, own_fusions):
     module, _ = FITS[name][0]()
-    randomised(module).double()
+    randomised(module, 1 / 3).double()
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True)]
     if name == "linear_add":
         inputs.append(torch.randn(*shape[:-1], 8, dtype=torch.float64, requires_grad=True))
@@ -326,7 +326,7 @@ def test_dense_fusions_in_fp64(name, shape, own_fusions):
 @pytest.mark.parametrize("activation", [None, fz.GELU, fz.ReLU, fz.SiLU])
 def test_linear_bias_activation_takes_each_activation(activation, own_fusions):
     module = fz.Sequential(fz.Linear(8, 4), *([activation()] if activation else [])).double()
-    randomised(module)
+    randomised(module, 1 / 3)
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     plain = unfused(own_fusions, module, [x])
     torch.testing.assert_close(run(module, [x], "cpu"), plain, rtol=1e-13, atol=1e-13)
@@ -363,7 +363,7 @@ def test_a_residuals_backward_keeps_a_wider_branch(name, dtype, own_fusions):
 @pytest.mark.parametrize("frozen", ["fc1 and all before", "fc2", "all but fc2's bias", "nothing"])
 def test_frozen_parts_of_the_grouped_mlp(frozen, own_fusions):
     module, (x, splits, scales, _) = FITS["grouped_mlp_sm90"][0]()
-    randomised(module)
+    randomised(module, 1 / 3)
     if frozen == "fc1 and all before":
         x, scales = x.detach(), scales.detach()
         module[0].requires_grad_(False)

@@ -1,0 +1,218 @@
+"""A plan with all that its execution looks up: the steps, and where their tensors are from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import Plan, Step
+from fusible.fuser.registry import is_ours
+from fusible.fuser.wiring import Wiring
+from fusible.recipes.autocast import autocast
+
+Kwargs = Sequence[dict[str, Any]]
+
+SAME_STEP = (-2, 0)
+"""In a step's sources: what an op of the same step produces. The fused op wires it itself."""
+
+
+class ScheduledStep(NamedTuple):
+    """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
+
+    op: Any
+    start: int
+    stop: int
+    sources: tuple[tuple[tuple[int, int], ...], ...]
+    num_extra_outputs: list[int]
+    num_grads: tuple[list[int], list[int]]
+    quantizers: tuple[Any, Any]
+    """Of the previous op's output gradient and of the next op's input."""
+    is_users: bool
+    """Whether the op is not of this package: that it gives all its gradients is then checked."""
+    without_autocast: bool
+    """Whether ``torch.autocast`` is on in the plan's calls, and off around this op's forward."""
+    label: str
+    """The op and its place, as profilers show it."""
+
+
+class Direct(Protocol):
+    """A plan of one op as one autograd node of its own, without contexts: the host's time.
+
+    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
+    the same results.
+    """
+
+    def prepared(self, *operands: Tensor) -> Any:
+        """What the forward needs to run these operands, or None if the op itself shall run."""
+
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+
+    def backward(
+        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands, in their dtypes.
+
+        ``held`` says that ``saved_tensors_hooks`` may go on reading what was saved.
+        """
+
+
+class Expected(NamedTuple):
+    """What the basic ops of a user's fused op give: the output, and how many tensors each saves.
+
+    The latter is None where the fused op runs the backward too, which reads what it likes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    saved: tuple[int, ...] | None
+
+    def check(self, op: Any, output: Tensor, contexts: Sequence[OperationContext]) -> None:
+        """Refuse a fused op's ``output``, or what it saved, if it is another.
+
+        Raises:
+            RuntimeError: naming the op.
+        """
+        parts = " + ".join(type(part).__name__ for part in op.basic_ops)
+        got = output.shape, output.dtype, output.device
+        if got != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"{type(op).__name__} must return what {parts} would, {_described(*self[:3])}, got "
+                f"{_described(*got)}"
+            )
+        saved = tuple(map(num_saved, contexts))
+        if self.saved is not None and saved != self.saved:
+            saves = "; ".join(f"{type(part).__name__}: {part.saves}" for part in op.basic_ops)
+            raise RuntimeError(
+                f"the forward of {type(op).__name__} must save for each of {parts} what that op's "
+                f"own backward reads, {list(self.saved)} tensors ({saves}), got {list(saved)}"
+            )
+
+
+def num_saved(context: OperationContext) -> int:
+    """How many tensors an op's forward saved, 0 if its backward will not run."""
+    return len(context.to_save) if context.requires_grad else 0
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+class Diagnostics:
+    """What errors of a schedule's ops are found and described by; compiled code does not read it.
+
+    Attributes:
+        root: a weak reference to the outermost module in whose call the schedule was made.
+        expected: what users' fused ops that have not run yet must give.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.root = (lambda: None) if module is None else weakref.ref(module)
+        self.expected: dict[Any, Expected] = {}
+
+
+class Schedule(NamedTuple):
+    """A plan with all that its execution looks up."""
+
+    plan: Plan
+    wiring: Wiring
+    paths: tuple[str, ...]
+    """The place of each basic op in the Sequential that holds the run, if one does."""
+    forward: tuple[ScheduledStep, ...]
+    backward: tuple[ScheduledStep, ...]  # the last op first
+    dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
+    params: tuple[slice, ...]  # where each op's parameters are among these
+    no_kwargs: Kwargs
+    direct: Direct | None
+    writes_inputs: bool
+    """Whether an op of the forward writes to extra inputs."""
+    writes_grads: bool
+    """Whether an op of the backward writes to gradients, if they are the run's own."""
+    fused_backward: Sequence[int]
+    """Indices of the ops whose backward a fused op runs."""
+    diagnostics: Diagnostics
+
+
+def scheduled(
+    plan: Plan, wiring: Wiring, paths: tuple[str, ...], steps: Sequence[Step]
+) -> tuple[ScheduledStep, ...]:
+    """The steps of a plan's forward or backward, in order, with what their execution looks up."""
+    made, start = [], 0
+    for op, basic_ops in steps:
+        stop = start + len(basic_ops)
+        needs = plan.grad[start:stop]
+        made.append(
+            ScheduledStep(
+                op,
+                start,
+                stop,
+                tuple(
+                    tuple(SAME_STEP if source[0] >= start else source for source in of_op)
+                    for of_op in wiring.sources[start:stop]
+                ),
+                [basic.num_extra_outputs for basic in basic_ops],
+                ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
+                _quantizers(plan, start, stop),
+                not is_ours(type(op)),
+                plan.autocast_dtype is not None and op.casts_itself,
+                f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
+            )
+        )
+        start = stop
+    return tuple(made)
+
+
+def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Schedule:
+    """A schedule that runs the basic ops one by one.
+
+    ``wrap(op)`` is called in place of each op's ``fuser_forward``.
+    """
+    plan, wiring, paths, *_ = schedule
+    ops = plan.basic_ops
+    forward = [Step(_Wrapped(op, wrap(op)), (op,)) for op in ops]
+    backward = [Step(op, (op,)) for op in ops]
+    return schedule._replace(
+        forward=scheduled(plan, wiring, paths, forward),
+        backward=scheduled(plan, wiring, paths, backward)[::-1],
+        direct=None,
+        writes_grads=any(op.writes_grads for op in ops),
+        fused_backward=(),
+    )
+
+
+class _Wrapped:
+    """An op with another forward."""
+
+    def __init__(self, op: Any, fuser_forward: Callable[..., Any]) -> None:
+        self._op, self.fuser_forward = op, fuser_forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+
+def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any]:
+    """How the op before and the op after ops[start:stop] want tensors to be handed to them."""
+    if plan.recipe is None:
+        return None, None
+    ops = plan.basic_ops
+    with autocast(recipe=plan.recipe):
+        before = ops[start - 1].get_grad_output_quantizer() if start else None
+        return before, None if stop == len(ops) else ops[stop].get_input_quantizer()
+
+
+def _place(paths: tuple[str, ...], start: int, stop: int) -> str:
+    """Where ops[start:stop] are in their Sequential, as its index or slice: ``" [0:3]"``."""
+    if not paths:
+        return ""
+    first, last = paths[start], paths[stop - 1]
+    if first == last:
+        return f" [{first}]"
+    if first.isdigit() and last.isdigit():
+        return f" [{first}:{int(last) + 1}]"
+    return f" [{first} to {last}]"
