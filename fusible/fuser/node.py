@@ -32,13 +32,7 @@ def run_forward(
     ``given`` are the caller's inputs, then the parameters.
     """
     plan, wiring = schedule.plan, schedule.wiring
-    memo: dict[Any, Any] = {}
-    contexts = [
-        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
-        for needs, own in zip(plan.grad, schedule.params, strict=True)
-    ]
-    for i in schedule.fused_backward:
-        contexts[i].fused_backward = True
+    contexts = _new_contexts(schedule, given)
     x = given[0]
     produced: list[Sequence[Any]] = []
     owner = None
@@ -80,6 +74,18 @@ def run_forward(
             owner.after(is_users, chain([taken, x], *inputs, *outputs), stop)
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
+
+
+def _new_contexts(schedule: Schedule, given: Sequence[Tensor]) -> list[OperationContext]:
+    plan = schedule.plan
+    memo: dict[Any, Any] = {}
+    contexts = [
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
+        for needs, own in zip(plan.grad, schedule.params, strict=True)
+    ]
+    for i in schedule.fused_backward:
+        contexts[i].fused_backward = True
+    return contexts
 
 
 def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:
