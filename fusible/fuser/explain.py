@@ -191,7 +191,9 @@ def _features(op: Any) -> Iterator[tuple[int]]:
 
 def _ends(module: nn.Module) -> Iterator[str]:
     """What ended runs of ops in the Sequentials of ``module``."""
-    names = {part: name for name, part in reversed([*named_modules(module)])}
+    parts = [(name, part) for name, part in reversed([*named_modules(module)])]
+    names = {op: name for name, part in parts for op in getattr(part, "basic_ops", ())}
+    names.update({part: name for name, part in parts})
     root = type(getattr(module, "_orig_mod", module)).__name__
     for part in [*names][::-1]:
         ask = getattr(type(part), "ends_of_runs", None)

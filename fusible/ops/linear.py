@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import Plan, joined
 from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.distributed import (
     AllGather,
@@ -25,7 +25,14 @@ from fusible.ops.distributed import (
     all_reduce,
 )
 from fusible.ops.handover import hand_over
-from fusible.ops.op import BasicOperation, FusedOperation, Grads
+from fusible.ops.op import (
+    HOOKS,
+    BasicOperation,
+    FusedOperation,
+    Grads,
+    patches,
+    why_called,
+)
 from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
@@ -40,7 +47,6 @@ from fusible.recipes.product import (
     operand,
     values,
 )
-from fusible.recipes.state import register_state_hooks
 
 
 class BasicLinear(WeightedOperation):
@@ -307,6 +313,17 @@ class Linear(FusedOperation):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    # The hooks of the parts, and what was counted when they were last looked at; of no copy.
+    __slots__ = ("_hooks", "_patches")
+    _hooks: list[Any]
+    _patches: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object whose parts were not looked at."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "_patches", -1)
+        return made
+
     def __init__(
         self,
         in_features: int,
@@ -346,7 +363,6 @@ class Linear(FusedOperation):
         super().__init__(parts)
         self.in_features, self.out_features = in_features, out_features
         self.tensor_parallel_mode = tensor_parallel_mode
-        register_state_hooks(self)
         for part in parts:
             self._parameters.update(part._parameters)
             self._attach(part)
@@ -357,7 +373,7 @@ class Linear(FusedOperation):
         """Let a part read the parameters of this module."""
         # The very dictionaries, so that no assignment (load_state_dict(assign=True), FSDP2,
         # to_empty) can separate them; what is computed is found through the module.
-        for held in ("_parameters", "_modules"):
+        for held in ("_parameters", "_modules", "_buffers"):
             part.__dict__[held] = self.__dict__[held]
         part._holder = weakref.ref(self)
         return part
@@ -365,10 +381,39 @@ class Linear(FusedOperation):
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
         """The parts."""
-        holder = self._basic_ops[0]._holder
-        if holder is None or holder() is not self:  # of the module that this is a copy of
-            self._basic_ops = tuple(self._attach(copy.copy(part)) for part in self._basic_ops)
+        first = self._basic_ops[0]
+        if first._holder is None or first._holder() is not self:  # of what this is a copy of
+            self._basic_ops = tuple(self._attach(part.copied()) for part in self._basic_ops)
+        elif first._parameters is not self._parameters:
+            self._basic_ops = tuple(map(self._attach, self._basic_ops))
         return self._basic_ops
+
+    def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
+        """Run the parts as one, or call them one by one where a part has hooks or the like."""
+        is_known = self._patches == patches.count and not torch.compiler.is_compiling()
+        if (is_known and not any(self._hooks)) or not self._calls_parts():
+            return super().forward(input, *extra_inputs, **kwargs)
+        if kwargs:
+            self._check_kwargs(kwargs)
+        for part in self.basic_ops:
+            input = part(input, *extra_inputs, **kwargs)
+        return input
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last call of this op alone ran as; None before the first."""
+        if not self._calls_parts():
+            return super().plan
+        return joined([part.plan for part in self.basic_ops if part.plan is not None])
+
+    def _calls_parts(self) -> bool:
+        """Whether a call of a part does more than the part's own forward."""
+        if torch.compiler.is_compiling():
+            self._trace_capture()  # which makes a copy's parts, if need be
+            return any([why_called(part) for part in self.basic_ops])
+        self._patches = patches.count
+        self._hooks = [getattr(part, name) for part in self.basic_ops for name in HOOKS]
+        return any([why_called(part) for part in self.basic_ops])
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Transformer Engine saves parameters, and quantizers' states, under the ops it is made of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import weakref
@@ -29,6 +30,7 @@ from fusible.ops.state import (
     deepcopy_with_attributes,
     quantized_converted,
 )
+from fusible.recipes.state import prepare_load, save_pieces
 
 Grads = Sequence[Tensor | None]
 
@@ -55,6 +57,25 @@ class PatchesCounted(nn.Module):
         if name in _CALLED:
             patches.count += 1
         super().__delattr__(name)
+
+
+HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+"""What a call of a module fires."""
+
+
+def why_called(module: nn.Module) -> str | None:
+    """Why a call of ``module`` does more than its class's ``forward``; None if it does not."""
+    for name, words in HOOKS.items():
+        if getattr(module, name):
+            return f"has {words}"
+    if module._compiled_call_impl is not None:
+        return "is compiled by itself"
+    return "has a forward of its own" if "forward" in vars(module) else None
 
 
 class FusibleOperation(PatchesCounted):
@@ -215,10 +236,16 @@ class FusibleOperation(PatchesCounted):
             super()._apply(fn, recurse)
         return self
 
+    # No hooks of state dicts, which belong to one module: copies would run the original's.
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_pieces(self, destination, prefix)
+
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         if type(self).set_extra_state is nn.Module.set_extra_state:
             # Transformer Engine's ops save their quantizers' state, of which there is none here.
             state_dict.pop(f"{prefix}_extra_state", None)
+        prepare_load(self, state_dict, prefix, *args)
         with attributes_kept(self):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -231,6 +258,12 @@ class FusibleOperation(PatchesCounted):
     def copied_state(self) -> dict[str, Any]:
         """The attributes of a copy, which no run has captured yet."""
         return {**self.__dict__}
+
+    def copied(self) -> Self:
+        """``copy.copy`` of this op, also where PyTorch refuses to pickle it (parametrized)."""
+        made = type(self).__new__(type(self))
+        made.__setstate__(self.copied_state())
+        return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -343,7 +376,10 @@ class BasicOperation(FusibleOperation):
 
     def copied_state(self) -> dict[str, Any]:
         """See :class:`FusibleOperation`."""
-        return {**super().copied_state(), "_frozen": False, "_names": None}
+        made = {**super().copied_state(), "_frozen": False, "_names": None}
+        for held in ("_registered", "extra_input_channels", "extra_output_channels"):
+            made[held] = copy.copy(made[held])
+        return made
 
     # --- parameters ------------------------------------------------------------------------------
 
@@ -382,7 +418,7 @@ class BasicOperation(FusibleOperation):
         names = self.own_parameter_names()
         if not names:
             return ()
-        own = self._parameters
+        own = self._parameters if self._holder is None else self._held_by()._parameters
         if tuple(own) == names:
             values: tuple[Any, ...] = tuple(own.values())
         else:
@@ -397,7 +433,7 @@ class BasicOperation(FusibleOperation):
         """What ``getattr`` gives for a parameter that is computed, or None if there is none."""
         if self.parameter_names is None and not self._has(name):
             return None
-        value = operator.attrgetter(name)(self._held_by())
+        value = operator.attrgetter(name)(self._computing(name))
         if value is None:
             raise AttributeError(f"{name} of {type(self).__name__} must be a tensor, got None")
         return value
@@ -411,11 +447,16 @@ class BasicOperation(FusibleOperation):
 
     def stored(self, name: str) -> list[Tensor]:
         """What a parameter is computed from, without computing it: by default itself."""
-        return stored(self._held_by(), name)
+        return stored(self._computing(name), name)
 
     def _held_by(self) -> nn.Module:
         """The module whose attributes the parameters are."""
         return self if self._holder is None else self._holder() or self
+
+    def _computing(self, name: str) -> nn.Module:
+        """The module that computes a parameter: this part if it is pruned or parametrized."""
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        return self if is_own else self._held_by()
 
     # --- what the fuser reads --------------------------------------------------------------------
 

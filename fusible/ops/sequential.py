@@ -16,13 +16,16 @@ from fusible.fuser.run import Run
 from fusible.fuser.tracing import Alike, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
+from fusible.ops.linear import Linear
 from fusible.ops.op import (
+    HOOKS,
     BasicOperation,
     FusibleOperation,
     PatchesCounted,
     channels,
     check_kwargs,
     patches,
+    why_called,
 )
 from fusible.ops.segments import Division, Opaque, Segment, Unit, divide, ends_of_runs
 
@@ -226,14 +229,8 @@ def _named(modules: tuple[Any, ...]) -> Iterable[tuple[str, nn.Module]]:
 
 # --- capture -------------------------------------------------------------------------------------
 
-# What a call of a module fires, then what a call of any module does.
-_HOOKS = {
-    "_forward_hooks": "a forward hook",
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_backward_hooks": "a backward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-}
-_GLOBAL_HOOKS = [(vars(torch_module)[f"_global{name}"], words) for name, words in _HOOKS.items()]
+# What a call of any module fires.
+_GLOBAL_HOOKS = [(vars(torch_module)[f"_global{name}"], words) for name, words in HOOKS.items()]
 
 
 class _Captured(NamedTuple):
@@ -268,7 +265,8 @@ def _captured(
     sequential: Sequential, form: tuple[Any, ...], division: Division | None
 ) -> _Captured:
     containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
-    hooks = [getattr(child, name) for m in containers for child in m for name in _HOOKS]
+    called = [module for m in containers for child in m for module in _with_parts(child)]
+    hooks = [getattr(module, name) for module in called for name in HOOKS]
     hooks.extend(held for held, _ in _GLOBAL_HOOKS)
     if division is None:
         division = divide(_units(sequential), sequential.require)
@@ -302,10 +300,16 @@ def _read_hooks(sequential: Sequential) -> None:
     for held, _ in _GLOBAL_HOOKS:
         bool(held)
     for module in sequential:
-        for name in _HOOKS:
-            bool(getattr(module, name))
+        for called in _with_parts(module):
+            for name in HOOKS:
+                bool(getattr(called, name))
         if type(module) is Sequential:
             _read_hooks(module)
+
+
+def _with_parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    """A module and, where it is made of ops that are no modules of its tree, these."""
+    return (module, *[op for op in getattr(module, "basic_ops", ()) if op is not module])
 
 
 def _form(sequential: Sequential) -> tuple[Any, ...]:
@@ -336,7 +340,11 @@ def _unfolded(module: nn.Module) -> Iterator[Unit]:
     ops = getattr(module, "basic_ops", ())
     if ops and all(isinstance(op, BasicOperation) for op in ops):
         _check_owns_parameters(module)
-        yield Unit(module, tuple(ops), why)
+        of_parts = [why_called(op) for op in ops]
+        if why is None and any(of_parts):
+            yield from (Unit(op, (op,), of) for op, of in zip(ops, of_parts, strict=True))
+        else:
+            yield Unit(module, tuple(ops), why)
     else:
         ops = (Opaque(module),) if hasattr(module, "num_extra_inputs") else ()
         yield Unit(module, ops, why or "is an ordinary module")
@@ -344,14 +352,12 @@ def _unfolded(module: nn.Module) -> Iterator[Unit]:
 
 def _why_called(module: nn.Module) -> str | None:
     """Why ``module`` is called, and no part of a run; None if it is one."""
-    for name, words in _HOOKS.items():
-        if getattr(module, name):
-            return f"has {words}"
+    why = why_called(module)
+    if why is not None:
+        return why
     for held, words in _GLOBAL_HOOKS:
         if held:
             return f"has {words}, as all modules"
-    if module._compiled_call_impl is not None:
-        return "is compiled by itself"
     if not isinstance(module, FusibleOperation | Sequential):
         wraps = hasattr(module, "basic_ops") or hasattr(module, "as_sequential")
         return f"is inside of a {type(module).__name__}" if wraps else "is an ordinary module"
@@ -364,8 +370,8 @@ def _why_called(module: nn.Module) -> str | None:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Whether only a call of an op or of a Sequential runs what is its own."""
-    inherited = type(module).forward in (FusibleOperation.forward, Sequential.forward)
-    return not inherited or "forward" in vars(module)
+    forwards = (FusibleOperation.forward, Linear.forward, Sequential.forward)
+    return type(module).forward not in forwards or "forward" in vars(module)
 
 
 def _check_owns_parameters(op: Any) -> None:

@@ -34,7 +34,6 @@ from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import Operand, Product, encode_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
-from fusible.recipes.state import register_state_hooks
 from fusible.recipes.tensor import QuantizedTensor
 
 _Encoded = tuple[tuple[Tensor, ...], Any]
@@ -76,7 +75,6 @@ class WeightedOperation(BasicOperation):
         # Weight gradients of backwards so far, oldest first, and where each is to go.
         self._delayed: deque[Delayed] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
-        register_state_hooks(self)
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """The product's: autocast's, or the weight's."""
@@ -180,7 +178,7 @@ class WeightedOperation(BasicOperation):
             ValueError: it does not hold one, which is computed.
         """
         names = self.own_parameter_names()[: self.num_weights]
-        held = [self._parameters.get(name) for name in names]
+        held = [self._held_by()._parameters.get(name) for name in names]
         if missing := [name for name, p in zip(names, held, strict=True) if p is None]:
             raise ValueError(
                 f"weights of {type(self).__name__} must be parameters of the module itself with "

@@ -185,11 +185,12 @@ def register_state_hooks(module: nn.Module) -> None:
     What is loaded may be quantized or in high precision, and whole or sharded, whatever the
     parameter is.
     """
-    module.register_state_dict_post_hook(_save)
-    module.register_load_state_dict_pre_hook(_load)
+    module.register_state_dict_post_hook(save_pieces)
+    module.register_load_state_dict_pre_hook(prepare_load)
 
 
-def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace ``module``'s own quantized parameters in a state dict by their pieces."""
     for name, parameter in module.named_parameters(recurse=False):
         saved = state.get(prefix + name)
         if saved is not None and isinstance(local(parameter), QuantizedTensor):
@@ -202,7 +203,7 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
                     setattr(parameter, suffix, None)
 
 
-def _load(
+def prepare_load(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -212,6 +213,7 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    """Make of a state dict what ``module``'s own parameters load: pieces whole, shards alike."""
     load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)

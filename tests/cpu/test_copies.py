@@ -1,6 +1,7 @@
 """Copies of modules that share attributes: replicas of DataParallel, copies of ``__dict__``."""
 
 import copy
+import gc
 import threading
 import weakref
 
@@ -133,6 +134,63 @@ def test_a_shallow_copy_reads_its_own_parameters(what, called, make):
     made._parameters = dict(other._parameters)
     torch.testing.assert_close(output(made, x), output(other, x))
     assert not torch.equal(output(module, x), output(other, x))
+
+
+@pytest.mark.parametrize("make", [lambda module: module, copy.copy, of_attributes])
+@pytest.mark.parametrize("wrap", [lambda module: module, fz.Sequential])
+@pytest.mark.parametrize("what", ["Linear", "BasicLinear", "LayerNorm", "an own op"])
+def test_parameters_are_replaced_after_a_call(what, wrap, make):
+    module, other = randomized(MAKERS[what]()), randomized(MAKERS[what]())
+    x = torch.randn(5, 8)
+    output(module, x)
+    made = make(module)
+    call = wrap(made)
+    output(call, x)
+    made._parameters = dict(other._parameters)
+    torch.testing.assert_close(output(call, x), output(other, x))
+    for part, of in zip(made.basic_ops, other.basic_ops, strict=True):
+        assert part._parameters.keys() == of._parameters.keys()
+        assert all(part._parameters[name] is p for name, p in of._parameters.items())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("what", ["Linear", "BasicLinear", "GroupedLinear"])
+def test_a_copy_loads_and_is_copied_when_the_original_is_gone(what, stored):
+    size = 32  # a block of the format
+    makers = {
+        "Linear": lambda: fz.Linear(size, size),
+        "BasicLinear": lambda: fz.BasicLinear(size, size),
+        "GroupedLinear": lambda: fz.GroupedLinear(2, size, size),
+    }
+    with fz.quantized_model_init(stored, recipe=fz.recipes.MXFP8BlockScaling()):
+        module, other = makers[what](), makers[what]()
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    made = copy.copy(module)
+    made._parameters = {
+        name: None if p is None else nn.Parameter(p.detach().clone())
+        for name, p in module._parameters.items()
+    }
+    made.load_state_dict(other.state_dict())
+    for name, t in module.state_dict().items():
+        assert torch.equal(bits(t), bits(before[name]))
+    del module
+    gc.collect()
+    made.load_state_dict(other.state_dict())
+    found = copy.deepcopy(nn.Sequential(made))[0].state_dict()
+    for name, t in other.state_dict().items():
+        assert torch.equal(bits(found[name]), bits(t))
+
+
+def bits(t):
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def test_channels_of_a_shallow_copy_are_its_own():
+    module = fz.MakeExtraOutput()
+    made = copy.copy(module)
+    made.set_extra_output_channel(0, "other", output_to_caller=False)
+    x = torch.randn(2)
+    torch.testing.assert_close(fz.Sequential(module)(x), (x, x))
 
 
 @pytest.mark.parametrize("make", [copy.copy, of_attributes])

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize, prune
 
 import fusible as fz
 
@@ -378,6 +379,68 @@ def test_keyword_arguments_go_to_ops_with_hooks():
         for handle in handles:
             handle.remove()
     assert seen == [["grad_input"], ["output"], ["grad_input"], ["op_kwargs"]]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("hook", KINDS)
+def test_every_kind_on_a_part_of_a_linear(hook, at, no_rules):
+    linear, given = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+    for module in (linear, fz.Sequential(fz.GELU(), linear), nn.Sequential(linear)):
+        want, seen = results(module, given), []
+        handle = hook(linear.basic_ops[at], lambda inputs, out, seen=seen: seen.append(inputs))
+        same_bits(results(module, given), want)
+        handle.remove()
+        assert len(seen) == 1
+        same_bits(results(module, given), want)
+        assert len(seen) == 1
+
+
+def test_what_a_part_of_a_linear_does_when_called():
+    linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+    module = fz.Sequential(fz.GELU(), linear)
+    product = nn.functional.gelu(x, approximate="tanh") @ linear.weight.t()
+    torch.testing.assert_close(module(x), product + linear.bias)
+    first, second = linear.basic_ops
+    handle = first.register_forward_hook(lambda m, args, out: 2 * out)
+    torch.testing.assert_close(module(x), 2 * product + linear.bias)
+    assert "BasicLinear at Sequential.1 has a forward hook" in str(fz.explain(module, x))
+    linear(x)
+    assert len(linear.plan.basic_ops) == 2
+    handle.remove()
+    old = second.forward
+    second.forward = lambda x: -old(x)
+    torch.testing.assert_close(module(x), -(product + linear.bias))
+    torch.testing.assert_close(linear(x), -(x @ linear.weight.t() + linear.bias))
+    del second.forward
+    torch.testing.assert_close(module(x), product + linear.bias)
+    first.register_forward_hook(lambda m, args, out: None)
+    with pytest.raises(ValueError, match="keyword arguments must be for one basic op"):
+        linear(x, output=x)
+
+
+@pytest.mark.parametrize("surgery", ["prune", "parametrize"])
+def test_a_part_of_a_linear_is_pruned_or_parametrized(surgery):
+    linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+    ordinary = nn.Linear(HIDDEN, HIDDEN)
+    ordinary.load_state_dict(linear.state_dict())
+    linear(x)
+    mask = torch.arange(HIDDEN * HIDDEN).view(HIDDEN, HIDDEN) % 3 > 0
+    for of in (linear.basic_ops[0], ordinary):
+        if surgery == "prune":
+            prune.custom_from_mask(of, "weight", mask)
+        else:
+            parametrize.register_parametrization(of, "weight", nn.Tanh())
+    assert linear.state_dict().keys() == ordinary.state_dict().keys()
+    for module in (linear, fz.Sequential(fz.Identity(), linear)):
+        got, want = results(module, (x,)), results(ordinary, (x,))
+        torch.testing.assert_close(got[:2], want[:2])
+        grads = [
+            dict(zip([n for n, _ in of.named_parameters()], of_all[2:], strict=True))
+            for of, of_all in ((linear, got), (ordinary, want))
+        ]
+        torch.testing.assert_close(*grads)
+    if surgery == "parametrize":
+        torch.testing.assert_close(copy.deepcopy(linear)(x), ordinary(x))
 
 
 def test_plans_outlive_a_hook():
