@@ -143,6 +143,8 @@ class Run:
         if tracing:
             recipe = None if key[0] is None else key[0].spelled()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
+            if schedule.is_formula:
+                return self.ops[0].formula_of(len(params[0]))(*given)
             tensors, slots = folded(tensors)
         elif _observation.schedule_for is not None:
             schedule = _observation.schedule_for(self, key, inputs[0].device)
@@ -328,11 +330,14 @@ class Run:
             op.check_needs(needs)
         call = _Call(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
+        forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)
+        first = self.ops[0]
+        own = all(step.op is first for step in (*forward, *backward))
         return Schedule(
             plan,
             self.wiring,
             self.paths,
-            forward=scheduled(plan, self.wiring, self.paths, plan.forward_ops),
+            forward=forward,
             backward=backward[::-1],
             dtypes=(*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes),
             params=_slices(len(call.inputs), call.param_counts),
@@ -343,6 +348,7 @@ class Run:
             fused_backward=[
                 i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)
             ],
+            is_formula=len(self.ops) == 1 and first.is_formula and own,
             diagnostics=Diagnostics(outermost_call()),
         )
 

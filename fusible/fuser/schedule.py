@@ -136,6 +136,8 @@ class Schedule(NamedTuple):
     """Whether an op of the backward writes to gradients, if they are the run's own."""
     fused_backward: Sequence[int]
     """Indices of the ops whose backward a fused op runs."""
+    is_formula: bool
+    """Whether it is one op with a formula and nothing else, which a compiler can differentiate."""
     diagnostics: Diagnostics
 
 

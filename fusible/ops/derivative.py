@@ -143,10 +143,10 @@ class _NoDraws(TorchDispatchMode):
         """Run the operation."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomFormulaError(
-                f"formula of {self.who} must draw no random numbers under torch.compile or where "
-                "a fusion runs its forward only, since its backward would draw others, got one "
-                "that does; define op_forward and op_backward, and save what was drawn, or call "
-                "the module uncompiled"
+                f"formula of {self.who} must draw no random numbers where a fusion runs its "
+                "forward only, nor compiled beside fusion functions, since its backward would draw "
+                "others, got one that does; define op_forward and op_backward, and save what was "
+                "drawn, or call the module uncompiled"
             )
         return func(*args, **(kwargs or {}))
 

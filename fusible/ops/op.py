@@ -513,6 +513,18 @@ class BasicOperation(FusibleOperation):
             "extra inputs or outputs) fuser_forward and fuser_backward"
         )
 
+    @property
+    def is_formula(self) -> bool:
+        """Whether :meth:`formula` is all that the op defines of its math."""
+        kind, base = type(self), BasicOperation
+        return (
+            kind.formula is not base.formula
+            and kind.op_forward is base.op_forward
+            and kind.op_backward is base.op_backward
+            and kind.fuser_forward is base.fuser_forward
+            and kind.fuser_backward is base.fuser_backward
+        )
+
     def _find_names(self) -> tuple[str, ...]:
         """The names of the parameters, in the order in which they are given and have gradients.
 
@@ -574,7 +586,7 @@ class BasicOperation(FusibleOperation):
             ) from None
         return taken if self._by_name else []
 
-    def _formula(self, count: int) -> Callable[..., Tensor]:
+    def formula_of(self, count: int) -> Callable[..., Tensor]:
         """``formula`` as a function of the input and ``count`` parameters in their order."""
         names = self.own_parameter_names()
         if not self._by_name:
@@ -596,7 +608,7 @@ class BasicOperation(FusibleOperation):
         instead.
         """
         tensors = (input_, *ctx.parameters)
-        formula = self._formula(len(ctx.parameters))
+        formula = self.formula_of(len(ctx.parameters))
         if not ctx.requires_grad:
             return formula(*tensors)
         if not (torch.compiler.is_compiling() or ctx.fused_backward):
@@ -632,14 +644,14 @@ class BasicOperation(FusibleOperation):
             shapes = [shape, *[tuple(p.shape) for p in params]]
             described = [(s, t.dtype, t.device) for s, t in zip(shapes, tensors, strict=True)]
             self._check_traced(tuple(described))
-        formula = self._formula(len(params))
+        formula = self.formula_of(len(params))
         with ctx.autocast(grad_output.device.type):
             grads = reevaluated(formula, tensors, grad_output, type(self).__name__)
         return grads[0], grads[1:]
 
     @constant_when_traced
     def _check_traced(self, tensors: tuple[Described, ...]) -> None:
-        check_traced(self._formula(len(tensors) - 1), tensors, type(self).__name__)
+        check_traced(self.formula_of(len(tensors) - 1), tensors, type(self).__name__)
 
     def fuser_forward(
         self,
