@@ -30,6 +30,8 @@ class OperationContext:
         parameters: in the forward, the op's parameters in the order of their gradients: the very
             tensors that autograd differentiates. Reading the module would evaluate a
             parametrization once more.
+        leaves: in the backward of an op that ``accumulates_grads``, the parameters that the forward
+            used, None in the place of one that is computed; never while compiling.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
         grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
@@ -50,6 +52,7 @@ class OperationContext:
     recipe: Any
     autocast_dtype: torch.dtype | None
     parameters: Sequence[Tensor]
+    leaves: Sequence[Tensor | None]
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any

@@ -236,6 +236,8 @@ class RunFunction(torch.autograd.Function):
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
+        if schedule.accumulating and not torch.compiler.is_compiling():
+            _note_leaves(contexts, schedule, fctx.next_functions)
         owner = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
@@ -293,6 +295,20 @@ def _run_backward(
         grad, of_params[start:stop], step_extra = returned
         _hand_back(step, contexts, step_extra, of_outputs, of_inputs)
     return [grad, *of_inputs, *chain(*of_params)]
+
+
+def _note_leaves(
+    contexts: Sequence[OperationContext],
+    schedule: Schedule,
+    sources: Sequence[tuple[Any, int]],
+) -> None:
+    """Note which parameters autograd differentiates, from the nodes that get their gradients."""
+    accumulates = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+    for i in schedule.accumulating:
+        contexts[i].leaves = [
+            node.variable if isinstance(node, accumulates) else None
+            for node, _ in sources[schedule.params[i]]
+        ]
 
 
 def _hand_back(

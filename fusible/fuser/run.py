@@ -349,6 +349,7 @@ class Run:
                 i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)
             ],
             is_formula=len(self.ops) == 1 and first.is_formula and own,
+            accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
             diagnostics=Diagnostics(outermost_call()),
         )
 

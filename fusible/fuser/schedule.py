@@ -138,6 +138,8 @@ class Schedule(NamedTuple):
     """Indices of the ops whose backward a fused op runs."""
     is_formula: bool
     """Whether it is one op with a formula and nothing else, which a compiler can differentiate."""
+    accumulating: Sequence[int]
+    """Indices of the ops that add to their parameters' gradients themselves."""
     diagnostics: Diagnostics
 
 

@@ -370,6 +370,11 @@ class BasicOperation(FusibleOperation):
         return False
 
     @property
+    def accumulates_grads(self) -> bool:
+        """Whether it adds to its parameters' gradients itself, for which its context has them."""
+        return False
+
+    @property
     def writes_extra_inputs(self) -> bool:
         """Whether its forward writes to extra inputs that its context calls writable."""
         return False

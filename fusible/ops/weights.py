@@ -159,33 +159,44 @@ class WeightedOperation(BasicOperation):
         nothing = (None,) * self.num_weights
         if not ctx.needs.params[0]:
             return nothing
-        if not (self.accumulate_into_main_grad or self.delay_wgrad_compute):
+        if not self.accumulates_grads:
             return self.divided(gradient.compute(None, False))
-        weights, into = self._held_weights(), None
+        weights, into = self._differentiated(ctx), None
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__)
         if self.delay_wgrad_compute:
-            self._delayed.append(Delayed.of(gradient, into))
+            self._delayed.append(Delayed.of(gradient, weights, self._held_weights(), into))
         else:
             assert into is not None
             into.take(gradient)
         return nothing if into is None else placeholders(weights)
 
-    def _held_weights(self) -> list[Tensor]:
-        """The weights as the module holds them, whose gradients do not go through autograd.
+    def _held_weights(self) -> list[Tensor | None]:
+        """What the module holds now under the names of the weights."""
+        held = self._held_by()._parameters
+        return [held.get(name) for name in self._weight_names()]
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return self.own_parameter_names()[: self.num_weights]
+
+    def _differentiated(self, ctx: OperationContext) -> Sequence[Tensor]:
+        """The weights that the forward used, to whose gradients this op adds in autograd's place.
+
+        While compiling the module holds them: its backward is traced with its forward.
 
         Raises:
-            ValueError: it does not hold one, which is computed.
+            ValueError: one is computed from others.
         """
-        names = self.own_parameter_names()[: self.num_weights]
-        held = [self._held_by()._parameters.get(name) for name in names]
-        if missing := [name for name, p in zip(names, held, strict=True) if p is None]:
+        traced = torch.compiler.is_compiling()
+        used = self._held_weights() if traced else ctx.leaves[: self.num_weights]
+        names = zip(self._weight_names(), used, strict=True)
+        if computed := [name for name, weight in names if weight is None]:
             raise ValueError(
-                f"weights of {type(self).__name__} must be parameters of the module itself with "
+                f"weights of {type(self).__name__} must be leaf tensors with "
                 "accumulate_into_main_grad or delay_wgrad_compute, which do not go through "
-                f"autograd, got {', '.join(missing)} computed (parametrized, pruned, a replica's)"
+                f"autograd, got {', '.join(computed)} computed (parametrized, pruned, a replica's)"
             )
-        return held  # type: ignore[return-value]
+        return used  # type: ignore[return-value]
 
     def divided(self, gradient: Tensor | None) -> Grads:
         """A gradient of all weights as one tensor, as the parameters are."""
@@ -197,6 +208,11 @@ class WeightedOperation(BasicOperation):
         """Whether weight gradients are delayed."""
         return self.delay_wgrad_compute
 
+    @property
+    def accumulates_grads(self) -> bool:
+        """Whether weight gradients go to ``main_grad``, or are delayed."""
+        return self.accumulate_into_main_grad or self.delay_wgrad_compute
+
     def need_backward_dw(self) -> bool:
         """Whether weight gradients come with :meth:`backward_dw`, not with ``backward()``."""
         return self.delay_wgrad_compute
@@ -204,7 +220,8 @@ class WeightedOperation(BasicOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward without one, then call the hooks.
 
-        It is added to ``main_grad``, or to ``.grad`` as ``backward()`` does it. Does nothing if no
+        It is added to ``main_grad``, or to ``.grad`` as ``backward()`` does it, of the weights that
+        the forward used; those without ``requires_grad`` by now get none. Does nothing if no
         backward is waiting.
 
         Raises:
@@ -214,13 +231,12 @@ class WeightedOperation(BasicOperation):
             return
         delayed = self._delayed.popleft()
         delayed.check(f"{type(self).__name__}({self.extra_repr()})")
-        into = delayed.into
+        weights = delayed.targets(self._held_weights())
         with torch.no_grad():
-            if into is not None:
-                into.take(delayed.gradient)
-            else:
-                grads = self.divided(delayed.gradient.compute(None, False))
-                accumulate(self._held_weights(), grads)
+            if delayed.into is not None:
+                delayed.into.take(delayed.gradient)
+            elif any([w.requires_grad for w in weights]):
+                accumulate(weights, self.divided(delayed.gradient.compute(None, False)))
         for hook in self._wgrad_hooks:
             hook()
 

@@ -33,11 +33,22 @@ writes it to ``out``, or adds it there."""
 class MainGrads(NamedTuple):
     """The buffers of a framework that some weights' gradients go to, and which are overwritten."""
 
+    weights: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     overwrite: tuple[bool, ...]
 
     def take(self, gradient: WeightGradient) -> None:
-        """Write or add the gradient, each buffer by its own flag."""
+        """Write or add the gradient, each buffer by its own flag; not of weights frozen by now."""
+        wanted = [weight.requires_grad for weight in self.weights]
+        if all(wanted):
+            self._take(gradient)
+        elif any(wanted):
+            pairs = zip(self.buffers, wanted, strict=True)
+            self._replace(
+                buffers=tuple([b if kept else torch.zeros_like(b) for b, kept in pairs])
+            )._take(gradient)
+
+    def _take(self, gradient: WeightGradient) -> None:
         dtype = self.buffers[0].dtype
         if any([buffer.dtype != dtype for buffer in self.buffers]):
             # One product in the widest dtype, which is then rounded once for each buffer.
@@ -146,7 +157,7 @@ def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
         buffers.append(_checked(getattr(weight, "main_grad", None), weight, who))
     overwrite = [bool(getattr(weight, "overwrite_main_grad", False)) for weight in weights]
-    return MainGrads(tuple(buffers), tuple(overwrite))
+    return MainGrads(tuple(weights), tuple(buffers), tuple(overwrite))
 
 
 def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
@@ -206,14 +217,33 @@ class Delayed(NamedTuple):
     """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
     gradient: WeightGradient
+    weights: tuple[Tensor, ...]
+    """Those that the forward used."""
+    held: tuple[bool, ...]
+    """Which of them the module held in the backward."""
     into: MainGrads | None
     versions: tuple[int | None, ...]
     """Of the tensors that it reads."""
 
     @classmethod
-    def of(cls, gradient: WeightGradient, into: MainGrads | None) -> Delayed:
-        """One of a backward that is running."""
-        return cls(gradient, into, tuple(map(_version, gradient.reads)))
+    def of(
+        cls,
+        gradient: WeightGradient,
+        weights: Sequence[Tensor],
+        held: Sequence[Tensor | None],
+        into: MainGrads | None,
+    ) -> Delayed:
+        """One of a backward that is running, while the module holds the weights ``held``."""
+        same = tuple([w is h for w, h in zip(weights, held, strict=True)])
+        return cls(gradient, tuple(weights), same, into, tuple(map(_version, gradient.reads)))
+
+    def targets(self, held: Sequence[Tensor | None]) -> list[Tensor]:
+        """The weights, or the shards that the module holds by now of those that it held.
+
+        ``fully_shard`` gathers them into other parameters for the time of a pass.
+        """
+        each = zip(self.weights, self.held, held, strict=True)
+        return [h if same and is_sharded(h) else w for w, same, h in each]  # type: ignore[misc]
 
     def check(self, who: str) -> None:
         """Raise RuntimeError if a tensor that it reads was written to since the backward."""
@@ -235,11 +265,12 @@ def _version(t: Tensor) -> int | None:
 def accumulate(weights: Sequence[Tensor], grads: Sequence[Any]) -> None:
     """Accumulate into ``.grad`` by autograd itself: in place, and with the weights' hooks.
 
-    Where ``fully_shard`` has sharded a weight again by now, the mean over its ranks, as that makes
-    of gradients during the backward: a collective, which all ranks have to call alike.
+    Not of weights that are frozen. Where ``fully_shard`` has sharded a weight again by now, the
+    mean over its ranks, as that makes of gradients during the backward: a collective, which all
+    ranks have to call alike.
     """
+    pairs = [(w, grad) for w, grad in zip(weights, grads, strict=True) if w.requires_grad]
     grads = [
-        mean_over_ranks(grad, w) if is_sharded(w) else cast(grad, w.dtype)
-        for w, grad in zip(weights, grads, strict=True)
+        mean_over_ranks(grad, w) if is_sharded(w) else cast(grad, w.dtype) for w, grad in pairs
     ]
-    torch.autograd.backward(weights, grads)
+    torch.autograd.backward([w for w, _ in pairs], grads)

@@ -571,7 +571,7 @@ def test_what_a_recipe_has_encoded_may_change(recipe):
 def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():
     op = delayed(single_grouped_weight=True)
     nn.utils.parametrize.register_parametrization(op, "weight", nn.Tanh())
-    with pytest.raises(ValueError, match=r"weights of .*GroupedLinear must be parameters"):
+    with pytest.raises(ValueError, match=r"weights of .*GroupedLinear must be leaf tensors"):
         op(new(), SIZES).sum().backward()
 
 

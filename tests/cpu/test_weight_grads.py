@@ -377,6 +377,106 @@ def test_a_copy_waits_for_nothing():
     assert mlp[0].weight.grad is not None
 
 
+# --- which weights -------------------------------------------------------------------------------
+
+KINDS = {
+    "main": {"accumulate_into_main_grad": True},
+    "delayed": {"delay_wgrad_compute": True},
+    "both": {"accumulate_into_main_grad": True, "delay_wgrad_compute": True},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def with_main_grad(w):
+    w = torch.nn.Parameter(w.detach().clone())
+    w.main_grad = torch.zeros_like(w)
+    return w
+
+
+def called_with(module, weight, *inputs):
+    return torch.func.functional_call(module, {"weight": weight}, inputs)
+
+
+def replaced(module, weight, *inputs):
+    y = module(*inputs)
+    module.weight = weight
+    return y
+
+
+def loaded(module, weight, *inputs):
+    y = module(*inputs)
+    module.load_state_dict({"weight": weight}, assign=True)
+    return y
+
+
+def gradient_of(w, kind):
+    """Of a weight whose other gradient stays as it was."""
+    if kind == "delayed":
+        assert not w.main_grad.any()
+        return w.grad
+    assert w.grad is None
+    return w.main_grad
+
+
+@kinds
+@pytest.mark.parametrize("how", [called_with, replaced, loaded])
+@pytest.mark.parametrize("machine", ["sm80", "sm90"])
+def test_the_gradient_is_that_of_the_weight_that_the_forward_used(kind, how, machine):
+    op = fz.GroupedLinear(2, 32, 64, bias=False, single_grouped_weight=True, dtype=BF16)
+    plain, x, dy = copy.deepcopy(op), torch.randn(6, 32).to(BF16), torch.randn(6, 64).to(BF16)
+    (want,) = torch.autograd.grad(plain(x, [4, 2]), plain.weight, dy)
+    op = fz.GroupedLinear(
+        2, 32, 64, bias=False, single_grouped_weight=True, dtype=BF16, **KINDS[kind]
+    )
+    op.weight = with_main_grad(plain.weight)
+    mine, other = op.weight, with_main_grad(op.weight)
+    used, unused = (other, mine) if how is called_with else (mine, other)
+    with assume_target(machine, reference):
+        how(op, other, x, torch.tensor([4, 2])).backward(dy)
+        op.backward_dw()
+    assert torch.equal(gradient_of(used, kind), want)
+    nothing = gradient_of(unused, kind)
+    assert nothing is None or not nothing.any()
+
+
+@kinds
+def test_a_weight_that_is_computed_is_refused(kind):
+    op = fz.GroupedLinear(2, 4, 6, bias=False, single_grouped_weight=True, **KINDS[kind])
+    y = called_with(op, with_main_grad(op.weight) * 1, torch.randn(3, 4), torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"GroupedLinear must be leaf tensors .* got weight c"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "first"), [("main", False), ("delayed", False), ("delayed", True), ("both", True)]
+)
+def test_weights_frozen_before_their_gradient_is_added_get_none(kind, first, single):
+    """As from autograd, which asks when it accumulates; ``first`` is ``backward()``, if it is."""
+    layout = {"bias": False, "single_grouped_weight": single}
+    op, plain = (
+        fz.GroupedLinear(3, 4, 6, **layout, **KINDS[kind]),
+        fz.GroupedLinear(3, 4, 6, **layout),
+    )
+    x, dy = torch.randn(5, 4), torch.randn(5, 6)
+    plain(x, [2, 1, 2]).backward(dy)
+    for w in op.weights():
+        w.main_grad = torch.zeros_like(w)
+    y = op(x, [2, 1, 2])
+    frozen, *others = op.weights()
+    if first:
+        y.backward(dy)
+        frozen.requires_grad_(False)
+    else:
+        frozen.requires_grad_(False)
+        y.backward(dy)
+    op.backward_dw()
+    nothing = gradient_of(frozen, kind)
+    assert nothing is None or not nothing.any()
+    for w, mine in zip(others, plain.weights()[1:], strict=True):
+        torch.testing.assert_close(gradient_of(w, kind), mine.grad)
+
+
 def test_frozen_weights_are_left_alone():
     mlp = build(UNFUSED, True, delay_wgrad_compute=True, accumulate_into_main_grad=True)
     for w in weights(mlp):

@@ -30,7 +30,7 @@ REFUSALS = (
     "the caller's 'output' must (share no memory|be a contiguous)",
     "AddExtraInput\\) must not write to (memory|a tensor)",
     "AddExtraInput must have in_place=False inside torch.utils.checkpoint",
-    "must be parameters of the module itself with accumulate_into_main_grad or delay_wgrad",
+    "must be leaf tensors with accumulate_into_main_grad or delay_wgrad",
     "must not be expanded with in_place=True",
     "Inner must return the gradients of all its parameters",
 )
