@@ -1,7 +1,8 @@
-"""Checkable sentences about plain facts: the one mechanism behind plans and their explanations.
+"""Conditions of fusion rules: a predicate on facts, and the sentence that says what it requires.
 
-``this.fc1.in_features`` records a path; a combinator turns it into one predicate and one sentence,
-so the two cannot disagree. Facts are integers, booleans and names, never tensors.
+``this.fc1.in_features`` records a path; a function such as ``multiple_of`` makes both the predicate
+and the sentence from it, so that they cannot disagree. Facts are integers, booleans and names,
+never tensors.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class Condition:
         other = None if self.other is None else self.other.read(site)
         if self.holds(value, other):
             return None
-        beside = "" if self.other is None else f" (which is {other})"
+        which = "" if self.other is None else f" (which is {other})"
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.subject} must be {self.says}{beside}, got {value}{hint}"
+        return f"{self.subject} must be {self.says}{which}, got {value}{hint}"
 
     def __str__(self) -> str:
         return f"{self.subject} is {self.says}"

@@ -1,4 +1,4 @@
-"""What an op's forward leaves for its backward."""
+"""The context of an op: what its forward saves for its backward."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OperationContext:
     if TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Anything plain."""
+            """Plain Python values only."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class OperationContext:
         return context
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not here: in the backward, what the op's forward has set.
+        # Called for attributes that are not found: in the backward, those set by the forward.
         if name == "forward":
             raise AttributeError(f"the op's forward has set no such value on {type(self).__name__}")
         return getattr(self.forward, name)

@@ -1,4 +1,4 @@
-"""What runs as what, and why not otherwise."""
+"""``explain``: the plan of every run in a module, and the reasons why rules did not fire."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class Explanation:
     def to_text(self, *, every_rule: bool = False) -> str:
         """The ops of every run as a tree, then why rules that fit did not fire.
 
-        Runs alike, such as those of a model's layers, are told once.
+        Equal runs, such as those of a model's layers, are shown once.
 
         Args:
             every_rule: also those for other machines or recipes, which are otherwise counted.
         """
         lines = []
-        for told, others in self._alike(every_rule):
-            lines.append(f"{told.name}: {told.plan.heading}")
-            lines.extend(_lines(told.plan, every_rule))
+        for first, others in self._grouped(every_rule):
+            lines.append(f"{first.name}: {first.plan.heading}")
+            lines.extend(_lines(first.plan, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
                 lines.append(f"{len(others)} more alike: {'; '.join(named)}")
@@ -84,16 +84,16 @@ class Explanation:
     def to_svg(self, path: str | Path | None = None) -> str:
         """The op graph as written (left) and as run (right), as SVG; also written to ``path``."""
         runs = []
-        for told, others in self._alike():
+        for first, others in self._grouped():
             more = f" and {len(others)} alike" if others else ""
-            runs.append((f"{told.name}{more}: {told.plan.heading}", told.run.wiring, told.plan))
+            runs.append((f"{first.name}{more}: {first.plan.heading}", first.run.wiring, first.plan))
         drawing = svg.draw(runs)
         if path is not None:
             Path(path).write_text(drawing, encoding="utf-8")
         return drawing
 
-    def _alike(self, every_rule: bool = False) -> list[tuple[PlannedRun, list[str]]]:
-        """The first run of every kind, with the names of the others."""
+    def _grouped(self, every_rule: bool = False) -> list[tuple[PlannedRun, list[str]]]:
+        """The first of equal runs, with the names of the others."""
         kinds: dict[str, list[PlannedRun]] = {}
         for p in self.planned:
             text = "\n".join([p.plan.heading, *_lines(p.plan, every_rule), repr(p.run.wiring)])
@@ -127,7 +127,7 @@ def explain(
     refused: list[str] = []
 
     def schedule_for(run: Run, key: tuple[Any, ...], device: torch.device) -> Schedule:
-        if run.ops[0] not in names:  # what stands in for a module may have been made just now
+        if run.ops[0] not in names:  # a stand-in for a module may be made in the call
             names.update(op_names(module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
@@ -138,7 +138,7 @@ def explain(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
-    with _buffers_kept(module), _uncompiled(), mode, Run.observed(schedule_for):
+    with _buffers_restored(module), _uncompiled(), mode, Run.observed(schedule_for):
         try:
             module(*fakes, **fake_kwargs)
         except DataDependentOutputException as error:
@@ -206,15 +206,15 @@ def _ends(module: nn.Module) -> Iterator[str]:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run what was compiled as it was written, without changing what was compiled."""
+    """Run compiled modules uncompiled."""
     if "torch._dynamo" not in sys.modules:  # which takes seconds to import
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what the module does to its buffers alone (a count of batches), which are no fakes."""
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Restore the module's buffers, which are not fake: a call may change them."""
     before = [(buffer, _version(buffer), buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -226,17 +226,17 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _version(t: Tensor) -> int | None:
-    """How often ``t`` was written to; None if nobody counts."""
+    """The version counter of ``t``; None of an inference tensor, which has none."""
     return None if t.is_inference() else t._version
 
 
 def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
-    """The inputs with fake tensors for tensors; one input passed twice stays one."""
+    """The inputs with fake tensors for tensors; one input passed twice is one fake."""
     made: dict[int, Any] = {}
 
     def fake(t: Tensor) -> Tensor:
         if id(t) not in made:
-            # Detached, since an intermediate tensor's own gradient must not be asked for.
+            # Detached: mode.from_tensor reads .grad, which warns for a tensor that is no leaf.
             made[id(t)] = mode.from_tensor(t.detach()).requires_grad_(t.requires_grad)
         return made[id(t)]
 
@@ -320,7 +320,7 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
 
 
 def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:
-    """Maximal ranges under ``n`` without an index in ``touched``."""
+    """The maximal ranges of indices below ``n`` that are not in ``touched``."""
     start = None
     for i in range(n + 1):
         if i < n and i not in touched:

@@ -1,4 +1,4 @@
-"""What conditions read of the tensors of a run, of those too that are made inside it."""
+"""The facts of each op in a run: what it declares, and dtypes of the tensors that it gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusible.fuser.wiring import CALLER, Wiring
 
 
 class Dtypes(NamedTuple):
-    """Of what an op is given; None for a tensor of which it is not known."""
+    """The dtypes of an op's inputs and parameters; None where it is not known."""
 
     input: torch.dtype | None
     extra_inputs: tuple[torch.dtype | None, ...]
@@ -25,7 +25,7 @@ class Dtypes(NamedTuple):
 
 
 def autocast_to(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
-    """What ops make of a tensor of ``dtype`` under ``torch.autocast``, which leaves FP64."""
+    """The dtype that ops cast a tensor of ``dtype`` to under ``torch.autocast``; FP64 stays."""
     return dtype if autocast is None or dtype == torch.float64 else autocast
 
 
@@ -43,10 +43,10 @@ def facts_of_ops(
     ``inputs`` and ``dtypes`` are those of the run, from its callers.
     """
     made: list[OpFacts] = []
-    flowing = list(_flow(ops, wiring, dtypes, params))
+    propagated = list(_propagated(ops, wiring, dtypes, params))
     device = inputs[0].device
-    for i, (op, facts, of_op) in enumerate(zip(ops, declared, flowing, strict=True)):
-        given, gives = of_op
+    for i, (op, facts, of_op) in enumerate(zip(ops, declared, propagated, strict=True)):
+        given, output = of_op
         extra = {}
         for slot, (producer, k) in enumerate(wiring.sources[i]):
             dtype, source = dtype_name(given.extra_inputs[slot]), f"op {producer} slot {k}"
@@ -55,25 +55,24 @@ def facts_of_ops(
         source = f"op {i - 1}"
         own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, source)
         param_dtype = dtype_name(given.params[0]) if given.params else None
-        computes = given.input if gives is None else gives
+        computes = given.input if output is None else output
         made.append(
             OpFacts(facts, param_dtype, extra, inputs[0] if i == 0 else own, dtype_name(computes))
         )
     return tuple(made)
 
 
-def _flow(
+def _propagated(
     ops: Sequence[Any], wiring: Wiring, dtypes: Dtypes, params: Sequence[Sequence[torch.dtype]]
 ) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
-    """The dtypes of what each op is given, and that of its output."""
+    """The dtypes of each op's inputs, and of its output."""
     x = dtypes.input
     made: list[Sequence[torch.dtype | None]] = []
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
         extra = [dtypes.extra_inputs[k] if p == CALLER else made[p][k] for p, k in sources]
         given = Dtypes(x, tuple(extra), tuple(own), dtypes.autocast)
         unknown = (None,) * (1 + op.num_extra_outputs)
-        gives = op.output_dtypes(given) if _declares(type(op)) else unknown
-        x, *outputs = gives
+        x, *outputs = op.output_dtypes(given) if _declares(type(op)) else unknown
         made.append(outputs)
         yield given, x
 

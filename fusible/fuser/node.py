@@ -1,4 +1,4 @@
-"""A schedule's execution: a run of ops as one autograd function."""
+"""Execution of a schedule: a run of ops as one autograd function."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fusible.fuser.wiring import CALLER
 
 ExtraOutputs = Sequence[Sequence[Tensor | None]]
 
-# torch 2.11 compiles an autograd function so that every tensor made in its forward is an output,
-# and a tensor that a cast to its own dtype returned is two: the gradient goes to the wrong one,
-# and what the backward sees is zero. A view is one of a kind.
+# torch 2.11 compiles an autograd function so that every tensor made in its forward is an output. A
+# tensor that a cast to its own dtype returned is then two outputs, and the gradient of the other
+# one, zero, reaches the backward. A view is a tensor of its own.
 _LOSES_OUTPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
@@ -116,7 +116,7 @@ def _is_tuple(returned: Any, length: int) -> bool:
 
 
 def kind_of(returned: Any) -> str:
-    """What an op returned, for a sentence."""
+    """The types in what an op returned, for an error."""
     if isinstance(returned, tuple | list):
         kinds = ", ".join([kind_of(value) for value in returned])
         return f"[{kinds}]" if isinstance(returned, list) else f"({kinds})"
@@ -293,7 +293,7 @@ def _run_backward(
             note_place(error, schedule, step, own)
             raise
         grad, of_params[start:stop], step_extra = returned
-        _hand_back(step, contexts, step_extra, of_outputs, of_inputs)
+        _add_to_sources(step, contexts, step_extra, of_outputs, of_inputs)
     return [grad, *of_inputs, *chain(*of_params)]
 
 
@@ -311,14 +311,14 @@ def _note_leaves(
         ]
 
 
-def _hand_back(
+def _add_to_sources(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
     of_outputs: dict[tuple[int, int], Tensor | None],
     of_inputs: list[Tensor | None],
 ) -> None:
-    """Give the gradients of a step's extra inputs to what they came from."""
+    """Add the gradients of a step's extra inputs to those of their sources."""
     for i, (of_op, grads) in enumerate(zip(step.sources, step_extra, strict=True), step.start):
         for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
             if g is None:
@@ -333,7 +333,7 @@ def _hand_back(
 def _note_inputs(
     contexts: Sequence[OperationContext], x: Tensor, inputs: Sequence[Sequence[Tensor | None]]
 ) -> None:
-    """Keep, for the checks of a user's backward, what the op's inputs were."""
+    """Note what the op's inputs were, for the checks of a user's backward."""
     for context, of_op in zip(contexts, inputs, strict=True):
         context.floats = [t is not None and t.is_floating_point() for t in of_op]
     if not torch.compiler.is_compiling():
@@ -341,7 +341,7 @@ def _note_inputs(
 
 
 def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
-    """Refuse that a user's op gives no gradient to what an earlier op made and needs one for."""
+    """Refuse that a user's op returns no gradient for a tensor whose producer needs one."""
     floats = context.floats  # None if one of ours ran it forward
     if floats is not None and floats[slot] and context.needs.extra_inputs[slot]:
         raise RuntimeError(
@@ -387,7 +387,7 @@ def _refuse_second_derivatives() -> None:
 
 
 class _DirectFunction(torch.autograd.Function):
-    """A plan of one op, in the op's shorter way."""
+    """A plan of one op by its :class:`Direct`."""
 
     @staticmethod
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
@@ -416,14 +416,14 @@ def _direct_forward(
 
 
 def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
-    """The output of the only op, in its shorter way, ``prepared`` for these operands."""
+    """The output of the only op by its :class:`Direct`, ``prepared`` for these operands."""
     if schedule.plan.grad[-1].requires_grad:
         return _DirectFunction.apply(schedule, prepared, *operands)
     return _direct_forward(schedule, prepared, operands)[0]
 
 
 def folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The tensors without repetitions, and the place of each.
+    """The distinct tensors, and the index of each tensor among them.
 
     An autograd function under torch.compile does not take a tensor twice.
     """
@@ -433,7 +433,7 @@ def folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ..
 
 
 def _summed(grads: Sequence[Tensor | None], slots: Sequence[int]) -> list[Tensor | None]:
-    """The gradients of folded tensors from those of their uses."""
+    """The gradient of each distinct tensor: the sum over its uses."""
     total: list[Tensor | None] = [None] * (1 + max(slots))
     for slot, grad in zip(slots, grads, strict=True):
         if grad is not None:
@@ -446,7 +446,7 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``outputs`` with a view in place of each that is an input, or an earlier output, itself."""
+    """``outputs``, each that is an input or an earlier output replaced by a view of it."""
     distinct: list[Tensor] = []
     twice = _LOSES_OUTPUTS and torch.compiler.is_compiling()
     for t in outputs:

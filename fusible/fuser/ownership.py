@@ -1,4 +1,4 @@
-"""Whose memory it is: what the ops of a run may write to, and what shares bytes with what."""
+"""Memory ownership: which tensors the ops of a run may write to, and which ones overlap."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Tensors = Sequence[Tensor | None]
 
 
 class Owner:
-    """Which tensors of a running pass are the run's own, for ops that write to such.
+    """Tracks which tensors of a pass only the run reads, so that an op may write to them.
 
-    Own is what was made in this pass and nothing else that is alive reads.
+    Such a tensor was made in this pass, and nothing else that is alive reads it.
 
     Args:
         read: tensors that others read, before the pass or after it.
@@ -31,13 +31,13 @@ class Owner:
     def __init__(self, read: Iterable[Tensor | None]) -> None:
         self._read = {memory(t) for t in read if t is not None}
         # Weak references, which keep the addresses of freed storages from being given to others.
-        self._kept: dict[int, StorageWeakRef] = {}
+        self._retained: dict[int, StorageWeakRef] = {}
 
-    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+    def retain(self, tensors: Iterable[Tensor | None]) -> None:
         """Note tensors that an op may go on reading after it ran."""
         for t in tensors:
             if t is not None:
-                self._kept[memory(t)] = StorageWeakRef(t.untyped_storage())
+                self._retained[memory(t)] = StorageWeakRef(t.untyped_storage())
 
     def own(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
         """Which of an op's tensors are own, while it reads all of them and others read ``others``.
@@ -50,7 +50,7 @@ class Owner:
             if t is None or type(t) is not Tensor or repeats_elements(t):
                 return False
             place = memory(t)
-            return readers[place] == 1 and place not in self._read and place not in self._kept
+            return readers[place] == 1 and place not in self._read and place not in self._retained
 
         return list(map(is_own, tensors))
 
@@ -78,7 +78,7 @@ def owned_grads(
             contexts, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
         )
         if keeps:
-            owner.keep(t for t in tree_leaves((grads, returned)) if isinstance(t, Tensor))
+            owner.retain(t for t in tree_leaves((grads, returned)) if isinstance(t, Tensor))
         return returned
 
     return run
@@ -144,7 +144,7 @@ class InputOwner:
             ValueError: an op saved a tensor of the caller that was written to.
         """
         if is_users:
-            self._owner.keep(tensors)
+            self._owner.retain(tensors)
         for i, t in self._written:
             self._check_apart(i, t, self._saved(stop))
 
@@ -268,7 +268,7 @@ def _state_grads(ops: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def memory(t: Tensor) -> int:
-    """Which storage ``t`` has: equal for tensors that share one, also of no bytes or fake ones."""
+    """An identifier of the storage of ``t``, also of an empty or a fake tensor."""
     return t.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""What an error says of the op that raised it: where it is in the model."""
+"""The note on an error that names the op that raised it, by its path in the model."""
 
 from __future__ import annotations
 

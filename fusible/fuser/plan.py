@@ -1,4 +1,4 @@
-"""Planning: which op runs as what, decided from facts alone, for any target on any machine."""
+"""Planning: which fused ops run which basic ops, from facts alone, for any target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GradNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class OpFacts:
-    """One basic op as conditions see it: its declared facts, parameters and tensors.
+    """What conditions can read of one basic op: its declared facts, parameters and inputs.
 
     ``dtype`` is that of its output, in which it computes.
     """
@@ -61,7 +61,7 @@ class OpFacts:
 
     @staticmethod
     def of_type(kind: Any, blank: TensorFacts) -> SimpleNamespace:
-        """The namespace that ``this.<op>`` reads of an op of a type, all of it blank."""
+        """The namespace that ``this.<op>`` reads, with blank values, of an op of a type."""
         extra = [kind.extra_input_name(kind, slot) for slot in range(kind.num_extra_inputs)]
         names = {*extra, *kind.extra_input_names}
         facts = dict.fromkeys(kind.fact_names)
@@ -82,7 +82,7 @@ class OpFacts:
 
 
 Facts = tuple[OpFacts, ...]
-"""Everything that conditions may read of one call, beside recipe, target and gradients."""
+"""Everything that conditions may read of one call, except recipe, target and gradients."""
 
 
 class Step(NamedTuple):
@@ -124,7 +124,7 @@ class FusionFunction:
         return getattr(function, "__name__", type(function).__name__)
 
     def fit(self, ops: Sequence[Any], at: int) -> dict[str, Any] | None:
-        """Any ops: what it fuses shows when it is called."""
+        """Fits any ops: a function decides when it is called."""
         return {"ops": ops}
 
     def __str__(self) -> str:
@@ -155,12 +155,12 @@ class UserFusions:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What runs as what.
+    """The fused and basic ops that run a sequence of basic ops, forward and backward.
 
     Attributes:
         basic_ops: the ops as written.
         forward_ops, backward_ops: steps ``(op, basic_ops)`` that cover these in order.
-        fusions: what covers more than one op, with its phase: ``"joint"``, ``"forward"`` or
+        fusions: the fused ops, each with its phase: ``"joint"``, ``"forward"`` or
             ``"backward"``.
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
@@ -179,7 +179,7 @@ class Plan:
     facts: Facts = field(repr=False)
 
     def __repr__(self) -> str:
-        """Where it runs, and what runs in each pass."""
+        """The target, the recipe, and the ops of each pass."""
         recipe = "none" if self.recipe is None else self.recipe.name
         forward, backward = (
             ", ".join([type(op).__name__ for op, _ in ops])
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def heading(self) -> str:
-        """What it was made for, in words."""
+        """The target, recipe, dtype and mode that it was made for."""
         recipe = "none" if self.recipe is None else self.recipe.name
         mode = "training" if any(n.requires_grad for n in self.grad) else "inference"
         autocast = self.autocast_dtype
@@ -197,7 +197,7 @@ class Plan:
         return f"{self.target}, recipe {recipe}, {dtype}, {mode}"
 
     def summary(self) -> str:
-        """Its ops, what it was made for, and what is fused, as one line."""
+        """Ops, heading and fusions in one line."""
         fused = [f"{f.name} ({phase}) of ops[{f.start}:{f.stop}]" for phase, f in self.fusions]
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
         return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
@@ -279,7 +279,7 @@ def _scan(
     site_of: Callable[[dict[str, Any], int], SimpleNamespace],
     refusals: list[Refusal],
 ) -> Iterator[Fusion]:
-    """The only scan loop: walk the ops once, taking the first rule that fits."""
+    """Walk the ops once and take the first rule that fits; refusals are added to a list."""
     blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
     at = 0
     while at < len(ops):
@@ -317,7 +317,7 @@ def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
 def _site_reader(
     facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]
 ) -> Callable[[dict[str, Any], int], SimpleNamespace]:
-    """A function giving the namespace that ``this`` reads for ops bound from an index on."""
+    """A function that makes the namespace ``this`` of ops that fit a pattern from an index on."""
 
     def site_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
         site = SimpleNamespace(
@@ -342,7 +342,7 @@ def _site_reader(
 
 
 def check_facts(rule: Rule) -> None:
-    """Refuse a rule whose conditions read what is no fact where its pattern fits.
+    """Check that the conditions of a rule read facts that exist wherever its pattern fits.
 
     Raises:
         ValueError: naming the condition's path and the facts there are.
@@ -389,7 +389,7 @@ def _steps(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Step, ...]:
 
 
 def joined(plans: Sequence[Plan]) -> Plan | None:
-    """The plans of consecutive runs as one, indices counting on; None if there is none."""
+    """The plans of consecutive runs as one, with indices into all ops; None if there is none."""
     if len(plans) < 2:
         return plans[0] if plans else None
     fusions: list[tuple[Phase, Fusion]] = []
@@ -415,7 +415,7 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
 def cover(
     fused: Sequence[Any], basic: Sequence[Any], makers: Mapping[Any, str]
 ) -> tuple[Fusion, ...]:
-    """The fused ops of a list, located, checked to expand to exactly ``basic``, in order.
+    """The fused ops of a list with their places, checked to cover exactly ``basic``, in order.
 
     ``makers`` names the function that made each fused op.
 

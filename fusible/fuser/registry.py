@@ -20,7 +20,10 @@ GROUP = "fusible.rules"
 
 
 class Registry:
-    """What may replace ops. ``version`` moves with each change, so that earlier plans expire."""
+    """The rules and users' functions that replace ops.
+
+    ``version`` is part of the plan key and grows with each change.
+    """
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()
@@ -31,8 +34,8 @@ class Registry:
         }
         self.version = 0
         self._discovered = False
-        self.of_users = False
-        """Whether any of it is a user's."""
+        self.has_users = False
+        """Whether a rule or a function is a user's."""
 
     def install(self, rules: Sequence[Rule]) -> None:
         """Set the built-in rules, in order of priority."""
@@ -43,7 +46,7 @@ class Registry:
         """Add the rules that installed packages offer, once; before the built-in ones.
 
         Each entry point of the group ``fusible.rules`` is a rule or a list of them. One that cannot
-        be had is left out, with a warning that names it.
+        be loaded is left out, with a warning that names it.
         """
         if self._discovered:
             return
@@ -79,8 +82,8 @@ class Registry:
             )
         check_facts(rule)
         at = 0
-        if beside := before or after:
-            at = self.rules.index(self._named(beside, self.rules)) + (after is not None)
+        if neighbour := before or after:
+            at = self.rules.index(self._named(neighbour, self.rules)) + (after is not None)
         self.install((*self.rules[:at], rule, *self.rules[at:]))
 
     def remove_rule(self, rule: Rule | str) -> None:
@@ -121,7 +124,7 @@ class Registry:
     def _changed(self) -> None:
         self.version += 1
         builds = [rule.build for rule in self.rules]
-        self.of_users = any(self.functions.values()) or not all(map(is_ours, builds))
+        self.has_users = any(self.functions.values()) or not all(map(is_ours, builds))
 
     def may_fuse(self, op: Any) -> bool:
         """Whether a rule's pattern takes the op, or there are fusion functions, which may."""

@@ -116,7 +116,7 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
     return make
 
 
-# What a user rarely means to change to have a fusion.
+# Facts of the machine and the recipe, which users rarely change to get a fusion.
 _SURROUNDINGS = (("sm",), ("device",), ("recipe",))
 
 
@@ -141,7 +141,7 @@ def _slot(rule: str, name: str, hint: Any) -> Slot:
 
 
 def support_table(rules: Sequence[Rule], *, needs: bool = True) -> str:
-    """What fuses where, as a Markdown table with one row a rule, in order of priority."""
+    """The rules as a Markdown table, one row each, in order of priority."""
     columns = ["rule", "pass", "pattern", *(["needs"] if needs else []), "worth"]
     rows = [columns, ["---"] * len(columns)]
     for r in rules:

@@ -1,4 +1,4 @@
-"""A run of ops: what a call's plan depends on, and the plans that calls have made."""
+"""A run of ops: the plan key of a call, and the cached plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
 from fusible.fuser.target import Target
-from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import CALLER, Wiring, wire
 from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, current_recipe
@@ -34,10 +34,10 @@ from fusible.recipes.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 
-class _Call(NamedTuple):
-    """What a plan may depend on in one call, all of it hashable: the key of the plan cache.
+class _PlanKey(NamedTuple):
+    """The plan key: all that a plan may depend on in one call, hashable.
 
-    The ops' own facts are not here: they are frozen when a run captures its ops.
+    Without the ops' own facts, which are frozen when a run captures its ops.
     """
 
     recipe: Any
@@ -63,23 +63,23 @@ class _Call(NamedTuple):
 
 
 class _TensorKey(NamedTuple):
-    """What a plan may depend on in one input."""
+    """The part of the plan key that is of one input."""
 
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
 
     def facts(self, features: int | None, source: int, target: Target) -> TensorFacts:
-        """As conditions see it; a plan for a GPU speaks of the tensors as it would hold them."""
+        """What conditions read; for a target with a GPU, of tensors on that GPU."""
         device = "cpu" if self.device.type == "cpu" else target.device
         return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
 
 
-_filling = threading.Lock()  # caches of runs; they are read without
+_cache_lock = threading.Lock()  # for writes to the caches of runs; reads need none
 MOST_PLANS = 256
-"""Of one run, of each kind that is kept; then the oldest is dropped, and made again if needed."""
+"""Entries of each cache of a run; then the oldest one is dropped."""
 
-_runs: Alike[Run] = Alike()
+_runs: WeakGroups[Run] = WeakGroups()
 
 # Names of the attributes under which compiled code finds the schedules of calls.
 _traced_names: dict[tuple[Any, ...], str] = {}
@@ -114,20 +114,20 @@ class Run:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
-        # Not dropped with their plans, since none may be forgotten; no more than recipes, by two.
+        # Unlike plans never dropped: at most two per recipe.
         self._forwards: set[Forward] = set()
         self.no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
-        self.of_users = not all(map(is_ours, forwards))
+        self.has_user_ops = not all(map(is_ours, forwards))
         _runs.add(tuple(map(type, self.ops)), self)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
         inputs = self._tensors((x, *extra_inputs))
-        if (self.of_users or registry.of_users) and self._parametrized():
-            # Code of a user's may read from the module what autograd is given here.
-            with _cached():
+        if (self.has_user_ops or registry.has_users) and self._parametrized():
+            # A user's code may read parameters from the module: they must be these tensors.
+            with _parametrize_cached():
                 return self._execute(inputs, kwargs)
         return self._execute(inputs, kwargs)
 
@@ -141,7 +141,7 @@ class Run:
         if kwargs is not None and not tracing:
             check_buffers(self.ops, inputs, kwargs)
         if tracing:
-            recipe = None if key[0] is None else key[0].spelled()
+            recipe = None if key[0] is None else key[0].as_constants()
             schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
             if schedule.is_formula:
                 return self.ops[0].formula_of(len(params[0]))(*given)
@@ -173,7 +173,7 @@ class Run:
         return f"Run({', '.join(type(op).__name__ for op in self.ops)})"
 
     def forwards(self) -> set[Forward]:
-        """Under what recipes forwards ran so far: every plan's key says it."""
+        """The recipes and gradient modes of the forwards so far."""
         return set(self._forwards)
 
     @staticmethod
@@ -217,7 +217,7 @@ class Run:
     def _key(
         self, inputs: Sequence[Tensor], params: Sequence[Tensor], param_counts: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """The fields of a :class:`_Call`; plain tuples, which ``torch.compile`` can carry over."""
+        """The fields of a :class:`_PlanKey`, in plain tuples, which ``torch.compile`` can trace."""
         x = inputs[0]
         device = x.device
         kind = device.type
@@ -266,18 +266,18 @@ class Run:
         """The schedule for a call on this machine; checked for required rules and cached."""
         schedule = self._schedules.get(key)
         if schedule is None:
-            call = _Call(*key)
+            call = _PlanKey(*key)
             made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
-            _say(made)
+            _log_plan(made)
             schedule = self.scheduled(made, key)
-            self._keep(self._schedules, key, schedule)
+            self._add_to_cache(self._schedules, key, schedule)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
         return schedule
 
-    def _keep(self, cache: dict[Any, Any], key: Any, value: Any) -> None:
-        """Add to a cache, in the place of its oldest entry if it is full."""
-        with _filling:
+    def _add_to_cache(self, cache: dict[Any, Any], key: Any, value: Any) -> None:
+        """Add to a cache, and drop its oldest entry if it is full."""
+        with _cache_lock:
             while len(cache) >= MOST_PLANS and key not in cache:
                 del cache[next(iter(cache))]
             cache[key] = value
@@ -285,7 +285,7 @@ class Run:
     def _first_schedule(
         self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Schedule:
-        """The schedule of a call that is the first to run it, which checks users' fused ops."""
+        """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
         kwargs = self.no_kwargs if kwargs is None else kwargs
         schedule.diagnostics.expected.update(expected_of(schedule, given, kwargs))
@@ -293,29 +293,29 @@ class Run:
 
     @constant_when_traced
     def _trace_schedule(self, recipe: tuple[Any, ...] | None, rest: tuple[Any, ...]) -> str:
-        """Name the attribute that holds a call's schedule; what its key came from is guarded.
+        """The name of the attribute that holds a call's schedule; the plan key is guarded.
 
-        A name, since the tracer takes modules only from where it sees them; and no place in a
-        list, whose length the tracer would guard: a new schedule would expire all others' code.
-        The recipe as :meth:`Recipe.spelled`, since it takes constants only.
+        A name, since the tracer takes modules only from attributes that it reads itself; not an
+        index into a list, whose length would be guarded: each new schedule would recompile all.
+        The recipe as :meth:`Recipe.as_constants`, since it takes constants only.
         """
-        key = (recipe and Recipe.from_spelled(recipe), *rest)
+        key = (recipe and Recipe.from_constants(recipe), *rest)
         name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
         self._prepare(key, name)
         for run in _runs.others(tuple(map(type, self.ops)), self):
             with suppress(AttributeError, TypeError):  # parameters that no call could read
-                if name not in vars(run) and run._form() == self._form():
+                if name not in vars(run) and run._static_key() == self._static_key():
                     run._prepare(key, name)
         return name
 
     def _prepare(self, key: tuple[Any, ...], name: str) -> None:
-        """Make a call's schedule where compiled code finds it."""
+        """Set the attribute in which compiled code finds a call's schedule."""
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
         setattr(self, name, schedule)
 
-    def _form(self) -> tuple[Any, ...]:
-        """What plans depend on, but for the call: equal for runs that have the same plans."""
+    def _static_key(self) -> tuple[Any, ...]:
+        """The part of what plans depend on that is not in the key of a call."""
         params = [
             (p.dtype, p.requires_grad)
             for op in self.ops
@@ -328,7 +328,7 @@ class Run:
         """A plan of a call with all that its execution looks up."""
         for op, needs in zip(self.ops, plan.grad, strict=True):
             op.check_needs(needs)
-        call = _Call(*key)
+        call = _PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)
         first = self.ops[0]
@@ -366,7 +366,7 @@ class Run:
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
-        call = _Call(*key)
+        call = _PlanKey(*key)
         inputs = [_TensorKey(*t) for t in call.inputs]
         params = call.params()
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
@@ -374,7 +374,7 @@ class Run:
         user = self._user.get(user_key)
         if user is None:
             user = registry.apply(self.ops, call.recipe)
-            self._keep(self._user, user_key, user)
+            self._add_to_cache(self._user, user_key, user)
         features = call.features or (None,) * len(inputs)
         known = [
             t.facts(size, source, target)
@@ -414,8 +414,8 @@ class Run:
         return tuple(needs)
 
 
-def _say(plan: Plan) -> None:
-    """Log what a plan fuses, once for all runs that have the same."""
+def _log_plan(plan: Plan) -> None:
+    """Log what a plan fuses, once for all equal plans."""
     if logger.isEnabledFor(logging.INFO):
         summary = plan.summary()
         log_once(logger, logging.INFO, "planned %s", summary)
@@ -424,7 +424,7 @@ def _say(plan: Plan) -> None:
 
 
 def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where each of the tensors comes first."""
+    """The index of the first tensor that is the same, for each of the tensors."""
     if torch.compiler.is_compiling():  # which does not know ids
         places: dict[Tensor, int] = {}
         return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
@@ -437,23 +437,23 @@ def _slices(start: int, counts: Iterable[int]) -> tuple[slice, ...]:
     return tuple([slice(*ends) for ends in pairwise(accumulate(counts, initial=start))])
 
 
-_cache_lock = threading.Lock()
+_parametrize_lock = threading.Lock()
 
 
 @contextmanager
-def _cached() -> Iterator[None]:
-    """``parametrize.cached()``, whose counter threads may not change at once."""
+def _parametrize_cached() -> Iterator[None]:
+    """``parametrize.cached()``, with a lock around its global counter."""
     if torch.compiler.is_compiling():
         with parametrize.cached():
             yield
         return
     cached = parametrize.cached()
-    with _cache_lock:
+    with _parametrize_lock:
         cached.__enter__()
     try:
         yield
     finally:
-        with _cache_lock:
+        with _parametrize_lock:
             cached.__exit__(None, None, None)
 
 

@@ -41,14 +41,13 @@ class ScheduledStep(NamedTuple):
 
 
 class Direct(Protocol):
-    """A plan of one op as one autograd node of its own, without contexts: the host's time.
+    """A faster path for a plan of one op: an autograd function without contexts, to save host time.
 
-    The operands are the inputs and then the parameters. What it takes it runs as the op would, with
-    the same results.
+    The operands are the inputs and then the parameters. The results are those of the op.
     """
 
     def prepared(self, *operands: Tensor) -> Any:
-        """What the forward needs to run these operands, or None if the op itself shall run."""
+        """What the forward needs to run these operands, or None if the op itself must run."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
@@ -74,7 +73,7 @@ class Expected(NamedTuple):
     saved: tuple[int, ...] | None
 
     def check(self, op: Any, output: Tensor, contexts: Sequence[OperationContext]) -> None:
-        """Refuse a fused op's ``output``, or what it saved, if it is another.
+        """Refuse another output, or another number of saved tensors.
 
         Raises:
             RuntimeError: naming the op.
@@ -105,7 +104,7 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
 
 
 class Diagnostics:
-    """What errors of a schedule's ops are found and described by; compiled code does not read it.
+    """What is needed to find and describe errors of a schedule's ops; unused in compiled code.
 
     Attributes:
         root: a weak reference to the outermost module in whose call the schedule was made.

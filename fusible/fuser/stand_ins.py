@@ -25,14 +25,14 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def path(root: str, name: str) -> str:
-    """The name of a part of ``root`` without those of what wraps modules."""
+    """The name of a part of ``root``, without the names of wrappers."""
     return ".".join([root, *[part for part in name.split(".") if part and part not in _WRAPPED]])
 
 
 def op_names(module: nn.Module) -> dict[Any, str]:
-    """What to call each basic op: its place in ``module``, or its own type if it is ``module``.
+    """The path of each basic op in ``module``, which starts with the type of ``module``.
 
-    Without the names of what wraps modules, as ``torch.compile`` and checkpoints do.
+    Without the names of wrappers such as those of ``torch.compile`` and of checkpoints.
     """
     root = type(getattr(module, "_orig_mod", module)).__name__
     return {

@@ -100,13 +100,13 @@ class Target:
 
 
 _assumed: Target | None = None
-_assumed_spelled: str | None = None  # a constant to torch.compile, which a Target is not
+_assumed_key: str | None = None  # a constant to torch.compile, which a Target is not
 _cuda_targets: dict[torch.device, Target] = {}
 
 
 def assumed_target() -> str | None:
-    """All of the target that plans are made for instead of this machine, spelled; None for this."""
-    return _assumed_spelled
+    """The ``repr`` of the target that ``assume`` has set, None where plans are for this machine."""
+    return _assumed_key
 
 
 def target_of(device: torch.device) -> Target:
@@ -136,11 +136,11 @@ def _driver() -> Version | None:
 
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
-    """Make every plan inside for ``target``."""
-    global _assumed, _assumed_spelled
-    outer = _assumed, _assumed_spelled
-    _assumed, _assumed_spelled = target, repr(target)
+    """Make all plans in this context for ``target``."""
+    global _assumed, _assumed_key
+    outer = _assumed, _assumed_key
+    _assumed, _assumed_key = target, repr(target)
     try:
         yield
     finally:
-        _assumed, _assumed_spelled = outer
+        _assumed, _assumed_key = outer

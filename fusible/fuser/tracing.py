@@ -1,4 +1,4 @@
-"""What ``torch.compile`` should know of planning."""
+"""Helpers for code that ``torch.compile`` traces: constants, saved tensors, modules alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def constant_when_traced(function: F) -> F:
-    """Run a method for real while tracing, and take its result as a constant.
+    """Run a method in Python while ``torch.compile`` traces, and take its result as a constant.
 
     Methods only: torch 2.11 takes no module as an argument of such a function.
 
@@ -44,21 +44,21 @@ def hooks_hold_saved() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-class Alike(Generic[T]):
-    """Objects that are alive, by what makes them alike (hashable).
+class WeakGroups(Generic[T]):
+    """Weak references to objects, in groups of an equal (hashable) key.
 
-    Code compiled for one layer of a model serves the others where its guards hold, and these read
-    what a layer has prepared. So who is traced prepares those alike, which were not called yet;
-    else every layer would be compiled anew, and refused from the ninth on.
+    Code compiled for one layer of a model serves the others where its guards hold, and the guards
+    read what planning has set on a layer. So the layer that is traced first plans for the other
+    layers of its group too; else each would be compiled again, up to the recompilation limit.
     """
 
     def __init__(self) -> None:
         self._members: dict[Any, WeakSet[T]] = {}
 
-    def add(self, form: Any, member: T) -> None:
-        """Note an object."""
-        self._members.setdefault(form, WeakSet()).add(member)
+    def add(self, key: Any, member: T) -> None:
+        """Add an object to a group."""
+        self._members.setdefault(key, WeakSet()).add(member)
 
-    def others(self, form: Any, member: T) -> Iterator[T]:
-        """All of a form but ``member``."""
-        return (m for m in tuple(self._members.get(form, ())) if m is not member)
+    def others(self, key: Any, member: T) -> Iterator[T]:
+        """The objects of a group without ``member``."""
+        return (m for m in tuple(self._members.get(key, ())) if m is not member)

@@ -41,15 +41,15 @@ class Wiring:
         names = []
         sources = []
         for op, of_op in zip(ops[start:stop], self.sources[start:stop], strict=True):
-            mine = []
+            op_sources = []
             for slot, (producer, k) in enumerate(of_op):
                 if producer >= start:
-                    mine.append((producer - start, k))
+                    op_sources.append((producer - start, k))
                 else:
-                    mine.append((CALLER, len(inputs)))
+                    op_sources.append((CALLER, len(inputs)))
                     inputs.append((producer, k))
                     names.append(op.extra_input_name(slot))
-            sources.append(tuple(mine))
+            sources.append(tuple(op_sources))
         made = {*self.public, *self.consumers}
         outputs = sorted(
             o for o in made if start <= o[0] < stop and self.needed_outside(o, start, stop)
@@ -112,7 +112,7 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
     names: list[str] = []
     consumers: dict[tuple[int, int], tuple[int, ...]] = {}
     for i, op in enumerate(ops):
-        mine = []
+        op_sources = []
         for slot, channel in enumerate(op.extra_input_channels):
             source = CALLER, len(names)
             if channel is None:
@@ -124,8 +124,8 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
             else:
                 op.check_producer(slot, ops[source[0]])
                 consumers[source] = (*consumers.get(source, ()), i)
-            mine.append(source)
-        sources.append(tuple(mine))
+            op_sources.append(source)
+        sources.append(tuple(op_sources))
         named.update({name: (i, slot) for slot, name in enumerate(op.extra_output_names)})
     public = [
         (i, slot)

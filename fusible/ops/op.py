@@ -20,7 +20,7 @@ from fusible.fuser.node import kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import Direct
-from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
 from fusible.ops.derivative import Described, check_traced, evaluated, reevaluated
@@ -270,7 +270,7 @@ class FusibleOperation(PatchesCounted):
         _operations.add(type(self), self)
 
 
-_operations: Alike[FusibleOperation] = Alike()
+_operations: WeakGroups[FusibleOperation] = WeakGroups()
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:

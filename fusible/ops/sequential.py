@@ -13,7 +13,7 @@ from fusible.fuser.node import kind_of
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
-from fusible.fuser.tracing import Alike, constant_when_traced
+from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.linear import Linear
@@ -217,7 +217,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         _sequentials.add(Sequential, self)
 
 
-_sequentials: Alike[Sequential] = Alike()
+_sequentials: WeakGroups[Sequential] = WeakGroups()
 
 
 def _named(modules: tuple[Any, ...]) -> Iterable[tuple[str, nn.Module]]:

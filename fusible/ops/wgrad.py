@@ -196,7 +196,7 @@ def placeholders(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """What autograd gets for weights whose gradient is in ``main_grad``.
 
     Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
-    with the attribute ``grad_added_to_main_grad`` has it set, and gets a tensor of no meaning, of
+    with the attribute ``grad_added_to_main_grad`` has it set, and gets a dummy gradient, of
     zeros if it also has ``zero_out_wgrad``; the others get None. A compiled backward sets no
     attribute, so there it is zeros, which do no harm if they are added.
     """

@@ -142,11 +142,11 @@ def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) ->
 
 
 def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
-    """An implementation as functions of what the ops take, with the format spelled."""
+    """An implementation as functions of what the ops take, with the format as constants."""
 
     def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        *spelled, rowwise, columnwise = rest
-        fmt, wanted = NumberFormat.from_spelled(*spelled), Wanted(rowwise, columnwise)
+        *constants, rowwise, columnwise = rest
+        fmt, wanted = NumberFormat.from_constants(*constants), Wanted(rowwise, columnwise)
         _check(x, ends, fmt, wanted)
         made = implementation.quantize(x, ends, fmt, wanted)
         pieces = [t for use in (made.row, made.column) for t in use or (None,) * 3]
@@ -155,8 +155,8 @@ def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
     def dequantize(
         data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
     ) -> Tensor:
-        *spelled, columnwise, dtype = rest
-        fmt, encoded = NumberFormat.from_spelled(*spelled), Encoded(data, scale, tensor_scale)
+        *constants, columnwise, dtype = rest
+        fmt, encoded = NumberFormat.from_constants(*constants), Encoded(data, scale, tensor_scale)
         return implementation.dequantize(encoded, ends, fmt, columnwise, dtype)
 
     return {"quantize": quantize, "dequantize": dequantize}
@@ -215,7 +215,7 @@ def _quantize_as(x: Tensor, fmt: NumberFormat, wanted: Wanted, ends: Tensor | No
         _check(x, ends, fmt, wanted)
         return _implementations["CUDA"].quantize(x, ends, fmt, wanted)
     op, uses = torch.ops.fusible.quantize.default, (wanted.rowwise, wanted.columnwise)
-    pieces = op(x, ends, *fmt.spelled(), *uses)
+    pieces = op(x, ends, *fmt.as_constants(), *uses)
     row, column = (
         Encoded(data, scale, tensor_scale if fmt.has_tensor_scale else None)
         for data, scale, tensor_scale in (pieces[:3], pieces[3:])
@@ -259,4 +259,4 @@ def decode(
     if is_direct(encoded.data):
         return _implementations["CUDA"].dequantize(encoded, ends, fmt, columnwise, dtype)
     dequantize = torch.ops.fusible.dequantize.default
-    return dequantize(*encoded, ends, *fmt.spelled(), columnwise, dtype)
+    return dequantize(*encoded, ends, *fmt.as_constants(), columnwise, dtype)

@@ -64,14 +64,14 @@ class Recipe:
         """Whether any operand is quantized."""
         return any(self.format(role) is not None for role in _ROLES)
 
-    def spelled(self) -> tuple[Any, ...]:
+    def as_constants(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
         return type(self), *[getattr(self, field.name) for field in fields(self)]
 
     @staticmethod
-    def from_spelled(spelled: tuple[Any, ...]) -> Recipe:
-        """Undo ``spelled``."""
-        kind, *arguments = spelled
+    def from_constants(constants: tuple[Any, ...]) -> Recipe:
+        """Undo ``as_constants``."""
+        kind, *arguments = constants
         return kind(*arguments)
 
 

@@ -76,16 +76,16 @@ class NumberFormat:
         """Tell whether row-wise and column-wise use need two different sets of numbers."""
         return self.block is not None and self.block[0] != self.block[1]
 
-    def spelled(self) -> tuple[str, str, list[int], ScaleName, float]:
+    def as_constants(self) -> tuple[str, str, list[int], ScaleName, float]:
         """Return the row as arguments of a torch op."""
         block = [] if self.block is None else list(self.block)
         return self.name, self.element.name, block, self.scale, self.amax_epsilon
 
     @staticmethod
-    def from_spelled(
+    def from_constants(
         name: str, element: str, block: Sequence[int], scale: str, amax_epsilon: float
     ) -> NumberFormat:
-        """Undo ``spelled``; KeyError for an element or a scale that is not known."""
+        """Undo ``as_constants``; KeyError for an element or a scale that is not known."""
         across_along = (int(block[0]), int(block[1])) if block else None
         known = check_scale_name(scale)
         return NumberFormat(name, ELEMENTS[element], across_along, known, amax_epsilon)

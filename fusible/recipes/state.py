@@ -62,8 +62,8 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
         "dtype": str(q.dtype),
         "shape": tuple(q.shape),
     }
-    spelled = list(json.dumps(facts).encode())
-    state["format"] = torch.tensor(spelled, dtype=torch.uint8, device="cpu")
+    data = list(json.dumps(facts).encode())
+    state["format"] = torch.tensor(data, dtype=torch.uint8, device="cpu")
     return state
 
 
@@ -98,17 +98,17 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
     return sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
 
 
-def _facts(spelled: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
+def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
     """Read what ``tensor_state`` says of the format, the shape and the dtype."""
-    if spelled is None:
+    if data is None:
         raise PiecesError(["format"], [], [])
     try:
-        facts = json.loads(bytes(local(spelled).tolist()).decode())
+        facts = json.loads(bytes(local(data).tolist()).decode())
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        got = described(spelled)
+        got = described(data)
         raise PiecesError([], [], [f"format must be bytes of JSON, got {got}"]) from error
     try:
-        fmt = NumberFormat.from_spelled(
+        fmt = NumberFormat.from_constants(
             str(facts["name"]),
             facts["element"],
             facts["block"] or (),

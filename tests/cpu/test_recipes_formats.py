@@ -159,15 +159,15 @@ def test_opcheck(fmt, grouped):
     square = fmt.block == (128, 128)
     x = torch.randn(128 if square else 48, 128, dtype=torch.bfloat16)
     ends = torch.tensor([3, 3, 40], dtype=torch.int32) if grouped and not square else None
-    ops, spelled = torch.ops.fusible, fmt.spelled()
+    ops, constants = torch.ops.fusible, fmt.as_constants()
     uses = [(True, True), (False, True), (False, False)] if fmt.directional else [(True, False)]
     for use in uses:
-        torch.library.opcheck(ops.quantize.default, (x, ends, *spelled, *use))
-    pieces = ops.quantize(x, ends, *spelled, *uses[0])
+        torch.library.opcheck(ops.quantize.default, (x, ends, *constants, *use))
+    pieces = ops.quantize(x, ends, *constants, *uses[0])
     for columnwise in (False, True) if fmt.directional else (False,):
         data, scale, top = pieces[3:] if columnwise else pieces[:3]
         top = top if fmt.has_tensor_scale else None
-        arguments = data, scale, top, ends, *spelled, columnwise, torch.bfloat16
+        arguments = data, scale, top, ends, *constants, columnwise, torch.bfloat16
         # test_schema compares inputs by arithmetic, which FP8 has not got.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(ops.dequantize.default, arguments, test_utils=checks)

@@ -95,8 +95,8 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
     uses = uses if fmt.directional else (True, False)
     on_device = x.cuda(), None if ends is None else ends.cuda()
     assert takes(on_device[0], x.dtype, on_device[1])
-    got = torch.ops.fusible.quantize(*on_device, *fmt.spelled(), *uses)
-    want = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
+    got = torch.ops.fusible.quantize(*on_device, *fmt.as_constants(), *uses)
+    want = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
     names = [f"{use} {what}" for use in ("row", "col") for what in ("data", "scale", "top")]
     same(got, want, names)
     for dtype in decoded:
@@ -105,7 +105,7 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
                 continue
             pieces = [t if t.numel() else None for t in got[3 * columnwise :][:3]]
             values = torch.ops.fusible.dequantize(
-                *pieces, on_device[1], *fmt.spelled(), columnwise, dtype
+                *pieces, on_device[1], *fmt.as_constants(), columnwise, dtype
             )
             encoded = Encoded(*[t if t.numel() else None for t in want[3 * columnwise :][:3]])
             expected = dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
@@ -242,14 +242,14 @@ def test_bits_of_int64_ends_and_row_pitch(fmt):
 def test_rows_of_no_whole_blocks_are_refused(fmt):
     x = torch.randn(96, 264, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ValueError, match="columns must be a multiple of"):
-        torch.ops.fusible.quantize(x, None, *fmt.spelled(), True, True)
+        torch.ops.fusible.quantize(x, None, *fmt.as_constants(), True, True)
 
 
 def test_many_rows():
     x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
-    got = torch.ops.fusible.quantize(x, None, *mxfp8().spelled(), True, True)
+    got = torch.ops.fusible.quantize(x, None, *mxfp8().as_constants(), True, True)
     for rows in (slice(0, 64), slice(69920, 69984)):
-        want = torch.ops.fusible.quantize(x[rows].cpu(), None, *mxfp8().spelled(), True, True)
+        want = torch.ops.fusible.quantize(x[rows].cpu(), None, *mxfp8().as_constants(), True, True)
         blocks = slice(rows.start // 32, rows.stop // 32)
         same(
             [got[0][rows], got[1][rows], got[3][rows], got[4][blocks]],
@@ -266,17 +266,17 @@ def test_a_captured_graph_follows_new_ends(fmt):
     on_gpu = x.cuda()
 
     def step():
-        pieces = torch.ops.fusible.quantize(on_gpu, ends, *fmt.spelled(), *uses)
+        pieces = torch.ops.fusible.quantize(on_gpu, ends, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
         return pieces, torch.ops.fusible.dequantize(
-            *row, ends, *fmt.spelled(), False, torch.bfloat16
+            *row, ends, *fmt.as_constants(), False, torch.bfloat16
         )
 
     graph, (got, values) = graph_of(step)
     for sizes in ([64, 128, 256], [1, 2, 3], [33, 33, 250]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
-        want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.spelled(), *uses)
+        want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.as_constants(), *uses)
         same(got, want, "abcdef")
         row = Encoded(*[t if t.numel() else None for t in want[:3]])
         assert torch.equal(
@@ -290,9 +290,9 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
     x, uses = hostile(256, 512).cuda(), (True, fmt.directional)
 
     def step():
-        pieces = torch.ops.fusible.quantize(x, ends, *fmt.spelled(), *uses)
+        pieces = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
-        return torch.ops.fusible.dequantize(*row, ends, *fmt.spelled(), False, torch.bfloat16)
+        return torch.ops.fusible.dequantize(*row, ends, *fmt.as_constants(), False, torch.bfloat16)
 
     @torch.no_grad()
     def direct_step():
