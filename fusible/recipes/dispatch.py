@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -41,6 +43,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _write(func, args, kwargs)
     if _reads_values(func):
         return func(*_values_of(args), **_values_of(kwargs))
+    _refuse_steps()
     # No TypeError, which an operator like @ would turn into "unsupported operand".
     raise NotImplementedError(
         f"{func} is not defined for quantized tensors; nothing was computed; "
@@ -86,6 +89,26 @@ _REDUCTIONS = {
 }
 
 
+_IN_STEPS = {"_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_"}
+
+
+def _refuse_steps() -> None:
+    """Refuse an initializer of ``torch.nn.init`` that writes, or reads what it wrote, in steps.
+
+    It is found among the callers: its steps by themselves are ordinary operations.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in _IN_STEPS and frame.f_globals.get("__name__") == "torch.nn.init":
+            raise NotImplementedError(
+                f"{name.removeprefix('_no_grad_')} of a quantized tensor must write once, got an "
+                "initializer whose steps would each be rounded; nothing was written; initialize "
+                "an ordinary tensor and copy_ it, or give the op init_method="
+            )
+        frame = frame.f_back
+
+
 def _reads_values(func: Any) -> bool:
     foreach = func._schema.name.startswith("aten::_foreach_")
     return torch.Tag.pointwise in func.tags or func.overloadpacket in _REDUCTIONS or foreach
@@ -101,6 +124,7 @@ def _value(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operation on the values and requantize what it wrote."""
+    _refuse_steps()
     values: dict[int, Tensor] = {}
 
     def unwrap(x: Any) -> Any:

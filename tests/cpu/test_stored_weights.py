@@ -170,6 +170,9 @@ REFUSED = {
     "data = no whole blocks": lambda w: setattr(w, "data", NEW[:, :-1]),
     "data = on another kind of device": lambda w: setattr(w, "data", NEW.to("meta")),
     "orthogonal_": nn.init.orthogonal_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "trunc_normal_, far from the mean": lambda w: nn.init.trunc_normal_(w, a=2.0, b=3.0),
+    "sparse_": lambda w: nn.init.sparse_(w, 0.1),
 }
 
 
@@ -257,6 +260,23 @@ def test_compiled_code_reads_assigned_data():
         compiled(x)
         op.weight.data = NEW
         torch.testing.assert_close(compiled(x), nn.functional.linear(x, rounded(NEW, op)))
+
+
+@pytest.mark.parametrize("name", ["orthogonal_", "trunc_normal_", "sparse_", "dirac_"])
+def test_initializers_of_several_steps_say_what_to_do(name):
+    with fz.quantized_model_init():
+        op = fz.GroupedLinear(4, 64, 64, bias=False, single_grouped_weight=name == "dirac_")
+    weight = next(op.parameters())
+    args = (0.1,) if name == "sparse_" else ()
+    said = rf"{name} of a quantized tensor must write once, got .* copy_ it, or give .*init_method="
+    before = weight.dequantize()
+    with pytest.raises(NotImplementedError, match=said):
+        getattr(nn.init, name)(weight, *args)
+    assert torch.equal(weight.dequantize(), before)
+    getattr(nn.init, name)(value := torch.empty(weight.shape), *args)
+    with torch.no_grad():
+        weight.copy_(value)
+    assert torch.equal(weight.dequantize(), weight.stored_alike(value).dequantize())
 
 
 @each_recipe
