@@ -443,6 +443,60 @@ def test_a_part_of_a_linear_is_pruned_or_parametrized(surgery):
         torch.testing.assert_close(copy.deepcopy(linear)(x), ordinary(x))
 
 
+def test_hooks_of_a_nested_sequential_after_its_first_call(no_rules):
+    ops = list(moe())
+    inner = fz.Sequential(*ops[2:5])
+    module, given = fz.Sequential(*ops[:2], inner, ops[5]), inputs("moe")
+    want = results(module, given)
+    for hook in KINDS:
+        seen = []
+        handle = hook(inner, lambda inputs, out, seen=seen: seen.append(inputs))
+        same_bits(results(module, given), want)
+        handle.remove()
+        same_bits(results(module, given), want)
+        assert len(seen) == 1
+
+
+def test_a_hook_that_is_always_called():
+    """Also when the op raises, and when another hook does, as on an ordinary module."""
+    module, seen = fz.Sequential(fz.Linear(8, 8), fz.SwiGLU(), fz.Linear(4, 8)), []
+    module(torch.randn(3, 8))
+    module[2].register_forward_hook(lambda m, args, out: seen.append(out), always_call=True)
+    cut = module[1].register_forward_hook(lambda m, args, out: out[..., :3])
+    with pytest.raises(ValueError, match="must have 4 features"):
+        module(torch.randn(3, 8))
+    assert seen == [None]
+    cut.remove()
+
+    def fail(m, args):
+        raise ArithmeticError("of a hook")
+
+    failing = module[2].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="of a hook"):
+        module(torch.randn(3, 8))
+    assert seen == [None, None]
+    failing.remove()
+    y = module(torch.randn(3, 8))
+    assert torch.equal(seen[2], y)
+
+
+def test_the_mode_of_one_op_with_and_without_hooks():
+    drop = fz.Dropout(1.0)
+    fork = fz.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    module = fz.Sequential(fork, drop, fz.AddExtraInput().set_extra_input_channel(0, "x"))
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        assert torch.equal(module(x), x)
+        drop.eval()
+        assert torch.equal(module(x), 2 * x)
+        module.train()
+        assert torch.equal(module(x), x)
+        module.eval()
+        assert torch.equal(module(x), 2 * x)
+        module.train()
+        drop.register_forward_hook(lambda m, args, out: None)
+
+
 def test_plans_outlive_a_hook():
     module, (x,) = moe(), inputs("moe")
     module(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusible as fz
 
-from .cases import Case
+from .cases import Case, Op
 from .catalog import KINDS
 from .layout import Layout, of_case
 
@@ -83,7 +83,8 @@ def make(case: Case, layout: Layout, of_package: bool, dtype: torch.dtype) -> nn
     else:
         modules = []
         for op, shape in zip(case.ops, layout.shapes, strict=False):
-            module = KINDS[op.name].twin(shape, op.options, getattr(torch, case.dtype)).to(dtype)
+            drawn = getattr(torch, case.dtype)
+            module = KINDS[op.name].twin(shape, plain(op), drawn).to(of_op(op, dtype))
             if hasattr(module, "recipe"):
                 module.recipe = case.recipe
             modules.append(module)
@@ -97,7 +98,7 @@ def _of_package(case: Case, layout: Layout, dtype: torch.dtype) -> fz.Sequential
     modules = []
     with fz.quantized_model_init(recipe=recipe(case)) if case.stored else nullcontext():
         for op, shape in zip(case.ops, layout.shapes, strict=False):
-            modules.append(KINDS[op.name].op(shape, op.options, dtype))
+            modules.append(KINDS[op.name].op(shape, plain(op), of_op(op, dtype)))
     for module, op, sources in zip(modules, case.ops, layout.sources, strict=True):
         for slot, channel in enumerate(op.reads):
             if channel is not None and sources[slot][0] >= 0:
@@ -106,6 +107,17 @@ def _of_package(case: Case, layout: Layout, dtype: torch.dtype) -> fz.Sequential
             if channel is not None:
                 module.set_extra_output_channel(slot, channel, output_to_caller=public)
     return fz.Sequential(*modules)
+
+
+def plain(op: Op) -> dict[str, Any]:
+    """The options that the op itself has."""
+    return {k: v for k, v in op.options.items() if k != "dtype"}
+
+
+def of_op(op: Op, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an op's parameters on a side of this dtype."""
+    of_own = "dtype" in op.options and dtype != torch.float64
+    return getattr(torch, op.options["dtype"]) if of_own else dtype
 
 
 def recipe(case: Case) -> Any:

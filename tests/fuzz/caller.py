@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 
 from .build import Side, recipe
+from .hooks import double_input, double_output, triple_grad_input, triple_grad_output
 from .layout import Given
 from .replicas import replica_of
 
@@ -166,7 +168,7 @@ def _compiled(side: Side, inputs: list[Tensor]) -> Any:
     if not side.of_package:
         return side.model(*inputs)
     torch._dynamo.reset()
-    return torch.compile(side.model, fullgraph=True, backend="aot_eager")(*inputs)
+    return torch.compile(side.model, fullgraph=True, backend=side.case.backend)(*inputs)
 
 
 def _functional(side: Side, inputs: list[Tensor]) -> Any:
@@ -180,6 +182,54 @@ def _replica(side: Side, inputs: list[Tensor]) -> Any:
 
 def _checkpoint(side: Side, inputs: list[Tensor]) -> Any:
     return checkpoint(side.model, *inputs, use_reentrant=False)
+
+
+def _reentrant(side: Side, inputs: list[Tensor]) -> Any:
+    return checkpoint(side.model, *inputs, use_reentrant=True)
+
+
+def _saved_otherwise(side: Side, inputs: list[Tensor]) -> Any:
+    """What was saved comes back in other memory and in another layout."""
+
+    def unpack(t: Tensor) -> Tensor:
+        return t if t.dim() < 2 else t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    with saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
+        return side.model(*inputs)
+
+
+def _nested(side: Side, inputs: list[Tensor]) -> Any:
+    """The modules in Sequentials of Sequentials; the reference needs none."""
+    if not side.of_package:
+        return side.model(*inputs)
+    rng, modules = random.Random(side.case.seed), list(side.model)
+    for _ in range(rng.randint(1, 3)):
+        start, stop = sorted(rng.choices(range(len(modules) + 1), k=2))
+        modules[start:stop] = [fz.Sequential(*modules[start:stop])]
+    return fz.Sequential(*modules)(*inputs)
+
+
+def _under_global_hooks(side: Side, inputs: list[Tensor]) -> Any:
+    """Hooks of all modules, of which those of one module change what they see."""
+    rng = random.Random(side.case.seed)
+    modules = list(side.model.children())
+    one = rng.choice(modules)
+
+    def of_one(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda module, *args: hook(module, *args) if module is one else None
+
+    kinds = {
+        torch_module.register_module_forward_hook: double_output,
+        torch_module.register_module_forward_pre_hook: double_input,
+        torch_module.register_module_full_backward_hook: triple_grad_input,
+        torch_module.register_module_full_backward_pre_hook: triple_grad_output,
+    }
+    handles = [kind(of_one(kinds[kind])) for kind in rng.sample(list(kinds), rng.randint(1, 2))]
+    try:
+        return side.model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _saved_elsewhere(side: Side, inputs: list[Tensor]) -> Any:
@@ -241,7 +291,11 @@ CALLS: dict[str, Callable[[Side, list[Tensor]], Any]] = {
     "functional": _functional,
     "replica": _replica,
     "checkpoint": _checkpoint,
+    "reentrant checkpoint": _reentrant,
     "saved elsewhere": _saved_elsewhere,
+    "saved otherwise": _saved_otherwise,
+    "nested": _nested,
+    "global hooks": _under_global_hooks,
     "after no_grad": _after_no_grad,
     "twice": _twice,
     "chained": _chained,
@@ -251,10 +305,10 @@ CALLS: dict[str, Callable[[Side, list[Tensor]], Any]] = {
 }
 
 
-REPEATED = ("checkpoint", "after no_grad", "twice", "chained")
+REPEATED = ("checkpoint", "reentrant checkpoint", "after no_grad", "twice", "chained")
 """Calls that run the forward more than once, which writes to an extra input as often."""
 
-UNAWARE = ("checkpoint", "saved elsewhere")
+UNAWARE = ("checkpoint", "reentrant checkpoint", "saved elsewhere", "saved otherwise")
 """Calls under which PyTorch itself does not notice writes between forward and backward."""
 
 COPIES = ("functional", "replica")
@@ -388,8 +442,12 @@ def _kept_grads(side: Side, name: str) -> None:
 
 
 def _flat_grads(side: Side, name: str) -> None:
-    """Views of one buffer, as in a bucket."""
-    params = [p for p in side.model.parameters() if p.requires_grad]
+    """Views of one buffer, as in a bucket, which is of one dtype."""
+    params = [
+        p
+        for n, p in side.model.named_parameters()
+        if p.requires_grad and "dtype" not in side.case.ops[int(n.partition(".")[0])].options
+    ]
     flat = side.random(sum(p.numel() for p in params), f"{name}/flat")
     parts = flat.split([p.numel() for p in params])
     for p, part in zip(params, parts, strict=True):
@@ -446,10 +504,43 @@ def _write_inputs(side: Side, inputs: Inputs) -> None:
         leaf.mul_(1.5)
 
 
+@torch.no_grad()
+def _write_buffer(side: Side, inputs: Inputs) -> None:
+    buffers = dict(sorted(side.model.named_buffers()))
+    floats = [b for b in buffers.values() if b.is_floating_point()]
+    if floats:
+        random.Random(side.case.seed).choice(floats).mul_(1.5)
+
+
+def _replace_parameter(side: Side, inputs: Inputs) -> None:
+    """Another parameter of the name; the gradient belongs to the one that was used."""
+    owned = [
+        (m, n) for m in side.model.children() for n, p in m._parameters.items() if p is not None
+    ]
+    if not owned:
+        return
+    module, name = random.Random(side.case.seed).choice(sorted(owned, key=lambda o: o[1]))
+    inputs.leaves[f"replaced {name}"] = old = module._parameters[name]
+    values = side.parameter(old, f"another {name}")
+    setattr(module, name, nn.Parameter(values.to(old.dtype), old.requires_grad))
+
+
+def _other_mode(side: Side, inputs: Inputs) -> None:
+    side.model.train(not side.model.training)
+
+
+REPLACES: dict[str, Callable[[Side, Inputs], None]] = {
+    "replaced": _replace_parameter,
+    "other mode": _other_mode,
+}
+"""What changes on every side between a forward and its backward, which it is nothing to."""
+
 WRITES: dict[str, Callable[[Side, Inputs], None]] = {
     "none": lambda side, inputs: None,
     "parameters": _write_parameter,
     "inputs": _write_inputs,
+    "buffers": _write_buffer,
+    **REPLACES,
 }
 """What is written between a forward and its backward, or before ``backward_dw``.
 
@@ -507,14 +598,14 @@ def _backward(
     # A stored weight multiplied is another one than its values multiplied and stored.
     write = WRITES["none" if side.case.stored and between == "parameters" else between]
     late = options.get("late", False)
-    if side.of_package and not late:
+    if between in REPLACES or (side.of_package and not late):
         write(side, inputs)
     backward = BACKWARDS[options.get("backward", "each its own")]
     backward(outputs, lambda n, shape: held.add(n, side.random(shape, f"{name}/{n}")))
-    if side.of_package and late:
+    if side.of_package and late and between not in REPLACES:
         write(side, inputs)
     _delayed_gradients(side.model)
-    if not side.of_package:
+    if not side.of_package and between not in REPLACES:
         write(side, inputs)
 
 

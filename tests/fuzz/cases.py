@@ -45,6 +45,8 @@ class Case:
     """Whether weights are stored in the recipe's format."""
     autocast: str | None = None
     compiled: bool = False
+    backend: str = "aot_eager"
+    """Of ``torch.compile``."""
     seed: int = 0
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 from .cases import Case, InvalidError, from_json
 from .execute import Outcome, run
-from .generate import GENERATORS, case_of
+from .generate import GENERATORS, USUAL, case_of
 from .shrink import shrunk
 
 
@@ -65,7 +65,7 @@ def _many(asked: argparse.Namespace) -> int:
     causes: Counter[str] = Counter()
     rules: Counter[str] = Counter()
     first: dict[str, int] = {}
-    kinds = asked.kind or list(GENERATORS)
+    kinds = asked.kind or USUAL
     end = None if asked.minutes is None else time.monotonic() + 60 * asked.minutes
     number = 0
     while number < asked.cases if end is None else time.monotonic() < end:

@@ -96,6 +96,7 @@ STORED = [
     "replace",
     "reregister",
     "evaluate",
+    "recipe by position",
 ]
 """Surgeries after which a stored weight is that of an ordinary one."""
 
@@ -121,15 +122,30 @@ def _shape(rng: random.Random) -> tuple[int, ...]:
     return (*leading, last) if leading else (3, last)
 
 
+MIXED = "Bias", "LayerNorm", "RMSNorm"
+"""Ops whose parameters may have another dtype than the input."""
+
+
+def _mixed(rng: random.Random, ops: list[Op], dtype: str) -> list[Op]:
+    """The ops, now and then with wider parameters."""
+    if dtype not in ("bfloat16", "float16") or rng.random() < 0.5:
+        return ops
+    return [
+        replace(op, options={**op.options, "dtype": "float32"}) if op.name in MIXED else op
+        for op in ops
+    ]
+
+
 def pipeline(rng: random.Random) -> Case:
     """Chains of dense ops with channels; ownership of memory is what they are about."""
     shape = _shape(rng)
-    ops = chain(rng, shape, rng.randint(1, 8), DENSE)
+    dtype = rng.choice(["float64", "float64", "float32", "bfloat16", "float16"])
+    ops = _mixed(rng, chain(rng, shape, rng.randint(1, 8), DENSE), dtype)
     return Case(
         tuple(ops),
         shape,
         _program(rng, ops, shape, 0, []),
-        dtype=rng.choice(["float64", "float64", "float32", "bfloat16", "float16"]),
+        dtype=dtype,
         seed=rng.randrange(1 << 30),
     )
 
@@ -370,6 +386,11 @@ def compiled(rng: random.Random) -> Case:
     return replace(case, ops=ops, program=tuple(steps[:1]), compiled=True)
 
 
+def inductor(rng: random.Random) -> Case:
+    """The same with PyTorch's own code generator, which takes seconds a case."""
+    return replace(compiled(rng), backend="inductor")
+
+
 COMPILED = ("x", "extra", "backward", "grads")
 """What of a step makes sense under ``torch.compile``."""
 
@@ -380,11 +401,14 @@ GENERATORS: dict[str, Callable[[random.Random], Case]] = {
     "recipes": recipes,
     "experts": experts,
     "compiled": compiled,
+    "inductor": inductor,
 }
+USUAL = [kind for kind in GENERATORS if kind != "inductor"]
+"""Those that take turns."""
 
 
 def case_of(seed: int, number: int, kinds: list[str] | None = None) -> tuple[str, Case]:
     """The case of a seed and a number; kinds take turns."""
-    kinds = kinds or list(GENERATORS)
+    kinds = kinds or USUAL
     kind = kinds[number % len(kinds)]
     return kind, GENERATORS[kind](random.Random(f"{seed}/{number}/{kind}"))

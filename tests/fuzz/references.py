@@ -131,7 +131,7 @@ class Bias(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
+        return x + self.bias.to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -144,11 +144,11 @@ class Norm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight, bias, dtype = self.weight, self.bias, x.dtype
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * (self.shift + weight)
-        return y if bias is None else y + bias
+        return (y if bias is None else y + bias).to(dtype)
 
 
 class Affine(nn.Module):

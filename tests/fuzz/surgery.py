@@ -19,7 +19,16 @@ from torch.nn.utils import (
     vector_to_parameters,
 )
 
-from .build import Side
+import fusible as fz
+
+from .build import Side, recipe
+from .hooks import (
+    double_input,
+    double_output,
+    triple_grad_input,
+    triple_grad_output,
+    watch,
+)
 
 Surgery = Callable[[Side, random.Random, str], None]
 """Takes a side, choices that are the same on every side, and a name that values are drawn by."""
@@ -213,39 +222,16 @@ def remove_parametrization(side: Side, rng: random.Random, name: str) -> None:
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def _times(values: Any, factor: float) -> Any:
-    """The first of one or more tensors, multiplied."""
-    if isinstance(values, tuple):
-        return (_times(values[0], factor), *values[1:])
-    return None if values is None else values * factor
+def _hook(register: str, hook: Callable[..., Any], at: int) -> Surgery:
+    """On an op, or on the part of it that sees the same (``at``): the first or the last."""
 
-
-def _hook(register: str, hook: Callable[..., Any], **options: Any) -> Surgery:
     def surgery(side: Side, rng: random.Random, name: str) -> None:
         if (module := _module(side, rng)) is not None:
-            getattr(module, register)(hook, **options)
+            on_part = rng.random() < 0.5
+            parts = getattr(module, "basic_ops", ()) if on_part else ()
+            getattr(parts[at] if parts else module, register)(hook)
 
     return surgery
-
-
-def watch(module: nn.Module, *seen: Any) -> None:
-    """Sees, and changes nothing."""
-
-
-def double_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return _times(output, 2.0)
-
-
-def double_input(module: nn.Module, args: Any) -> Any:
-    return _times(args, 2.0)
-
-
-def triple_grad_input(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    return _times(grad_input, 3.0)
-
-
-def triple_grad_output(module: nn.Module, grad_output: Any) -> Any:
-    return _times(grad_output, 3.0)
 
 
 def _through_autograd(side: Side, rng: random.Random) -> Tensor | None:
@@ -336,7 +322,7 @@ def load_into(assign: bool) -> Surgery:
 
 def broken_state(side: Side, rng: random.Random, name: str) -> None:
     """A piece of a stored weight is missing or has another form: refused, with nothing changed."""
-    if not side.of_package:
+    if not (side.of_package and side.case.stored):
         return
     state = side.model.state_dict()
     pieces = sorted(n for n in state if n.rpartition(".")[0].split(".")[-1].startswith("weight"))
@@ -404,6 +390,22 @@ def descend(side: Side, rng: random.Random, name: str) -> None:
         torch.optim.SGD(params, lr=0.1, foreach=rng.random() < 0.5).step()
 
 
+def by_position(side: Side, rng: random.Random, name: str) -> None:
+    """A recipe that is given by position, where a flag is: refused."""
+    if not side.of_package or side.case.recipe is None:
+        return
+    given = rng.choice([recipe(side.case), side.case.recipe])
+    for scope in (fz.autocast, fz.quantized_model_init):
+        try:
+            with scope(given):
+                pass
+        except TypeError as error:
+            if "recipe=" not in str(error):
+                raise
+        else:
+            raise AssertionError(f"{scope.__name__}({given!r}) took it for a flag")
+
+
 SURGERIES: dict[str, Surgery] = {
     "reregister": reregister,
     "replace": replace,
@@ -423,12 +425,14 @@ SURGERIES: dict[str, Surgery] = {
     "spectral norm": _parametrized(parametrizations.spectral_norm, 2),
     "weight norm": _parametrized(parametrizations.weight_norm, 2),
     "remove parametrization": remove_parametrization,
-    "forward hook": _hook("register_forward_hook", watch),
-    "forward hook that changes": _hook("register_forward_hook", double_output),
-    "forward pre-hook that changes": _hook("register_forward_pre_hook", double_input),
-    "backward hook": _hook("register_full_backward_hook", watch),
-    "backward hook that changes": _hook("register_full_backward_hook", triple_grad_input),
-    "backward pre-hook that changes": _hook("register_full_backward_pre_hook", triple_grad_output),
+    "forward hook": _hook("register_forward_hook", watch, 0),
+    "forward hook that changes": _hook("register_forward_hook", double_output, -1),
+    "forward pre-hook that changes": _hook("register_forward_pre_hook", double_input, 0),
+    "backward hook": _hook("register_full_backward_hook", watch, 0),
+    "backward hook that changes": _hook("register_full_backward_hook", triple_grad_input, 0),
+    "backward pre-hook that changes": _hook(
+        "register_full_backward_pre_hook", triple_grad_output, -1
+    ),
     "parameter hook": parameter_hook,
     "accumulated hook": accumulated_hook,
     "deepcopy": deep_copy,
@@ -443,6 +447,7 @@ SURGERIES: dict[str, Surgery] = {
     "there and back, new parameters": swapped_conversion,
     "evaluate": evaluate,
     "descend": descend,
+    "recipe by position": by_position,
 }
 
 

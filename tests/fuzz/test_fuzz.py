@@ -21,6 +21,7 @@ CASES = {
     "recipes": 60,
     "experts": 60,
     "compiled": 6,
+    "inductor": 1,
 }
 """Some 20 seconds of one core."""
 
