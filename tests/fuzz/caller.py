@@ -391,10 +391,10 @@ def _added(outputs: list[Tensor], draw: Draw) -> None:
 
 
 def _retained(outputs: list[Tensor], draw: Draw) -> None:
-    """The same backward twice."""
+    """The same backward twice, of copies: PyTorch may keep a view of the first as ``.grad``."""
     dys = _gradients(outputs, draw)
-    torch.autograd.backward(outputs, dys, retain_graph=True)
-    torch.autograd.backward(outputs, dys)
+    torch.autograd.backward(outputs, [dy.clone() for dy in dys], retain_graph=True)
+    torch.autograd.backward(outputs, [dy.clone() for dy in dys])
 
 
 def _pitched_gradients(outputs: list[Tensor], draw: Draw) -> None:
@@ -515,7 +515,10 @@ def _write_buffer(side: Side, inputs: Inputs) -> None:
 def _replace_parameter(side: Side, inputs: Inputs) -> None:
     """Another parameter of the name; the gradient belongs to the one that was used."""
     owned = [
-        (m, n) for m in side.model.children() for n, p in m._parameters.items() if p is not None
+        (module, n)
+        for module, op in zip(side.model.children(), side.case.ops, strict=False)
+        for n, p in module._parameters.items()
+        if p is not None and not op.options.get("accumulate_into_main_grad")
     ]
     if not owned:
         return
@@ -525,12 +528,19 @@ def _replace_parameter(side: Side, inputs: Inputs) -> None:
     setattr(module, name, nn.Parameter(values.to(old.dtype), old.requires_grad))
 
 
+def _other_attribute(side: Side, inputs: Inputs) -> None:
+    for module in side.model.children():
+        if hasattr(module, "factor"):
+            module.factor *= 1.5
+
+
 def _other_mode(side: Side, inputs: Inputs) -> None:
     side.model.train(not side.model.training)
 
 
 REPLACES: dict[str, Callable[[Side, Inputs], None]] = {
     "replaced": _replace_parameter,
+    "other attribute": _other_attribute,
     "other mode": _other_mode,
 }
 """What changes on every side between a forward and its backward, which it is nothing to."""

@@ -9,7 +9,9 @@ import fusible as fz
 
 
 class Affine(fz.BasicOperation):
-    """``sin(x) * gain + shift``, by a formula."""
+    """``sin(x) * gain * factor + shift``, by a formula."""
+
+    factor = 1.0
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -17,11 +19,13 @@ class Affine(fz.BasicOperation):
         self.shift = nn.Parameter(torch.empty(size, dtype=dtype))
 
     def formula(self, x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        return torch.sin(x) * gain + shift
+        return torch.sin(x) * (gain * self.factor) + shift
 
 
 class HandWritten(fz.BasicOperation):
-    """``sin(x) * gain + shift``, forward and backward by hand."""
+    """``sin(x) * gain * factor + shift``, forward and backward by hand."""
+
+    factor = 1.0
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,14 +34,15 @@ class HandWritten(fz.BasicOperation):
 
     def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
         gain = self.gain
+        ctx.factor = self.factor
         ctx.save_for_backward(input_, gain)
-        return torch.sin(input_) * gain + self.shift
+        return torch.sin(input_) * (gain * self.factor) + self.shift
 
     def op_backward(self, ctx, grad_output):
         x, gain = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])
-        dgain = (rows * torch.sin(x).reshape(rows.shape)).sum(0)
-        return grad_output * gain * torch.cos(x), (dgain, rows.sum(0))
+        dgain = (rows * torch.sin(x).reshape(rows.shape)).sum(0) * ctx.factor
+        return grad_output * (gain * ctx.factor) * torch.cos(x), (dgain, rows.sum(0))
 
 
 class Inner(fz.BasicOperation):

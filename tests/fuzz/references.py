@@ -152,7 +152,9 @@ class Norm(nn.Module):
 
 
 class Affine(nn.Module):
-    """Of the fuzzer's own op: ``sin(x) * gain + shift``."""
+    """Of the fuzzer's own op: ``sin(x) * gain * factor + shift``."""
+
+    factor = 1.0
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ class Affine(nn.Module):
         self.shift = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x) * self.gain + self.shift
+        return torch.sin(x) * (self.gain * self.factor) + self.shift
 
 
 class Inner(nn.Module):

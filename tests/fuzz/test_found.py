@@ -70,6 +70,8 @@ FOUND = {
         (step(grads="flat"),),
         {},
     ),
+    "an attribute of a formula": ((Op("Affine"),), (step(between="other attribute"), STEP), {}),
+    "a parameter of a formula": ((Op("Affine"),), (step(between="replaced"), STEP), {}),
     "inputs of delayed gradients": (
         (grouped(delay_wgrad_compute=True),),
         (step(between="inputs", late=True),),
@@ -78,6 +80,22 @@ FOUND = {
     "a module in a formula": ((Op("Inner"),), (step(call="replica"),), {}),
     "a formula that draws": ((Op("Noisy"),), (STEP,), {}),
     "biases before Quantize": ((grouped(scale_bias=True), BACKWARD), (STEP,), MX),
+    "hooks on parts": (
+        (Op("Linear", {"out": 8, "bias": True}),),
+        (
+            STEP,
+            Action("forward hook that changes"),
+            STEP,
+            Action("forward pre-hook that changes"),
+            STEP,
+        ),
+        {},
+    ),
+    "copies of copies": (
+        (grouped(**EACH), Op("Linear", {"out": 8, "bias": True})),
+        (STEP, Action("shallow copy"), Action("deepcopy"), STEP),
+        {},
+    ),
     "replicas": ((grouped(),), (step(call="replica"),), {}),
     "a replica of a parametrized weight": (
         (LINEAR, Op("Quantize", {"forward": False, "backward": True})),
