@@ -77,6 +77,39 @@ def _large(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [sizes for config, sizes in report["memory"].items() if config != "small"]
 
 
+def gains_table(block: dict[str, Any], mlp: dict[str, Any], experts: dict[str, Any]) -> str:
+    """What a user gains over PyTorch and transformers, forward and backward, as Markdown."""
+    lines = [
+        "| what | compared with | times as fast | saved for the backward, MB: ours, theirs |",
+        "|---|---|---|---|",
+    ]
+    release = block["environment"]["transformers"].removesuffix(".0")
+    for name, cell in block["shapes"].items():
+        ratio, saved = cell["passes"][PASSES[1]]["ratio"], cell["saved_mb"]
+        for who, what in (
+            ("transformers grouped_mm", f"transformers {release}, `grouped_mm`"),
+            ("torch", "PyTorch's ops and `grouped_mm`"),
+        ):
+            sizes = f"{saved['fusible']:.0f}, {saved[who]:.0f}"
+            lines.append(f"| MoE block, {name} | {what} | {ratio[who]:.2f} | {sizes} |")
+    case = experts["cases"]["gpt-oss-20b"]
+    ms, older = case["ms"][PASSES[1]], experts["environment"]["transformers"].removesuffix(".0")
+    lines.append(
+        f"| experts of gpt-oss-20b | transformers {older}, `grouped_mm` | "
+        f"{ms['grouped_mm'] / ms['fusible']:.2f} | |"
+    )
+    for cell in mlp["cells"]:
+        if cell["pass"] == PASSES[1] and cell["config"] in ("qwen3-30b", "mixtral-8x7b"):
+            ms, sizes = cell["ms"], mlp["memory"][cell["config"]]
+            lines.append(
+                f"| grouped MLP, {cell['config']}, {cell['split']} rows | `grouped_mm`, compiled "
+                f"activation | {ms['torch'] / ms['fused']:.2f} | "
+                f"{sizes['fused']['saved_mb']:.0f}, {sizes['torch']['saved_mb']:.0f} |"
+            )
+    where = _measured_at(block).removesuffix(".")
+    return "\n".join([*lines, "", f"{where}; gpt-oss-20b at commit {case['commit']}."])
+
+
 def block_table(report: dict[str, Any], newer: dict[str, Any]) -> str:
     """The large shapes of ``benchmarks/moe_block.py``, forward + backward, as Markdown.
 
@@ -258,7 +291,13 @@ def _results(name: str) -> dict[str, Any]:
 # By page, and by the name between the page's markers.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "rules": lambda: support_table(fusible.fused.RULES, needs=False),
+        "gains": lambda: gains_table(
+            _results("moe_block_transformers_5_23"),
+            _results("grouped_mlp"),
+            _results("transformers_experts"),
+        ),
+    },
+    "docs/results.md": {
         "measured": lambda: measured_table(_results("grouped_mlp")),
         "block": lambda: block_table(
             _results("moe_block"), _results("moe_block_transformers_5_23")

@@ -55,3 +55,7 @@ def test_reference_has_every_public_name_once() -> None:
                 documented.setdefault(id(PUBLIC[f"{module}.{name}"]), []).append(name)
     assert sorted({name for name, thing in PUBLIC.items() if id(thing) not in documented}) == []
     assert [names for names in documented.values() if len(names) > 1] == []
+
+
+def test_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 6 * 1024
