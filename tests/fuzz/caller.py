@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.modules import module as torch_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fusible as fz
 
@@ -181,7 +181,10 @@ def _replica(side: Side, inputs: list[Tensor]) -> Any:
 
 
 def _checkpoint(side: Side, inputs: list[Tensor]) -> Any:
-    return checkpoint(side.model, *inputs, use_reentrant=False)
+    # Recomputed whole where evaluations count: PyTorch stops at the last tensor that was saved.
+    counts = any(n.endswith("count") for n, _ in side.model.named_buffers())
+    with set_checkpoint_early_stop(not counts):
+        return checkpoint(side.model, *inputs, use_reentrant=False)
 
 
 def _reentrant(side: Side, inputs: list[Tensor]) -> Any:
