@@ -9,12 +9,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fusible.fuser.tracing import keeps_graph
+from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 
 Formula = Callable[..., Tensor]
+
+
+class _Kept:
+    """The tensors of a formula's graph, which the op saves where ``saved_tensors_hooks`` are on.
+
+    The graph's backward is one inside of another: in it, a checkpoint would recompute once more.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def pack(self, t: Tensor) -> int:
+        """Note a tensor, and give its place."""
+        self.tensors.append(t if t.grad_fn is None else t.detach())
+        return len(self.tensors) - 1
+
+    def unpack(self, at: int) -> Tensor:
+        """The tensor at a place."""
+        return self.tensors[at]
 
 
 class Derivative(NamedTuple):
@@ -24,6 +43,9 @@ class Derivative(NamedTuple):
     decide about all that is kept.
     """
 
+    kept: _Kept | None
+    """None if autograd keeps the tensors of the graph."""
+
     output: GradientEdge | None
     """None if the output depends on no input that needs a gradient."""
     inputs: tuple[GradientEdge | None, ...]
@@ -32,11 +54,13 @@ class Derivative(NamedTuple):
     like: tuple[torch.Size, torch.dtype, torch.device]
     """Of the first input."""
 
-    def __call__(self, grad_output: Tensor) -> list[Tensor | None]:
+    def __call__(self, grad_output: Tensor, saved: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the inputs, None for those that the output does not depend on.
 
-        That of the first is then zeros, since it flows on.
+        That of the first is then zeros, since it flows on. ``saved`` is what `evaluated` gave.
         """
+        if self.kept is not None:
+            self.kept.tensors = [*saved]
         grads: list[Tensor | None] = [None] * len(self.inputs)
         if self.output is not None:
             places = [i for i, edge in enumerate(self.inputs) if edge is not None]
@@ -49,6 +73,8 @@ class Derivative(NamedTuple):
             )
             for i, grad in zip(places, found, strict=True):
                 grads[i] = grad
+        if self.kept is not None:
+            self.kept.tensors = []
         if grads[0] is None and self.inputs[0] is not None:
             shape, dtype, device = self.like
             grads[0] = torch.zeros(shape, dtype=dtype, device=device)
@@ -69,15 +95,19 @@ class _Inputs(torch.autograd.Function):
 
 def evaluated(
     formula: Formula, tensors: Sequence[Tensor], needs: Sequence[bool], who: str
-) -> tuple[Tensor, Derivative]:
+) -> tuple[Tensor, Derivative, Sequence[Tensor]]:
     """What ``formula`` gives for ``tensors``, and its derivative in those that ``needs`` names.
+
+    The last is what the op has to save for it.
 
     Raises:
         TypeError: the formula reads another tensor that requires a gradient.
     """
     operands = [t.detach() for t in tensors]
     places = [i for i, needed in enumerate(needs) if needed]
-    with torch.enable_grad():
+    kept = _Kept() if hooks_hold_saved() else None
+    hooks = nullcontext() if kept is None else saved_tensors_hooks(kept.pack, kept.unpack)
+    with torch.enable_grad(), hooks:
         root = torch.empty(0, device="cpu", requires_grad=True)
         leaves = _Inputs.apply(root, *[operands[i] for i in places])
         edges: list[GradientEdge | None] = [None] * len(operands)
@@ -89,7 +119,11 @@ def evaluated(
         _refuse_other_leaves(output, leaves, who)
         edge, output = get_gradient_edge(output), output.detach()
     dtype = output.dtype if edge is not None else x.dtype
-    return output, Derivative(edge, tuple(edges), dtype, (x.shape, x.dtype, x.device))
+    derivative = Derivative(kept, edge, tuple(edges), dtype, (x.shape, x.dtype, x.device))
+    if kept is None:
+        return output, derivative, ()
+    saved, kept.tensors = kept.tensors, []
+    return output, derivative, saved
 
 
 def _refuse_other_leaves(output: Tensor, leaves: Sequence[Tensor], who: str) -> None:

@@ -618,7 +618,8 @@ class BasicOperation(FusibleOperation):
             return formula(*tensors)
         if not (torch.compiler.is_compiling() or ctx.fused_backward):
             needs = ctx.needs.input, *ctx.needs.params
-            output, ctx.derivative = evaluated(formula, tensors, needs, type(self).__name__)
+            output, ctx.derivative, saved = evaluated(formula, tensors, needs, type(self).__name__)
+            ctx.save_for_backward(*saved)
             return output
         ctx.dtype = input_.dtype
         ctx.save_for_backward(*tensors)
@@ -634,7 +635,7 @@ class BasicOperation(FusibleOperation):
         """
         compiling = torch.compiler.is_compiling()
         if not compiling and hasattr(ctx, "derivative"):
-            grad_input, *grad_params = ctx.derivative(grad_output)
+            grad_input, *grad_params = ctx.derivative(grad_output, ctx.saved_tensors)
             return grad_input, grad_params
         saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
         if len(saved) < count:

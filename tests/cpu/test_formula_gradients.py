@@ -178,6 +178,46 @@ def test_checkpointed_formulas(reentrant):
         assert torch.equal(found, expected)
 
 
+class Twisted(fz.BasicOperation):
+    def formula(self, x):
+        return torch.sin(x) * x.exp()
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("each_alone", [False, True])
+def test_a_checkpoint_of_formulas_recomputes_once(each_alone, retained):
+    """Not once more for the backward of each formula."""
+    ops = [Twisted() for _ in range(3)]
+    body = nn.Sequential(*ops) if each_alone else fz.Sequential(*ops)
+    x, calls = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), []
+
+    def block(x):
+        calls.append(1)
+        return body(x)
+
+    y = checkpoint(block, x, use_reentrant=False)
+    if retained:
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert len(calls) == 2 + retained
+    (want,) = torch.autograd.grad(body(x).sum(), x)
+    torch.testing.assert_close(got, want)
+
+
+def test_tensors_of_a_formula_are_packed_and_come_back():
+    x, packed = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), []
+
+    def pack(t):
+        packed.append(t)
+        return t.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.clone()):
+        y = Twisted()(x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert packed
+    torch.testing.assert_close(got, (x.exp() * (torch.cos(x) + torch.sin(x))).detach())
+
+
 def test_a_checkpoint_keeps_no_tensor_of_a_formula():
     class Wide(fz.BasicOperation):
         def formula(self, x):
