@@ -47,5 +47,5 @@ class BackwardActivationBias(FusedOperation):
     phase="backward",
 )
 def backward_activation_bias(bias: Bias, activation: Activation) -> BackwardActivationBias:
-    """One pass over the gradient less: it is summed over rows, in FP32, while it is made."""
+    """One pass over the gradient less: the pass that computes it sums it over rows, in FP32."""
     return BackwardActivationBias([bias, activation])

@@ -54,5 +54,5 @@ class BackwardAddRMSNorm(FusedOperation):
     phase="backward",
 )
 def backward_add_rms_norm(fork: MakeExtraOutput, norm: RMSNorm) -> BackwardAddRMSNorm:
-    """Two passes over the gradient less: the norm's is added to the branch's in FP32."""
+    """Two passes over the gradient less: the norm's backward adds the branch's, in FP32."""
     return BackwardAddRMSNorm([fork, norm])

@@ -471,7 +471,7 @@ def _weight_grads(
     where(this.format.input, "none", one_of(this.act.geglu, None, limits.BF16_GEGLU)),
 )
 def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm100:
-    """FC1, activation, scale and quantization in one kernel; FC2 reads it as it was written."""
+    """FC1, activation, scale and quantization in one kernel, whose output is FC2's operand."""
     return GroupedMLPSm100([fc1, act, fc2])
 
 

@@ -300,7 +300,7 @@ MLP_FITS = (
 
 @rule(*fits(this.fc1, this.fc2), *MLP_FITS)
 def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLPSm90:
-    """Two launches forward, four backward: activations and their gradients never travel alone."""
+    """Two launches forward, four backward: the activation and its backward are in epilogues."""
     return GroupedMLPSm90(fc1, act, fc2)
 
 
@@ -312,17 +312,17 @@ def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> 
     phase="forward",
 )
 def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLinearGLUSm90:
-    """The activation is taken from the product's accumulators, in FP32."""
+    """The activation is in the epilogue, on the FP32 accumulators."""
     return GroupedLinearGLUSm90(linear, act)
 
 
 @rule(*fits(this.linear), phase="forward")
 def grouped_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
-    """One launch over device-side groups, tail included, FP16 without a synchronisation too."""
+    """One launch for all groups and the rows past them; FP16 needs no host synchronisation."""
     return GroupedLinearForwardSm90([linear])
 
 
 @rule(*fits(this.linear), phase="backward")
 def grouped_linear_backward_sm90(linear: GroupedLinear) -> GroupedLinearBackwardSm90:
-    """Two launches: data gradient and weight gradient from the parameter as it lies."""
+    """Two launches, data gradient and weight gradient, without a copy of the weight."""
     return GroupedLinearBackwardSm90([linear])

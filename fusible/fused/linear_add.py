@@ -109,7 +109,7 @@ class BackwardLinearAdd(FusedOperation):
     phase="forward",
 )
 def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput) -> LinearAdd:
-    """One or two passes over the output less, and one rounding: the product adds to the addend."""
+    """One or two passes over the output less, and one rounding: the epilogue adds."""
     return LinearAdd(linear, scale, add)
 
 
@@ -120,5 +120,5 @@ def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraIn
     phase="backward",
 )
 def backward_linear_add(fork: MakeExtraOutput, linear: BasicLinear) -> BackwardLinearAdd:
-    """Two passes over the gradient less: the product adds to the branch's gradient in place."""
+    """Two passes over the gradient less: the epilogue adds to the branch's gradient in place."""
     return BackwardLinearAdd([fork, linear])

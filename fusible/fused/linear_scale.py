@@ -46,5 +46,5 @@ class BackwardLinearScale(FusedOperation):
 
 @rule(equal(this.recipe, "none"), phase="backward")
 def backward_linear_scale(linear: BasicLinear, scale: ConstantScale) -> BackwardLinearScale:
-    """One pass over the gradient less: the products scale in FP32 before they round."""
+    """One pass over the gradient less: the epilogues scale in FP32, before rounding."""
     return BackwardLinearScale([linear, scale])

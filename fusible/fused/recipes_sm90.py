@@ -153,17 +153,17 @@ def _param_grads(
 
 @rule(*_fits(this.fc1, this.fc2), *MLP_FITS)
 def recipe_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> RecipeMLPSm90:
-    """The kernels of BF16 on decoded operands; activations are not read again to be made."""
+    """The BF16 kernels on dequantized operands, with the activation in the epilogue."""
     return RecipeMLPSm90(fc1, act, fc2)
 
 
 @rule(*_fits(this.linear), phase="forward")
 def recipe_linear_forward_sm90(linear: GroupedLinear) -> GroupedLinearForwardSm90:
-    """One launch over device-side groups, tail included, of decoded operands."""
+    """One launch for all groups and the rows past them, on dequantized operands."""
     return GroupedLinearForwardSm90([linear])
 
 
 @rule(*_fits(this.linear), phase="backward")
 def recipe_linear_backward_sm90(linear: GroupedLinear) -> RecipeLinearBackwardSm90:
-    """Two launches: data gradient and weight gradient of decoded operands."""
+    """Two launches, data gradient and weight gradient, on dequantized operands."""
     return RecipeLinearBackwardSm90([linear])
