@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
 from fusible.fuser.context import OperationContext
+from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.plan import Plan, Refusal
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import Schedule, unfused
@@ -108,7 +109,7 @@ def explain(
 
     Args:
         module: an op, a Sequential, or any module that contains some, compiled or not: its
-            uncompiled forward is what is planned. Its buffers stay as they are.
+            uncompiled forward is what is planned. Its parameters and buffers stay as they are.
         *inputs: what the module would be called with; only shapes, dtypes and devices matter.
         target: the machine to plan for, such as ``"sm90"`` or ``"cpu"``; by default this one.
         **kwargs: keyword arguments of the call.
@@ -138,7 +139,8 @@ def explain(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
-    with _buffers_restored(module), _uncompiled(), mode, Run.observed(schedule_for):
+    parts = [part for _, part in named_modules(module)]
+    with _uncompiled(), leaving_alone(parts, mode), Run.observed(schedule_for):
         try:
             module(*fakes, **fake_kwargs)
         except DataDependentOutputException as error:
@@ -210,24 +212,6 @@ def _uncompiled() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:  # which takes seconds to import
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
-
-
-@contextmanager
-def _buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers, which are not fake: a call may change them."""
-    before = [(buffer, _version(buffer), buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, values in before:
-                if version is None or _version(buffer) != version:
-                    buffer.copy_(values)
-
-
-def _version(t: Tensor) -> int | None:
-    """The version counter of ``t``; None of an inference tensor, which has none."""
-    return None if t.is_inference() else t._version
 
 
 def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:

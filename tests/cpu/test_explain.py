@@ -1,5 +1,6 @@
 """explain: what it prints and draws, and that it changes nothing."""
 
+import copy
 import re
 import xml.etree.ElementTree as ET
 from collections import OrderedDict
@@ -198,6 +199,87 @@ def test_buffers_stay_as_they_are():
     assert module.calls.tolist() == [0, 0, 0]
     module(torch.randn(2, 8))
     assert module.calls.tolist() == [1, 1, 1]
+
+
+class Counted(nn.Module):
+    """A parametrization that counts its calls in both ways, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("added", torch.zeros(()))
+        self.register_buffer("bound", torch.zeros(()))
+
+    def forward(self, w):
+        self.calls += 1
+        self.added += 1
+        self.bound = self.bound + 1
+        return w * (torch.rand_like(w) > 0.5)
+
+
+class Keeping(fz.BasicOperation):
+    """Clips its weight, draws, and keeps what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.last = None
+
+    def op_forward(self, ctx, input_, **_):
+        with torch.no_grad():
+            ctx.parameters[0].normal_().clamp_(max=0.5)
+        self.last, self.first = [input_ * ctx.parameters[0]], input_
+        return self.last[0]
+
+
+def counted():
+    linear = fz.BasicLinear(8, 8)
+    nn.utils.parametrize.register_parametrization(linear, "weight", Counted(), unsafe=True)
+    return linear
+
+
+CHANGING = {
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(fz.Linear(8, 8)),
+    "in a run": lambda: fz.Sequential(
+        nn.utils.parametrizations.spectral_norm(fz.Linear(8, 8)), fz.SiLU()
+    ),
+    "spectral_norm by a hook": lambda: nn.utils.spectral_norm(fz.BasicLinear(8, 8)),
+    "of a user's": counted,
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(8), fz.Linear(8, 8)),
+    "an own op": Keeping,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_nothing_in_the_module_changes(name):
+    module = CHANGING[name]()
+    assert module.training
+
+    def tensors():
+        return [
+            (name, value)
+            for part in module.modules()
+            for held in (vars(part), part._parameters, part._buffers)
+            for name, value in held.items()
+            if name in ("last", "first") or isinstance(value, torch.Tensor)
+        ]
+
+    def calls():
+        return [part.calls for part in module.modules() if isinstance(part, Counted)]
+
+    before, values = tensors(), copy.deepcopy([value for _, value in tensors()])
+    generator, counts = torch.get_rng_state(), calls()
+    fz.explain(module, torch.randn(4, 8))
+    torch.set_rng_state(generator)
+    fz.explain(module, torch.ones(4, 8))
+    assert torch.equal(torch.get_rng_state(), generator)
+    for (attribute, now), (then_attribute, then), value in zip(
+        tensors(), before, values, strict=True
+    ):
+        assert attribute == then_attribute
+        assert now is then
+        assert value is None or torch.equal(now, value)
+    assert calls() == [count + 2 for count in counts]  # one evaluation each
 
 
 def test_a_module_that_decides_by_values():

@@ -279,9 +279,35 @@ def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
     seq(x)
 
 
+def test_the_check_of_a_users_fused_op_changes_nothing_in_the_basic_ops(own_fusions):
+    class Noisy(fz.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("added", torch.zeros(()))
+            self.register_buffer("bound", torch.zeros(()))
+
+        def op_forward(self, ctx, input_, **_):
+            self.added += 1
+            self.bound = self.bound + self.added.normal_()
+            return input_
+
+    class Fused(fz.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            return input_ * 1, [(), ()]
+
+    extend.register_forward_fusion(lambda ops, *, recipe: [Fused(ops)])
+    seq = fz.Sequential(Noisy(), Noisy())
+    held = [*seq.buffers()]
+    generator = torch.get_rng_state()
+    with torch.no_grad():
+        seq(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(now is then and now == 0 for now, then in zip(seq.buffers(), held, strict=True))
+
+
 def test_ops_that_read_values_are_not_checked(own_fusions):
     class Reads(fz.BasicOperation):
-        def op_forward(self, ctx, input_, *_):
+        def op_forward(self, ctx, input_, **_):
             return input_ * input_.sum().item()
 
     class Fused(fz.FusedOperation):
