@@ -7,13 +7,14 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from fusible.caches import keep
 from fusible.fuser import target as targets
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
@@ -75,14 +76,19 @@ class _TensorKey(NamedTuple):
         return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
 
 
-_cache_lock = threading.Lock()  # for writes to the caches of runs; reads need none
 MOST_PLANS = 256
 """Entries of each cache of a run; then the oldest one is dropped."""
 
 _runs: WeakGroups[Run] = WeakGroups()
 
-# Names of the attributes under which compiled code finds the schedules of calls.
+# Names of the attributes under which compiled code finds the schedules of calls. Guards of the code
+# miss a schedule that was dropped; a name that was dropped is never given again.
 _traced_names: dict[tuple[Any, ...], str] = {}
+_name_numbers = count()
+
+
+class _Traced:
+    """The schedules of a run that compiled code finds, as attributes."""
 
 
 class _Observation(threading.local):
@@ -112,6 +118,7 @@ class Run:
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self.plan: Plan | None = None
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._traced = _Traced()
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Unlike plans never dropped: at most two per recipe.
@@ -142,7 +149,7 @@ class Run:
             check_buffers(self.ops, inputs, kwargs)
         if tracing:
             recipe = None if key[0] is None else key[0].as_constants()
-            schedule = getattr(self, self._trace_schedule(recipe, key[1:]))
+            schedule = getattr(self._traced, self._trace_schedule(recipe, key[1:]))
             if schedule.is_formula:
                 return self.ops[0].formula_of(len(params[0]))(*given)
             tensors, slots = folded(tensors)
@@ -271,16 +278,9 @@ class Run:
             made.require(self.require)
             _log_plan(made)
             schedule = self.scheduled(made, key)
-            self._add_to_cache(self._schedules, key, schedule)
+            keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
         return schedule
-
-    def _add_to_cache(self, cache: dict[Any, Any], key: Any, value: Any) -> None:
-        """Add to a cache, and drop its oldest entry if it is full."""
-        with _cache_lock:
-            while len(cache) >= MOST_PLANS and key not in cache:
-                del cache[next(iter(cache))]
-            cache[key] = value
 
     def _first_schedule(
         self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
@@ -300,11 +300,14 @@ class Run:
         The recipe as :meth:`Recipe.as_constants`, since it takes constants only.
         """
         key = (recipe and Recipe.from_constants(recipe), *rest)
-        name = _traced_names.setdefault(key, f"_traced{len(_traced_names)}")
+        name = _traced_names.get(key)
+        if name is None:
+            name = f"call{next(_name_numbers)}"
+            keep(_traced_names, key, name, MOST_PLANS)
         self._prepare(key, name)
         for run in _runs.others(tuple(map(type, self.ops)), self):
             with suppress(AttributeError, TypeError):  # parameters that no call could read
-                if name not in vars(run) and run._static_key() == self._static_key():
+                if name not in vars(run._traced) and run._static_key() == self._static_key():
                     run._prepare(key, name)
         return name
 
@@ -312,7 +315,7 @@ class Run:
         """Set the attribute in which compiled code finds a call's schedule."""
         schedule = self.schedule_for(key)
         self.plan = schedule.plan
-        setattr(self, name, schedule)
+        keep(vars(self._traced), name, schedule, MOST_PLANS)
 
     def _static_key(self) -> tuple[Any, ...]:
         """The part of what plans depend on that is not in the key of a call."""
@@ -374,7 +377,7 @@ class Run:
         user = self._user.get(user_key)
         if user is None:
             user = registry.apply(self.ops, call.recipe)
-            self._add_to_cache(self._user, user_key, user)
+            keep(self._user, user_key, user, MOST_PLANS)
         features = call.features or (None,) * len(inputs)
         known = [
             t.facts(size, source, target)

@@ -101,7 +101,7 @@ class Target:
 
 _assumed: Target | None = None
 _assumed_key: str | None = None  # a constant to torch.compile, which a Target is not
-_cuda_targets: dict[torch.device, Target] = {}
+_cuda_targets: dict[torch.device, Target] = {}  # one a device
 
 
 def assumed_target() -> str | None:

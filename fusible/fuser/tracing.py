@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -54,10 +55,14 @@ class WeakGroups(Generic[T]):
 
     def __init__(self) -> None:
         self._members: dict[Any, WeakSet[T]] = {}
+        self._adding = threading.Lock()
 
     def add(self, key: Any, member: T) -> None:
-        """Add an object to a group."""
-        self._members.setdefault(key, WeakSet()).add(member)
+        """Add an object to a group; a new group drops those without objects."""
+        with self._adding:
+            if key not in self._members:
+                self._members = {k: alive for k, alive in self._members.items() if alive}
+            self._members.setdefault(key, WeakSet()).add(member)
 
     def others(self, key: Any, member: T) -> Iterator[T]:
         """The objects of a group without ``member``."""

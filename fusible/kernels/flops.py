@@ -19,7 +19,7 @@ from torch import Tensor
 Formula = Callable[..., int]
 
 _COUNTER = "torch.utils.flop_counter"
-_formulas: dict[str, Formula] = {}
+_formulas: dict[str, Formula] = {}  # one an op
 
 
 def count_flops(op: str, formula: Formula) -> None:

@@ -54,7 +54,8 @@ def launch(
 def loaded(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
     """The kernel that ``compiled(*what, options)`` makes for a GPU, such as ``"sm_90a"``.
 
-    From memory, disk or the compiler; the ``repr`` of ``what`` tells all of it.
+    From memory, disk or the compiler; the ``repr`` of ``what`` tells all of it. Kept as long as the
+    process: a captured graph may run it at any time.
     """
     name = f"{compiled.__module__}.{compiled.__name__}{what} {gpu}"
     return kept(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))

@@ -162,7 +162,7 @@ def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
     return {"quantize": quantize, "dequantize": dequantize}
 
 
-_implementations: dict[str, Implementation] = {}
+_implementations: dict[str, Implementation] = {}  # one a dispatch key
 
 
 def implement(key: str, implementation: Implementation) -> None:

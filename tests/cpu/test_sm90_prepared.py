@@ -244,3 +244,16 @@ def test_tables_of_a_graph_live_as_long_as_it_may(on_stream):
         launch.pointer_table((i,), cpu)
     assert table() is not None
     assert forgotten() is None
+    assert len(launch._pointer_tables) == launch._MAX_POINTER_TABLES
+    on_stream(2, capturing=True)
+    assert launch.pointer_table((16, 32), cpu) is table()
+
+
+def test_captures_of_the_same_weights_keep_one_table(on_stream):
+    cpu = torch.device("cpu")
+    for _ in range(5):  # unknown before the capture, and known
+        on_stream(2, capturing=True)
+        assert launch.pointer_table((16, 64), cpu).tolist() == [16, 64]
+        on_stream(1)
+        launch.pointer_table((16, 64), cpu)
+    assert len(launch._captured) == 1

@@ -9,8 +9,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_warm: set[tuple[Any, ...]] = set()
-_last_streams: dict[torch.device, torch.cuda.Stream] = {}
+_warm: set[tuple[Any, ...]] = set()  # one a kernel that was compiled
+_last_streams: dict[torch.device, torch.cuda.Stream] = {}  # one a device
 
 
 def before_launch(device: torch.device, *configuration: Any) -> bool:

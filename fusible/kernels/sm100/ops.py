@@ -84,7 +84,7 @@ def _as_element(t: Tensor) -> Tensor:
     return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4 else t
 
 
-@cache
+@cache  # one a number of groups
 def _ones(size: int, device: torch.device) -> Tensor:
     return torch.ones(size, dtype=torch.float32, device=device)
 

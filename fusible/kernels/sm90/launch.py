@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusible.caches import keep
 from fusible.kernels.cache import kept
 from fusible.kernels.machine import multiprocessors
 from fusible.kernels.plain import call
@@ -18,8 +19,10 @@ from fusible.kernels.sm90.spec import Spec
 _MAX_POINTER_TABLES = 1024
 # A table, the stream that it was copied on, and the copy's end.
 _pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] = OrderedDict()
-# What captured CUDA graphs read at each replay: tables, and the sources of those made meanwhile.
-_captured: dict[int, torch.Tensor] = {}
+# What captured CUDA graphs read at each replay, by the addresses: tables, or the pinned sources of
+# those copied by a graph. Nothing tells when a graph is gone, so none is dropped; captures of the
+# same weights share one.
+_captured: dict[tuple, torch.Tensor] = {}
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
@@ -69,6 +72,7 @@ def _compile(function: Any, kinds: list[Any], options: str) -> Any:
     return cute.compile(function, *arguments, make_fake_stream(), options=options)
 
 
+# Kernels are kept as long as the process: a captured graph may run each at any time.
 @functools.cache
 def kernel(spec: Spec) -> Any:
     """The compiled kernel of a spec: from memory, disk or the compiler."""
@@ -176,8 +180,9 @@ def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: i
 
 
 _COUNTERS = 4096  # captured launches that need no memset of their own
+_MAX_STREAMS = 256  # memory of a counter that was dropped is used again on its stream only
 _stream_counters: dict[tuple[int, int], torch.Tensor] = {}
-_capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+_capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}  # one a device
 
 
 def tile_counter(index: int, stream: int) -> int:
@@ -195,7 +200,7 @@ def tile_counter(index: int, stream: int) -> int:
     counter = _stream_counters.get((index, stream))
     if counter is None:
         counter = torch.zeros(2, dtype=torch.int32, device=index)
-        _stream_counters[index, stream] = counter
+        keep(_stream_counters, (index, stream), counter, _MAX_STREAMS)
         if index not in _capture_counters:
             pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=index)
             _capture_counters[index] = pool, iter(range(_COUNTERS))
@@ -210,18 +215,20 @@ def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tens
     """
     key, stream = (device.index, pointers), torch._C._cuda_getCurrentRawStream(device.index)
     capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and key in _captured:
+        return _captured[key].to(device, non_blocking=True)
     if known := _pointer_tables.get(key):
         table, of_stream, copied = known
         _pointer_tables.move_to_end(key)
         if capturing:
-            _captured[id(table)] = table
+            _captured[key] = table
         elif stream != of_stream:
             torch.cuda.current_stream(device).wait_event(copied)
         return table
     source = torch.tensor(pointers, dtype=torch.int64, device="cpu").pin_memory()
     table = source.to(device, non_blocking=True)
     if capturing:
-        _captured[id(source)] = source
+        _captured[key] = source
         return table
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(device))

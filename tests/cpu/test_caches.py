@@ -1,0 +1,121 @@
+"""Caches: everything that outlives a call is bounded, or grows with what is compiled alone."""
+
+import ast
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible.caches import keep
+from fusible.fuser import run as runs
+from fusible.fuser.tracing import WeakGroups
+from fusible.kernels.sm90 import launch
+
+SOURCES = Path(fz.__file__).parent
+
+# What has no bound of its own, and what bounds it.
+UNBOUNDED = {
+    "fuser/run.py _traced_names": "256 names, grown below",
+    "fuser/target.py _cuda_targets": "devices",
+    "fuser/target.py installed": "two packages",
+    "kernels/cache.py _compile_seconds": "compiled kernels",
+    "kernels/cache.py directory": "no arguments",
+    "kernels/flops.py _formulas": "library ops",
+    "kernels/machine.py architecture": "devices",
+    "kernels/machine.py capability": "devices",
+    "kernels/machine.py has_cutlass": "no arguments",
+    "kernels/machine.py multiprocessors": "devices",
+    "kernels/plain.py loaded": "compiled kernels",
+    "kernels/sm100/launches.py _last_streams": "devices",
+    "kernels/sm100/launches.py _warm": "compiled kernels",
+    "kernels/sm100/ops.py _ones": "numbers of groups",
+    "kernels/sm90/launch.py _capture_counters": "devices",
+    "kernels/sm90/launch.py _captured": "weights in captured graphs, grown below",
+    "kernels/sm90/launch.py _group_ends": "compiled kernels",
+    "kernels/sm90/launch.py _pointer_tables": "1024 tables (test_sm90_prepared.py)",
+    "kernels/sm90/launch.py _stream_counters": "256 streams, grown below",
+    "kernels/sm90/launch.py _tile_sums": "compiled kernels",
+    "kernels/sm90/launch.py kernel": "compiled kernels",
+    "kernels/sm90/ops.py spec_of": "kernels' kinds",
+    "recipes/library.py _implementations": "dispatch keys",
+}
+
+
+def unbounded(tree):
+    """Module-level containers that start empty, and functions that remember all their results."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(d) for d in node.decorator_list]
+            if any(d.endswith(("cache", "maxsize=None)")) for d in decorators):
+                yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = ast.unparse(node.value)
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            if value in ("{}", "[]") or value.endswith(("dict()", "set()", "list()", "Dict()")):
+                yield from (ast.unparse(t) for t in targets if ast.unparse(t) != "__all__")
+
+
+def test_whatever_has_no_bound_is_listed_with_what_bounds_it():
+    found = {
+        f"{path.relative_to(SOURCES).as_posix()} {name}"
+        for path in SOURCES.rglob("*.py")
+        for name in unbounded(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == set(UNBOUNDED)
+
+
+def test_the_oldest_entry_makes_place():
+    cache = {}
+    for i in range(5):
+        keep(cache, i, i, 3)
+    keep(cache, 2, "again", 3)
+    assert cache == {2: "again", 3: 3, 4: 4}
+
+
+def test_forms_that_no_object_has_are_forgotten():
+    groups = WeakGroups()
+    kept = type("Kept", (), {})()
+    groups.add(type(kept), kept)
+    for _ in range(50):
+        member = type("Dynamic", (), {})()
+        groups.add(type(member), member)
+        del member
+        gc.collect()
+        assert len(groups._members) <= 3
+    other = type(kept)()
+    groups.add(type(kept), other)
+    assert [*groups.others(type(kept), other)] == [kept]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_schedules_of_compiled_code_are_bounded_and_made_anew(monkeypatch):
+    monkeypatch.setattr(runs, "MOST_PLANS", 2)
+    monkeypatch.setattr(runs, "_traced_names", {})
+    seq = fz.Sequential(fz.ConstantScale(2.0), fz.ReLU())
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    kinds = [(torch.float32, True), (torch.float32, False), (torch.float64, True)]
+    (run,) = seq.segments()
+    for dtype, grad in [*kinds, *kinds]:
+        x = torch.tensor([-1.0, 3.0], dtype=dtype, requires_grad=grad)
+        y = compiled(x)
+        assert y.tolist() == [0, 6]
+        if grad:
+            assert torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 2]
+        assert len(vars(run._traced)) <= 2
+        assert len(runs._traced_names) <= 2
+
+
+def test_counters_of_streams_are_bounded(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    for cache in ("_stream_counters", "_capture_counters"):
+        monkeypatch.setattr(launch, cache, {})
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "zeros", lambda *_, device, dtype: tensor([0, 0], dtype=dtype))
+    for stream in range(launch._MAX_STREAMS + 9):
+        launch.tile_counter(stream % 2, stream)
+    assert len(launch._stream_counters) == launch._MAX_STREAMS
+    assert len(launch._capture_counters) == 2
+    last = launch._stream_counters[stream % 2, stream]
+    assert launch.tile_counter(stream % 2, stream) == last.data_ptr()
