@@ -23,7 +23,7 @@ CASES = {
     "compiled": 6,
     "inductor": 1,
 }
-"""Some 20 seconds of one core."""
+"""About a minute of one core."""
 
 REFUSALS = (
     "the op (before|after) Quantize must take quantized",
