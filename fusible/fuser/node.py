@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
@@ -93,7 +94,7 @@ def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[...,
     forward = step.op.fuser_forward
     if step.without_autocast:
         forward = _without_autocast(forward, x.device.type)
-    return _in_range(f"{step.label} forward", forward) if profiled else forward
+    return record_function(f"{step.label} forward")(forward) if profiled else forward
 
 
 def _backward_of(
@@ -105,7 +106,7 @@ def _backward_of(
     """
     backward = step.op.fuser_backward
     if profiled:
-        backward = _in_range(f"{step.label} backward", backward)
+        backward = record_function(f"{step.label} backward")(backward)
     if owner is not None:
         backward = owned_grads(backward, owner, read, step.is_users or step.op.keeps_grads)
     return backward
@@ -126,16 +127,6 @@ def kind_of(returned: Any) -> str:
 def _is_profiled() -> bool:
     """Whether a profiler records this thread; compiled code has no ranges."""
     return not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled()
-
-
-def _in_range(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` in a range that a profiler shows under ``label``."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function(label):
-            return function(*args, **kwargs)
-
-    return run
 
 
 def _without_autocast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -402,7 +393,7 @@ class _DirectFunction(torch.autograd.Function):
         schedule = fctx.schedule
         backward = schedule.direct.backward
         if _is_profiled():
-            backward = _in_range(f"{schedule.backward[0].label} backward", backward)
+            backward = record_function(f"{schedule.backward[0].label} backward")(backward)
         return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held)
 
 
@@ -411,7 +402,7 @@ def _direct_forward(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     forward = schedule.direct.forward  # type: ignore[union-attr]
     if _is_profiled():
-        forward = _in_range(f"{schedule.forward[0].label} forward", forward)
+        forward = record_function(f"{schedule.forward[0].label} forward")(forward)
     return forward(prepared, *operands)
 
 

@@ -113,7 +113,7 @@ def test_a_plan_of_one_op_without_contexts(grad):
 
 
 def test_without_a_profiler_nothing_is_wrapped(monkeypatch):
-    monkeypatch.setattr(node, "_in_range", None)
+    monkeypatch.setattr(node, "record_function", None)
     seq, x = model(), torch.randn(3, 8, requires_grad=True)
     seq(x).sum().backward()
     module = mlp()
