@@ -11,7 +11,7 @@ from torch import nn
 import fusible as fz
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_bytes()
+TEXT = (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.fixture(scope="module")
