@@ -33,6 +33,7 @@ nitpicky = True  # a reference to nothing is a warning, and `make site` fails on
 html_theme = "furo"  # brings its styles and scripts: nothing is fetched from the network
 html_title = f"fusible {release}"
 html_copy_source = False
+html_show_copyright = False
 
 PUBLIC: tuple[ModuleType, ...] = (fusible, extend, recipes)
 
