@@ -105,15 +105,15 @@ def _packed(
     wanted: dict[Product, bool],
     ends: Tensor,
     places: sm100.Places,
-    **sums: Any,
+    **options: Any,
 ) -> sm100.Packed:
-    """Rows for the products that are wanted; with ``sums`` of them where they are quantized."""
+    """Rows for the products that are wanted, where they are quantized with ``options`` of that."""
     fmt = _recipe(ctx).format(role)
     if fmt is None or is_quantized(x):
         return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
     columnwise = wanted["wgrad"]
     rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
-    return sm100.quantize(x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **sums)
+    return sm100.quantize(x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **options)
 
 
 def _packed_grad(
@@ -146,7 +146,7 @@ def _bias_grads(
 
 
 def _packed_output(
-    d: sm100.Packed | Tensor,
+    d: sm100.Packed | sm100.Rounded,
     ctx: OperationContext,
     role: Role,
     wanted: dict[Product, bool],
@@ -155,7 +155,7 @@ def _packed_output(
     """What a kernel gave, quantized by it or to be quantized."""
     if isinstance(d, sm100.Packed):
         return d
-    return _packed(d, ctx, role, wanted, places.ends, _in_place(places))
+    return _packed(d.rows, ctx, role, wanted, places.ends, _in_place(places), amax=d.amax)
 
 
 def _weights(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusible.recipes.rows import E2M1, E4M3, E5M2, Element, NumberFormat, ScaleName
+from fusible.recipes.rows import E2M1, E4M3, E4M3_OVERFLOW, E5M2, Element, NumberFormat, ScaleName
 
 FLT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -63,10 +63,13 @@ def _fp32(amax: Tensor, fmt: NumberFormat, _: Tensor | None) -> tuple[Tensor, Te
 
 
 def _e4m3(amax: Tensor, fmt: NumberFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round amax / element.max, in units of the tensor's scale, to E4M3; at 0 elements are 0."""
+    """Round amax / element.max, in units of the tensor's scale, to E4M3; at 0 elements are 0.
+
+    A scale that E4M3 does not hold is NaN: a block is larger than its tensor was said to be.
+    """
     assert outer is not None
     wanted = divide(divide(amax, fmt.element.max), outer)
-    scale = _encode_fp8(wanted, E4M3)
+    scale = _encode_fp8(torch.where(wanted > E4M3_OVERFLOW, math.nan, wanted), E4M3)
     decoded = scale.float()
     # At most FLT_MAX, as an FP32 scale: infinity times the zeros of a tiny tensor is no number.
     inverse = divide(1.0, decoded * outer).clamp(max=FLT_MAX)

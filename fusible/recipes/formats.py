@@ -68,7 +68,12 @@ class Encoded(NamedTuple):
 
 
 def quantize(
-    x: Tensor, fmt: NumberFormat, *, columnwise: bool = False, ends: Tensor | None = None
+    x: Tensor,
+    fmt: NumberFormat,
+    *,
+    columnwise: bool = False,
+    ends: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Encoded:
     """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
 
@@ -77,6 +82,10 @@ def quantize(
     are zero. Column-wise scales of group g begin at block ``sum(ceil(rows of earlier groups / B))``
     and there are ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so
     that no size depends on the data.
+
+    ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
+    a format with a scale on top. It may leave out NaN and what lies beside it: a block that is too
+    large for it is NaN.
 
     NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
     Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for rows that are
@@ -88,10 +97,9 @@ def quantize(
         ends = ends.clamp(max=x.shape[0])
         x = zero_tail(x, ends)
     blocks = blocks_of(x, fmt.block, columnwise, ends)
-    amax = blocks.amax(x).float()
-    tensor_scale = _tensor_scale(x, fmt, ends)
+    tensor_scale = _tensor_scale(x, fmt, ends, amax)
     outer = None if tensor_scale is None else blocks.spread_groups(tensor_scale)
-    scale, multiplier = SCALES[fmt.scale].encode(amax, fmt, outer)
+    scale, multiplier = SCALES[fmt.scale].encode(blocks.amax(x).float(), fmt, outer)
     scaled = x.float() * blocks.expand(multiplier)
     if ends is not None:
         scaled = zero_tail(scaled, ends)
@@ -234,10 +242,13 @@ def check_sizes(
         raise ValueError(f"tensor scales must be torch.float32, got {tensor_scale.dtype}")
 
 
-def _tensor_scale(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> Tensor | None:
+def _tensor_scale(
+    x: Tensor, fmt: NumberFormat, ends: Tensor | None, amax: Tensor | None
+) -> Tensor | None:
     """Return amax / (element.max * 448) per tensor or group, at least 2^-126, NaN for Inf."""
     if not fmt.has_tensor_scale:
         return None
-    amax = blocks_of(x, None, False, ends).amax(x).float()
+    if amax is None:
+        amax = blocks_of(x, None, False, ends).amax(x).float()
     scale = divide(amax, fmt.element.max * E4M3.max)
     return torch.where(scale.isfinite(), scale.clamp(min=SMALLEST_NORMAL), math.nan)

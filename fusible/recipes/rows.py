@@ -28,6 +28,7 @@ E4M3 = Element("e4m3", 448.0, 8, torch.float8_e4m3fn)
 E5M2 = Element("e5m2", 57344.0, 15, torch.float8_e5m2)
 # torch.float4_e2m1fn_x2 supports too few operations; it is a view of these bytes at a kernel.
 E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
+E4M3_OVERFLOW = 464.0  # what is above would round to the 480 that E4M3 has not
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
 ScaleName = Literal["e8m0_up", "e8m0_floor", "fp32", "fp32_power_of_two", "e4m3"]

@@ -135,8 +135,15 @@ class WideD:
         written(self.d)[start:end] = values.to(self.d.dtype)
         if self.amax is not None:
             parts = halves(values) if self.amax.ndim == 3 else (values,)
-            peaks = torch.stack([part.abs().amax() for part in parts])
+            peaks = torch.stack([largest(part) for part in parts])
             self.amax[expert] = torch.maximum(self.amax[expert], peaks.view_as(self.amax[expert]))
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude; a thread takes 32 columns of a row, and one NaN hides all of them."""
+    padded = pad(values.abs(), (0, -values.shape[1] % 32))
+    of_threads = padded.unflatten(1, (-1, 32)).amax(-1)
+    return of_threads.nan_to_num(0.0, torch.inf).amax()
 
 
 class QuantizedD:

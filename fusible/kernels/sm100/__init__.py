@@ -12,6 +12,7 @@ from fusible.kernels.sm100 import limits, ops  # ops registers them
 from fusible.kernels.sm100.operands import (
     Packed,
     PackedWeights,
+    Rounded,
     Use,
     dglu,
     gemm,
@@ -31,6 +32,7 @@ __all__ = [
     "Packed",
     "PackedWeights",
     "Places",
+    "Rounded",
     "Use",
     "dglu",
     "gemm",

@@ -43,6 +43,14 @@ class Packed(NamedTuple):
     """Of the rows of each group ``[E, K]``, where they were asked for."""
 
 
+class Rounded(NamedTuple):
+    """BF16 rows that a kernel wrote, to be quantized where a recipe says so."""
+
+    rows: Tensor
+    amax: Tensor | None
+    """FP32 ``[E, parts]``, the largest magnitudes before they were rounded, where it gave them."""
+
+
 class PackedWeights(NamedTuple):
     """Weights for one product: one ``[E, ...]`` or one for each group, their packed scales."""
 
@@ -77,12 +85,14 @@ def quantize(
     columnwise: bool,
     sums: torch.dtype | None = None,
     row_scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Packed:
     """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of what ``encode`` gives, in one.
 
     ``sums``, a dtype, asks for those of the rows of each group, each times its ``row_scale``.
+    ``amax`` as `Rounded` has it saves the pass that finds it.
     """
-    pieces = quantized(x, fmt, ends, places, rowwise, columnwise, sums, row_scale)
+    pieces = quantized(x, fmt, ends, places, rowwise, columnwise, sums, row_scale, amax)
     factors = pieces.factors if fmt.has_tensor_scale else None
     return Packed(
         Use(pieces.row, pieces.row_scales, factors) if rowwise else None,
@@ -172,7 +182,7 @@ def glu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
-) -> tuple[Tensor, Packed | Tensor]:
+) -> tuple[Tensor, Packed | Rounded]:
     """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
     ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
@@ -180,12 +190,18 @@ def glu(
     both uses, of others it is BF16. ``prob`` is FP32, one value a row.
     """
     bias = None if bias is None else aligned(bias)
-    c, d, scales, column, column_scales = _ops.sm100_glu.default(
+    c, *d = _ops.sm100_glu.default(
         *_product(x, w, places), bias, prob, activation, limit, alpha, offset
     )
+    return c, _written(*d)
+
+
+def _written(
+    d: Tensor, scales: Tensor, column: Tensor, column_scales: Tensor, amax: Tensor
+) -> Packed | Rounded:
     if d.dtype != FP8:
-        return c, d
-    return c, Packed(Use(d, scales), Use(column, column_scales))
+        return Rounded(d, amax if amax.dim() == 2 else None)
+    return Packed(Use(d, scales), Use(column, column_scales))
 
 
 def dglu(
@@ -200,19 +216,17 @@ def dglu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
-) -> tuple[Packed | Tensor, Tensor, Tensor]:
+) -> tuple[Packed | Rounded, Tensor, Tensor]:
     """Gradients of ``c``, of ``prob`` (where the rows came from) and of the bias ``[E, N]``.
 
     From ``dy @ w[e]`` and what ``glu`` was given and gave. The gradient of ``c`` is as ``glu``
     gives ``d``; without ``bias`` the third has no rows.
     """
-    d, scales, column, column_scales, dprob, dbias = _ops.sm100_dglu.default(
+    *d, dprob, dbias = _ops.sm100_dglu.default(
         *_product(dy, w, places), c, prob, bias, activation, limit, alpha, offset
     )
     dprob = dprob[:-1] if places.rows is None else returned(dprob, places)
-    if d.dtype != FP8:
-        return d, dprob, dbias
-    return Packed(Use(d, scales), Use(column, column_scales)), dprob, dbias
+    return _written(*d), dprob, dbias
 
 
 def gemm(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,12 +186,6 @@ def _operands(
     return rows, weights
 
 
-def _scale_bytes(rows: int, columns: int, x: Tensor) -> Tensor:
-    """Unwritten scales of ``[rows, columns]``, as a kernel packs them."""
-    size = -(-rows // 128) * -(-columns // 128) * 512
-    return x.new_empty(size, dtype=torch.float8_e8m0fnu)
-
-
 def _numbers(x: Tensor) -> int:
     """How many ``x`` holds."""
     return x.numel() * (2 if x.dtype == FP4 else 1)
@@ -206,33 +200,71 @@ def _dgrad_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: Any) -
     return 2 * _numbers(x) * w[0].shape[-2 if x.dtype == FP4 else -1]
 
 
+# --- what the kernels write of an activation, and of its gradient ---------------------------------
+
+
+class _Activated(NamedTuple):
+    """Elements and packed scales for both uses; empty where a kernel writes none."""
+
+    d: Tensor
+    scales: Tensor
+    column: Tensor
+    column_scales: Tensor
+    amax: Tensor
+    """FP32 ``[groups, parts]`` of BF16 elements, before they were rounded."""
+
+
+def _activated(out: Any, x: Tensor, row: str, column: str) -> _Activated:
+    """Outputs of a kernel, named ``row`` and ``column``, scales as the next kernel reads them."""
+    *none, last = _nothing(x)
+    if x.dtype != FP8:
+        amax = out["amax_tensor"]
+        return _Activated(out[row], *none, last if amax is None else amax.flatten(1))
+    scales = out["sfd_row_tensor"].reshape(-1)
+    shape = _column_scales(*out[row].shape)
+    return _Activated(out[row], scales, out[column], out["sfd_col_tensor"].reshape(shape), last)
+
+
+def _nothing(x: Tensor) -> list[Tensor]:
+    return [x.new_empty(0, dtype=torch.float32) for _ in range(4)]
+
+
+def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
+    """The like for operand ``x``, not written; ``amax`` is that of no rows."""
+    (*none, last), rows = _nothing(x), x.shape[0]
+    if x.dtype != FP8:
+        shape = (groups, parts) if x.dtype == FP4 else (0,)
+        amax = x.new_full(shape, -torch.inf, dtype=torch.float32)
+        d = x.new_empty(rows, columns, dtype=torch.bfloat16)
+        return _Activated(d, *none, amax)
+    d, column = (x.new_empty(rows, columns, dtype=FP8) for _ in range(2))
+    scales, column_scales = (
+        x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+        for shape in (-(-rows // 128) * -(-columns // 128) * 512, _column_scales(rows, columns))
+    )
+    return _Activated(d, scales, column, column_scales, last)
+
+
+def _column_scales(rows: int, columns: int) -> tuple[int, int]:
+    return -(-columns // 128) * 128, rows // 32
+
+
 # --- forward with a gated activation --------------------------------------------------------------
 
 
-def _glu_outputs(x: Tensor, n: int) -> tuple[Tensor, ...]:
-    rows = x.shape[0]
-    c = x.new_empty(rows, n, dtype=torch.bfloat16)
-    if x.dtype != FP8:
-        none = [x.new_empty(0, dtype=torch.bfloat16) for _ in range(3)]
-        return c, x.new_empty(rows, n // 2, dtype=torch.bfloat16), *none
-    d, d_col = (x.new_empty(rows, n // 2, dtype=FP8) for _ in range(2))
-    return c, d, _scale_bytes(rows, n // 2, x), d_col, _column_scales(rows, n // 2, x)
+def _glu_outputs(x: Tensor, n: int, groups: int) -> tuple[Tensor, ...]:
+    c = x.new_empty(x.shape[0], n, dtype=torch.bfloat16)
+    return c, *_unwritten(x, n // 2, groups, parts=1)
 
 
-def _column_scales(rows: int, columns: int, x: Tensor) -> Tensor:
-    shape = -(-columns // 128) * 128, rows // 32
-    return x.new_empty(shape, dtype=torch.float8_e8m0fnu)
-
-
-def _glu_fake(
-    x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: object
-) -> tuple[Tensor, ...]:
-    return _glu_outputs(x, w[0].shape[-2])
+def _glu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, w, _, ends, *_ = rest
+    return _glu_outputs(x, w[0].shape[-2], ends.shape[0])
 
 
 @_define(
     f"sm100_glu(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _glu_fake,
     _forward_flops,
 )
@@ -256,7 +288,7 @@ def glu(
     check_vector("prob", prob, rows.rows, x.device)
     arguments = _glu_arguments(activation, limit, slope, offset, x.dtype)
     if rows.rows == 0:
-        return _glu_outputs(x, weights.n)
+        return _glu_outputs(x, weights.n, weights.groups)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
     operands = _weight_arguments(w, w_scales, weights, n_major=False)
@@ -273,38 +305,16 @@ def glu(
         bias_tensor=None if bias is None else bias.t(),
         prob_tensor=prob,
     )
-    c, d = out["c_tensor"], out["d_tensor"]
-    if x.dtype != FP8:
-        return c, d, *_glu_outputs(x[:0], weights.n)[2:]
-    columns = weights.n // 2
-    return c, d, *_scales_of(out, "d_tensor", "d_col_tensor", rows.rows, columns)[1:]
-
-
-def _scales_of(out: Any, row: str, column: str, rows: int, columns: int) -> tuple[Tensor, ...]:
-    """Quantized outputs ``(d, scales, d_col, d_col_scales)``, scales as the next kernel reads."""
-    shape = -(-columns // 128) * 128, rows // 32
-    return (
-        out[row],
-        out["sfd_row_tensor"].reshape(-1),
-        out[column],
-        out["sfd_col_tensor"].reshape(shape),
-    )
+    return out["c_tensor"], *_activated(out, x, "d_tensor", "d_col_tensor")
 
 
 # --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
 def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, ...]:
-    rows = x.shape[0]
-    dprob = x.new_zeros(rows + 1, dtype=torch.float32)
-    dbias = x.new_empty((groups if bias else 0, 2 * n), dtype=torch.bfloat16)
-    if x.dtype != FP8:
-        none = [x.new_empty(0, dtype=torch.bfloat16) for _ in range(3)]
-        d = x.new_empty(rows, 2 * n, dtype=torch.bfloat16)
-        return d, *none, dprob, dbias
-    d, d_col = (x.new_empty(rows, 2 * n, dtype=FP8) for _ in range(2))
-    scales = _scale_bytes(rows, 2 * n, x), _column_scales(rows, 2 * n, x)
-    return d, scales[0], d_col, scales[1], dprob, dbias
+    dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
+    dbias = x.new_zeros((groups if bias else 0, 2 * n), dtype=torch.bfloat16)
+    return *_unwritten(x, 2 * n, groups, parts=2), dprob, dbias
 
 
 def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -314,7 +324,7 @@ def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @_define(
     f"sm100_dglu(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dglu_fake,
     _dgrad_flops,
 )
@@ -339,9 +349,8 @@ def dglu(
     check_vector("prob", prob, rows.rows, x.device)
     _check_preactivation(c, (rows.rows, 2 * weights.n))
     arguments = _glu_arguments(activation, limit, slope, offset, x.dtype, "d")
-    empty = _dglu_outputs(x[:0], weights.n, weights.groups, bias)
     if rows.rows == 0:
-        return *empty[:5], empty[5].zero_()
+        return _dglu_outputs(x, weights.n, weights.groups, bias)
     if x.dtype == torch.bfloat16:
         arguments["sfa_tensor"] = None
     # One value more, the gradient of rows in no group. The kernel adds to what it finds.
@@ -364,11 +373,8 @@ def dglu(
         dprob_tensor=dprob[:-1],
         generate_dbias=bias,
     )
-    dbias = out["dbias_tensor"].flatten(1) if bias else empty[5]
-    if x.dtype != FP8:
-        return out["d_row_tensor"], *empty[1:4], dprob, dbias
-    packed = _scales_of(out, "d_row_tensor", "d_col_tensor", rows.rows, 2 * weights.n)
-    return *packed, dprob, dbias
+    dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * weights.n)
+    return *_activated(out, x, "d_row_tensor", "d_col_tensor"), dprob, dbias
 
 
 def _check_preactivation(c: Tensor, shape: tuple[int, int]) -> None:

@@ -3,8 +3,9 @@
 The op's definition is ``encode``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``, on any
 device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but
 for elements of padding under a scale that is NaN. NVFP4 takes a pass before, for the largest
-magnitude of each group, and the sums of the rows a small one after, over an eighth of a byte for
-each value; sums are FP32, in an order that the groups alone decide.
+magnitude of each group, unless the kernel that wrote the rows has given it, and the sums of the
+rows a small one after, over an eighth of a byte for each value; sums are FP32, in an order that the
+groups alone decide.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from fusible.kernels.library import define
 from fusible.kernels.machine import capability
 from fusible.kernels.plain import compile_plain, launch
 from fusible.kernels.quantize.launch import largest_magnitudes, takes
+from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
-from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
+from fusible.recipes import formats
+from fusible.recipes.formats import Encoded, NumberFormat, mxfp8, nvfp4
 from fusible.recipes.library import encode
 
 FORMATS = {fmt.name: fmt for fmt in (mxfp8(), nvfp4())}
@@ -51,14 +54,31 @@ def quantized(
     columnwise: bool,
     sums: torch.dtype | None = None,
     row_scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Pieces:
     """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, in their places and packed.
 
     The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
-    ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32.
+    ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32. ``amax``, FP32 ``[groups, 1 or 2]``,
+    are the largest magnitudes of the parts of what was rounded to ``x``, where they are known:
+    without NaN and what lies within 32 columns of one, negative for no rows. With it, NaN in a
+    group is NaN where it is, and not in all of the group.
     """
+    if amax is not None:
+        _check_amax(amax, x, ends, fmt)
+    uses = rowwise, columnwise
     quantize = torch.ops.fusible.sm100_quantize.default
-    return Pieces(*quantize(x, ends, *places, fmt.name, rowwise, columnwise, sums, row_scale))
+    return Pieces(*quantize(x, ends, *places, fmt.name, *uses, sums, row_scale, amax))
+
+
+def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
+    shapes = [(ends.shape[0], parts) for parts in (1, 2)]
+    require(
+        amax.dtype == torch.float32 and amax.shape in shapes and amax.device == x.device,
+        f"amax must be float32 of shape {shapes[0]} or {shapes[1]} on {x.device}",
+        f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}",
+    )
+    require(fmt.has_tensor_scale, "amax must be None for a format without group scales", fmt.name)
 
 
 def _quantize(
@@ -72,9 +92,10 @@ def _quantize(
     columnwise: bool,
     sums: torch.dtype | None,
     row_scale: Tensor | None,
+    amax: Tensor | None,
 ) -> Pieces:
     places, fmt = Places(placed_ends, rows, size), FORMATS[name]
-    row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+    row, column = _encoded(x, fmt, ends, rowwise, columnwise, amax)
     pieces = _empty(x, 0, ends, fmt, False, False, None)
     if row is not None:
         pieces = pieces._replace(**_named("row", *packed_rows(row, places)))
@@ -86,6 +107,24 @@ def _quantize(
     if sums is not None:
         pieces = pieces._replace(sums=grouped_sum(x.to(torch.float32), ends, row_scale).to(sums))
     return pieces
+
+
+def _encoded(
+    x: Tensor,
+    fmt: NumberFormat,
+    ends: Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+) -> tuple[Encoded | None, Encoded | None]:
+    if amax is None:
+        return encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+    amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
+    row, column = (
+        formats.quantize(x, fmt, columnwise=across, ends=ends, amax=amax) if wanted else None
+        for across, wanted in ((False, rowwise), (True, columnwise))
+    )
+    return row, column
 
 
 def _named(use: str, data: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -135,6 +174,7 @@ def _fake(
     columnwise: bool,
     sums: torch.dtype | None,
     row_scale: Tensor | None,
+    amax: Tensor | None,
 ) -> Pieces:
     return _empty(x, size, ends, FORMATS[name], rowwise, columnwise, sums)
 
@@ -145,7 +185,7 @@ def compiled(spec: PlacedSpec, options: str = "") -> Any:
 
     from fusible.kernels.sm100.device import quantize
 
-    kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32]
+    kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 2
     return compile_plain(quantize.quantize, kinds, (spec,), options)
 
 
@@ -183,33 +223,36 @@ def _cuda(
     columnwise: bool,
     sums: torch.dtype | None,
     row_scale: Tensor | None,
+    amax: Tensor | None,
 ) -> Pieces:
     if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
         return _quantize(
-            x, ends, placed_ends, rows, size, name, rowwise, columnwise, sums, row_scale
+            x, ends, placed_ends, rows, size, name, rowwise, columnwise, sums, row_scale, amax
         )
     fmt, columns, groups = FORMATS[name], x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
     spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
     pieces = _empty(x, size, ends, fmt, rowwise, columnwise, sums)
-    amax = largest_magnitudes(x, ends, fmt) if fmt.has_tensor_scale else None
+    parts = 1 if amax is None else amax.shape[1]
+    if fmt.has_tensor_scale:
+        amax = largest_magnitudes(x, ends, fmt) if amax is None else amax.contiguous()
     scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
-    parts = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
-    sizes = size, columns, x.stride(0), groups
-    tensors = x, scale, amax, ends, placed_ends, *pieces[:5], parts
+    partial = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
+    sizes = size, columns, x.stride(0), groups, parts
+    tensors = x, scale, amax, ends, placed_ends, *pieces[:5], partial
     launch(compiled, (spec,), x.device, *tensors, *sizes)
     if spec.sums:
         what = spec.rows, sums == torch.float32
         launch(
-            compiled_sums, what, x.device, parts, ends, placed_ends, pieces.sums, columns, groups
+            compiled_sums, what, x.device, partial, ends, placed_ends, pieces.sums, columns, groups
         )
     return pieces
 
 
 define(
     "sm100_quantize(Tensor x, Tensor ends, Tensor placed_ends, Tensor? rows, SymInt size, "
-    "str format, bool rowwise, bool columnwise, ScalarType? sums, Tensor? row_scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "str format, bool rowwise, bool columnwise, ScalarType? sums, Tensor? row_scale, "
+    "Tensor? amax) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
     _quantize,
     _cuda,

@@ -16,7 +16,7 @@ from fusible.kernels.bits import (
     to_float,
     unpack_f16,
 )
-from fusible.recipes.rows import E4M3
+from fusible.recipes.rows import E4M3, E4M3_OVERFLOW
 
 _FLT_MAX = 0x7F7FFFFF
 _NAN_E4M3 = 0x7F
@@ -62,6 +62,7 @@ def _fp32(amax, outer, fmt):
 def _e4m3(amax, outer, fmt):
     wanted = divide(divide(to_float(amax), fmt.element.max), outer)
     byte = pack_fp8([wanted, Float32(0), Float32(0), Float32(0)], E4M3)
+    byte = select(wanted > Float32(E4M3_OVERFLOW), _NAN_E4M3, byte)
     (decoded,) = unpack_fp8(byte, 1, E4M3)
     inverse = cutlass.min(to_bits(divide(1.0, decoded * outer)), Uint32(_FLT_MAX))
     inverse = select(byte == _NAN_E4M3, NAN, inverse)

@@ -118,6 +118,7 @@ def _quantize(
     columns: Int32,
     pitch: Int64,
     count: Int32,
+    parts: Int32,
     chunks: Int32,
     spec: cutlass.Constexpr,
 ):
@@ -130,22 +131,33 @@ def _quantize(
     outer = None
     if cutlass.const_expr(spec.format.has_tensor_scale):
         if cta == 0:
-            _store_factors(amax, factors, count, spec)
-        (largest,) = bits.load(amax + Int64(mine.group) * 4, Int32(1), 1)
-        outer = numbers.tensor_scale(largest, spec.format)
+            _store_factors(amax, parts, factors, count, spec)
+        outer = _tensor_scale(amax, parts, mine.group, spec)
     _encode(Source(x, pitch, row_scale), mine, outer, out, spec)
 
 
 @cute.jit
-def _store_factors(amax: Int64, factors: Int64, count: Int32, spec: cutlass.Constexpr):
+def _store_factors(
+    amax: Int64, parts: Int32, factors: Int64, count: Int32, spec: cutlass.Constexpr
+):
     thread, _, _ = cute.arch.thread_idx()
     for group in cutlass.range(thread, count, THREADS, unroll=1):
-        (largest,) = bits.load(amax + Int64(group) * 4, Int32(1), 1)
-        factor = numbers.tensor_scale(largest, spec.format)
+        factor = _tensor_scale(amax, parts, group, spec)
         bits.store(factors + Int64(group) * 4, [bits.to_bits(factor)], Int32(1))
 
 
 # Helpers below are plain functions: their loops are unrolled.
+
+
+def _tensor_scale(amax, parts, group, spec):
+    """The scale of a group from its ``parts``, one or two largest magnitudes, rounded as x is.
+
+    A negative one is that of nothing.
+    """
+    first = amax + Int64(group * parts) * 4
+    words = [bits.load(first + Int64(part) * 4, Int32(1), 1)[0] for part in (0, parts - 1)]
+    found = [bits.to_float(cutlass.max(Int32(word), Int32(0))) for word in words]
+    return numbers.tensor_scale(magnitude(bits.pack(found, DTYPE)[0], DTYPE), spec.format)
 
 
 def _encode(source, mine, outer, out, spec):
@@ -274,15 +286,19 @@ def quantize(
     columns: Int32,
     pitch: Int64,
     groups: Int32,
+    parts: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch over ``size`` padded rows: addresses, sizes, ``pitch`` of x in elements."""
+    """Launch over ``size`` padded rows: addresses, sizes, ``pitch`` of x in elements.
+
+    ``amax``, FP32 ``[groups, parts]``, is read where the format has a scale for each group.
+    """
     width = THREADS * VECTOR
     chunks = (columns + width - 1) // width
     _quantize(
         x, row_scale, amax, ends, placed_ends, row_data, row_scales, col_data, col_scales, factors,
-        sums, size, columns, pitch, groups, chunks, spec,
+        sums, size, columns, pitch, groups, parts, chunks, spec,
     ).launch(
         grid=[size // spec.rows * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=0,
