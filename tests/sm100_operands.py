@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,19 @@ def random_fp4(*shape: int) -> tuple[Tensor, Tensor]:
 def random_e4m3(*shape: int) -> Tensor:
     """Positive E4M3 scales about 1."""
     return (torch.rand(shape) + 0.5).to(E4M3)
+
+
+def largest_of_groups(d: Tensor, sizes: Sequence[int], parts: int) -> Tensor:
+    """(groups, parts) as a GLU kernel gives them of D, whose parts take turns of 32 columns.
+
+    A thread takes 32 columns of a row, and one NaN hides the others; -inf for no rows.
+    """
+    threads = d.float().abs().unflatten(1, (-1, parts, 32)).amax(-1).nan_to_num(0.0, torch.inf)
+    found = torch.full((len(sizes), parts), -torch.inf, device=d.device)
+    for of_group, rows in zip(found, threads[: sum(sizes)].split(list(sizes)), strict=True):
+        if len(rows):
+            of_group.copy_(rows.amax((0, 1)))
+    return found
 
 
 def tall(x: Tensor, canonical: bool = False) -> Tensor:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from sm100_operands import largest_of_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels.emulator_sm100.kernels import largest
 from fusible.kernels.sm100 import operands, padding, quantizer
 from fusible.recipes.formats import dequantize, mxfp8, nvfp4, quantize
 from fusible.testing import assume_target
@@ -42,19 +42,6 @@ def groups_of(splits):
     return rows, sizes, padding.places_of(ends, rows, splits == "whole tiles")
 
 
-def by_group(d, sizes):
-    return d[: sum(sizes)].split(sizes)
-
-
-def amax_of(d, sizes, parts):
-    """What a kernel gives of FP32 ``d`` whose columns are ``parts``, in turns of 32."""
-    found = torch.full((len(sizes), parts), -INF)
-    for group, rows in enumerate(by_group(d, sizes)):
-        for part in range(parts if len(rows) else 0):
-            found[group, part] = largest(rows.unflatten(1, (-1, parts, 32))[:, :, part].flatten(1))
-    return found
-
-
 def bytes_of(pieces):
     return [piece.view(torch.uint8) for piece in pieces]
 
@@ -67,7 +54,7 @@ def test_the_same_bits_as_with_a_pass_of_its_own(splits, special, parts):
     ends = torch.tensor(sizes).cumsum(0).int()
     d = SPECIAL[special](torch.randn(rows, COLUMNS) * torch.randn(rows, 1).exp())
     d[sum(sizes) :] = NAN  # rows of no group, which no kernel has computed
-    amax = amax_of(d, sizes, parts)
+    amax = largest_of_groups(d, sizes, parts)
     rest = nvfp4(), ends, places, True, True, BF16
     want = quantizer.quantized(d.to(BF16), *rest)
     mine = quantizer.quantized(d.to(BF16), *rest, amax=amax)
@@ -82,7 +69,7 @@ def test_no_nan_becomes_a_number_and_no_number_is_cut(columnwise):
     d = torch.randn(64, COLUMNS)
     d[5, 40], d[5, 62], d[5, 33] = NAN, 1000.0, 7.0  # one block of NaN, one of a large number
     ends = torch.tensor([32, 64], dtype=torch.int32)
-    amax = amax_of(d, [32, 32], 1)
+    amax = largest_of_groups(d, [32, 32], 1)
     assert amax.max() < 10
     encoded = quantize(d, nvfp4(), columnwise=columnwise, ends=ends, amax=amax.flatten())
     values = dequantize(encoded, nvfp4(), columnwise=columnwise, ends=ends)

@@ -13,6 +13,7 @@ from checks import graph_of, never_waiting
 
 import fusible as fz
 from fusible import recipes
+from fusible.kernels.sm100 import operands, quantizer
 from fusible.testing import assume_target
 
 pytestmark = [
@@ -95,6 +96,26 @@ def test_equals_the_emulator(recipe, splits):
     module, given = mlp(len(sizes)), inputs(rows, sizes)
     expected = step(module, given, recipe, "cpu")
     close(step(module, given, recipe, "cuda"), expected, BOUND[recipe])
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_largest_magnitudes_are_those_of_what_the_kernels_wrote(splits, monkeypatch):
+    """NVFP4's bytes are those that a pass over the data gives."""
+    given_to = []
+
+    def both(*args):
+        *rest, amax = args
+        made = quantizer.quantized(*args)
+        if amax is not None:
+            given_to.append(amax.shape[1])
+            for mine, theirs in zip(made, quantizer.quantized(*rest), strict=True):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        return made
+
+    monkeypatch.setattr(operands, "quantized", both)
+    rows, sizes = SPLITS[splits]
+    step(mlp(len(sizes)), inputs(rows, sizes), NVFP4, "cuda")
+    assert given_to == [1, 2]
 
 
 @RECIPES

@@ -4,12 +4,13 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, never_waiting
+from sm100_operands import largest_of_groups
 from torch import Tensor
 
 import fusible as fz
 from fusible import recipes
 from fusible.kernels import emulator_sm100, sm100
-from fusible.kernels.sm100 import padding
+from fusible.kernels.sm100 import padding, quantizer
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.library import encode
@@ -88,11 +89,39 @@ def poison(device):
 @pytest.mark.parametrize("columns", [64, 192, 1088, 2048])
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
 def test_the_kernel_that_does_it_all_gives_the_same_bytes(fmt, splits, columns, uses):
-    made, fmt = [], FORMATS[fmt]
+    check_bytes(FORMATS[fmt], splits, columns, uses)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("splits", ROWS_OF_GROUPS)
+@pytest.mark.parametrize("special", [True, False])
+def test_largest_magnitudes_that_a_kernel_gave(splits, special, parts, monkeypatch):
+    """The bytes of the host; where there is no NaN, also those of the pass that is saved."""
+    check_bytes(FORMATS["nvfp4"], splits, 1088, (True, True), special, parts)
+    x, *rest = of_groups(splits, 1088, "cuda", special=False)
+    rest = FORMATS["nvfp4"], *rest, True, True
+    own = quantized(x, *rest)
+    monkeypatch.setattr(quantizer, "largest_magnitudes", None)
+    given = quantized(x, *rest, amax=given_of(x, splits, parts))
+    for mine, theirs in zip(own, given, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    with pytest.raises(TypeError):
+        quantized(x, *rest)
+
+
+def given_of(x, splits, parts):
+    """Largest magnitudes of what would be rounded to ``x``."""
+    return largest_of_groups(x.float() * (1 + 2**-10), ROWS_OF_GROUPS[splits][0], parts)
+
+
+def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
+    """Compare what both devices make, with largest magnitudes of ``parts`` if there are any."""
+    made = []
     for device in ("cpu", "cuda"):
-        x, ends, places = of_groups(splits, columns, device)
+        x, ends, places = of_groups(splits, columns, device, special)
+        amax = given_of(x, splits, parts) if parts else None
         poison(device)
-        pieces = quantized(x, fmt, ends, places, rowwise=uses[0], columnwise=uses[1])
+        pieces = quantized(x, fmt, ends, places, *uses, amax=amax)
         made.append([piece.cpu() for piece in pieces])
     mine, theirs = (list(pieces[:4]) for pieces in made)
     assert torch.equal(made[0][4].isnan(), made[1][4].isnan())
@@ -162,6 +191,7 @@ def test_packing_waits_for_nothing_and_is_captured():
     x = torch.randn(ROWS, HIDDEN, dtype=BF16, device="cuda")
     sizes = torch.tensor(SIZES, device="cuda")
     everything = {"rowwise": True, "columnwise": True, "sums": BF16}
+    amax = torch.full((len(SIZES), 2), 6.0, device="cuda")
 
     def work():
         ends = sizes.cumsum(0).int()
@@ -172,6 +202,7 @@ def test_packing_waits_for_nothing_and_is_captured():
             *padding.packed_columns(column, mxfp8(), ends, places),
             *quantized(x, mxfp8(), ends, places, **everything),
             *quantized(x, nvfp4(), ends, places, **everything),
+            *quantized(x, nvfp4(), ends, places, **everything, amax=amax),
         )
 
     work()
