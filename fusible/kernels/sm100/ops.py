@@ -216,33 +216,36 @@ class _Activated(NamedTuple):
 
 def _activated(out: Any, x: Tensor, row: str, column: str) -> _Activated:
     """Outputs of a kernel, named ``row`` and ``column``, scales as the next kernel reads them."""
-    *none, last = _nothing(x)
+    none = _nothing(x)
     if x.dtype != FP8:
         amax = out["amax_tensor"]
-        return _Activated(out[row], *none, last if amax is None else amax.flatten(1))
+        return _Activated(out[row], *none[:3], none[3] if amax is None else amax.flatten(1))
     scales = out["sfd_row_tensor"].reshape(-1)
     shape = _column_scales(*out[row].shape)
-    return _Activated(out[row], scales, out[column], out["sfd_col_tensor"].reshape(shape), last)
+    return _Activated(out[row], scales, out[column], out["sfd_col_tensor"].reshape(shape), none[3])
 
 
-def _nothing(x: Tensor) -> list[Tensor]:
-    return [x.new_empty(0, dtype=torch.float32) for _ in range(4)]
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def empty() -> Tensor:
+        return x.new_empty(0, dtype=torch.float32)
+
+    return empty(), empty(), empty(), empty()
 
 
 def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
     """The like for operand ``x``, not written; ``amax`` is that of no rows."""
-    (*none, last), rows = _nothing(x), x.shape[0]
+    none, rows = _nothing(x), x.shape[0]
     if x.dtype != FP8:
         shape = (groups, parts) if x.dtype == FP4 else (0,)
         amax = x.new_full(shape, -torch.inf, dtype=torch.float32)
         d = x.new_empty(rows, columns, dtype=torch.bfloat16)
-        return _Activated(d, *none, amax)
+        return _Activated(d, *none[:3], amax)
     d, column = (x.new_empty(rows, columns, dtype=FP8) for _ in range(2))
     scales, column_scales = (
         x.new_empty(shape, dtype=torch.float8_e8m0fnu)
         for shape in (-(-rows // 128) * -(-columns // 128) * 512, _column_scales(rows, columns))
     )
-    return _Activated(d, scales, column, column_scales, last)
+    return _Activated(d, scales, column, column_scales, none[3])
 
 
 def _column_scales(rows: int, columns: int) -> tuple[int, int]:
