@@ -127,7 +127,7 @@ class Run:
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
         self.has_user_ops = not all(map(is_ours, forwards))
-        _runs.add(tuple(map(type, self.ops)), self)
+        _runs.add(map(type, self.ops), self)
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
@@ -305,7 +305,7 @@ class Run:
             name = f"call{next(_name_numbers)}"
             keep(_traced_names, key, name, MOST_PLANS)
         self._prepare(key, name)
-        for run in _runs.others(tuple(map(type, self.ops)), self):
+        for run in _runs.others(map(type, self.ops), self):
             with suppress(AttributeError, TypeError):  # parameters that no call could read
                 if name not in vars(run._traced) and run._static_key() == self._static_key():
                     run._prepare(key, name)

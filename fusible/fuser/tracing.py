@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -46,7 +46,7 @@ def hooks_hold_saved() -> bool:
 
 
 class WeakGroups(Generic[T]):
-    """Weak references to objects, in groups of an equal (hashable) key.
+    """Weak references to objects, in groups by the classes that they are of or consist of.
 
     Code compiled for one layer of a model serves the others where its guards hold, and the guards
     read what planning has set on a layer. So the layer that is traced first plans for the other
@@ -54,16 +54,20 @@ class WeakGroups(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._members: dict[Any, WeakSet[T]] = {}
+        # By the ids of classes, since the class that PyTorch makes for a parametrized module refers
+        # to the module. An id that is used again is of a group without objects.
+        self._members: dict[tuple[int, ...], WeakSet[T]] = {}
         self._adding = threading.Lock()
 
-    def add(self, key: Any, member: T) -> None:
+    def add(self, kinds: Iterable[type], member: T) -> None:
         """Add an object to a group; a new group drops those without objects."""
+        key = tuple(map(id, kinds))
         with self._adding:
             if key not in self._members:
                 self._members = {k: alive for k, alive in self._members.items() if alive}
             self._members.setdefault(key, WeakSet()).add(member)
 
-    def others(self, key: Any, member: T) -> Iterator[T]:
+    def others(self, kinds: Iterable[type], member: T) -> Iterator[T]:
         """The objects of a group without ``member``."""
-        return (m for m in tuple(self._members.get(key, ())) if m is not member)
+        alive = self._members.get(tuple(map(id, kinds)), ())
+        return (m for m in tuple(alive) if m is not member)

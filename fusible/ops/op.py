@@ -99,7 +99,7 @@ class FusibleOperation(PatchesCounted):
 
     def __init__(self) -> None:
         super().__init__()
-        _operations.add(type(self), self)
+        _operations.add([type(self)], self)
 
     @property
     def is_fused_op(self) -> bool:
@@ -220,7 +220,7 @@ class FusibleOperation(PatchesCounted):
     def _trace_capture(self) -> None:
         if self._run is None:
             self._run = _alone(self)
-        for other in _operations.others(type(self), self):
+        for other in _operations.others([type(self)], self):
             if other._run is None and channels(other.basic_ops) == channels(self.basic_ops):
                 other._run = _alone(other)
 
@@ -267,7 +267,7 @@ class FusibleOperation(PatchesCounted):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _operations.add(type(self), self)
+        _operations.add([type(self)], self)
 
 
 _operations: WeakGroups[FusibleOperation] = WeakGroups()

@@ -76,7 +76,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         if isinstance(require, str):
             raise TypeError(f"require must be a list of rules' names, got the string {require!r}")
         self.require = tuple(registry.rule(name).name for name in require)
-        _sequentials.add(Sequential, self)
+        _sequentials.add([Sequential], self)
 
     # --- calling ---------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         form = _form(self, units)
         if self._traced is None or self._traced.form != form or not self._traced.holds():
             self._traced = self._capture(units)
-        for other in _sequentials.others(Sequential, self):
+        for other in _sequentials.others([Sequential], self):
             if other._traced is None:
                 of_other = _units(other, traced=True)
                 if _form(other, of_other) == form:
@@ -214,7 +214,7 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _sequentials.add(Sequential, self)
+        _sequentials.add([Sequential], self)
 
 
 _sequentials: WeakGroups[Sequential] = WeakGroups()

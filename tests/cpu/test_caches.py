@@ -2,16 +2,19 @@
 
 import ast
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fusible as fz
 from fusible.caches import keep
 from fusible.fuser import run as runs
 from fusible.fuser.tracing import WeakGroups
 from fusible.kernels.sm90 import launch
+from fusible.ops import op as ops
 
 SOURCES = Path(fz.__file__).parent
 
@@ -74,19 +77,35 @@ def test_the_oldest_entry_makes_place():
     assert cache == {2: "again", 3: 3, 4: 4}
 
 
-def test_forms_that_no_object_has_are_forgotten():
+def test_groups_without_objects_are_dropped():
     groups = WeakGroups()
     kept = type("Kept", (), {})()
-    groups.add(type(kept), kept)
+    groups.add([type(kept)], kept)
     for _ in range(50):
         member = type("Dynamic", (), {})()
-        groups.add(type(member), member)
+        groups.add([type(member)], member)
         del member
         gc.collect()
         assert len(groups._members) <= 3
     other = type(kept)()
-    groups.add(type(kept), other)
-    assert [*groups.others(type(kept), other)] == [kept]
+    groups.add([type(kept)], other)
+    assert [*groups.others([type(kept)], other)] == [kept]
+
+
+def test_classes_that_parametrizations_make_are_forgotten():
+    gc.collect()
+    fz.BasicLinear(2, 2)(torch.ones(2))
+    before = len(ops._operations._members), len(runs._runs._members)
+    for _ in range(20):
+        linear = fz.BasicLinear(2, 2)
+        nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
+        linear(torch.ones(2)).sum().backward()
+        alive = weakref.ref(linear)
+        del linear
+        gc.collect()
+        assert alive() is None  # though its class, which is its own, refers to it
+    after = len(ops._operations._members), len(runs._runs._members)
+    assert all(now <= then + 2 for now, then in zip(after, before, strict=True))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
