@@ -48,6 +48,9 @@ class Path:
 
 this = Path()
 
+UNKNOWN = "unknown"
+"""The fact for a dtype that is not known."""
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -70,6 +73,8 @@ class Condition:
             return None
         which = "" if self.other is None else f" (which is {other})"
         hint = f"; {self.hint}" if self.hint else ""
+        if UNKNOWN in (value, other):
+            hint += "; define output_dtypes of the op that gives it"
         return f"{self.subject} must be {self.says}{which}, got {value}{hint}"
 
     def __str__(self) -> str:

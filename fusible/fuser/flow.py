@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusible.fuser.derived import derived_dtypes
 from fusible.fuser.plan import GradNeeds, OpFacts, TensorFacts, dtype_name
 from fusible.fuser.registry import is_ours
 from fusible.fuser.rules import Rule
@@ -37,13 +38,15 @@ def facts_of_ops(
     dtypes: Dtypes,
     params: Sequence[Sequence[torch.dtype]],
     grad: Sequence[GradNeeds],
+    rules: Sequence[Rule],
 ) -> tuple[OpFacts, ...]:
     """What conditions may read of each op: what it declares, and what tensors it gets.
 
     ``inputs`` and ``dtypes`` are those of the run, from its callers.
     """
     made: list[OpFacts] = []
-    propagated = list(_propagated(ops, wiring, dtypes, params))
+    derive = any(True for _ in _fits(ops, rules))  # else nothing reads them
+    propagated = list(_propagated(ops, wiring, dtypes, params, derive))
     device = inputs[0].device
     for i, (op, facts, of_op) in enumerate(zip(ops, declared, propagated, strict=True)):
         given, output = of_op
@@ -63,16 +66,24 @@ def facts_of_ops(
 
 
 def _propagated(
-    ops: Sequence[Any], wiring: Wiring, dtypes: Dtypes, params: Sequence[Sequence[torch.dtype]]
+    ops: Sequence[Any],
+    wiring: Wiring,
+    dtypes: Dtypes,
+    params: Sequence[Sequence[torch.dtype]],
+    derive: bool,
 ) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
-    """The dtypes of each op's inputs, and of its output."""
+    """The dtypes of each op's inputs, and of its output; ``derive`` those that no op declares."""
     x = dtypes.input
     made: list[Sequence[torch.dtype | None]] = []
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
         extra = [dtypes.extra_inputs[k] if p == CALLER else made[p][k] for p, k in sources]
         given = Dtypes(x, tuple(extra), tuple(own), dtypes.autocast)
-        unknown = (None,) * (1 + op.num_extra_outputs)
-        x, *outputs = op.output_dtypes(given) if _declares(type(op)) else unknown
+        if declares(type(op)):
+            x, *outputs = op.output_dtypes(given)
+        elif derive:
+            x, *outputs = derived_dtypes(op, x, extra, dtypes.autocast)
+        else:
+            x, *outputs = (None,) * (1 + op.num_extra_outputs)
         made.append(outputs)
         yield given, x
 
@@ -87,10 +98,9 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
     read: set[int] = set()
-    for found, at in product(rules, range(len(ops))):
-        bound = found.fit(ops, at) or {}
+    for found, at, bound in _fits(ops, rules):
         present = [name for name, op in bound.items() if op is not None]
-        for path in found.paths if bound else ():
+        for path in found.paths:
             names, i = path.names, at
             if names and names[0] in present:
                 names, i = names[1:], at + present.index(names[0])
@@ -101,7 +111,15 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
     return tuple(sorted(read))
 
 
-def _declares(kind: type) -> bool:
+def _fits(ops: Sequence[Any], rules: Iterable[Rule]) -> Iterator[tuple[Rule, int, dict[str, Any]]]:
+    """Where the patterns of rules fit, with the ops that they bind."""
+    for found, at in product(rules, range(len(ops))):
+        bound = found.fit(ops, at)
+        if bound is not None:
+            yield found, at, bound
+
+
+def declares(kind: type) -> bool:
     """Whether ``output_dtypes`` is about this class: not where a user's own computes otherwise."""
     classes = kind.__mro__
     first = next(i for i, c in enumerate(classes) if is_ours(c))

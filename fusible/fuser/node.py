@@ -155,6 +155,11 @@ def _check_returned(
         if op in expected:
             expected[op].check(op, output, contexts)
             del expected[op]
+    if step.derived not in (None, output.dtype):
+        raise RuntimeError(
+            f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "
+            f"{output.dtype}; define its output_dtypes, which plans then go by"
+        )
     wanted = step.num_extra_outputs
     if [len(of_op) for of_op in outputs] != wanted:
         raise RuntimeError(

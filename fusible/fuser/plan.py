@@ -8,6 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.rules import Phase, Rule
 from fusible.fuser.target import Target
 
@@ -18,16 +19,16 @@ class NotFused(RuntimeError):
 
 def dtype_name(dtype: Any) -> str:
     """``"bfloat16"`` for ``torch.bfloat16``, ``"unknown"`` for None."""
-    return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
+    return UNKNOWN if dtype is None else str(dtype).removeprefix("torch.")
 
 
 class TensorFacts(NamedTuple):
     """What conditions may know of a tensor that an op gets.
 
-    ``dtype`` is a short name, ``"unknown"`` behind an op of a user's that does not declare it;
-    ``features`` the size of the last dimension of a caller's tensor of two or more dimensions, and
-    of no fewer than the input (row counts are no facts), None where no rule that fits reads it;
-    equal ``source`` means the very same tensor.
+    ``dtype`` is a short name, ``"unknown"`` behind a user's op that neither declares it nor runs on
+    fake tensors; ``features`` the size of the last dimension of a caller's tensor of two or more
+    dimensions, and of no fewer than the input (row counts are no facts), None where no rule that
+    fits reads it; equal ``source`` means the very same tensor.
     """
 
     dtype: str

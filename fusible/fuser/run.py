@@ -388,7 +388,9 @@ class Run:
         dtypes = Dtypes(first, tuple(extra), (), call.autocast_dtype)
         return plan(
             self.ops,
-            facts_of_ops(self.ops, self._facts, self.wiring, known, dtypes, own, grad),
+            facts_of_ops(
+                self.ops, self._facts, self.wiring, known, dtypes, own, grad, registry.rules
+            ),
             recipe=call.recipe,
             autocast_dtype=call.autocast_dtype,
             target=target,

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
+from fusible.fuser.flow import declares
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
 from fusible.fuser.wiring import Wiring
@@ -36,6 +38,8 @@ class ScheduledStep(NamedTuple):
     """Whether the op is not of this package: that it gives all its gradients is then checked."""
     without_autocast: bool
     """Whether ``torch.autocast`` is on in the plan's calls, and off around this op's forward."""
+    derived: torch.dtype | None
+    """The output's dtype, where a plan goes by one that the op does not declare."""
     label: str
     """The op and its place, as profilers show it."""
 
@@ -164,11 +168,20 @@ def scheduled(
                 _quantizers(plan, start, stop),
                 not is_ours(type(op)),
                 plan.autocast_dtype is not None and op.casts_itself,
+                _derived(plan, stop),
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
             )
         )
         start = stop
     return tuple(made)
+
+
+def _derived(plan: Plan, stop: int) -> torch.dtype | None:
+    """The dtype of the output of ops[stop - 1] if that was derived and something is fused."""
+    if stop == len(plan.facts) or not plan.fusions or declares(type(plan.basic_ops[stop - 1])):
+        return None
+    name = plan.facts[stop].input.dtype
+    return None if name == UNKNOWN else getattr(torch, name)
 
 
 def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Schedule:

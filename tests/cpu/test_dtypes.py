@@ -117,19 +117,138 @@ def test_plans_go_by_what_the_op_gets(case, target):
     assert (rules[target] in seq.plan.fired) == (computes == "bfloat16")
 
 
-def test_what_an_own_op_gives_is_not_known_unless_it_says():
+class Reading(Widened):
+    """Decides by values, so that it does not run on fake tensors."""
+
+    def formula(self, input_):
+        return input_.float() if input_.sum().item() < 1e9 else input_
+
+
+class Gated(fz.BasicOperation):
+    """Has a weight of some size, state of all kinds, and takes half of what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16, 6, dtype=BF16))
+        self.register_buffer("count", torch.zeros(()))
+        self.noise = None
+        self.gives = FP32
+
+    def op_forward(self, ctx, input_, **_):
+        self.count += 1
+        self.noise = torch.rand_like(input_)
+        a, b = (input_ @ ctx.parameters[0].T).chunk(2, -1)
+        return (a * b).to(self.gives)
+
+    def op_backward(self, ctx, grad_output):
+        raise AssertionError
+
+
+class AddTable(fz.BasicOperation):
+    num_extra_inputs = 1
+    extra_input_names = ("table",)
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        return input_ + basic_op_extra_inputs[0][0][:, None], [()]
+
+
+def reasons(seq):
+    return [reason for refusal in seq.plan.refusals for reason in refusal.reasons]
+
+
+def test_what_an_own_op_gives_is_derived_unless_it_says():
     x = torch.randn(4, 8, dtype=BF16, requires_grad=True)
-    for own, known in ((Widened(), "unknown"), (Declared(), "float32")):
+    hint = "; define output_dtypes of the op that gives it"
+    for own, known in ((Widened(), "float32"), (Declared(), "float32"), (Reading(), "unknown")):
         seq = fz.Sequential(own, fz.Bias(8), fz.GELU())
         with assume_target("sm90"):
             seq(x)
-        reason = f"activation.dtype must be one of bfloat16, float16, got {known}"
-        assert reason in [r for refusal in seq.plan.refusals for r in refusal.reasons]
+        says = f"activation.dtype must be one of bfloat16, float16, got {known}"
+        assert f"{says}{hint if known == 'unknown' else ''}" in reasons(seq)
     # A parametrized op computes as it did.
     linear = fz.BasicLinear(8, 8)
     torch.nn.utils.parametrize.register_parametrization(linear, "weight", torch.nn.Identity())
     linear(torch.randn(4, 8))
     assert linear.plan.facts[0].dtype == "float32"
+
+
+def test_deriving_dtypes_changes_nothing(own_fusions):
+    own = Gated()
+    seq = fz.Sequential(own, fz.Linear(8, 4))
+    x = torch.randn(5, 6, dtype=BF16)
+    held, generator = own.count, torch.get_rng_state()
+    explained = fz.explain(seq, x, target="sm90")
+    assert explained.plans[0].facts[1].input.dtype == "float32"
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert own.noise is None
+    assert own.count is held
+    assert own.count == 0
+    with torch.no_grad():
+        y = seq(x)
+        torch.set_rng_state(generator)
+        assert torch.equal(own.noise, torch.rand_like(x))
+        assert own.count == 1
+        assert seq.plan.fired == ("linear_bias_activation",)
+        a, b = (x @ own.weight.T).chunk(2, -1)
+        torch.testing.assert_close(
+            y, torch.nn.functional.linear((a * b).float(), *seq[1].parameters())
+        )
+        own.gives = FP64
+        says = r"Gated must give torch.float32, .* got torch.float64; define its output_dtypes"
+        with pytest.raises(RuntimeError, match=says):
+            seq(x)
+
+
+@pytest.mark.parametrize("autocast", [None, BF16])
+def test_derived_dtypes_follow_autocast(autocast):
+    class Product(fz.BasicOperation):
+        def formula(self, input_):
+            return input_ @ input_.T @ input_
+
+    seq = fz.Sequential(Product(), fz.Bias(8), fz.GELU())
+    with torch.autocast("cpu", autocast, enabled=autocast is not None), assume_target("sm90"):
+        seq(torch.randn(4, 8, requires_grad=True))
+    known = "float32" if autocast is None else "bfloat16"
+    assert seq.plan.facts[1].input.dtype == known
+
+
+def test_derived_dtypes_with_extra_inputs():
+    seq = fz.Sequential(AddTable(), fz.Bias(8), fz.GELU())
+    for dtype, known in ((FP32, "float32"), (torch.int64, "float32"), (FP64, "unknown")):
+        with assume_target("sm90"), torch.no_grad():
+            seq(torch.randn(4, 8), torch.ones(4, dtype=dtype))
+        assert seq.plan.facts[1].input.dtype == known
+
+
+def test_ops_that_no_rule_fits_do_not_run_on_fake_tensors():
+    class Counting(fz.BasicOperation):
+        calls = 0
+
+        def formula(self, input_):
+            self.calls += 1
+            return input_ * 2
+
+    op = Counting()
+    with torch.no_grad():
+        fz.Sequential(op, fz.SiLU())(torch.ones(3))
+    assert op.calls == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_derived_dtypes_under_the_compiler():
+    class ByHand(fz.BasicOperation):  # a formula is compiled by itself
+        def op_forward(self, ctx, input_, **_):
+            return input_.float()
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output.bfloat16(), ()
+
+    seq = fz.Sequential(ByHand(), fz.Linear(8, 8), fz.GELU())
+    x = torch.randn(4, 8, dtype=BF16)
+    y = torch.compile(seq, backend="aot_eager", fullgraph=True)(x)
+    assert seq.plan.facts[1].input.dtype == "float32"
+    assert seq.plan.fired == ("linear_bias_activation",)
+    torch.testing.assert_close(y, seq(x))
 
 
 def test_extra_inputs_from_inside_have_facts():
