@@ -544,6 +544,15 @@ def test_a_forward_that_is_replaced():
 
 @pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
+    def test_forward_hooks_on_parts_of_a_linear(self):
+        linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+        for part in linear.basic_ops:
+            part.register_forward_hook(lambda m, args, out: 2 * out)
+        for module in (linear, fz.Sequential(linear, fz.GELU())):
+            torch._dynamo.reset()
+            compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(results(compiled, (x,)), results(module, (x,)))
+
     @pytest.mark.parametrize("name", BUILD)
     def test_forward_hooks(self, name):
         module, given = BUILD[name](), inputs(name)
