@@ -1,5 +1,7 @@
 """A grouped linear's prepared launches are those that the checked entries make; nothing runs."""
 
+import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -200,7 +202,7 @@ def on_stream(monkeypatch):
     state = SimpleNamespace(current=None, capturing=False)
 
     def stream(name, capturing=False):
-        state.current, state.capturing = SimpleNamespace(name=name, waits=[]), capturing
+        state.current, state.capturing = SimpleNamespace(name=name, waits=[], reads=[]), capturing
         state.current.wait_event = state.current.waits.append
         return state.current
 
@@ -211,6 +213,7 @@ def on_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: stream.reads.append(t))
     for kept in ("_pointer_tables", "_captured"):
         monkeypatch.setattr(launch, kept, type(getattr(launch, kept))())
     return stream
@@ -226,6 +229,7 @@ def test_a_stream_waits_for_a_table_that_another_copies(on_stream):
     second = on_stream(2)
     assert launch.pointer_table(pointers, cpu) is table
     assert len(second.waits) == 1
+    assert second.reads == [table]
     captured = on_stream(3, capturing=True)  # an event from outside would break the capture
     assert launch.pointer_table(pointers, cpu) is table
     assert captured.waits == []
@@ -257,3 +261,31 @@ def test_captures_of_the_same_weights_keep_one_table(on_stream):
         on_stream(1)
         launch.pointer_table((16, 64), cpu)
     assert len(launch._captured) == 1
+
+
+def test_threads_that_need_tables_at_once(on_stream, monkeypatch):
+    """Each gets its own pointers' table, while others drop it from the full cache."""
+    monkeypatch.setattr(launch, "_MAX_POINTER_TABLES", 1)
+    on_stream(1)
+    failed = []
+
+    def run(i):
+        try:
+            for k in range(2000):
+                pointers = ((i + k) % 3, 7)
+                assert launch.pointer_table(pointers, torch.device("cpu")).tolist() == [*pointers]
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+    assert len(launch._pointer_tables) == 1

@@ -4,6 +4,7 @@ Nothing here reads a tensor's values: group ends, scales and pointers stay on th
 """
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ _pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] 
 # those copied by a graph. Nothing tells when a graph is gone, so none is dropped; captures of the
 # same weights share one.
 _captured: dict[tuple, torch.Tensor] = {}
+_pointer_tables_lock = threading.Lock()
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
@@ -213,6 +215,11 @@ def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tens
     A stream that another one copies for waits for that on the device. A capture does not, which
     begins with a synchronisation.
     """
+    with _pointer_tables_lock:  # threads would drop each other's
+        return _pointer_table(pointers, device)
+
+
+def _pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     key, stream = (device.index, pointers), torch._C._cuda_getCurrentRawStream(device.index)
     capturing = torch.cuda.is_current_stream_capturing()
     if capturing and key in _captured:
@@ -223,7 +230,9 @@ def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tens
         if capturing:
             _captured[key] = table
         elif stream != of_stream:
-            torch.cuda.current_stream(device).wait_event(copied)
+            current = torch.cuda.current_stream(device)
+            current.wait_event(copied)
+            table.record_stream(current)  # which may read it when it has been dropped
         return table
     source = torch.tensor(pointers, dtype=torch.int64, device="cpu").pin_memory()
     table = source.to(device, non_blocking=True)
