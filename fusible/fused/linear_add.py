@@ -11,7 +11,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
-from fusible.fuser.ownership import memory
+from fusible.fuser.memory import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum

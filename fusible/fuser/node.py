@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from fusible.fuser.callers_buffers import check_grad_input, returned_grad
 from fusible.fuser.context import OperationContext
-from fusible.fuser.ownership import InputOwner, Owner, check_grad_input, owned_grads
+from fusible.fuser.ownership import InputOwner, Owner, owned_grads
 from fusible.fuser.places import note_place
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep
 from fusible.fuser.tracing import hooks_hold_saved
@@ -243,6 +244,9 @@ class RunFunction(torch.autograd.Function):
             g if g is None or g.dtype == dtype else g.to(dtype)
             for g, dtype in zip(flat, schedule.dtypes, strict=True)
         ]
+        if checks_memory:
+            to_leaf = _leaf(fctx.next_functions[0][0]) is not None
+            given[0] = returned_grad(contexts[0], given[0], to_leaf)
         return (None, None, None, *(given if slots is None else _summed(given, slots)))
 
 
@@ -299,12 +303,14 @@ def _note_leaves(
     sources: Sequence[tuple[Any, int]],
 ) -> None:
     """Note which parameters autograd differentiates, from the nodes that get their gradients."""
-    accumulates = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     for i in schedule.accumulating:
-        contexts[i].leaves = [
-            node.variable if isinstance(node, accumulates) else None
-            for node, _ in sources[schedule.params[i]]
-        ]
+        contexts[i].leaves = [_leaf(node) for node, _ in sources[schedule.params[i]]]
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The tensor whose gradient an autograd node accumulates, or None if it does no such thing."""
+    kind = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+    return node.variable if isinstance(node, kind) else None
 
 
 def _add_to_sources(

@@ -16,10 +16,10 @@ from torch.nn.utils import parametrize
 
 from fusible.caches import keep
 from fusible.fuser import target as targets
+from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_forward
-from fusible.fuser.ownership import check_buffers
 from fusible.fuser.places import outermost_call
 from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, plan
 from fusible.fuser.registry import is_ours, registry
@@ -146,7 +146,7 @@ class Run:
         tensors, slots = given, None
         tracing = torch.compiler.is_compiling()
         if kwargs is not None and not tracing:
-            check_buffers(self.ops, inputs, kwargs)
+            check_buffers(self.ops, inputs, kwargs, self.ops)
         if tracing:
             recipe = None if key[0] is None else key[0].as_constants()
             schedule = getattr(self._traced, self._trace_schedule(recipe, key[1:]))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.node import kind_of
+from fusible.fuser.ownership import check_apart
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
@@ -119,6 +121,8 @@ class Sequential(PatchesCounted, nn.Sequential):
             return division.only(input, *extra_inputs, kwargs=of_ops)
         if len(extra_inputs) != len(division.wiring.names):
             division.wiring.check_number(division.ops, len(extra_inputs))
+        if (kwargs or division.targets) and not torch.compiler.is_compiling():
+            _check_memory(self, division, (input, *extra_inputs), kwargs)
         x, held, given = input, [*extra_inputs], []
         for segment in division.segments:
             taken = [held[place] for place in segment.inputs]
@@ -397,6 +401,22 @@ def _check_owns_parameters(op: Any) -> None:
 
 
 # --- execution -----------------------------------------------------------------------------------
+
+
+def _check_memory(
+    sequential: Sequential,
+    division: Division,
+    inputs: tuple[Any, ...],
+    kwargs: dict[nn.Module, dict[str, Any]] | None,
+) -> None:
+    """Refuse that one segment writes to what another one reads, as within one run."""
+    modules = tuple(sequential)
+    for op, of_op in (kwargs or {}).items():
+        check_buffers((op,), inputs, (of_op,), modules)
+    for who, k, readers in division.targets:
+        read = [(what, t) for what, n in readers if isinstance(t := inputs[1 + n], Tensor)]
+        if isinstance(inputs[1 + k], Tensor):
+            check_apart(who, inputs[1 + k], read, modules)
 
 
 def _run_segment(

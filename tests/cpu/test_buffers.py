@@ -246,6 +246,94 @@ def test_two_buffers_that_overlap():
         op(torch.randn(ROWS, WIDTH), output=buffer, grad_input=buffer)
 
 
+@pytest.mark.parametrize("name", ["output", "grad_input"])
+@pytest.mark.parametrize("split", [False, True], ids=["one run", "two runs"])
+def test_a_buffer_over_what_another_run_reads(name, split):
+    """A hook or an ordinary module makes two runs of one; what is refused does not depend on it."""
+    seq = fz.Sequential(
+        fz.BasicLinear(WIDTH, WIDTH), fz.AddExtraInput(), fz.BasicLinear(WIDTH, WIDTH)
+    )
+    if split:
+        seq[1].register_forward_hook(lambda *_: None)
+        seq.append(torch.nn.Linear(WIDTH, WIDTH))
+    x, extra = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
+    weights = [torch.zeros(ROWS + WIDTH, WIDTH) for _ in range(4)]
+    for op, weight in zip(seq[::2], weights, strict=False):
+        op.weight.data = weight[:WIDTH]
+    if split:
+        seq[3].weight.data = weights[2][:WIDTH]
+    op = seq[2] if name == "output" else seq[0]
+    read = {
+        "the input": x.data,
+        "extra input 0": extra.data,
+        "weight of op 0": weights[0][:ROWS],
+        "weight of op 2": weights[1][:ROWS],
+        **({"weight of op 3": weights[2][:ROWS]} if split else {}),
+    }
+    for what, buffer in read.items():
+        with pytest.raises(ValueError, match=f"'{name}' must share no memory with {what}"):
+            seq(x, extra, op_kwargs={op: {name: buffer}})
+    seq(x, extra, op_kwargs={op: {name: weights[0][WIDTH:]}}).sum().backward()
+
+
+def grad_of(module, x, *buffers):
+    """Of ``module(x, *op_kwargs)`` by x; the buffers are for the ops' ``grad_input``."""
+    given = [{} if b is None else {"grad_input": b} for b in buffers]
+    (grad,) = torch.autograd.grad(module(x, *given).square().sum(), x)
+    return grad
+
+
+class TestOneGradInputForTwoOps:
+    ops = fz.BasicLinear(WIDTH, WIDTH), fz.BasicLinear(WIDTH, WIDTH)
+
+    def parallel(self, x, first, second):
+        h = x * 2
+        return self.ops[0](h, **first) + self.ops[1](h, **second).square()
+
+    def chained(self, x, first, second):
+        return self.ops[1](torch.relu(self.ops[0](x, **first)), **second)
+
+    def through_an_op(self, x, first, second):
+        return self.ops[1](fz.SiLU()(self.ops[0](x, **first)), **second)
+
+    def leaves(self, x, first, second):
+        return self.ops[0](x, **first) + self.ops[1](x, **second).square()
+
+    def test_gradients_that_meet(self):
+        """The sum is taken when both are there: neither may lie in the other's place."""
+        x, b = torch.randn(ROWS, WIDTH, requires_grad=True), torch.empty(2, ROWS, WIDTH)
+        with pytest.raises(ValueError, match="the gradient that another op has returned in its bu"):
+            grad_of(self.parallel, x, b[0], b[0])
+        want = grad_of(self.parallel, x, None, None)
+        assert torch.equal(grad_of(self.parallel, x, b[0], b[1]), want)
+
+    @pytest.mark.parametrize("form", ["chained", "through_an_op"])
+    def test_one_after_the_other(self, form):
+        """What is not read any more is written to, also in the next backward."""
+        x, b = torch.randn(ROWS, WIDTH, requires_grad=True), torch.empty(ROWS, WIDTH)
+        want = grad_of(getattr(self, form), x, None, None)
+        kept = [grad_of(getattr(self, form), x, b, b) for _ in range(2)]
+        assert torch.equal(kept[0], want)
+        assert torch.equal(kept[1], want)
+
+    @pytest.mark.parametrize("kind", ["dense", "grouped"])
+    def test_of_a_leaf_over_two_backwards(self, kind):
+        """Its ``.grad`` is no buffer, which the second one would write before it adds to it."""
+        op = fz.BasicLinear(WIDTH, WIDTH) if kind == "dense" else fz.GroupedLinear(1, WIDTH, WIDTH)
+        extra = [] if kind == "dense" else [[ROWS]]
+        x, b = torch.randn(ROWS, WIDTH, requires_grad=True), torch.empty(ROWS, WIDTH)
+        first, second = torch.randn(2, ROWS, WIDTH)
+        want = sum(torch.autograd.grad(op(x, *extra), x, dy)[0] for dy in (first, second))
+        op(x, *extra, grad_input=b).backward(first)
+        op(x, *extra, grad_input=b).backward(second)
+        torch.testing.assert_close(x.grad, want)
+        assert x.grad.data_ptr() != b.data_ptr()
+        (grad,) = torch.autograd.grad(op(x, *extra, grad_input=b), x, first)
+        assert grad.data_ptr() == b.data_ptr()
+        with pytest.raises(ValueError, match="the gradient that another op has returned in its bu"):
+            self.leaves(x, {"grad_input": b}, {"grad_input": b}).sum().backward()
+
+
 def test_a_gradient_that_another_input_gets():
     """The sum's gradient is returned as it is: nothing may be written there."""
     seq = fz.Sequential(fz.BasicLinear(WIDTH, WIDTH), fz.AddExtraInput())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fusible as fz
-from fusible.fuser import ownership
+from fusible.fuser import memory
 from fusible.kernels import reference
 from fusible.testing import assume_target
 
@@ -405,6 +405,40 @@ def test_a_tensor_of_the_caller_that_is_read_later(name):
     assert all(map(torch.equal, given, before))
 
 
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:], lambda t: t.view(-1).view_as(t)])
+@pytest.mark.parametrize("inside", [fz.SiLU, linear], ids=["basic", "fused"])
+def test_a_leaf_that_requires_a_gradient_is_not_written_to(inside, view):
+    """Nor a view of one, as with PyTorch's operations in place; where gradients are off, it is."""
+    seq = fz.Sequential(inside(), fz.AddExtraInput(in_place=True))
+    x, leaf = new(), new().requires_grad_()
+    before = leaf.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        view(leaf).add_(x)
+    with pytest.raises(ValueError, match="must not be a leaf tensor that requires a gradient"):
+        seq(x, view(leaf))
+    assert torch.equal(leaf, before)
+    seq(x, leaf * 1).sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
+    with torch.no_grad():
+        seq(x, view(leaf))
+        torch.testing.assert_close(leaf, before + seq[0](x))
+
+
+def test_a_tensor_that_another_run_reads_later():
+    """As within one run, where a hook makes two of it."""
+    seq = fz.Sequential(fz.AddExtraInput(in_place=True), fz.SiLU(), fz.AddExtraInput())
+    x, t = new(), new()
+    before = t.clone()
+    for _ in range(2):
+        for extra in ((t, t), (t, t[:])):
+            with pytest.raises(
+                ValueError, match=r"op 0 .* memory of extra input 0 of op 2 \(AddEx"
+            ):
+                seq(x, *extra)
+        seq[1].register_forward_hook(lambda *_: None)
+    assert torch.equal(t, before)
+
+
 @pytest.mark.parametrize("inside", [fz.SiLU, linear], ids=["basic", "fused"])
 def test_a_residual_in_the_inputs_place(inside):
     """Without gradients nothing reads the input any more when the sum is written."""
@@ -463,19 +497,19 @@ def test_overlap_is_that_of_the_elements():
         if len(views) < 2:
             continue
         a, b = ({*view.reshape(-1).tolist()} for view in views)
-        assert ownership.overlap(*views) >= bool(a & b)
-        missed += ownership.overlap(*views) > bool(a & b)
+        assert memory.overlap(*views) >= bool(a & b)
+        missed += memory.overlap(*views) > bool(a & b)
         for view, places in zip(views, (a, b), strict=True):
-            assert ownership.repeats_elements(view) >= (len(places) < view.numel())
+            assert memory.repeats_elements(view) >= (len(places) < view.numel())
     assert missed < 300
     for columns in (3, 4):
         left, right = torch.zeros(2, 4, 8)[..., :columns], torch.zeros(2, 4, 8)[..., 4:]
-        assert not ownership.overlap(left, right)
+        assert not memory.overlap(left, right)
     rows = torch.zeros(4, 8)
-    assert not ownership.overlap(rows[:2], rows[2:])
-    assert not ownership.overlap(rows[:, ::2], rows[:, 1::2])
-    assert ownership.overlap(rows[:, :4], rows[:, 3:])
-    assert not ownership.overlap(rows[:0], rows)
+    assert not memory.overlap(rows[:2], rows[2:])
+    assert not memory.overlap(rows[:, ::2], rows[:, 1::2])
+    assert memory.overlap(rows[:, :4], rows[:, 3:])
+    assert not memory.overlap(rows[:0], rows)
 
 
 # --- what is read after a backward ---------------------------------------------------------------
