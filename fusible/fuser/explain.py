@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
@@ -137,6 +138,7 @@ def explain(
         wrap = partial(partial, _forward_or_note, refused, names)
         return unfused(run.scheduled(made, key), wrap)
 
+    _check_initialized(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
     parts = [part for _, part in named_modules(module)]
@@ -155,6 +157,17 @@ def explain(
             "which ran none"
         )
     return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused))
+
+
+def _check_initialized(module: nn.Module) -> None:
+    """Raise ValueError for parameters and buffers that the first call will make."""
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(t):
+            raise ValueError(
+                "explain needs a model whose parameters have shapes, got the uninitialized "
+                f"{path(type(module).__name__, name)}, which its first call makes; call the model "
+                "once"
+            )
 
 
 def _forward_or_note(

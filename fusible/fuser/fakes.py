@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -18,6 +20,8 @@ class _ReadOnly(TorchDispatchMode):
     ``FakeTensorMode`` itself lets some (``add_``, ``mul_``) write to real tensors.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
@@ -25,7 +29,7 @@ class _ReadOnly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
+        if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
@@ -37,23 +41,46 @@ class _ReadOnly(TorchDispatchMode):
 def leaving_alone(modules: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[None]:
     """In ``mode``, where the modules may be given its fake tensors beside their own real ones.
 
-    Their parameters and buffers stay as they are, and so do attributes to which they bind a tensor.
+    Their parameters and buffers stay as they are, and so do attributes to which they bind a tensor,
+    and the dictionaries and lists that are attributes.
     Random numbers are drawn of fake tensors only, which no generator notices.
     """
-    states = [state for m in modules for state in (vars(m), m._parameters, m._buffers)]
-    before = [dict(state) for state in states]
+    before = [(held, held.copy()) for held in _containers([vars(m) for m in modules])]
+    values = [t for _, held in before for t in _items(held) if type(t) in (Tensor, nn.Parameter)]
+    data = [(t, t.detach()) for t in values]
     try:
         with mode, _ReadOnly(mode):
             yield
     finally:
-        for state, known in zip(states, before, strict=True):
-            for name, value in [*state.items()]:
+        for t, known in data:
+            if t.device != known.device:  # t.data = fake
+                t.data = known
+        for held, known in before:
+            if isinstance(held, list):
+                held[:] = known if _holds_fake(held) else held
+                continue
+            for name, value in [*held.items()]:
                 if value is known.get(name) or not _holds_fake(value):
                     continue
                 if name in known:
-                    state[name] = known[name]
+                    held[name] = known[name]
                 else:
-                    del state[name]
+                    del held[name]
+
+
+def _containers(pending: list[Any]) -> Iterator[Any]:
+    """The dictionaries and lists, with those that they hold."""
+    seen = set()
+    while pending:
+        held = pending.pop()
+        if type(held) in (dict, OrderedDict, list) and id(held) not in seen:
+            seen.add(id(held))
+            yield held
+            pending.extend(_items(held))
+
+
+def _items(held: Any) -> Iterable[Any]:
+    return held if isinstance(held, list) else held.values()
 
 
 def _holds_fake(value: Any) -> bool:

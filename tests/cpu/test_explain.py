@@ -282,6 +282,44 @@ def test_nothing_in_the_module_changes(name):
     assert calls() == [count + 2 for count in counts]  # one evaluation each
 
 
+class Caching(nn.Module):
+    """Keeps tensors in a dictionary and a list, and renormalizes its weight's data."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+        self.cached, self.seen = {"of": {}}, []
+
+    def forward(self, x):
+        if x.shape[0] not in self.cached["of"]:
+            self.cached["of"][x.shape[0]] = torch.arange(8.0)
+        self.seen.append(x)
+        y = self.ops(x) + self.cached["of"][x.shape[0]]
+        weight = self.ops[0].weight
+        weight.data = torch.renorm(weight.data, 2, 0, 0.1)
+        return y
+
+
+def test_dictionaries_lists_and_data_stay_as_they_are():
+    module = Caching()
+    weight = module.ops[0].weight
+    values = weight.detach().clone()
+    fz.explain(module, torch.randn(4, 8))
+    assert module.cached == {"of": {}}
+    assert module.seen == []
+    assert torch.equal(weight, values)
+    expected = torch.nn.functional.silu(module.ops[0](x := torch.randn(4, 8))) + torch.arange(8.0)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_uninitialized_parameters():
+    module = nn.Sequential(nn.LazyLinear(8), fz.SiLU())
+    with pytest.raises(ValueError, match=r"uninitialized Sequential\.0\.weight, which its first"):
+        fz.explain(module, torch.randn(4, 8))
+    assert isinstance(module[0], nn.LazyLinear)
+    assert module(torch.randn(4, 8)).shape == (4, 8)
+
+
 def test_a_module_that_decides_by_values():
     class Deciding(Repeated):
         def forward(self, x):
