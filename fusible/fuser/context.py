@@ -43,8 +43,6 @@ class OperationContext:
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
             of the run asks (``writes_extra_inputs``, ``writes_grads``), never while compiling.
         writable_grad_output: whether its backward may write to ``grad_output``; known likewise.
-        fused_backward: in the forward, whether a fused op runs the backward, and reads what the
-            op saves.
     """
 
     requires_grad: bool
@@ -61,7 +59,6 @@ class OperationContext:
     memo: dict[Any, Any]
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
-    fused_backward: bool = False
 
     if TYPE_CHECKING:
 

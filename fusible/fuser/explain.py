@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
-from fusible.fuser.plan import Plan, Refusal
+from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.run import Run
-from fusible.fuser.schedule import Schedule, unfused
+from fusible.fuser.schedule import RunPart, Schedule, unfused
 from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
 
@@ -125,6 +125,7 @@ def explain(
     """
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
+    cut: list[tuple[PlannedRun, Sequence[RunPart]]] = []
     names: dict[Any, str] = {}
     refused: list[str] = []
 
@@ -134,9 +135,12 @@ def explain(
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
         made = run.plan_for(key, on or target_of(device))
+        schedule = run.scheduled(made, key)
+        if schedule.parts:  # each of which is planned in its turn
+            cut.append((PlannedRun(where, run, made), schedule.parts))
+            return schedule
         planned.append(PlannedRun(where, run, made))
-        wrap = partial(partial, _forward_or_note, refused, names)
-        return unfused(run.scheduled(made, key), wrap)
+        return unfused(schedule, partial(partial, _forward_or_note, refused, names))
 
     _check_initialized(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -156,6 +160,8 @@ def explain(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
             "which ran none"
         )
+    for whole, of_run in cut:
+        _join(planned, whole, of_run)
     return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused))
 
 
@@ -168,6 +174,19 @@ def _check_initialized(module: nn.Module) -> None:
                 f"{path(type(module).__name__, name)}, which its first call makes; call the model "
                 "once"
             )
+
+
+def _join(planned: list[PlannedRun], whole: PlannedRun, parts: Sequence[RunPart]) -> None:
+    """Put one plan in the place of those of a run's parts."""
+    plans, at = [], None
+    for part in parts:
+        found = next((p for p in planned if p.run is part.run), None)
+        if found is None:  # a part that the call did not come to
+            return
+        at = planned.index(found) if at is None else at
+        plans.append(found.plan)
+        planned.remove(found)
+    planned.insert(at or 0, replace(whole, plan=of_parts(whole.plan, plans)))
 
 
 def _forward_or_note(

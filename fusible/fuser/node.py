@@ -78,16 +78,31 @@ def run_forward(
     return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
 
 
+def run_formula(
+    schedule: Schedule, formula: Callable[..., Tensor], given: Sequence[Tensor]
+) -> Tensor:
+    """What the formula of the only op gives for its input and parameters, for autograd to see."""
+    (step,) = schedule.forward
+    if step.without_autocast:
+        formula = _without_autocast(formula, given[0].device.type)
+    if _is_profiled():
+        formula = record_function(f"{step.label} forward")(formula)
+    try:
+        output = formula(*given)
+        _check_returned(schedule, step, (output, [()]), ())
+    except Exception as error:
+        note_place(error, schedule, step)
+        raise
+    return output
+
+
 def _new_contexts(schedule: Schedule, given: Sequence[Tensor]) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
-    contexts = [
+    return [
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
         for needs, own in zip(plan.grad, schedule.params, strict=True)
     ]
-    for i in schedule.fused_backward:
-        contexts[i].fused_backward = True
-    return contexts
 
 
 def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:

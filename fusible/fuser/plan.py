@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -408,9 +408,21 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         forward_ops=tuple(step for p in plans for step in p.forward_ops),
         backward_ops=tuple(step for p in plans for step in p.backward_ops),
         grad=tuple(needs for p in plans for needs in p.grad),
+        facts=tuple(of_op for p in plans for of_op in p.facts),
         fusions=tuple(fusions),
         refusals=tuple(refusals),
     )
+
+
+def of_parts(whole: Plan, plans: Sequence[Plan]) -> Plan:
+    """The plans of a run's parts as one, with the refusals of rules that fit over several parts."""
+    ends = [0, *accumulate(len(p.basic_ops) for p in plans)]
+    across = [
+        r for r in whole.refusals if any(r.start < end < r.start + len(r.ops) for end in ends)
+    ]
+    made = joined(plans)
+    assert made is not None
+    return replace(made, refusals=(*made.refusals, *across))
 
 
 def cover(

@@ -126,11 +126,6 @@ class Registry:
         builds = [rule.build for rule in self.rules]
         self.has_users = any(self.functions.values()) or not all(map(is_ours, builds))
 
-    def may_fuse(self, op: Any) -> bool:
-        """Whether a rule's pattern takes the op, or there are fusion functions, which may."""
-        types = [slot.types for rule in self.rules for slot in rule.pattern]
-        return any(self.functions.values()) or any(isinstance(op, taken) for taken in types)
-
     def apply(self, ops: Sequence[Any], recipe: Any) -> UserFusions:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
         makers: dict[Any, str] = {}

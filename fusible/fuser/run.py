@@ -19,12 +19,12 @@ from fusible.fuser import target as targets
 from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
-from fusible.fuser.node import RunFunction, folded, run_directly, run_forward
+from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
 from fusible.fuser.places import outermost_call
-from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, plan
+from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, of_parts, plan
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
+from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, RunPart, Schedule, scheduled
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import CALLER, Wiring, wire
@@ -116,7 +116,8 @@ class Run:
         self.wiring = wire(self.ops) if wiring is None else wiring
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
-        self.plan: Plan | None = None
+        self._schedule: Schedule | None = None  # of the last call
+        self._parts: dict[tuple[int, ...], tuple[RunPart, ...]] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._user: dict[tuple[Any, ...], UserFusions] = {}
@@ -135,45 +136,83 @@ class Run:
         if (self.has_user_ops or registry.has_users) and self._parametrized():
             # A user's code may read parameters from the module: they must be these tensors.
             with _parametrize_cached():
-                return self._execute(inputs, kwargs)
-        return self._execute(inputs, kwargs)
+                return self._execute(inputs, kwargs, [op.own_parameters() for op in self.ops])
+        # Read here only: a parametrization is evaluated once a call.
+        return self._execute(inputs, kwargs, [op.own_parameters() for op in self.ops])
 
-    def _execute(self, inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
-        # The only place where parameters are read: a parametrization is evaluated once a call.
-        params = [op.own_parameters() for op in self.ops]
+    def _execute(
+        self,
+        inputs: tuple[Tensor, ...],
+        kwargs: Kwargs | None,
+        params: Sequence[tuple[Tensor, ...]],
+    ) -> Any:
         given: tuple[Tensor, ...] = (*inputs, *[p for of_op in params for p in of_op])
         key = self._key(inputs, given[len(inputs) :], tuple([len(of_op) for of_op in params]))
-        tensors, slots = given, None
         tracing = torch.compiler.is_compiling()
         if kwargs is not None and not tracing:
             check_buffers(self.ops, inputs, kwargs, self.ops)
         if tracing:
             recipe = None if key[0] is None else key[0].as_constants()
             schedule = getattr(self._traced, self._trace_schedule(recipe, key[1:]))
-            if schedule.is_formula:
-                return self.ops[0].formula_of(len(params[0]))(*given)
-            tensors, slots = folded(tensors)
         elif _observation.schedule_for is not None:
             schedule = _observation.schedule_for(self, key, inputs[0].device)
         else:
             schedule = self._schedules.get(key) or self._first_schedule(key, given, kwargs)
-            self.plan = schedule.plan
+            self._schedule = schedule
             if schedule.direct is not None and kwargs is None:
-                prepared = schedule.direct.prepared(*tensors)
+                prepared = schedule.direct.prepared(*given)
                 if prepared is not None:
-                    return run_directly(schedule, prepared, tensors)
-        kwargs = self.no_kwargs if kwargs is None else kwargs
-        if schedule.plan.grad[-1].requires_grad:
-            if not tracing and torch._C._are_functorch_transforms_active():
-                raise RuntimeError(
-                    "fusible ops must not need gradients inside a transform of torch.func (grad, "
-                    "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
-                    "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
-                )
-            outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
-        else:
-            outputs = tuple(run_forward(schedule, given, kwargs)[0])
+                    return run_directly(schedule, prepared, given)
+        if schedule.parts:
+            return self._execute_parts(schedule, inputs, kwargs, params)
+        if schedule.is_formula:
+            return run_formula(schedule, self.ops[0].formula_of(len(params[0])), given)
+        outputs = self._apply(schedule, given, self.no_kwargs if kwargs is None else kwargs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    def _apply(schedule: Schedule, given: tuple[Tensor, ...], kwargs: Kwargs) -> tuple[Tensor, ...]:
+        """The output and extra outputs of a schedule as one autograd function."""
+        if not schedule.plan.grad[-1].requires_grad:
+            return tuple(run_forward(schedule, given, kwargs)[0])
+        if torch.compiler.is_compiling():
+            tensors, slots = folded(given)
+            return RunFunction.apply(schedule, slots, kwargs, *tensors)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "fusible ops must not need gradients inside a transform of torch.func (grad, "
+                "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+                "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+            )
+        return RunFunction.apply(schedule, None, kwargs, *given)
+
+    def _execute_parts(
+        self,
+        schedule: Schedule,
+        inputs: tuple[Tensor, ...],
+        kwargs: Kwargs | None,
+        params: Sequence[tuple[Tensor, ...]],
+    ) -> Any:
+        """Run the parts of a schedule, each with a plan of its own."""
+        x, *held = inputs
+        for run, ops, places, copied, outputs in schedule.parts:
+            given = [held[place] for place in places]
+            for n in copied:
+                given[n] = given[n].clone()
+            x = run._execute((x, *given), kwargs and kwargs[ops], params[ops])
+            if outputs:
+                x, *made = x
+                held.extend(made)
+        public = [held[len(inputs) - 1 + n] for n in schedule.public]
+        return (x, *public) if public else x
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last call ran as; None before the first."""
+        if self._schedule is None:
+            return None
+        plans = [part.run.plan for part in self._schedule.parts]
+        return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
         """Name the ops."""
@@ -276,8 +315,9 @@ class Run:
             call = _PlanKey(*key)
             made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
-            _log_plan(made)
             schedule = self.scheduled(made, key)
+            if not schedule.parts:
+                _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
         return schedule
@@ -288,7 +328,8 @@ class Run:
         """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
         kwargs = self.no_kwargs if kwargs is None else kwargs
-        schedule.diagnostics.expected.update(expected_of(schedule, given, kwargs))
+        if not schedule.parts:
+            schedule.diagnostics.expected.update(expected_of(schedule, given, kwargs))
         return schedule
 
     @constant_when_traced
@@ -313,9 +354,8 @@ class Run:
 
     def _prepare(self, key: tuple[Any, ...], name: str) -> None:
         """Set the attribute in which compiled code finds a call's schedule."""
-        schedule = self.schedule_for(key)
-        self.plan = schedule.plan
-        keep(vars(self._traced), name, schedule, MOST_PLANS)
+        self._schedule = self.schedule_for(key)
+        keep(vars(self._traced), name, self._schedule, MOST_PLANS)
 
     def _static_key(self) -> tuple[Any, ...]:
         """The part of what plans depend on that is not in the key of a call."""
@@ -334,8 +374,11 @@ class Run:
         call = _PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)
-        first = self.ops[0]
-        own = all(step.op is first for step in (*forward, *backward))
+        own = {step.op for step in forward} & {step.op for step in backward}
+        formulas = [i for i, op in enumerate(self.ops) if op.is_formula and op in own]
+        is_formula = len(formulas) == len(self.ops) == 1
+        parts = self._cut(formulas) if call.grad_enabled and not is_formula else ()
+        held = [o for part in parts for o in part.outputs]
         return Schedule(
             plan,
             self.wiring,
@@ -348,13 +391,30 @@ class Run:
             direct=self._direct(plan),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
-            fused_backward=[
-                i for s in backward if s.op.is_fused_op for i in range(s.start, s.stop)
-            ],
-            is_formula=len(self.ops) == 1 and first.is_formula and own,
+            is_formula=is_formula,
+            parts=parts,
+            public=[held.index(output) for output in self.wiring.public] if parts else (),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
             diagnostics=Diagnostics(outermost_call()),
         )
+
+    def _cut(self, formulas: Sequence[int]) -> tuple[RunPart, ...]:
+        """The run in parts, of which each of the ops ``formulas`` is one; empty without any."""
+        if not formulas:
+            return ()
+        ends = tuple(sorted({0, len(self.ops), *formulas, *[i + 1 for i in formulas]}))
+        if ends not in self._parts:
+            places = {(CALLER, k): k for k in range(self.num_extra_inputs)}
+            made = []
+            for start, stop in pairwise(ends):
+                ops, part = slice(start, stop), self.wiring.part(self.ops, start, stop)
+                run = Run(self.ops[ops], wiring=part.wiring)
+                run.paths = self.paths[ops]
+                inputs = tuple([places[source] for source in part.inputs])
+                places.update({o: n for n, o in enumerate(part.outputs, len(places))})
+                made.append(RunPart(run, ops, inputs, part.copied, part.outputs))
+            keep(self._parts, ends, tuple(made), MOST_PLANS)
+        return self._parts[ends]
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:

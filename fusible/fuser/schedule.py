@@ -120,6 +120,21 @@ class Diagnostics:
         self.expected: dict[Any, Expected] = {}
 
 
+class RunPart(NamedTuple):
+    """Consecutive ops of a run that run by themselves.
+
+    The whole run holds its extra inputs, then those extra outputs of its parts that are needed
+    elsewhere, in order. ``inputs`` are places among these; ``copied`` as in ``wiring.Part``.
+    """
+
+    run: Any
+    ops: slice
+    inputs: tuple[int, ...]
+    copied: tuple[int, ...]
+    outputs: tuple[tuple[int, int], ...]
+    """By op of the whole run, and slot."""
+
+
 class Schedule(NamedTuple):
     """A plan with all that its execution looks up."""
 
@@ -137,10 +152,12 @@ class Schedule(NamedTuple):
     """Whether an op of the forward writes to extra inputs."""
     writes_grads: bool
     """Whether an op of the backward writes to gradients, if they are the run's own."""
-    fused_backward: Sequence[int]
-    """Indices of the ops whose backward a fused op runs."""
     is_formula: bool
-    """Whether it is one op with a formula and nothing else, which a compiler can differentiate."""
+    """Whether it is one op with a formula and nothing else, which autograd differentiates."""
+    parts: tuple[RunPart, ...]
+    """What runs in the place of all the ops: such formulas, and the runs between them."""
+    public: Sequence[int]
+    """Which of the parts' extra outputs the caller gets."""
     accumulating: Sequence[int]
     """Indices of the ops that add to their parameters' gradients themselves."""
     diagnostics: Diagnostics
@@ -198,7 +215,7 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
         backward=scheduled(plan, wiring, paths, backward)[::-1],
         direct=None,
         writes_grads=any(op.writes_grads for op in ops),
-        fused_backward=(),
+        is_formula=False,
     )
 
 

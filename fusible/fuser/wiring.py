@@ -40,6 +40,7 @@ class Wiring:
         inputs: list[tuple[int, int]] = []
         names = []
         sources = []
+        copied = []
         for op, of_op in zip(ops[start:stop], self.sources[start:stop], strict=True):
             op_sources = []
             for slot, (producer, k) in enumerate(of_op):
@@ -47,6 +48,8 @@ class Wiring:
                     op_sources.append((producer - start, k))
                 else:
                     op_sources.append((CALLER, len(inputs)))
+                    if producer != CALLER and op.writes_extra_inputs:
+                        copied.append(len(inputs))
                     inputs.append((producer, k))
                     names.append(op.extra_input_name(slot))
             sources.append(tuple(op_sources))
@@ -61,7 +64,7 @@ class Wiring:
         }
         public = tuple((op - start, slot) for op, slot in outputs)
         wiring = Wiring(tuple(sources), tuple(names), public, consumers)
-        return Part(wiring, tuple(inputs), tuple(outputs))
+        return Part(wiring, tuple(inputs), tuple(outputs), tuple(copied))
 
     def wanted(self, ops: Sequence[Any]) -> str:
         """The extra inputs that the caller gives, in words."""
@@ -84,11 +87,15 @@ class Wiring:
 
 
 class Part(NamedTuple):
-    """Some of the ops of a wiring: their own wiring, and what enters and leaves it."""
+    """Some of the ops of a wiring: their own wiring, and what enters and leaves it.
+
+    ``copied`` says which inputs an op may write to though they are not the caller's.
+    """
 
     wiring: Wiring
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
+    copied: tuple[int, ...]
 
 
 def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:

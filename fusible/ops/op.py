@@ -23,7 +23,7 @@ from fusible.fuser.schedule import Direct
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name, wire
 from fusible.names import did_you_mean
-from fusible.ops.derivative import Described, check_traced, evaluated, reevaluated
+from fusible.ops.derivative import Described, check_traced, reevaluated
 from fusible.ops.state import (
     State,
     attributes_kept,
@@ -608,36 +608,19 @@ class BasicOperation(FusibleOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> Tensor:
-        """Forward; by default the formula, whose derivative is taken here, for the backward.
-
-        Compiled, or where a fused op runs the backward, it saves ``(x, *params)`` and ``ctx.dtype``
-        instead.
-        """
-        tensors = (input_, *ctx.parameters)
-        formula = self.formula_of(len(ctx.parameters))
-        if not ctx.requires_grad:
-            return formula(*tensors)
-        if not (torch.compiler.is_compiling() or ctx.fused_backward):
-            needs = ctx.needs.input, *ctx.needs.params
-            output, ctx.derivative, saved = evaluated(formula, tensors, needs, type(self).__name__)
-            ctx.save_for_backward(*saved)
-            return output
+        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``."""
         ctx.dtype = input_.dtype
-        ctx.save_for_backward(*tensors)
-        return formula(*tensors)
+        ctx.save_for_backward(input_, *ctx.parameters)
+        return self.formula_of(len(ctx.parameters))(input_, *ctx.parameters)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward, ``(grad_input, grad_params)``; by default the formula's derivative.
 
-        Where the default forward was compiled or did not run, since a fused op did, it evaluates
-        the formula once more, for ``(x, *params)``.
+        Of ``(x, *params)``, by evaluating the formula once more: where a fused op ran the forward
+        alone. A formula that nothing fuses is differentiated by autograd itself.
         """
-        compiling = torch.compiler.is_compiling()
-        if not compiling and hasattr(ctx, "derivative"):
-            grad_input, *grad_params = ctx.derivative(grad_output, ctx.saved_tensors)
-            return grad_input, grad_params
         saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
         if len(saved) < count:
             raise RuntimeError(
@@ -645,7 +628,7 @@ class BasicOperation(FusibleOperation):
                 f"{len(saved)} tensors; a forward fusion saves what each of its ops would"
             )
         x, *params = tensors = saved[:count]
-        if compiling:
+        if torch.compiler.is_compiling():
             # Constants: the number of rows may be symbolic, so it is any.
             shape = (*[4] * (x.dim() - 1), operator.index(x.shape[-1])) if x.dim() else ()
             shapes = [shape, *[tuple(p.shape) for p in params]]

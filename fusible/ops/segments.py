@@ -120,7 +120,7 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
                 why=group[0].why,
                 nested=bool(group[0].inside),
                 inputs=tuple(places[source] for source in part.inputs),
-                copied=tuple(_written(wiring, ops, start, stop)),
+                copied=part.copied,
                 num_outputs=None if outputs is None else len(outputs),
                 public=tuple(n for n, o in enumerate(outputs or ()) if o in wiring.public),
             )
@@ -159,19 +159,6 @@ def _targets(wiring: Wiring, ops: Sequence[Any]) -> Iterator[Target]:
                 if j >= i and other != at
             ]
             yield Target(named(ops, i), k, tuple(readers))
-
-
-def _written(wiring: Wiring, ops: Sequence[Any], start: int, stop: int) -> Iterator[int]:
-    """Of what enters ops[start:stop], what an op may write to that is not the caller's."""
-    sources = [
-        (op, producer)
-        for op, of_op in zip(ops[start:stop], wiring.sources[start:stop], strict=True)
-        for producer, _ in of_op
-        if producer < start
-    ]
-    for n, (op, producer) in enumerate(sources):
-        if producer != CALLER and op.writes_extra_inputs:
-            yield n
 
 
 def _told(unit: Unit) -> str:

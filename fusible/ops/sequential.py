@@ -58,16 +58,14 @@ class Sequential(PatchesCounted, nn.Sequential):
     """
 
     # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
-    __slots__ = ("_captured", "_known", "_traced")
+    __slots__ = ("_captured", "_known")
     _captured: _Captured | None
-    _traced: _Captured | None  # what compiled code runs
     _known: tuple[_Captured, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An object with nothing in its slots."""
         made = super().__new__(cls)
         object.__setattr__(made, "_captured", None)
-        object.__setattr__(made, "_traced", None)
         object.__setattr__(made, "_known", ())
         return made
 
@@ -173,36 +171,27 @@ class Sequential(PatchesCounted, nn.Sequential):
         if torch.compiler.is_compiling():
             _read_hooks(self)  # and so guards them
             self._trace_capture()
-            return self._traced.division  # type: ignore[union-attr]
-        if self._captured is None or not self._captured.holds():
-            self._captured = self._capture(_units(self))
-        return self._captured.division
+        elif self._captured is None or not self._captured.holds():
+            self._capture()
+        return self._captured.division  # type: ignore[union-attr]
 
     @constant_when_traced
     def _trace_capture(self) -> None:
-        units = _units(self, traced=True)
-        form = _form(self, units)
-        if self._traced is None or self._traced.form != form or not self._traced.holds():
-            self._traced = self._capture(units)
+        if self._captured is None or not self._captured.holds():
+            self._capture()
+        form = self._captured.form  # type: ignore[union-attr]
         for other in _sequentials.others([Sequential], self):
-            if other._traced is None:
-                of_other = _units(other, traced=True)
-                if _form(other, of_other) == form:
-                    other._traced = other._capture(of_other)
+            if other._captured is None and _form(other) == form:
+                other._capture()
 
-    def _capture(self, units: tuple[Unit, ...]) -> _Captured:
+    def _capture(self) -> None:
         """Divide this Sequential, as before if it was so before: plans outlive a hook."""
-        form = _form(self, units)
+        form = _form(self)
         known = [c for c in self._known if c.has_same_modules()][-_MAX_KNOWN:]
         same = [c for c in known if c.form == form]
-        if same:
-            division = same[0].division
-        else:
-            division = divide(units, self.require)
-            _name_places(self, division)
-        captured = _captured(self, form, division)
+        captured = _captured(self, form, same[0].division if same else None)
+        self._captured = captured
         self._known = (*[c for c in known if c.form != form], captured)
-        return captured
 
     # --- list ------------------------------------------------------------------------------------
 
@@ -276,11 +265,16 @@ class _Captured(NamedTuple):
 _MAX_KNOWN = 7
 
 
-def _captured(sequential: Sequential, form: tuple[Any, ...], division: Division) -> _Captured:
+def _captured(
+    sequential: Sequential, form: tuple[Any, ...], division: Division | None
+) -> _Captured:
     containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
     called = [module for m in containers for child in m for module in _with_parts(child)]
     hooks = [getattr(module, name) for module in called for name in HOOKS]
     hooks.extend(held for held, _ in _GLOBAL_HOOKS)
+    if division is None:
+        division = divide(_units(sequential), sequential.require)
+        _name_places(sequential, division)
     return _Captured(
         division,
         form,
@@ -322,28 +316,25 @@ def _with_parts(module: nn.Module) -> tuple[nn.Module, ...]:
     return (module, *[op for op in getattr(module, "basic_ops", ()) if op is not module])
 
 
-def _form(sequential: Sequential, units: Sequence[Unit]) -> tuple[Any, ...]:
+def _form(sequential: Sequential) -> tuple[Any, ...]:
     """What Sequentials that divide alike share."""
 
     def of(units: Sequence[Unit]) -> list[Any]:
         return [(type(u.module), u.why, u.require, of(u.inside), channels(u.ops)) for u in units]
 
-    return sequential.require, of(units)
+    return sequential.require, of(_units(sequential))
 
 
-def _units(sequential: Sequential, traced: bool = False) -> tuple[Unit, ...]:
-    """The modules, with nested Sequentials unfolded; ``traced`` for compiled code."""
-    return tuple(unit for module in sequential for unit in _unfolded(module, traced))
+def _units(sequential: Sequential) -> tuple[Unit, ...]:
+    """The modules, with nested Sequentials unfolded."""
+    return tuple(unit for module in sequential for unit in _unfolded(module))
 
 
-def _unfolded(module: nn.Module, traced: bool) -> Iterator[Unit]:
+def _unfolded(module: nn.Module) -> Iterator[Unit]:
     why = _why_called(module)
-    if traced and why is None and isinstance(module, BasicOperation) and module.is_formula:
-        # The compiler differentiates it, with what it draws and reads.
-        why = None if registry.may_fuse(module) else "is a formula, which is compiled by itself"
     nested = getattr(module, "as_sequential", None)  # also of one inside of a wrapper
     if isinstance(nested, Sequential) and not _has_own_forward(nested):
-        inside = _units(nested, traced)
+        inside = _units(nested)
         if why is None:
             yield from inside
         else:
