@@ -8,6 +8,7 @@ import torch
 from sharded import Case, build, outcomes
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible.recipes import QuantizedTensor
@@ -71,6 +72,31 @@ def test_main_grads_are_refused(mesh):
     op.weight.main_grad = torch.zeros(op.weight.shape)
     with pytest.raises(ValueError, match=r"got none; .* give gradients to autograd under fully_sh"):
         op(torch.randn(4, 8), torch.tensor([1, 3])).sum().backward()
+
+
+class Gate(fz.BasicOperation):
+    """``x * sigmoid(w * x)``, by its formula."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(8))
+
+    def formula(self, x, w):
+        return x * torch.sigmoid(w * x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpointed_formulas_with_every_op_sharded(mesh):
+    module = fz.Sequential(Gate(), fz.Linear(8, 8), fz.GELU(), fz.Linear(8, 8), Gate())
+    whole, x = copy.deepcopy(module), torch.randn(6, 8, requires_grad=True)
+    whole(x).square().mean().backward()
+    for op in module:
+        if [*op.parameters()]:
+            fully_shard(op, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    checkpoint(module, x, use_reentrant=False).square().mean().backward()
+    for name, p in whole.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), p.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
