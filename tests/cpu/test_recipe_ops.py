@@ -736,17 +736,21 @@ def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
 # --- compile, threads, explain -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize("stored", [False, True], ids=["quantized in the call", "stored"])
 @pytest.mark.parametrize("recipe", [MX, BLOCK, CURRENT, NV], ids=lambda r: r.name)
-def test_compiled_blocks_equal_eager_ones(recipe, fresh_compiler):
-    mlp = fz.Sequential(
-        fz.Linear(128, 128),
-        fz.GroupedLinear(4, 128, 256, single_grouped_weight=True),
-        fz.ScaledSwiGLU(),
-        fz.GroupedLinear(4, 128, 128),
-    )
+def test_compiled_blocks_equal_eager_ones(recipe, stored, dynamic, fresh_compiler):
+    with fz.quantized_model_init(stored, recipe=recipe):
+        mlp = fz.Sequential(
+            fz.Linear(128, 128),
+            fz.GroupedLinear(4, 128, 256, single_grouped_weight=True),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 128, 128),
+        )
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     splits, scales = torch.tensor(SIZES), torch.rand(70)
     results = []
-    for module in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
+    for module in (mlp, compiled):
         mlp.zero_grad()
         x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = run(module, recipe, x, splits, scales, splits)
@@ -769,12 +773,15 @@ def test_compiled_code_follows_the_recipe(fresh_compiler):
     assert torch.equal(torch.compile(scoped, fullgraph=True, backend="aot_eager")(x), want[NV])
 
 
-def test_compiled_code_takes_quantized_tensors(fresh_compiler):
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_compiled_code_takes_quantized_tensors(dynamic, fresh_compiler):
     with fz.quantized_model_init(recipe=MX):
         linear = fz.Linear(32, 32)
-    x = torch.randn(32, 32)
-    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
-    for value in (x, recipes.MXFP8Quantizer()(x)):
+    x, quantizer = torch.randn(32, 32), recipes.MXFP8Quantizer()
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    again = torch.compile(quantizer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert torch.equal(again(quantizer(x)).dequantize(), quantizer(x).dequantize())
+    for value in (x, quantizer(x)):
         grads = []
         for module in (linear, compiled):
             linear.zero_grad()
