@@ -425,24 +425,21 @@ def of_parts(whole: Plan, plans: Sequence[Plan]) -> Plan:
     return replace(made, refusals=(*made.refusals, *across))
 
 
-def cover(
-    fused: Sequence[Any], basic: Sequence[Any], makers: Mapping[Any, str]
-) -> tuple[Fusion, ...]:
-    """The fused ops of a list with their places, checked to cover exactly ``basic``, in order.
-
-    ``makers`` names the function that made each fused op.
-
-    Raises:
-        RuntimeError: naming both lists, when they do not.
-    """
+def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
+    """Raise RuntimeError unless what the function ``name`` returned covers exactly ``basic``."""
     expanded = [part for op in fused for part in op.basic_ops]
     if len(expanded) != len(basic) or any(a is not b for a, b in zip(expanded, basic, strict=True)):
         raise RuntimeError(
-            "a fusion function must return ops that cover exactly the basic ops it was given, in "
-            f"order: given {[type(op).__name__ for op in basic]}, got "
+            f"the fusion function {name} must return ops that cover exactly the basic ops it was "
+            f"given, in order: given {[type(op).__name__ for op in basic]}, got "
             f"{[type(op).__name__ for op in fused]} covering "
-            f"{[type(op).__name__ for op in expanded]}"
+            f"{[type(op).__name__ for op in expanded]}; correct it, or take it away with "
+            "unregister_rule"
         )
+
+
+def cover(fused: Sequence[Any], makers: Mapping[Any, str]) -> tuple[Fusion, ...]:
+    """The fused ops of a list with their places; ``makers`` names the function of each."""
     found, at = [], 0
     for op in fused:
         stop = at + len(op.basic_ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from fusible.arguments import check_bools
-from fusible.fuser.plan import FusionFunction, UserFusions, check_facts, cover
+from fusible.fuser.plan import FusionFunction, UserFusions, check_cover, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
 
@@ -86,16 +87,25 @@ class Registry:
             at = self.rules.index(self._named(neighbour, self.rules)) + (after is not None)
         self.install((*self.rules[:at], rule, *self.rules[at:]))
 
-    def remove_rule(self, rule: Rule | str) -> None:
+    def remove_rule(self, rule: Rule | Callable[..., Any] | str) -> None:
         """See :func:`unregister_rule`."""
-        found = self._named(rule if isinstance(rule, str) else rule.name, self.rules)
-        self.install([known for known in self.rules if known is not found])
+        found: list[Any] = [user for user in self._users() if user.function == rule]
+        if not found:
+            known: list[Any] = [*self.rules, *self._users()]
+            name = str(getattr(rule, "name", rule))
+            self._named(name, known)
+            found = [each for each in known if each.name == name]
+        for phase, functions in self.functions.items():
+            functions[:] = [f for f in functions if FusionFunction(phase, f) not in found]
+        self.install([known for known in self.rules if known not in found])
 
     def rule(self, name: str) -> Any:
         """The rule or the user's function of that name; ValueError names those there are."""
         self.discover()
-        functions = [FusionFunction(p, f) for p in self.functions for f in self.functions[p]]
-        return self._named(name, [*self.rules, *functions])
+        return self._named(name, [*self.rules, *self._users()])
+
+    def _users(self) -> list[FusionFunction]:
+        return [FusionFunction(p, f) for p in self.functions for f in self.functions[p]]
 
     def _named(self, name: str, among: Iterable[Any]) -> Any:
         by_name = {known.name: known for known in among}
@@ -110,14 +120,20 @@ class Registry:
         """Add a user's fusion function.
 
         Raises:
-            TypeError: it cannot be called, or ``prepend`` is no bool.
+            TypeError: it cannot be called so, or ``prepend`` is no bool.
+            ValueError: it is registered already.
         """
-        if not callable(function):
+        if not callable(function) or not _takes_ops(function):
             raise TypeError(
                 f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
             )
         check_bools("a fusion", prepend=prepend)
         functions = self.functions[phase]
+        if function in functions:
+            raise ValueError(
+                f"a {phase} fusion must be registered once, got "
+                f"{FusionFunction(phase, function).name} again; unregister_rule takes it away"
+            )
         functions.insert(0 if prepend else len(functions), function)
         self._changed()
 
@@ -133,19 +149,20 @@ class Registry:
         def run(phase: Phase, start: Sequence[Any]) -> list[Any]:
             current = list(start)
             for function in self.functions[phase]:
+                name = FusionFunction(phase, function).name
                 returned = function(current, recipe=recipe)
                 current = list(returned) if isinstance(returned, Iterable) else [returned]
                 if not all(hasattr(op, "basic_ops") for op in current):
-                    name = getattr(function, "__qualname__", function)
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")
+                check_cover(current, ops, name)
                 for op in current:
                     if op.is_fused_op:
-                        makers.setdefault(op, FusionFunction(phase, function).name)
+                        makers.setdefault(op, name)
             return current
 
         joint_ops = run("joint", ops)
-        joint = cover(joint_ops, ops, makers)
-        forward, backward = (cover(run(p, joint_ops), ops, makers) for p in ("forward", "backward"))
+        joint = cover(joint_ops, makers)
+        forward, backward = (cover(run(p, joint_ops), makers) for p in ("forward", "backward"))
         for fusion in joint:
             if fusion not in forward or fusion not in backward:
                 raise RuntimeError(
@@ -159,6 +176,16 @@ class Registry:
 def is_ours(defined: Any) -> bool:
     """Whether a class or a function is of this package."""
     return (defined.__module__ or "").startswith("fusible.")  # None of what exec defined
+
+
+def _takes_ops(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind([], recipe=None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin, which has no signature
+        pass
+    return True
 
 
 registry = Registry()
@@ -184,8 +211,8 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
     registry.add_rule(rule, before, after)
 
 
-def unregister_rule(rule: Rule | str) -> None:
-    """Take a rule away, given itself or by its name; also a built-in one.
+def unregister_rule(rule: Rule | Callable[..., Any] | str) -> None:
+    """Take a rule or a fusion function away, given itself or by its name; also a built-in rule.
 
     Raises:
         ValueError: there is none of that name.

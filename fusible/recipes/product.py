@@ -100,7 +100,8 @@ def encode_operand(
         wanted = Wanted(*encoded, *_uses(role, at_once))
         row, column, *decoded = quantize_as(x, fmt, wanted, ends)
         return Operand(fmt, row, column, None, ends, *decoded)
-    if x.format.as_constants() != fmt.as_constants():  # integers may be symbolic when traced
+    # By constants, whose integers may be symbolic where this is traced.
+    if x.format is None or x.format.as_constants() != fmt.as_constants():
         raise TypeError(
             f"the {role} of a product under {recipe.name} must be in {fmt.name} or not quantized, "
             f"got {x!r}; quantize the original"

@@ -99,6 +99,36 @@ def test_a_rule_comes_and_goes(own_fusions):
         unregister_rule(double_rule)
 
 
+@pytest.mark.parametrize("by", ["function", "name"])
+def test_a_faulty_fusion_function_can_be_taken_back(by, own_fusions):
+    def forgets(ops, *, recipe):
+        return ops[1:]
+
+    seq, x = scales(), torch.ones(3)
+    extend.register_backward_fusion(forgets)
+    with pytest.raises(RuntimeError, match="the fusion function forgets must return ops that cov"):
+        seq(x)
+    unregister_rule(forgets if by == "function" else "forgets")
+    assert torch.equal(seq(x), torch.full((3,), 6.0))
+    with pytest.raises(ValueError, match=r"must be one of .*forgets"):
+        unregister_rule(forgets)
+
+
+def test_a_function_is_registered_once_and_with_its_signature(own_fusions):
+    extend.register_forward_fusion(double)
+    with pytest.raises(ValueError, match="a forward fusion must be registered once, got double"):
+        extend.register_forward_fusion(double)
+    with pytest.raises(TypeError, match=r"must be a function func\(ops, \*, recipe\) -> ops, got"):
+        extend.register_forward_fusion(lambda ops: ops)
+
+
+def test_a_rule_for_an_op_of_several_names_its_parts():
+    def of_linear(linear: fz.Linear, act: fz.ReLU) -> extend.FusedOperation: ...
+
+    with pytest.raises(TypeError, match=r"Linear is BasicLinear \+ Bias"):
+        rule()(of_linear)
+
+
 def test_places_among_the_rules(own_fusions):
     names = [r.name for r in RULES]
     register_rule(double_rule, before="linear_add")
