@@ -69,10 +69,13 @@ class Condition:
         """The sentence that is false at ``site``, or None where the condition holds."""
         value = self.subject.read(site)
         other = None if self.other is None else self.other.read(site)
-        if self.holds(value, other):
-            return None
-        which = "" if self.other is None else f" (which is {other})"
         hint = f"; {self.hint}" if self.hint else ""
+        try:
+            if self.holds(value, other):
+                return None
+        except Exception as error:  # whatever it is, the rule does not apply
+            hint = f", which cannot be compared ({type(error).__name__}: {error})"
+        which = "" if self.other is None else f" (which is {other})"
         if UNKNOWN in (value, other):
             hint += "; define output_dtypes of the op that gives it"
         return f"{self.subject} must be {self.says}{which}, got {value}{hint}"

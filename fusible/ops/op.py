@@ -571,6 +571,7 @@ class BasicOperation(FusibleOperation):
         )
         self._by_name = False
         if by_hand or kind.formula is base.formula:
+            self._check_op_forward()
             return []
         try:
             signature = inspect.signature(self.formula)
@@ -589,8 +590,23 @@ class BasicOperation(FusibleOperation):
             raise TypeError(
                 f"formula of {kind.__name__} must take its input and its parameters, "
                 f"({', '.join(['input', *registered])}), got {signature}"
+                f"{'; extra inputs need fuser_forward' if self.num_extra_inputs else ''}"
             ) from None
         return taken if self._by_name else []
+
+    def _check_op_forward(self) -> None:
+        """Raise TypeError if ``op_forward`` does not take what ``fuser_forward`` gives it."""
+        if type(self).fuser_forward is not BasicOperation.fuser_forward:
+            return
+        signature = inspect.signature(self.op_forward)
+        quantizers = "prev_op_grad_output_quantizer", "next_op_input_quantizer"
+        try:
+            signature.bind_partial(None, None, **dict.fromkeys(quantizers))
+        except TypeError:
+            raise TypeError(
+                f"op_forward of {type(self).__name__} must take (ctx, input_, "
+                f"{', '.join(quantizers)}), got {signature}"
+            ) from None
 
     def formula_of(self, count: int) -> Callable[..., Tensor]:
         """``formula`` as a function of the input and ``count`` parameters in their order."""
@@ -621,6 +637,11 @@ class BasicOperation(FusibleOperation):
         Of ``(x, *params)``, by evaluating the formula once more: where a fused op ran the forward
         alone. A formula that nothing fuses is differentiated by autograd itself.
         """
+        kind, base = type(self), BasicOperation
+        if kind.formula is base.formula and kind.op_forward is not base.op_forward:
+            raise TypeError(
+                f"{type(self).__name__} must define op_backward beside op_forward, got none"
+            )
         saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
         if len(saved) < count:
             raise RuntimeError(

@@ -1,7 +1,5 @@
 """What numbers look like: formats, quantizers, quantized tensors, recipes."""
 
-from typing import TYPE_CHECKING, NoReturn
-
 from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
 from fusible.recipes.grouped import (
     GroupedQuantizer,
@@ -27,6 +25,7 @@ from fusible.recipes.quantizer import (
     Quantizer,
 )
 from fusible.recipes.recipe import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -38,22 +37,9 @@ from fusible.recipes.recipe import (
 from fusible.recipes.state import register_state_hooks, tensor_from_state, tensor_state
 from fusible.recipes.tensor import QuantizedTensor
 
-if not TYPE_CHECKING:  # which would take every name for one of these
-
-    def __getattr__(name: str) -> NoReturn:
-        """Say of Transformer Engine's recipe that is not here what serves instead."""
-        instead = (
-            ": its scales come from earlier calls, which checkpointing, graph replay and evaluation"
-            " disturb; use Float8CurrentScaling"
-        )
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}"
-            f"{instead if name == 'DelayedScaling' else ''}"
-        )
-
-
 __all__ = [
     "SAVED",
+    "DelayedScaling",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",

@@ -152,6 +152,17 @@ class NVFP4BlockScaling(Recipe):
         return nvfp4()
 
 
+class DelayedScaling:
+    """Transformer Engine's recipe that is not offered; making one raises TypeError."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            "a recipe must scale by the tensor at hand, got DelayedScaling: its scales come from "
+            "earlier calls, which checkpointing, graph replay and evaluation disturb; use "
+            "Float8CurrentScaling"
+        )
+
+
 def _require_format(fp8_format: object) -> None:
     if not isinstance(fp8_format, Format):
         raise TypeError(

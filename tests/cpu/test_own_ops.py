@@ -69,6 +69,40 @@ def test_a_formula_takes_the_parameters(formula):
         op(torch.randn(4, 8))
 
 
+class OnlyForward(fz.BasicOperation):
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return 2 * input_
+
+
+class ShortSignature(fz.BasicOperation):
+    def op_forward(self, ctx, x):
+        return 2 * x
+
+
+class MaskedFormula(fz.BasicOperation):
+    num_extra_inputs = 1
+
+    def formula(self, x, mask):
+        return x * mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "message"),
+    [
+        (OnlyForward, (), "OnlyForward must define op_backward beside op_forward"),
+        (
+            ShortSignature,
+            (),
+            r"op_forward of ShortSignature must take \(ctx, input_, prev.*\(ctx, x",
+        ),
+        (MaskedFormula, (torch.ones(8),), r"got \(x, mask\); extra inputs need fuser_forward"),
+    ],
+)
+def test_an_incomplete_op_says_what_it_lacks(kind, extra, message):
+    with pytest.raises(TypeError, match=message):
+        kind()(torch.randn(4, 8, requires_grad=True), *extra).sum().backward()
+
+
 def parameters_as_keywords(self, x, *, shift, scale, power=1):
     return (x * scale + shift) ** power
 

@@ -417,6 +417,11 @@ def test_conditions(need, good, bad, sentence):
     assert isinstance(need, Condition)
 
 
+def test_a_condition_that_cannot_be_evaluated_is_a_refusal():
+    got = at_least(this.n, 90).why_not(SimpleNamespace(n="cpu"))
+    assert got.startswith("n must be at least 90, got cpu, which cannot be compared (TypeError: ")
+
+
 def test_an_unknown_fact_names_those_there_are():
     with pytest.raises(AttributeError, match=r"'depth' among height, width"):
         equal(this.depth, 1).why_not(SimpleNamespace(width=1, height=2))
