@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
@@ -110,7 +115,8 @@ def explain(
 
     Args:
         module: an op, a Sequential, or any module that contains some, compiled or not: its
-            uncompiled forward is what is planned. Its parameters and buffers stay as they are.
+            uncompiled forward is what is planned. Its forward and hooks are called, with fake
+            tensors; its parameters, buffers and attributes that hold tensors stay as they are.
         *inputs: what the module would be called with; only shapes, dtypes and devices matter.
         target: the machine to plan for, such as ``"sm90"`` or ``"cpu"``; by default this one.
         **kwargs: keyword arguments of the call.
@@ -127,7 +133,7 @@ def explain(
     planned: list[PlannedRun] = []
     cut: list[tuple[PlannedRun, Sequence[RunPart]]] = []
     names: dict[Any, str] = {}
-    refused: list[str] = []
+    refused: dict[Any, str] = {}  # by op
 
     def schedule_for(run: Run, key: tuple[Any, ...], device: torch.device) -> Schedule:
         if run.ops[0] not in names:  # a stand-in for a module may be made in the call
@@ -140,6 +146,7 @@ def explain(
             cut.append((PlannedRun(where, run, made), schedule.parts))
             return schedule
         planned.append(PlannedRun(where, run, made))
+        _note_refusals(refused, names, made)
         return unfused(schedule, partial(partial, _forward_or_note, refused, names))
 
     _check_initialized(module)
@@ -149,12 +156,17 @@ def explain(
     with _uncompiled(), leaving_alone(parts, mode), Run.observed(schedule_for):
         try:
             module(*fakes, **fake_kwargs)
-        except DataDependentOutputException as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 "explain needs a module that decides nothing by the values of tensors, of which it "
-                f"knows only shapes, got {type(module).__name__}, which reads one ({error}); "
-                "explain its parts"
+                f"knows only shapes, got {_caller(error, module)}, which reads one ({error}); "
+                f"{_ran(planned)}; explain its parts"
             ) from error
+        except Exception as error:
+            error.add_note(
+                f"explain called {_caller(error, module)} with fake tensors; {_ran(planned)}"
+            )
+            raise
     if not planned:
         raise ValueError(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
@@ -162,7 +174,31 @@ def explain(
         )
     for whole, of_run in cut:
         _join(planned, whole, of_run)
-    return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused))
+    return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused.values()))
+
+
+def _note_refusals(refused: dict[Any, str], names: dict[Any, str], plan: Plan) -> None:
+    """Note the ops that cannot run a plan."""
+    for op, needs in zip(plan.basic_ops, plan.grad, strict=True):
+        try:
+            op.check_plan(needs, plan.recipe, backward=True)
+        except ValueError as error:
+            refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
+
+
+def _caller(error: Exception, module: nn.Module) -> str:
+    """The path and type of the innermost part of ``module`` in whose call an error was raised."""
+    names = {part: name for name, part in named_modules(module)}
+    calls = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [called for called in calls if isinstance(called, nn.Module) and called in names]
+    part = [module, *found][-1]
+    name = path(type(module).__name__, names[part])
+    return name if part is module else f"{name} ({type(part).__name__})"
+
+
+def _ran(planned: Sequence[PlannedRun]) -> str:
+    last = f"the last fusible ops before were {planned[-1].name}" if planned else ""
+    return last or "no fusible op ran before"
 
 
 def _check_initialized(module: nn.Module) -> None:
@@ -190,7 +226,7 @@ def _join(planned: list[PlannedRun], whole: PlannedRun, parts: Sequence[RunPart]
 
 
 def _forward_or_note(
-    refused: list[str],
+    refused: dict[Any, str],
     names: dict[Any, str],
     op: Any,
     contexts: Sequence[OperationContext],
@@ -204,7 +240,7 @@ def _forward_or_note(
     try:
         return op.fuser_forward(contexts, x, **given)
     except (TypeError, ValueError) as error:
-        refused.append(f"{names[op]} ({type(op).__name__}): {error}")
+        refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
         (context,) = contexts
         context.recipe = None
         given["next_op_input_quantizer"] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,13 @@ def note_place(
         saved = [len(context.saved_tensors) for context in contexts]
         what += f", for whose basic ops the forward saved {saved} tensors"
     error.add_note(f"{_NOTED}{where} ({type(step.op).__name__}), {what}")
+
+
+def note_op(error: Exception, op: Any) -> None:
+    """Note on an error where in the outermost module whose call is running an op is."""
+    root = outermost_call()
+    names = {} if root is None else op_names(root)
+    error.add_note(f"{_NOTED}{names.get(op, type(op).__name__)} ({type(op).__name__})")
 
 
 def outermost_call() -> nn.Module | None:

@@ -20,7 +20,7 @@ from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
-from fusible.fuser.places import outermost_call
+from fusible.fuser.places import note_op, outermost_call
 from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, of_parts, plan
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
@@ -315,12 +315,23 @@ class Run:
             call = _PlanKey(*key)
             made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
+            self._check(made)
             schedule = self.scheduled(made, key)
             if not schedule.parts:
                 _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
         return schedule
+
+    def _check(self, plan: Plan) -> None:
+        """Raise the ValueError of an op that cannot run a plan, with the op's place."""
+        for op, needs in zip(self.ops, plan.grad, strict=True):
+            try:
+                op.check_plan(needs, plan.recipe)
+            except ValueError as error:
+                if not torch.compiler.is_compiling():
+                    note_op(error, op)
+                raise
 
     def _first_schedule(
         self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
@@ -369,8 +380,6 @@ class Run:
 
     def scheduled(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
         """A plan of a call with all that its execution looks up."""
-        for op, needs in zip(self.ops, plan.grad, strict=True):
-            op.check_needs(needs)
         call = _PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)

@@ -377,8 +377,9 @@ class GroupedLinear(WeightedOperation):
             return None
         return self.stacked_bias(ctx, ctx.dtype)
 
-    def check_needs(self, needs: GradNeeds) -> None:
-        """Refuse groups of which some need a gradient and some do not."""
+    def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
+        """Also refuse groups of which some need a gradient and some do not."""
+        super().check_plan(needs, recipe, backward=backward)
         count = self.num_weights
         for what, needed in (("weights", needs.params[:count]), ("biases", needs.params[count:])):
             if len(set(needed)) > 1:

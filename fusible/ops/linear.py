@@ -141,8 +141,9 @@ class BasicLinear(WeightedOperation):
         return x, weight
 
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
-        check_features(input_, self.in_features, "BasicLinear")
-        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], "BasicLinear")
+        who = "BasicLinear" if self._holder is None else "Linear"
+        check_features(input_, self.in_features, who)
+        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], who)
 
     def _quantized_forward(
         self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]

@@ -485,8 +485,11 @@ class BasicOperation(FusibleOperation):
     def check_producer(self, slot: int, producer: Any) -> None:
         """Raise ValueError if an extra input cannot be what an earlier op gives for it."""
 
-    def check_needs(self, needs: GradNeeds) -> None:
-        """Raise ValueError if the gradients that a plan asks of this op do not go together."""
+    def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
+        """Raise ValueError if this op cannot run a plan: its gradients, or sizes under its recipe.
+
+        ``backward``: also for what only the backward would refuse.
+        """
 
     def extra_input_name(self, slot: int) -> str:
         """What conditions call an extra input."""
@@ -785,9 +788,14 @@ def check_kwargs(
     if unknown := sorted(set(kwargs) - set(names)):
         known = [*names, *extra_inputs]
         raise ValueError(
-            f"keyword arguments of {type(op).__name__} must be among {known}, got {unknown}"
-            f"{did_you_mean(unknown[0], known)}"
+            f"keyword arguments of {type(op).__name__} must be among {known or 'none'}, "
+            f"got {unknown}{did_you_mean(unknown[0], known)}{_copied(unknown[0])}"
         )
+
+
+def _copied(name: str) -> str:
+    """What to do in place of a caller's buffer for the output."""
+    return "; copy the result: buffer.copy_(y)" if name == "output" else ""
 
 
 class FusedOperation(FusibleOperation):

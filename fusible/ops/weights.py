@@ -16,6 +16,7 @@ from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.plan import GradNeeds
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
@@ -29,6 +30,7 @@ from fusible.ops.wgrad import (
     placeholders,
 )
 from fusible.recipes.autocast import current_recipe
+from fusible.recipes.formats import misfit
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import Operand, Product, encode_operand, quantizer
@@ -90,12 +92,40 @@ class WeightedOperation(BasicOperation):
 
     def store_weights(self) -> None:
         """Store the weights quantized, if the op is built in ``quantized_model_init``."""
-        if current_model_init() is None:
+        init = current_model_init()
+        if init is None:
             return
+        self._check_sizes(init.recipe, "weight")
         for name in self.own_parameter_names()[: self.num_weights]:
             parameter = self._parameters.get(name)
             if parameter is not None:
                 self.register_parameter(name, weight_parameter(parameter.detach()))
+
+    def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
+        """Refuse features that are not whole blocks of the recipe's formats."""
+        if recipe is not None:
+            roles: tuple[Role, ...] = ("input", "weight")
+            self._check_sizes(recipe, *roles, *(("grad",) if backward and needs.input else ()))
+
+    def _check_sizes(self, recipe: Recipe, *roles: Role) -> None:
+        for role in roles:
+            fmt = recipe.format(role)
+            found = None if fmt is None else misfit(self._shape(role), fmt)
+            if fmt is not None and found is not None:
+                dimension, size, multiple = found
+                is_out = role == "grad" or dimension == "rows"
+                raise ValueError(
+                    f"{'out' if is_out else 'in'}_features of {type(self._held_by()).__name__} "
+                    f"must be a multiple of {multiple} for {fmt.name}, the format of its {role} "
+                    f"under the recipe {recipe.name}, got {size}; make it a multiple, or build "
+                    "and call the op outside of the recipe"
+                )
+
+    def _shape(self, role: Role) -> tuple[int, int]:
+        """Of an operand, with no rows if these are those of the input."""
+        if role == "weight":
+            return self.out_features, self.in_features
+        return 0, self.in_features if role == "input" else self.out_features
 
     def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
@@ -285,6 +315,8 @@ class WeightedOperation(BasicOperation):
     def _quantizer(self, role: Role, *products: Product) -> Quantizer | None:
         recipe = current_recipe()
         made = None if recipe is None else quantizer(recipe, role, *products)
+        if made is not None and misfit(self._shape(role), made.format):
+            return None  # the op itself refuses it, and is named
         if made is None or self.num_groups is None:
             return made
         return GroupedQuantizer(

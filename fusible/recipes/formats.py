@@ -147,16 +147,26 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
 
 
 def _check_blocks(shape: Sequence[int], fmt: NumberFormat, columnwise: bool) -> None:
+    if found := misfit(shape, fmt, columnwise=columnwise):
+        what, size, multiple = found
+        raise ValueError(
+            f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "
+            f"(shape {tuple(shape)}); pad the tensor with zeros"
+        )
+
+
+def misfit(
+    shape: Sequence[int], fmt: NumberFormat, *, columnwise: bool = False
+) -> tuple[str, int, int] | None:
+    """The dimension that is not whole blocks of a format, its size and its unit; or None."""
     (across, along), per_byte = fmt.block or (1, 1), fmt.element.per_byte
     multiples = 1, per_byte if columnwise else along
     if not fmt.directional:
         multiples = across, math.lcm(along, per_byte)
     for what, size, multiple in zip(("rows", "columns"), shape[-2:], multiples, strict=True):
         if size % multiple:
-            raise ValueError(
-                f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "
-                f"(shape {tuple(shape)}); pad the tensor with zeros"
-            )
+            return what, size, multiple
+    return None
 
 
 def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:

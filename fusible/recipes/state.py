@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -203,6 +204,17 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
                     setattr(parameter, suffix, None)
 
 
+_ASSIGNED = (
+    "load_state_dict(assign=True) makes stored quantized weights ordinary parameters where the "
+    "state dict is not quantized; load with assign=False to quantize, after to_empty(device=...) "
+    "if the module is on the meta device"
+)
+
+
+def _is_quantized(t: Any) -> bool:
+    return isinstance(local(t), QuantizedTensor)
+
+
 def prepare_load(
     module: nn.Module,
     state: dict[str, Any],
@@ -217,6 +229,9 @@ def prepare_load(
     load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        if assign and given is not None and _is_quantized(parameter) and not _is_quantized(given):
+            warnings.warn(_ASSIGNED, stacklevel=2)
         if is_sharded(parameter) and isinstance(given, Tensor) and not is_sharded(given):
             state[prefix + name] = shard(given, parameter)
 

@@ -331,6 +331,57 @@ def test_a_module_that_decides_by_values():
         fz.explain(Deciding(), torch.ones(2, 8))
 
 
+class Masked(nn.Module):
+    def forward(self, x):
+        return x[x.sum(-1) > 0]
+
+
+def test_a_part_that_decides_by_values_is_named():
+    ops = fz.Sequential(fz.Linear(8, 8), fz.SiLU())
+    with pytest.raises(
+        ValueError,
+        match=r"got Sequential\.1 \(Masked\).*last fusible ops before were Sequential\.0\.",
+    ):
+        fz.explain(nn.Sequential(ops, Masked()), torch.randn(4, 8))
+    with pytest.raises(ValueError, match=r"got Sequential\.0 \(Masked\).*no fusible op ran before"):
+        fz.explain(nn.Sequential(Masked(), ops), torch.randn(4, 8))
+
+
+def test_errors_on_fake_tensors_say_so():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("its own")
+
+    model = nn.Sequential(fz.SiLU(), Raises())
+    with pytest.raises(RuntimeError, match="its own") as caught:
+        fz.explain(model, torch.randn(4, 8))
+    (note,) = caught.value.__notes__
+    assert note.startswith("explain called Sequential.1 (Raises) with fake tensors; the last")
+
+
+def test_features_that_a_recipe_cannot_quantize():
+    model = fz.Sequential(fz.Linear(64, 40), fz.GELU(), fz.Linear(40, 64))
+    x = torch.randn(4, 64, requires_grad=True)
+    must = "of Linear must be a multiple of 32 for mxfp8_e4m3"
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        first, second = fz.explain(model, x).refused
+        with pytest.raises(ValueError, match=f"in_features {must}, .* got 40") as caught:
+            model(x)
+    assert first.startswith(
+        f"Sequential.0 (BasicLinear): out_features {must}, the format of its gr"
+    )
+    assert second.startswith(
+        f"Sequential.2 (BasicLinear): in_features {must}, the format of its in"
+    )
+    assert caught.value.__notes__ == ["raised in Sequential.2 (BasicLinear)"]
+    recipe = fz.recipes.Float8BlockScaling()
+    with (
+        fz.quantized_model_init(recipe=recipe),
+        pytest.raises(ValueError, match="in_features of BasicLinear must be a multiple of 128"),
+    ):
+        fz.Linear(64, 256)
+
+
 def test_a_target_that_is_none():
     for target in ("hopper", 90):
         with pytest.raises(ValueError, match=r'must be an SM version such as "sm90", .*, got'):
@@ -517,7 +568,7 @@ def test_all_ops_that_refuse_are_listed():
     explained = fz.explain(model, torch.randn(3, 7))
     wrong = [(0, 8, (3, 7)), (2, 5, (3, 8)), (4, 32, (3, 40))]
     for (at, features, shape), said in zip(wrong, explained.refused, strict=True):
-        assert said.startswith(f"Sequential.{at} (BasicLinear): input of BasicLinear must have")
+        assert said.startswith(f"Sequential.{at} (BasicLinear): input of Linear must have")
         assert f"{features} features" in said
         assert said.endswith(f"got shape {shape}")
         assert f"does not run: {said}" in str(explained)
@@ -526,10 +577,9 @@ def test_all_ops_that_refuse_are_listed():
 def test_layers_that_do_not_fit_a_recipe_are_listed():
     model = fz.Sequential(fz.Linear(32, 40), fz.SiLU(), fz.Linear(40, 64), fz.Linear(64, 32))
     with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
-        explained = fz.explain(model, torch.randn(32, 32))
+        explained = fz.explain(model, torch.randn(32, 32, requires_grad=True))
         with pytest.raises(ValueError, match="multiple of 32"):
             model(torch.randn(32, 32))
-    # The activation quantizes for the linear after it.
     refused = [said.partition(" ")[0] for said in explained.refused]
-    assert refused == ["Sequential.1", "Sequential.2"]
+    assert refused == ["Sequential.0", "Sequential.2"]
     assert all("multiple of 32" in said for said in explained.refused)

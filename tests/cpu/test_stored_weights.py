@@ -345,3 +345,17 @@ def test_values_as_a_vector():
         parameters_to_vector(op.parameters())
     vector_to_parameters(2 * plain.weight.detach().flatten(), op.parameters())
     assert torch.equal(op.weight.dequantize(), 2 * plain.weight)
+
+
+def test_assigned_high_precision_weights_are_warned_of():
+    with fz.quantized_model_init(recipe=fz.recipes.MXFP8BlockScaling()):
+        module = fz.Linear(64, 64)
+    stored = module.state_dict()
+    with pytest.warns(UserWarning, match="load with assign=False to quantize"):
+        module.load_state_dict(fz.Linear(64, 64).state_dict(), assign=True)
+    assert type(module.weight) is torch.nn.Parameter
+    with fz.quantized_model_init(recipe=fz.recipes.MXFP8BlockScaling()):
+        module = fz.Linear(64, 64)
+    module.load_state_dict(stored, assign=True)  # quantized: no warning, which is an error
+    module.load_state_dict(fz.Linear(64, 64).state_dict())
+    assert type(module.weight) is not torch.nn.Parameter
