@@ -64,6 +64,8 @@ class Condition:
     holds: Callable[[Any, Any], bool]
     other: Path | None = None
     hint: str = ""
+    compared: tuple[tuple[Path, Any], ...] = ()
+    """Facts and the constants that they are compared with."""
 
     def why_not(self, site: Any) -> str | None:
         """The sentence that is false at ``site``, or None where the condition holds."""
@@ -88,13 +90,15 @@ def equal(subject: Path, value: Any, hint: str = "") -> Condition:
     """``subject`` equals a constant, or another fact."""
     if isinstance(value, Path):
         return Condition(subject, f"equal to {value}", lambda a, b: a == b, value, hint)
-    return Condition(subject, str(value), lambda a, _: a == value, None, hint)
+    compared = ((subject, value),)
+    return Condition(subject, str(value), lambda a, _: a == value, None, hint, compared)
 
 
 def one_of(subject: Path, *values: Any) -> Condition:
     """``subject`` is one of ``values``."""
     says = f"one of {', '.join(map(str, values))}"
-    return Condition(subject, says, lambda a, _: a in values)
+    compared = tuple((subject, value) for value in values)
+    return Condition(subject, says, lambda a, _: a in values, compared=compared)
 
 
 def at_least(subject: Path, least: Any, hint: str = "") -> Condition:
@@ -125,6 +129,12 @@ def multiple_of(subject: Path, unit: int | Path) -> Condition:
 def where(fact: Path, value: Any, need: Condition) -> Condition:
     """``need`` of one fact, where another equals ``value``."""
     says = f"{need.says} where {fact} is {value}"
+    compared = ((fact, value), *need.compared)
     return Condition(
-        need.subject, says, lambda a, b: b != value or need.holds(a, None), fact, need.hint
+        need.subject,
+        says,
+        lambda a, b: b != value or need.holds(a, None),
+        fact,
+        need.hint,
+        compared,
     )

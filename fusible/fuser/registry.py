@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from fusible.arguments import check_bools
+from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.plan import FusionFunction, UserFusions, check_cover, check_facts, cover
 from fusible.fuser.rules import Phase, Rule
 from fusible.names import did_you_mean
+from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +86,7 @@ class Registry:
                 f"a rule must be placed before another or after one, got {before!r} and {after!r}"
             )
         check_facts(rule)
+        check_names(rule)
         at = 0
         if neighbour := before or after:
             at = self.rules.index(self._named(neighbour, self.rules)) + (after is not None)
@@ -176,6 +181,26 @@ class Registry:
 def is_ours(defined: Any) -> bool:
     """Whether a class or a function is of this package."""
     return (defined.__module__ or "").startswith("fusible.")  # None of what exec defined
+
+
+def check_names(rule: Rule) -> None:
+    """Raise ValueError for a condition that compares a dtype or the recipe with no name of one."""
+    dtypes = [str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype]
+    names = [kind.name for kind in Recipe.__subclasses__()]
+    of_dtypes = "names of dtypes (float32, bfloat16, ...)", [*dtypes, UNKNOWN, None]
+    known: dict[str, tuple[str, list[Any]]] = {
+        "dtype": of_dtypes,
+        "param_dtype": of_dtypes,
+        "recipe": (", ".join(["none", *names]), ["none", *names]),
+    }
+    for path, value in [pair for need in rule.needs for pair in need.compared]:
+        words, values = known.get(path.names[-1], ("", [value]))
+        if value not in values:
+            got = str(value).removeprefix("torch.")
+            raise ValueError(
+                f"the conditions of the rule {rule.name} must compare {path} with {words}, got "
+                f"{value!r}{did_you_mean(got, [v for v in values if v])}"
+            )
 
 
 def _takes_ops(function: Callable[..., Any]) -> bool:

@@ -14,7 +14,7 @@ from fusible.extend import equal, multiple_of, register_rule, rule, this, unregi
 from fusible.fused import RULES
 from fusible.fuser import registry as registry_module
 from fusible.fuser.plan import check_facts
-from fusible.fuser.registry import registry
+from fusible.fuser.registry import check_names, registry
 
 
 class Double(fz.FusedOperation):
@@ -127,6 +127,30 @@ def test_a_rule_for_an_op_of_several_names_its_parts():
 
     with pytest.raises(TypeError, match=r"Linear is BasicLinear \+ Bias"):
         rule()(of_linear)
+
+
+@pytest.mark.parametrize(
+    ("need", "message"),
+    [
+        (
+            equal(this.a.dtype, torch.float32),
+            "names of dtypes .*, got torch.float32; .*'float32",
+        ),
+        (extend.one_of(this.input.dtype, "bfloat16", "fp32"), r"dtypes \(float32, .*, got 'fp32'"),
+        (equal(this.recipe, "MXFP8BlockScaling"), "with none, mxfp8, .* got 'MXFP8BlockScaling'"),
+        (extend.where(this.recipe, "mx", equal(this.device, "cpu")), "recipe with .*, got 'mx'"),
+    ],
+)
+def test_conditions_that_no_call_can_meet(need, message, own_fusions):
+    def own(a: fz.ConstantScale) -> extend.FusedOperation: ...
+
+    with pytest.raises(ValueError, match=message):
+        register_rule(rule(need)(own))
+
+
+def test_built_in_rules_compare_with_names_that_there_are():
+    for each in RULES:
+        check_names(each)
 
 
 def test_places_among_the_rules(own_fusions):

@@ -430,7 +430,7 @@ def test_no_plan_depends_on_the_last_dimension_unless_a_rule_reads_it(own_fusion
     [
         multiple_of(this.input.features, 2),
         multiple_of(this.a.input.features, 2),
-        where(this.input.features, 3, equal(this.recipe, "else")),
+        where(this.input.features, 3, equal(this.recipe, "mxfp8")),
         Condition(this.input, "even", lambda t, _: t.features % 2 == 0),
         Condition(this.a, "even", lambda op, _: op.input.features % 2 == 0),
         Condition(this, "even", lambda site, _: site.a.input.features % 2 == 0),
