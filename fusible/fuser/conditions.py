@@ -75,7 +75,7 @@ class Condition:
         try:
             if self.holds(value, other):
                 return None
-        except Exception as error:  # whatever it is, the rule does not apply
+        except TypeError as error:  # the values have no order
             hint = f", which cannot be compared ({type(error).__name__}: {error})"
         which = "" if self.other is None else f" (which is {other})"
         if UNKNOWN in (value, other):

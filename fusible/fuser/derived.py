@@ -29,8 +29,8 @@ def derived_dtypes(
     """The dtypes of the output and of the extra outputs of an op for inputs of these dtypes.
 
     Its forward runs on fake tensors of some shapes, as it would without gradients and outside of a
-    recipe. All are None where that does not work, and where they may depend on numbers of
-    dimensions: PyTorch promotes numbers without dimensions otherwise.
+    recipe. All are None where that does not work, or where a tensor without
+    dimensions would be promoted differently.
     """
     unknown = (None,) * (1 + op.num_extra_outputs)
     floats = {t for t in extra_dtypes if t is None or t.is_floating_point}

@@ -339,11 +339,13 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     notes = [] if fused else [f"  {note}" for note in op.notes(dtype, plan.target)]
     if plan.recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
-    return [f"[{at}] {op}", *_saves(plan, op, at), *fused, *notes]
+    saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
+    return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *notes]
 
 
-def _saves(plan: Plan, op: Any, at: int) -> list[str]:
-    return [f"  saves {op.saves}"] if plan.grad[at].requires_grad and op.saves else []
+def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
+    saves = saves or op.saves
+    return [f"  saves {saves}"] if plan.grad[at].requires_grad and saves else []
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:

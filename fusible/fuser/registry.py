@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -184,23 +184,39 @@ def is_ours(defined: Any) -> bool:
 
 
 def check_names(rule: Rule) -> None:
-    """Raise ValueError for a condition that compares a dtype or the recipe with no name of one."""
+    """Check what the conditions of a rule compare dtypes and the recipe with.
+
+    An unknown recipe is a warning, since its class may be defined later.
+
+    Raises:
+        ValueError: a dtype is compared with no name of one.
+    """
     dtypes = [str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype]
-    names = [kind.name for kind in Recipe.__subclasses__()]
-    of_dtypes = "names of dtypes (float32, bfloat16, ...)", [*dtypes, UNKNOWN, None]
-    known: dict[str, tuple[str, list[Any]]] = {
-        "dtype": of_dtypes,
-        "param_dtype": of_dtypes,
-        "recipe": (", ".join(["none", *names]), ["none", *names]),
-    }
+    recipes = ["none", *dict.fromkeys(_recipe_names(Recipe))]
     for path, value in [pair for need in rule.needs for pair in need.compared]:
-        words, values = known.get(path.names[-1], ("", [value]))
-        if value not in values:
+        if path.names == ("recipe",) and value not in recipes:
+            warnings.warn(
+                f"a condition of the rule {rule.name} compares recipe with {value!r}, which no "
+                f"recipe is called yet; there are {', '.join(recipes)}"
+                f"{did_you_mean(str(value), recipes)}",
+                UserWarning,
+                stacklevel=4,
+            )
+        # These are always the fuser's: an op cannot have facts of its own by these names.
+        is_dtype = path.names[-1:] in (("dtype",), ("param_dtype",))
+        if is_dtype and value not in (*dtypes, UNKNOWN, None):
             got = str(value).removeprefix("torch.")
             raise ValueError(
-                f"the conditions of the rule {rule.name} must compare {path} with {words}, got "
-                f"{value!r}{did_you_mean(got, [v for v in values if v])}"
+                f"the conditions of the rule {rule.name} must compare {path} with names of dtypes "
+                f"(float32, bfloat16, ...), got {value!r}{did_you_mean(got, dtypes)}"
             )
+
+
+def _recipe_names(kind: type[Recipe]) -> Iterator[str]:
+    """The names of a class of recipes and of all those derived from it."""
+    yield str(kind.name)
+    for derived in kind.__subclasses__():
+        yield from _recipe_names(derived)
 
 
 def _takes_ops(function: Callable[..., Any]) -> bool:
@@ -257,7 +273,8 @@ def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = F
 
     A fused op made by it runs forward and backward and need agree only with itself. Users'
     functions run before the built-in rules, each once per run of ops, recipe and gradient
-    requirements; ``prepend`` puts this one before the user's others.
+    requirements, and again for each part of a run between formulas that autograd differentiates;
+    ``prepend`` puts this one before the user's others.
     """
     registry.add("joint", func, prepend)
 

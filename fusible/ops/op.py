@@ -500,8 +500,8 @@ class BasicOperation(FusibleOperation):
         """The dtypes of the output and of the extra outputs, None for what is not known.
 
         Asked when a plan is made: by default the output has the input's. Where a user's op defines
-        its math and not this, they are those that its forward gives on fake tensors; if it does not
-        run on these, they are not known, and rules that read them do not fire.
+        its math and not this, planning runs its forward on fake tensors and takes their dtypes; if
+        it does not run on these, they are not known, and rules that read them do not fire.
         """
         return (given.input, *(None,) * self.num_extra_outputs)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fusible as fz
+from fusible import extend
 
 
 def test_tree_of_a_fused_run():
@@ -30,6 +31,27 @@ def test_tree_of_a_fused_run():
     ):
         assert part in body
     assert "not fused" not in body
+
+
+class Twice(extend.BasicOperation):
+    def formula(self, x):
+        return 2 * x
+
+
+class SavesX(fz.FusedOperation):
+    def fuser_forward(self, ctxs, x, **_):
+        ctxs[0].save_for_backward(x)
+        return 2 * x, [()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_formula_saves(fused, own_fusions):
+    if fused:
+        extend.register_forward_fusion(lambda ops, *, recipe: [SavesX(ops)])
+    text = str(fz.explain(Twice(), torch.randn(3, 8, requires_grad=True)))
+    assert ("saves x, parameters\n" in text) == fused
+    assert ("saves what autograd keeps of its formula\n" in text) != fused
+    assert "saves" not in str(fz.explain(Twice(), torch.randn(3, 8)))
 
 
 def test_reasons_are_printed():

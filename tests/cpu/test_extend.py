@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -137,8 +138,7 @@ def test_a_rule_for_an_op_of_several_names_its_parts():
             "names of dtypes .*, got torch.float32; .*'float32",
         ),
         (extend.one_of(this.input.dtype, "bfloat16", "fp32"), r"dtypes \(float32, .*, got 'fp32'"),
-        (equal(this.recipe, "MXFP8BlockScaling"), "with none, mxfp8, .* got 'MXFP8BlockScaling'"),
-        (extend.where(this.recipe, "mx", equal(this.device, "cpu")), "recipe with .*, got 'mx'"),
+        (equal(this.a.param_dtype, "half"), "compare a.param_dtype with names of .*, got 'half'"),
     ],
 )
 def test_conditions_that_no_call_can_meet(need, message, own_fusions):
@@ -148,9 +148,38 @@ def test_conditions_that_no_call_can_meet(need, message, own_fusions):
         register_rule(rule(need)(own))
 
 
+@pytest.mark.parametrize(
+    "need",
+    [equal(this.recipe, "mxfp"), extend.where(this.recipe, "mxfp", equal(this.device, "cpu"))],
+)
+def test_a_condition_on_an_unknown_recipe_is_a_warning(need, own_fusions):
+    def own(a: fz.ConstantScale) -> extend.FusedOperation: ...
+
+    with pytest.warns(UserWarning, match="own compares recipe with 'mxfp', .* none, .*'mxfp8'"):
+        register_rule(rule(need)(own))
+    assert extend.fusion_rules()[0].name == "own"
+
+
+def test_conditions_on_derived_recipes_and_on_facts_called_recipe(own_fusions):
+    class Derived(fz.recipes.MXFP8BlockScaling):
+        name = "derived"
+
+    class Cooked(fz.ConstantScale):
+        fact_names = ("recipe",)
+        recipe = "soup"
+
+    def own(a: Cooked) -> extend.FusedOperation: ...
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_rule(rule(equal(this.recipe, "derived"), equal(this.a.recipe, "soup"))(own))
+
+
 def test_built_in_rules_compare_with_names_that_there_are():
-    for each in RULES:
-        check_names(each)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in RULES:
+            check_names(each)
 
 
 def test_places_among_the_rules(own_fusions):

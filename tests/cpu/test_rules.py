@@ -422,6 +422,11 @@ def test_a_condition_that_cannot_be_evaluated_is_a_refusal():
     assert got.startswith("n must be at least 90, got cpu, which cannot be compared (TypeError: ")
 
 
+def test_another_error_of_a_condition_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        Condition(this.n, "a divisor of 8", lambda n, _: 8 % n == 0).why_not(SimpleNamespace(n=0))
+
+
 def test_an_unknown_fact_names_those_there_are():
     with pytest.raises(AttributeError, match=r"'depth' among height, width"):
         equal(this.depth, 1).why_not(SimpleNamespace(width=1, height=2))
