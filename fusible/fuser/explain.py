@@ -172,7 +172,7 @@ def explain(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
             "which ran none"
         )
-    for whole, of_run in cut:
+    for whole, of_run in reversed(cut):  # a part may be cut again
         _join(planned, whole, of_run)
     return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused.values()))
 

@@ -89,7 +89,10 @@ def run_formula(
         formula = record_function(f"{step.label} forward")(formula)
     try:
         output = formula(*given)
-        _check_returned(schedule, step, (output, [()]), ())
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"formula of {type(step.op).__name__} must return one tensor, got {kind_of(output)}"
+            )
     except Exception as error:
         note_place(error, schedule, step)
         raise

@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
+from fusible.fuser.ownership import check_apart
 from fusible.fuser.places import note_op, outermost_call
 from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, of_parts, plan
 from fusible.fuser.registry import is_ours, registry
@@ -118,6 +120,7 @@ class Run:
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self._schedule: Schedule | None = None  # of the last call
         self._parts: dict[tuple[int, ...], tuple[RunPart, ...]] = {}
+        self._written = self.wiring.written_inputs(self.ops)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._user: dict[tuple[Any, ...], UserFusions] = {}
@@ -136,24 +139,29 @@ class Run:
         if (self.has_user_ops or registry.has_users) and self._parametrized():
             # A user's code may read parameters from the module: they must be these tensors.
             with _parametrize_cached():
-                return self._execute(inputs, kwargs, [op.own_parameters() for op in self.ops])
-        # Read here only: a parametrization is evaluated once a call.
-        return self._execute(inputs, kwargs, [op.own_parameters() for op in self.ops])
+                return self._execute(inputs, kwargs, self._parameters(), current_recipe(self))
+        return self._execute(inputs, kwargs, self._parameters(), current_recipe(self))
+
+    def _parameters(self) -> list[tuple[Tensor, ...]]:
+        """The parameters of each op, read here only: a parametrization is evaluated once a call."""
+        return [op.own_parameters() for op in self.ops]
 
     def _execute(
         self,
         inputs: tuple[Tensor, ...],
         kwargs: Kwargs | None,
         params: Sequence[tuple[Tensor, ...]],
+        recipe: Recipe | None,
     ) -> Any:
         given: tuple[Tensor, ...] = (*inputs, *[p for of_op in params for p in of_op])
-        key = self._key(inputs, given[len(inputs) :], tuple([len(of_op) for of_op in params]))
+        counts = tuple([len(of_op) for of_op in params])
+        key = self._key(inputs, given[len(inputs) :], counts, recipe)
         tracing = torch.compiler.is_compiling()
         if kwargs is not None and not tracing:
             check_buffers(self.ops, inputs, kwargs, self.ops)
         if tracing:
-            recipe = None if key[0] is None else key[0].as_constants()
-            schedule = getattr(self._traced, self._trace_schedule(recipe, key[1:]))
+            constants = None if recipe is None else recipe.as_constants()
+            schedule = getattr(self._traced, self._trace_schedule(constants, key[1:]))
         elif _observation.schedule_for is not None:
             schedule = _observation.schedule_for(self, key, inputs[0].device)
         else:
@@ -164,7 +172,7 @@ class Run:
                 if prepared is not None:
                     return run_directly(schedule, prepared, given)
         if schedule.parts:
-            return self._execute_parts(schedule, inputs, kwargs, params)
+            return self._execute_parts(schedule, inputs, kwargs, params, recipe)
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), given)
         outputs = self._apply(schedule, given, self.no_kwargs if kwargs is None else kwargs)
@@ -192,19 +200,30 @@ class Run:
         inputs: tuple[Tensor, ...],
         kwargs: Kwargs | None,
         params: Sequence[tuple[Tensor, ...]],
+        recipe: Recipe | None,
     ) -> Any:
         """Run the parts of a schedule, each with a plan of its own."""
         x, *held = inputs
         for run, ops, places, copied, outputs in schedule.parts:
+            if self._written and not torch.compiler.is_compiling():
+                self._check_written(ops, inputs, held)
             given = [held[place] for place in places]
             for n in copied:
                 given[n] = given[n].clone()
-            x = run._execute((x, *given), kwargs and kwargs[ops], params[ops])
+            x = run._execute((x, *given), kwargs and kwargs[ops], params[ops], recipe)
             if outputs:
                 x, *made = x
                 held.extend(made)
         public = [held[len(inputs) - 1 + n] for n in schedule.public]
         return (x, *public) if public else x
+
+    def _check_written(self, ops: slice, inputs: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        """Refuse that ``ops`` write to what later ones read, or the caller gets."""
+        made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
+        for i, who, k, readers in self._written:
+            if ops.start <= i < ops.stop:
+                read = [(what, inputs[1 + n]) for what, n in readers]
+                check_apart(who, inputs[1 + k], [*read, *made], self.ops)
 
     @property
     def plan(self) -> Plan | None:
@@ -261,7 +280,11 @@ class Run:
         return any(["parametrizations" in op._modules for op in self.ops])
 
     def _key(
-        self, inputs: Sequence[Tensor], params: Sequence[Tensor], param_counts: tuple[int, ...]
+        self,
+        inputs: Sequence[Tensor],
+        params: Sequence[Tensor],
+        param_counts: tuple[int, ...],
+        recipe: Recipe | None,
     ) -> tuple[Any, ...]:
         """The fields of a :class:`_PlanKey`, in plain tuples, which ``torch.compile`` can trace."""
         x = inputs[0]
@@ -271,7 +294,7 @@ class Run:
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast_dtype = torch.get_autocast_dtype(kind) if on else None
         return (
-            current_recipe(self),
+            recipe,
             autocast_dtype,
             torch.is_grad_enabled(),
             device,
@@ -383,10 +406,10 @@ class Run:
         call = _PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)
-        own = {step.op for step in forward} & {step.op for step in backward}
-        formulas = [i for i, op in enumerate(self.ops) if op.is_formula and op in own]
+        own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
+        formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1
-        parts = self._cut(formulas) if call.grad_enabled and not is_formula else ()
+        parts = () if is_formula else self._cut(formulas)
         held = [o for part in parts for o in part.outputs]
         return Schedule(
             plan,
@@ -417,13 +440,18 @@ class Run:
             made = []
             for start, stop in pairwise(ends):
                 ops, part = slice(start, stop), self.wiring.part(self.ops, start, stop)
-                run = Run(self.ops[ops], wiring=part.wiring)
+                run = Run(self.ops[ops], self._required_of(self.ops[ops]), part.wiring)
                 run.paths = self.paths[ops]
                 inputs = tuple([places[source] for source in part.inputs])
                 places.update({o: n for n, o in enumerate(part.outputs, len(places))})
                 made.append(RunPart(run, ops, inputs, part.copied, part.outputs))
             keep(self._parts, ends, tuple(made), MOST_PLANS)
         return self._parts[ends]
+
+    def _required_of(self, ops: Sequence[Any]) -> list[Rule]:
+        """The required rules whose pattern fits somewhere in ``ops``."""
+        rules = [rule for rule in self.require if isinstance(rule, Rule)]
+        return [rule for rule in rules if any(map(partial(rule.fit, ops), range(len(ops))))]
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:

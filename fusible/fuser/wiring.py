@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fusible.fuser.memory import named
 from fusible.names import did_you_mean
 
 CALLER = -1
@@ -66,6 +67,29 @@ class Wiring:
         wiring = Wiring(tuple(sources), tuple(names), public, consumers)
         return Part(wiring, tuple(inputs), tuple(outputs), tuple(copied))
 
+    def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
+        """The caller's extra inputs that ops write to."""
+        given = [
+            (i, slot, k)
+            for i, of_op in enumerate(self.sources)
+            for slot, (producer, k) in enumerate(of_op)
+            if producer == CALLER
+        ]
+        return tuple(
+            WrittenInput(
+                i,
+                named(ops, i),
+                k,
+                tuple(
+                    (f"extra input {slot} of {named(ops, j)}", n)
+                    for other, (j, slot, n) in enumerate(given)
+                    if j >= i and other != at
+                ),
+            )
+            for at, (i, _, k) in enumerate(given)
+            if ops[i].writes_extra_inputs
+        )
+
     def wanted(self, ops: Sequence[Any]) -> str:
         """The extra inputs that the caller gives, in words."""
         return (
@@ -84,6 +108,19 @@ class Wiring:
             raise ValueError(
                 f"extra inputs must number {len(self.names)} ({self.wanted(ops)}), got {number}"
             )
+
+
+class WrittenInput(NamedTuple):
+    """The caller's extra input ``number``, which the op ``who`` at index ``op`` writes to.
+
+    ``readers`` are the caller's extra inputs that this op and later ones read beside it: what each
+    is, and its number.
+    """
+
+    op: int
+    who: str
+    number: int
+    readers: tuple[tuple[str, int], ...]
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""The derivative of a formula: of one evaluation, and by evaluating it again."""
+"""The derivative of a formula whose forward a fusion ran: by evaluating it once more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ def reevaluated(
     formula: Formula, tensors: Sequence[Tensor], grad_output: Tensor, who: str
 ) -> list[Tensor | None]:
     """The gradients of all ``tensors`` by evaluating ``formula`` once more.
-
-    For a forward that was fused or compiled.
 
     Raises:
         RuntimeError: the formula draws random numbers, which would be others.
@@ -47,9 +45,8 @@ class _NoDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomFormulaError(
                 f"formula of {self.who} must draw no random numbers where a fusion runs its "
-                "forward only, nor compiled beside fusion functions, since its backward would draw "
-                "others, got one that does; define op_forward and op_backward, and save what was "
-                "drawn, or call the module uncompiled"
+                "forward only, since its backward would draw others, got one that does; define "
+                "op_forward and op_backward, and save what was drawn"
             )
         return func(*args, **(kwargs or {}))
 

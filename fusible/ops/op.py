@@ -525,13 +525,10 @@ class BasicOperation(FusibleOperation):
     @property
     def is_formula(self) -> bool:
         """Whether :meth:`formula` is all that the op defines of its math."""
-        kind, base = type(self), BasicOperation
-        return (
-            kind.formula is not base.formula
-            and kind.op_forward is base.op_forward
-            and kind.op_backward is base.op_backward
-            and kind.fuser_forward is base.fuser_forward
-            and kind.fuser_backward is base.fuser_backward
+        kind, base, own = type(self), BasicOperation, vars(self)
+        by_hand = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+        return (kind.formula is not base.formula or "formula" in own) and not any(
+            name in own or getattr(kind, name) is not getattr(base, name) for name in by_hand
         )
 
     def _find_names(self) -> tuple[str, ...]:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fusible.fuser.memory import named
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
-from fusible.fuser.wiring import CALLER, Part, Wiring, wire
+from fusible.fuser.wiring import CALLER, Part, Wiring, WrittenInput, wire
 
 
 class Unit(NamedTuple):
@@ -68,17 +67,6 @@ class Segment(NamedTuple):
     public: tuple[int, ...]
 
 
-class Target(NamedTuple):
-    """An extra input of a Sequential, number ``number``, that the op ``who`` writes to.
-
-    ``readers`` are what it and later ops read beside that: what it is, and its number.
-    """
-
-    who: str
-    number: int
-    readers: tuple[tuple[str, int], ...]
-
-
 class Division(NamedTuple):
     """The segments of a Sequential, and its ops and their wiring as a whole."""
 
@@ -87,8 +75,8 @@ class Division(NamedTuple):
     wiring: Wiring
     only: Run | None
     """The run that is all there is, if so."""
-    targets: tuple[Target, ...]
-    """What ops write to."""
+    written: tuple[WrittenInput, ...]
+    """What ops write to of the caller's."""
 
 
 def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None) -> Division:
@@ -139,26 +127,8 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
         ops,
         wiring,
         runs[0] if len(segments) == len(runs) == 1 else None,
-        tuple(_targets(wiring, ops)),
+        wiring.written_inputs(ops),
     )
-
-
-def _targets(wiring: Wiring, ops: Sequence[Any]) -> Iterator[Target]:
-    """What ops write to of the caller's."""
-    given = [
-        (i, slot, k)
-        for i, sources in enumerate(wiring.sources)
-        for slot, (producer, k) in enumerate(sources)
-        if producer == CALLER
-    ]
-    for at, (i, _, k) in enumerate(given):
-        if ops[i].writes_extra_inputs:
-            readers = [
-                (f"extra input {slot} of {named(ops, j)}", n)
-                for other, (j, slot, n) in enumerate(given)
-                if j >= i and other != at
-            ]
-            yield Target(named(ops, i), k, tuple(readers))
 
 
 def _told(unit: Unit) -> str:

@@ -119,7 +119,7 @@ class Sequential(PatchesCounted, nn.Sequential):
             return division.only(input, *extra_inputs, kwargs=of_ops)
         if len(extra_inputs) != len(division.wiring.names):
             division.wiring.check_number(division.ops, len(extra_inputs))
-        if (kwargs or division.targets) and not torch.compiler.is_compiling():
+        if (kwargs or division.written) and not torch.compiler.is_compiling():
             _check_memory(self, division, (input, *extra_inputs), kwargs)
         x, held, given = input, [*extra_inputs], []
         for segment in division.segments:
@@ -404,7 +404,7 @@ def _check_memory(
     modules = tuple(sequential)
     for op, of_op in (kwargs or {}).items():
         check_buffers((op,), inputs, (of_op,), modules)
-    for who, k, readers in division.targets:
+    for _, who, k, readers in division.written:
         read = [(what, t) for what, n in readers if isinstance(t := inputs[1 + n], Tensor)]
         if isinstance(inputs[1 + k], Tensor):
             check_apart(who, inputs[1 + k], read, modules)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import fusible as fz
+from fusible.extend import FusedOperation, equal, register_rule, rule, this
 from fusible.testing import assume_target
 
 
@@ -462,6 +463,103 @@ def test_the_plan_and_explain_join_the_runs_between_formulas():
     (plan,) = fz.explain(module, x).plans
     assert repr(plan) == repr(module.plan)
     assert str(plan.refusals) == str(module.plan.refusals)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_under_a_recipe(reentrant):
+    op, _ = _pair(FORMULAS["sine"])
+    recipe = fz.recipes.MXFP8BlockScaling()
+    torch.manual_seed(0)
+    module = fz.Sequential(fz.Linear(32, 32), op(), fz.Linear(32, 32))
+    x, grads = torch.randn(32, 32, requires_grad=True), []
+    for call in (module, lambda t: checkpoint(module, t, use_reentrant=reentrant)):
+        with fz.autocast(recipe=recipe):
+            y = call(x)
+        y.square().sum().backward()
+        grads.append([t.grad for t in (x, *module.parameters())])
+        x.grad = None
+        module.zero_grad()
+        assert module.plan.recipe == recipe
+    for found, expected in zip(*grads, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_sums_in_place_around_formulas(enabled):
+    op, _ = _pair(FORMULAS["sine"])
+    x, t = torch.randn(4, 8), torch.randn(4, 8)
+    first = fz.AddExtraInput(in_place=True)
+    with torch.set_grad_enabled(enabled):
+        with pytest.raises(ValueError, match=r"op 0 \(AddExtraInput\) must not write to memory of"):
+            fz.Sequential(first, op(), fz.AddExtraInput())(x, t, t)
+        module = fz.Sequential(fz.MakeExtraOutput(), op(), fz.AddExtraInput(in_place=True))
+        with pytest.raises(ValueError, match=r"op 2 \(AddExtraInput\) must not write to memory of"):
+            module(x, x)
+        y, extra = module(x, t.clone())
+        assert torch.equal(y, x.sin() + t)
+        assert torch.equal(extra, x)
+
+
+def test_required_rules_beside_formulas(own_fusions):
+    class Fused(FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            return torch.relu(input_) * 2.0, [(), ()]
+
+    @rule(equal(this.a.input.requires_grad, value=False))
+    def without_gradients(a: fz.ReLU, s: fz.ConstantScale) -> Fused:
+        """Nothing."""
+        return Fused([a, s])
+
+    register_rule(without_gradients)
+    op, _ = _pair(FORMULAS["sine"])
+    ops = [op(), fz.ReLU(), fz.ConstantScale(2.0)]
+    module = fz.Sequential(*ops, require=["without_gradients"])
+    x = torch.randn(4, 8)
+    assert torch.equal(module(x), torch.relu(x.sin()) * 2)
+    assert module.plan.fired == ("without_gradients",)
+    with pytest.raises(fz.NotFused, match="requires_grad must be False, got True"):
+        module(x.requires_grad_())
+
+
+def test_a_formula_at_two_places_of_which_one_is_fused(own_fusions):
+    class Squared(fz.BasicOperation):
+        def formula(self, x):
+            return x * x
+
+    class Fused(FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **_):
+            basic_op_ctxs[0].save_for_backward(input_)
+            return input_ * input_ * 0.5, [(), ()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            return basic_op_ctxs[0].saved_tensors[0] * grad_output, [(), ()], [(), ()]
+
+    @rule()
+    def half_square(a: Squared, s: fz.ConstantScale) -> Fused:
+        """Nothing."""
+        return Fused([a, s])
+
+    register_rule(half_square)
+    op, x = Squared(), torch.randn(4, 8, requires_grad=True)
+    module = fz.Sequential(op, fz.ConstantScale(0.5), op, require=["half_square"])
+    (found,) = torch.autograd.grad(module(x).sum(), x)
+    assert module.plan.fired == ("half_square",)
+    torch.testing.assert_close(found, x.detach() ** 3)
+
+
+def test_a_formula_returns_one_tensor():
+    op, _ = _pair(lambda s, x: (x, x))
+    with pytest.raises(TypeError, match=r"formula of Formula must return one tensor, got \(a"):
+        fz.Sequential(fz.Bias(8), op())(torch.randn(4, 8, requires_grad=True))
+
+
+def test_a_formula_of_one_op_alone():
+    op, x = fz.BasicOperation(), torch.randn(4, 8, requires_grad=True)
+    op.factor = torch.tensor(2.0)
+    op.formula = lambda t: t * op.factor
+    y = op(x)
+    op.factor = torch.tensor(0.0)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((4, 8), 2.0))
 
 
 def test_draws_of_another_generator():
