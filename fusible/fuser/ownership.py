@@ -123,13 +123,15 @@ class InputOwner:
             if not self._ops[i].writes_extra_inputs:
                 continue
             writable = []
-            for slot, ((producer, _), t) in enumerate(
+            for slot, ((producer, k), t) in enumerate(
                 zip(self._wiring.sources[i], of_op, strict=True)
             ):
                 if t is None:
                     continue
                 readers = list(self._readers(produced, start, (i, slot)))
-                if producer == CALLER:
+                if producer == CALLER and k in self._wiring.copies:
+                    writable.append(slot)
+                elif producer == CALLER:
                     self._check_target(i, slot, t, readers)
                     self._written.append((i, t))
                     writable.append(slot)

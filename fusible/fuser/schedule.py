@@ -194,8 +194,9 @@ def scheduled(
 
 
 def _derived(plan: Plan, stop: int) -> torch.dtype | None:
-    """The dtype of the output of ops[stop - 1] if that was derived and something is fused."""
-    if stop == len(plan.facts) or not plan.fusions or declares(type(plan.basic_ops[stop - 1])):
+    """The dtype of the output of ops[stop - 1] if that was derived, and ops after it are fused."""
+    fused_after = any(fusion.start >= stop for _, fusion in plan.fusions)
+    if not fused_after or declares(type(plan.basic_ops[stop - 1])):
         return None
     name = plan.facts[stop].input.dtype
     return None if name == UNKNOWN else getattr(torch, name)

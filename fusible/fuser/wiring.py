@@ -25,6 +25,8 @@ class Wiring:
     names: tuple[str, ...]
     public: tuple[tuple[int, int], ...]
     consumers: dict[tuple[int, int], tuple[int, ...]]
+    copies: tuple[int, ...] = ()
+    """The caller's extra inputs that are copies made to be written to."""
 
     @property
     def num_caller_inputs(self) -> int:
@@ -64,8 +66,8 @@ class Wiring:
             if start <= op and (inside := tuple(use - start for use in uses if use < stop))
         }
         public = tuple((op - start, slot) for op, slot in outputs)
-        wiring = Wiring(tuple(sources), tuple(names), public, consumers)
-        return Part(wiring, tuple(inputs), tuple(outputs), tuple(copied))
+        wiring = Wiring(tuple(sources), tuple(names), public, consumers, tuple(copied))
+        return Part(wiring, tuple(inputs), tuple(outputs), wiring.copies)
 
     def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
         """The caller's extra inputs that ops write to."""

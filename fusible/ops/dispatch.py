@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
@@ -81,6 +81,8 @@ class Dispatch(BasicOperation):
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
         check_sizes("Dispatch", num_experts=num_experts)
+        if capacity_factor is not None:
+            check_numbers("Dispatch", capacity_factor=capacity_factor)
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
                 "capacity_factor of Dispatch must be positive and finite, or None for no limit, "

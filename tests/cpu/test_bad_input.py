@@ -663,6 +663,7 @@ def test_errors_of_a_backward_say_where_the_op_is():
         lambda t: fz.LayerNorm(8, eps=t),
         lambda t: fz.L2Normalization(eps=t),
         lambda t: fz.TopKRouter(8, 4, 2, scaling_factor=t),
+        lambda t: fz.Dispatch(4, capacity_factor=t),
     ],
 )
 @pytest.mark.parametrize("given", [torch.tensor(0.5, requires_grad=True), "0.5"])

@@ -547,6 +547,31 @@ def test_a_formula_at_two_places_of_which_one_is_fused(own_fusions):
     torch.testing.assert_close(found, x.detach() ** 3)
 
 
+def test_a_checkpointed_channel_that_is_added_to_in_place():
+    op, _ = _pair(FORMULAS["sine"])
+    make, add = fz.MakeExtraOutput(), fz.AddExtraInput(in_place=True)
+    make.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    module = fz.Sequential(make, op(), add, fz.ConstantScale(2.0))
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint(module, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * (x.detach().cos() + 1))
+
+
+def test_a_dtype_that_follows_the_mode_behind_a_fusion():
+    class Widens(fz.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return input_ * 2 if self.training else (input_ * 2).double()
+
+        def op_backward(self, ctx, grad_output):
+            return (grad_output * 2).float(), ()
+
+    module, x = fz.Sequential(fz.Linear(8, 8), Widens(), fz.ConstantScale(0.5)), torch.randn(4, 8)
+    assert module(x).dtype == torch.float32
+    module.eval()
+    torch.testing.assert_close(module(x), F.linear(x, module[0].weight, module[0].bias).double())
+
+
 def test_a_formula_returns_one_tensor():
     op, _ = _pair(lambda s, x: (x, x))
     with pytest.raises(TypeError, match=r"formula of Formula must return one tensor, got \(a"):
