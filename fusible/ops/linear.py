@@ -16,6 +16,7 @@ from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan, joined
+from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.distributed import (
     AllGather,
@@ -314,15 +315,17 @@ class Linear(FusedOperation):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    # The hooks of the parts, and what was counted when they were last looked at; of no copy.
-    __slots__ = ("_hooks", "_patches")
-    _hooks: list[Any]
-    _patches: int
+    # The patches counted when no part was patched, with the hooks of the parts, in one tuple for
+    # threads; and whether the last call called the parts. Of no copy.
+    __slots__ = ("_called_parts", "_unpatched")
+    _unpatched: tuple[int, list[Any]]
+    _called_parts: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An object whose parts were not looked at."""
         made = super().__new__(cls)
-        object.__setattr__(made, "_patches", -1)
+        object.__setattr__(made, "_unpatched", (-1, []))
+        object.__setattr__(made, "_called_parts", False)
         return made
 
     def __init__(
@@ -391,8 +394,11 @@ class Linear(FusedOperation):
 
     def forward(self, input: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """Run the parts as one, or call them one by one where a part has hooks or the like."""
-        is_known = self._patches == patches.count and not torch.compiler.is_compiling()
-        if (is_known and not any(self._hooks)) or not self._calls_parts():
+        count, hooks = self._unpatched
+        is_known = count == patches.count and not torch.compiler.is_compiling()
+        calls_parts = not (is_known and not any(hooks)) and self._calls_parts()
+        self._note_call(calls_parts)
+        if not calls_parts:
             return super().forward(input, *extra_inputs, **kwargs)
         if kwargs:
             self._check_kwargs(kwargs)
@@ -403,7 +409,7 @@ class Linear(FusedOperation):
     @property
     def plan(self) -> Plan | None:
         """What the last call of this op alone ran as; None before the first."""
-        if not self._calls_parts():
+        if not self._called_parts:
             return super().plan
         return joined([part.plan for part in self.basic_ops if part.plan is not None])
 
@@ -412,9 +418,17 @@ class Linear(FusedOperation):
         if torch.compiler.is_compiling():
             self._trace_capture()  # which makes a copy's parts, if need be
             return any([why_called(part) for part in self.basic_ops])
-        self._patches = patches.count
-        self._hooks = [getattr(part, name) for part in self.basic_ops for name in HOOKS]
-        return any([why_called(part) for part in self.basic_ops])
+        count = patches.count
+        hooks = [getattr(part, name) for part in self.basic_ops for name in HOOKS]
+        calls_parts = any([why_called(part) for part in self.basic_ops])
+        if not calls_parts:
+            self._unpatched = count, hooks
+        return calls_parts
+
+    @constant_when_traced
+    def _note_call(self, calls_parts: bool) -> None:
+        if calls_parts is not self._called_parts:
+            self._called_parts = calls_parts
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Transformer Engine saves parameters, and quantizers' states, under the ops it is made of.

@@ -410,12 +410,76 @@ def test_what_a_part_of_a_linear_does_when_called():
     old = second.forward
     second.forward = lambda x: -old(x)
     torch.testing.assert_close(module(x), -(product + linear.bias))
-    torch.testing.assert_close(linear(x), -(x @ linear.weight.t() + linear.bias))
+    for _ in range(3):
+        torch.testing.assert_close(linear(x), -(x @ linear.weight.t() + linear.bias))
     del second.forward
     torch.testing.assert_close(module(x), product + linear.bias)
     first.register_forward_hook(lambda m, args, out: None)
     with pytest.raises(ValueError, match="keyword arguments must be for one basic op"):
         linear(x, output=x)
+
+
+def test_a_compiled_part_of_a_linear_is_called_every_time():
+    linear, (x,), calls = fz.Linear(HIDDEN, HIDDEN), inputs("moe"), []
+    want = linear(x)
+
+    def backend(graph, example):
+        return lambda *args: calls.append(args) or graph(*args)
+
+    linear.basic_ops[1].compile(backend=backend)
+    for n in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(linear(x), want)
+        assert len(calls) == 1 + n
+
+
+def test_the_plan_of_a_linear_is_of_its_last_call():
+    linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+    second = linear.basic_ops[1]
+    linear(x)
+    second.forward = lambda x: 0 * x
+    alone = linear._run.plan
+    assert linear.plan is alone
+    torch.testing.assert_close(linear(x), torch.zeros_like(x))
+    assert linear.plan is linear.basic_ops[0].plan
+    del second.forward
+    assert linear.plan is linear.basic_ops[0].plan
+    linear(x)
+    assert linear.plan is alone
+    handle = second.register_forward_hook(lambda m, args, out: None)
+    assert linear.plan is alone
+    linear(x)
+    handle.remove()
+    assert linear.plan is not alone
+    linear(x)
+    assert linear.plan is alone
+
+
+def test_the_plan_of_a_compiled_linear_is_of_its_last_call():
+    linear, (x,) = fz.Linear(HIDDEN, HIDDEN), inputs("moe")
+    linear.basic_ops[0].register_forward_hook(lambda m, args, out: 2 * out)
+    want = 2 * (x @ linear.weight.t()) + linear.bias
+    compiled = torch.compile(linear, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), want)
+        assert linear.plan is not linear._run.plan
+
+
+def test_threads_that_call_a_linear_first():
+    """A thread that has counted the patches has read the hooks too."""
+    (x,) = inputs("moe")
+
+    class Interrupted(fz.Linear):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name in ("_patches", "_unpatched"):
+                torch.testing.assert_close(self(x), x @ self.weight.t() + self.bias)  # a thread's
+                interrupted.append(name)
+
+    interrupted = []
+    linear = Interrupted(HIDDEN, HIDDEN)
+    torch.testing.assert_close(linear(x), x @ linear.weight.t() + linear.bias)
+    assert interrupted
 
 
 @pytest.mark.parametrize("surgery", ["prune", "parametrize"])
