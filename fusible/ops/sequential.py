@@ -402,8 +402,8 @@ def _check_memory(
 ) -> None:
     """Refuse that one segment writes to what another one reads, as within one run."""
     modules = tuple(sequential)
-    for op, of_op in (kwargs or {}).items():
-        check_buffers((op,), inputs, (of_op,), modules)
+    if kwargs:
+        check_buffers(tuple(kwargs), inputs, tuple(kwargs.values()), modules)
     for _, who, k, readers in division.written:
         read = [(what, t) for what, n in readers if isinstance(t := inputs[1 + n], Tensor)]
         if isinstance(inputs[1 + k], Tensor):

@@ -246,6 +246,15 @@ def test_two_buffers_that_overlap():
         op(torch.randn(ROWS, WIDTH), output=buffer, grad_input=buffer)
 
 
+def test_buffers_of_two_runs_that_overlap():
+    ops = fz.BasicLinear(WIDTH, WIDTH), torch.nn.ReLU(), fz.BasicLinear(WIDTH, WIDTH)
+    seq = fz.Sequential(*ops)
+    buffer = torch.empty(ROWS + 1, WIDTH)
+    given = {0: {"output": buffer[1:]}, 2: {"output": buffer[:-1]}}
+    with pytest.raises(ValueError, match="'output' must share no memory with the caller's 'output"):
+        seq(torch.randn(ROWS, WIDTH), op_kwargs=given)
+
+
 @pytest.mark.parametrize("name", ["output", "grad_input"])
 @pytest.mark.parametrize("split", [False, True], ids=["one run", "two runs"])
 def test_a_buffer_over_what_another_run_reads(name, split):
