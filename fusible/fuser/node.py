@@ -170,10 +170,13 @@ def _check_returned(
         )
     output, outputs = returned
     if step.is_users and not torch.compiler.is_compiling():
-        expected = schedule.diagnostics.expected
-        if op in expected:
-            expected[op].check(op, output, contexts)
-            del expected[op]
+        expected = schedule.diagnostics.expected.pop(op, None)
+        if expected is not None:
+            try:
+                expected.check(op, output, contexts)
+            except BaseException:
+                schedule.diagnostics.expected[op] = expected  # the next call is checked too
+                raise
     if step.derived not in (None, output.dtype):
         raise RuntimeError(
             f"{type(op).__name__} must give {step.derived}, as it did when its plan was made, got "

@@ -57,17 +57,19 @@ class WeakGroups(Generic[T]):
         # By the ids of classes, since the class that PyTorch makes for a parametrized module refers
         # to the module. An id that is used again is of a group without objects.
         self._members: dict[tuple[int, ...], WeakSet[T]] = {}
-        self._adding = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, kinds: Iterable[type], member: T) -> None:
         """Add an object to a group; a new group drops those without objects."""
         key = tuple(map(id, kinds))
-        with self._adding:
+        with self._lock:
             if key not in self._members:
                 self._members = {k: alive for k, alive in self._members.items() if alive}
             self._members.setdefault(key, WeakSet()).add(member)
 
     def others(self, kinds: Iterable[type], member: T) -> Iterator[T]:
         """The objects of a group without ``member``."""
-        alive = self._members.get(tuple(map(id, kinds)), ())
-        return (m for m in tuple(alive) if m is not member)
+        key = tuple(map(id, kinds))
+        with self._lock:  # no set may grow while it is read
+            alive = tuple(self._members.get(key, ()))
+        return (m for m in alive if m is not member)

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -90,6 +91,28 @@ def test_groups_without_objects_are_dropped():
     other = type(kept)()
     groups.add([type(kept)], other)
     assert [*groups.others([type(kept)], other)] == [kept]
+
+
+def test_an_object_that_a_thread_adds_while_others_are_read():
+    Member = type("Member", (), {})
+    groups, added, members = WeakGroups(), Member(), [Member() for _ in range(3)]
+    for member in members:
+        groups.add([Member], member)
+    alive = groups._members[id(Member),]
+    thread = threading.Thread(target=groups.add, args=([Member], added))
+
+    class Read(type(alive)):
+        def __iter__(self):
+            for n, member in enumerate(super().__iter__()):
+                if n == 1 and not thread.ident:
+                    thread.start()
+                    thread.join(0.2)  # it waits for the lock
+                yield member
+
+    alive.__class__ = Read
+    assert {*groups.others([Member], members[0])} == {*members[1:]}
+    thread.join()
+    assert {*groups.others([Member], members[0])} == {*members[1:], added}
 
 
 def test_classes_that_parametrizations_make_are_forgotten():

@@ -16,6 +16,7 @@ from fusible.fused import RULES
 from fusible.fuser import registry as registry_module
 from fusible.fuser.plan import check_facts
 from fusible.fuser.registry import check_names, registry
+from fusible.fuser.schedule import Expected
 
 
 class Double(fz.FusedOperation):
@@ -360,6 +361,28 @@ def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
     assert [schedule.diagnostics.expected for schedule in run._schedules.values()] == [{}]
     monkeypatch.setattr("fusible.fuser.run.expected_of", None)
     seq(x)
+
+
+@torch.no_grad()
+def test_a_call_that_another_thread_checks_first(own_fusions, monkeypatch):
+    extend.register_forward_fusion(wrong())
+    seq, x, results = linear_relu(), torch.randn(5, 4), []
+    checks = []
+
+    def interrupted(self, *args):
+        checks.append(args)
+        if len(checks) == 1:
+            raise MemoryError
+        if len(checks) == 2:  # what a second thread does meanwhile
+            results.append(seq(x))
+
+    monkeypatch.setattr(Expected, "check", interrupted)
+    with pytest.raises(MemoryError):
+        seq(x)
+    results.append(seq(x))
+    assert len(checks) >= 2
+    for y in results:
+        torch.testing.assert_close(y, torch.relu(x @ seq[0].weight.T))
 
 
 def test_the_check_of_a_users_fused_op_changes_nothing_in_the_basic_ops(own_fusions):
