@@ -44,7 +44,7 @@ def derived_dtypes(
         dict.fromkeys([*sizes, _FEATURES]), (2, 1)[: 1 + bool(extra_dtypes)]
     ):
         try:
-            with leaving_alone(op.modules(), mode), torch.no_grad():
+            with leaving_alone(op.modules(), mode, all_attributes=True), torch.no_grad():
                 x, *extra = [
                     torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
                     for dims, dtype in ((2, input_dtype), *[(beside, t) for t in extra_dtypes])

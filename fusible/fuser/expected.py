@@ -46,7 +46,7 @@ def expected_of(
             Tensor, lambda t: mode.from_tensor(t.detach()), ([*given[:count]], kwargs)
         )
         parts = [part for op in schedule.plan.basic_ops for part in op.modules()]
-        with leaving_alone(parts, mode), torch.no_grad():
+        with leaving_alone(parts, mode, all_attributes=True), torch.no_grad():
             run_forward(alone, (*fakes, *given[count:]), fake_kwargs)
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,18 +39,31 @@ class _ReadOnly(TorchDispatchMode):
 
 
 @contextmanager
-def leaving_alone(modules: Iterable[nn.Module], mode: FakeTensorMode) -> Iterator[None]:
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the weights that it casts: later calls must not find fake ones."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def leaving_alone(
+    modules: Iterable[nn.Module], mode: FakeTensorMode, *, all_attributes: bool = False
+) -> Iterator[None]:
     """In ``mode``, where the modules may be given its fake tensors beside their own real ones.
 
     Their parameters and buffers stay as they are, and so do attributes to which they bind a tensor,
-    and the dictionaries and lists that are attributes.
-    Random numbers are drawn of fake tensors only, which no generator notices.
+    and the dictionaries and lists that are attributes; with ``all_attributes`` also what they bind
+    to anything else. Random numbers are drawn of fake tensors only, which no generator notices.
     """
     before = [(held, held.copy()) for held in _containers([vars(m) for m in modules])]
     values = [t for _, held in before for t in _items(held) if type(t) in (Tensor, nn.Parameter)]
     data = [(t, t.detach()) for t in values]
     try:
-        with mode, _ReadOnly(mode):
+        with mode, _ReadOnly(mode), _without_autocast_cache():
             yield
     finally:
         for t, known in data:
@@ -57,10 +71,14 @@ def leaving_alone(modules: Iterable[nn.Module], mode: FakeTensorMode) -> Iterato
                 t.data = known
         for held, known in before:
             if isinstance(held, list):
-                held[:] = known if _holds_fake(held) else held
+                held[:] = known if all_attributes or _holds_fake(held) else held
                 continue
+            if all_attributes:
+                held.update({name: value for name, value in known.items() if name not in held})
             for name, value in [*held.items()]:
-                if value is known.get(name) or not _holds_fake(value):
+                if name in known and value is known[name]:
+                    continue
+                if not (all_attributes or _holds_fake(value)):
                     continue
                 if name in known:
                     held[name] = known[name]

@@ -389,3 +389,31 @@ def test_the_default_dtype_changes_nothing(target, recipe, request):
     for got, want in zip(step(), expected, strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
+
+
+def test_deriving_dtypes_leaves_plain_attributes_and_autocasts_cache():
+    class Counts(fz.BasicOperation):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8, 8))
+            self.calls = 0
+
+        def op_forward(self, ctx, input_, **_):
+            self.calls += 1
+            self.first = self.calls == 1
+            return input_ @ self.weight
+
+        def op_backward(self, ctx, grad_output):
+            raise AssertionError
+
+    own, x = Counts(), torch.randn(4, 8)
+    module = fz.Sequential(own, fz.Bias(8), fz.GELU())
+    with torch.autocast("cpu", BF16):
+        fz.explain(module, x)
+        own.calls = 0
+        y = module(x)
+        expected = torch.nn.functional.gelu(x @ own.weight, approximate="tanh")
+    assert own.calls == 1
+    assert own.first
+    assert type(y) is torch.Tensor
+    torch.testing.assert_close(y.float(), expected.float(), rtol=2**-6, atol=2**-6)

@@ -167,13 +167,14 @@ def test_an_in_place_sum_is_the_extra_input(fused):
     for shape in [(3, 8), (2, 3, 8)]:
         x = torch.randn(shape, requires_grad=True)
         addend = torch.randn(shape)
-        into = addend.clone()
+        leaf = addend.clone().requires_grad_()
+        into = leaf.clone()  # a leaf that requires a gradient is not written to
         want = grads_of(plain, x, addend.requires_grad_())
-        y = mine(x, into.requires_grad_())
+        y = mine(x, into)
         assert y.data_ptr() == into.data_ptr()
         torch.testing.assert_close(y, want[0])
         assert torch.equal(into, y)
-        got = torch.autograd.grad(y, (x, into, *mine.parameters()), torch.ones_like(y))
+        got = torch.autograd.grad(y, (x, leaf, *mine.parameters()), torch.ones_like(y))
         for a, b in zip(got, want[1:], strict=True):
             torch.testing.assert_close(a, b)
     assert ("linear_add" in mine.plan.fired) == fused
