@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+_torch_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class _ReadOnly(TorchDispatchMode):
@@ -50,6 +54,21 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 @contextmanager
+def _without_logged_errors() -> Iterator[None]:
+    """PyTorch logs each error of an operation on fake tensors, with its stack, and raises it."""
+    thread = threading.get_ident()
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _torch_logger.addFilter(is_elsewhere)
+    try:
+        yield
+    finally:
+        _torch_logger.removeFilter(is_elsewhere)
+
+
+@contextmanager
 def leaving_alone(
     modules: Iterable[nn.Module], mode: FakeTensorMode, *, all_attributes: bool = False
 ) -> Iterator[None]:
@@ -63,7 +82,7 @@ def leaving_alone(
     values = [t for _, held in before for t in _items(held) if type(t) in (Tensor, nn.Parameter)]
     data = [(t, t.detach()) for t in values]
     try:
-        with mode, _ReadOnly(mode), _without_autocast_cache():
+        with mode, _ReadOnly(mode), _without_autocast_cache(), _without_logged_errors():
             yield
     finally:
         for t, known in data:

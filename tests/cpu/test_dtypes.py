@@ -417,3 +417,16 @@ def test_deriving_dtypes_leaves_plain_attributes_and_autocasts_cache():
     assert own.first
     assert type(y) is torch.Tensor
     torch.testing.assert_close(y.float(), expected.float(), rtol=2**-6, atol=2**-6)
+
+
+def test_what_does_not_run_on_fake_tensors_is_not_logged(caplog):
+    hidden = torch.nn.Linear(12, 12)
+
+    class Hidden(fz.BasicOperation):
+        def formula(self, x):
+            return hidden(x)
+
+    x = torch.randn(4, 12)
+    y = fz.Sequential(Hidden(), fz.Bias(12), fz.GELU())(x)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(hidden(x), approximate="tanh"))
+    assert not [r for r in caplog.records if r.name.startswith("torch")]
