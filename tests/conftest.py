@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 # The helpers' assertions hold under ``python -O`` too, and show their values, as those of tests do.
-pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.glob("*.py")))
+pytest.register_assert_rewrite(
+    *(file.stem for file in (Path(__file__).parent / "support").glob("*.py"))
+)
 
 import checks
 import other_cpu

@@ -260,7 +260,7 @@ class Block(nn.Module):
         return x + self.experts(self.norm(x), *extra)
 
 
-# Every fused op once; other recipes are compiled by tests/cpu/test_recipe_ops.py.
+# Every fused op once; other recipes are compiled by tests/recipes/test_recipe_ops.py.
 COMPILED = (
     "unfused",
     "unfused mxfp8",
