@@ -32,8 +32,8 @@ from test_sm100_mlp import (
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels import emulator_sm100 as emulator
 from fusible.kernels.sm100 import limits, operands, padding
+from fusible.testing import emulator_sm100 as emulator
 
 Change = Callable[[str, dict], dict]
 Mutation = Callable[[pytest.MonkeyPatch], Change | None]

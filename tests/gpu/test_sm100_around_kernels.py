@@ -9,12 +9,12 @@ from torch import Tensor
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels import emulator_sm100, sm100
+from fusible.kernels import sm100
 from fusible.kernels.sm100 import padding, quantizer
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.library import encode
-from fusible.testing import assume_target
+from fusible.testing import assume_target, emulator_sm100
 
 pytestmark = pytest.mark.gpu
 

@@ -55,6 +55,8 @@ def test_imports_flow_one_way(path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path)}
     if place[0] != "kernels":
         assert not packages & KERNEL_PACKAGES
+    if place[0] != "testing":
+        assert not any(name.startswith("fusible.testing") for name in imports(path))
 
 
 def test_no_modules_import_each_other() -> None:

@@ -31,7 +31,7 @@ from sm100_operands import (
 from test_house import imports
 from torch import Tensor
 
-from fusible.kernels import emulator_sm100 as emulator
+from fusible.testing import emulator_sm100 as emulator
 
 NAMES = list(emulator.__all__)
 ONE = torch.ones(1)
@@ -87,7 +87,7 @@ def test_emulator_shares_no_code_with_what_it_checks() -> None:
     folder = Path(emulator.__file__).parent
     for path in folder.glob("*.py"):
         ours = {name for name in imports(path) if name.startswith("fusible")}
-        assert all(name.startswith("fusible.kernels.emulator_sm100") for name in ours), path
+        assert all(name.startswith("fusible.testing.emulator_sm100") for name in ours), path
 
 
 # Scale layout, against CuTe's layout algebra.
@@ -95,7 +95,7 @@ def test_emulator_shares_no_code_with_what_it_checks() -> None:
 
 @pytest.mark.parametrize(("rows", "blocks"), [(256, 8), (192, 6), (40, 3), (1, 1), (384, 12)])
 def test_scale_layout_is_cutes(rows: int, blocks: int) -> None:
-    from fusible.kernels.emulator_sm100.formats import scale_offsets
+    from fusible.testing.emulator_sm100.formats import scale_offsets
 
     counted = (torch.arange(rows * blocks) % 251).to(torch.uint8).view(1, rows, blocks)
     physical = packed(counted)
@@ -106,7 +106,7 @@ def test_scale_layout_is_cutes(rows: int, blocks: int) -> None:
 
 def test_column_scales_of_one_region_are_cutes() -> None:
     """What kernels use for columns without discrete_col_sfd: tokens along the packed blocks."""
-    from fusible.kernels.emulator_sm100.formats import scale_offsets
+    from fusible.testing.emulator_sm100.formats import scale_offsets
 
     assert scale_offsets(192, 8).tolist() == cute_offsets(192, 8, columns=True)
 

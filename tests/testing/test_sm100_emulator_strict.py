@@ -15,7 +15,7 @@ from sm100_operands import BF16, E4M3, E8M0, F8, FP32, addresses, flat, tall
 from test_sm100_emulator import bf16_call, mxfp8_call, nvfp4_call
 from torch import Tensor
 
-from fusible.kernels import emulator_sm100 as emulator
+from fusible.testing import emulator_sm100 as emulator
 
 ENDS = [0, 256]
 M, N, K = 512, 128, 128

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusible as fz
-from fusible.kernels import emulator_sm100 as emulator
 from fusible.testing import assume_target
+from fusible.testing import emulator_sm100 as emulator
 
 pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")

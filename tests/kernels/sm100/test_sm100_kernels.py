@@ -7,7 +7,7 @@ import torch
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels import emulator_sm100, sm100
+from fusible.kernels import sm100
 from fusible.kernels.sm100 import launches, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
@@ -15,7 +15,7 @@ from fusible.recipes.formats import mxfp8, nvfp4, quantize
 from fusible.recipes.layout import swizzle_scales
 from fusible.recipes.library import encode
 from fusible.recipes.product import Operand
-from fusible.testing import assume_target
+from fusible.testing import assume_target, emulator_sm100
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 M, N, K, E = 512, 128, 64, 2

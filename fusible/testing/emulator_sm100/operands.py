@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.kernels.emulator_sm100.formats import (
+from fusible.testing.emulator_sm100.formats import (
     E4M3,
     E8M0,
     FP4,

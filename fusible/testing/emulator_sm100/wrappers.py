@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.kernels.emulator_sm100 import kernels
-from fusible.kernels.emulator_sm100.kernels import Outputs
+from fusible.testing.emulator_sm100 import kernels
+from fusible.testing.emulator_sm100.kernels import Outputs
 
 
 def grouped_gemm_glu_wrapper_sm100(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusible.kernels.emulator_sm100.formats import (
+from fusible.testing.emulator_sm100.formats import (
     E8M0,
     FP4,
     FP8,
@@ -20,8 +20,8 @@ from fusible.kernels.emulator_sm100.formats import (
     round_up,
     scale_offsets,
 )
-from fusible.kernels.emulator_sm100.gated import gated, gated_grad, halves, interleaved
-from fusible.kernels.emulator_sm100.operands import (
+from fusible.testing.emulator_sm100.gated import gated, gated_grad, halves, interleaved
+from fusible.testing.emulator_sm100.operands import (
     ROWS,
     WIDE,
     block_scaled,

@@ -10,7 +10,7 @@ from fusible.kernels import reference
 from fusible.kernels.provider import provided
 
 # The kernels of a family of architectures in plain PyTorch.
-_STAND_INS = {"sm90": reference, "sm100": "fusible.kernels.emulator_sm100"}
+_STAND_INS = {"sm90": reference, "sm100": "fusible.testing.emulator_sm100"}
 
 
 @contextmanager

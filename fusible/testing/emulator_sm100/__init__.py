@@ -5,7 +5,7 @@ what packs operands and scales for the kernels. It reads packed, swizzled operan
 FP32, and is as strict as the front end's checks and as what its kernels take for granted.
 """
 
-from fusible.kernels.emulator_sm100.wrappers import (
+from fusible.testing.emulator_sm100.wrappers import (
     grouped_gemm_dglu_wrapper_sm100,
     grouped_gemm_glu_wrapper_sm100,
     grouped_gemm_quant_wrapper_sm100,
