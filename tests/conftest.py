@@ -95,10 +95,22 @@ def poisoned():
     torch.set_deterministic_debug_mode(before)
 
 
-@pytest.fixture
-def on_cuda(default_device):
-    """New tensors are on the GPU unless the test says where."""
-    default_device("cuda")
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def cpu_or_cuda(request, default_device):
+    """The device that new tensors are on unless the test says where: each in turn."""
+    if request.param == "cuda":
+        default_device("cuda")
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=checks.hopper)])
+def cpu_or_hopper(request, default_device):
+    """As ``cpu_or_cuda``; a Hopper GPU, where plans for ``sm90`` run by the kernels themselves."""
+    if request.param == "cuda":
+        if "sm100" in str(request.node.callspec):
+            pytest.skip("what stands in for Blackwell's kernels is tested on the CPU")
+        default_device("cuda")
+    return request.param
 
 
 @pytest.fixture

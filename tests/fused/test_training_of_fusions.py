@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from every_op import randomised
-from test_rules import FITS, scope_of
+from every_rule import FITS, scope_of
 from training_paths import on_machine
 
 import fusible as fz
 from fusible.ops.weights import WeightedOperation
+
+pytestmark = pytest.mark.usefixtures("cpu_or_hopper")
 
 
 def ops_of(module):

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
+import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting
-from test_moe_ops import moe_block
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
@@ -286,7 +286,7 @@ HIDDEN, EXPERTS, INNER, TOP_K = 256, 16, 128, 4
 
 
 def make_block(shared=False, **options):
-    return moe_block(HIDDEN, EXPERTS, INNER, TOP_K, INNER if shared else 0, **options)
+    return ref.moe_block(HIDDEN, EXPERTS, INNER, TOP_K, INNER if shared else 0, **options)
 
 
 def step(block, x, dy):

@@ -57,6 +57,7 @@ def assert_same_bits(module, scope, x, *extra):
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("leading", [(), (2,)], ids=["2-D", "3-D"])
 def test_same_bits_in_the_callers_memory(name, leading):
@@ -78,6 +79,7 @@ def test_same_bits_of_ops_in_a_row(kind, shape, recipe, dtype):
     assert_same_bits(module, scope, x, *splits)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_an_op_called_alone_and_without_gradients():
     op = fz.GroupedLinear(4, WIDTH, 8)
     x, output = torch.randn(ROWS, WIDTH), torch.full((ROWS, 8), float("nan"))
@@ -88,6 +90,7 @@ def test_an_op_called_alone_and_without_gradients():
     assert torch.equal(output[8:], torch.zeros(2, 8))
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_no_rows():
     op = fz.GroupedLinear(4, WIDTH, 8)
     x, output = torch.empty(0, WIDTH, requires_grad=True), torch.empty(0, 8)
@@ -119,6 +122,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", ["grouped", "dense", "sm90"])
 def test_a_buffer_that_does_not_fit(bad, kind):
@@ -135,6 +139,7 @@ def test_a_buffer_that_does_not_fit(bad, kind):
         assert t.is_meta or torch.equal(kwargs[name].nan_to_num(), t.nan_to_num())
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_a_gradient_in_the_way():
     op = fz.GroupedLinear(4, WIDTH, WIDTH)
     dy = torch.randn(ROWS, WIDTH)
@@ -150,6 +155,7 @@ def silently(*args, out=None, **options):
     return out
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_an_output_that_is_still_needed(dtype):
     """Written a second time before its first use in a backward: seen, not silently wrong."""
@@ -166,6 +172,7 @@ def test_an_output_that_is_still_needed(dtype):
             first.backward()
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @pytest.mark.parametrize("machine", ["sm80", "sm90"])
 def test_only_at_the_ends_of_a_run(machine):
     """Whether the ops are fused or not."""
@@ -180,7 +187,7 @@ def test_only_at_the_ends_of_a_run(machine):
                 mlp(x, splits, scales, splits, op_kwargs=kwargs)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("cpu_or_hopper", "fresh_compiler")
 @pytest.mark.parametrize("name", ["output", "grad_input"])
 def test_refused_while_compiling(name):
     op = fz.GroupedLinear(4, WIDTH, WIDTH)

@@ -570,36 +570,8 @@ def test_recomputed_rows(own_scales, scale_bias):
 # --- the block as one Sequential ------------------------------------------------------------------
 
 
-def moe_block(
-    hidden, experts, inner, top_k, shared=0, *, weighted=False, recompute=False, **router
-):
-    """Router, experts, and if it has a size a ``shared`` expert beside them."""
-    options = {"bias": False, "single_grouped_weight": True}
-    ops = [
-        fz.TopKRouter(hidden, experts, top_k, **router),
-        fz.Dispatch(experts, recompute_rows=recompute),
-        fz.GroupedLinear(experts, hidden, 2 * inner, **options),
-        fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
-        fz.GroupedLinear(experts, inner, hidden, **options),
-        fz.Combine(weighted=weighted),
-    ]
-    if shared:
-        ops = [
-            fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
-            *ops,
-            fz.Swap()
-            .set_extra_input_channel(0, "tokens")
-            .set_extra_output_channel(0, "routed", output_to_caller=False),
-            fz.BasicLinear(hidden, 2 * shared),
-            fz.SwiGLU(),
-            fz.BasicLinear(shared, hidden),
-            fz.AddExtraInput().set_extra_input_channel(0, "routed"),
-        ]
-    return fz.Sequential(*ops)
-
-
 def make_block(*, shared=False, **router):
-    return moe_block(HIDDEN, EXPERTS, 5, 2, 3 if shared else 0, **router).double()
+    return ref.moe_block(HIDDEN, EXPERTS, 5, 2, 3 if shared else 0, **router).double()
 
 
 def exact_block(x, router, w1, w2, *shared):

@@ -61,6 +61,7 @@ def same_bits(a, b):
         assert torch.equal(bits(t), bits(b[name])), name
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @recipe_names
 @layouts
 def test_layouts_load_into_each_other(recipe, single):
@@ -78,6 +79,7 @@ def test_layouts_load_into_each_other(recipe, single):
     same_bits(back.state_dict(), here.state_dict())
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @pytest.mark.parametrize("stored", ["mxfp8", "fp8 current"])
 @layouts
 def test_layouts_and_precisions_load_into_each_other(stored, single):
@@ -136,6 +138,7 @@ def test_weights_and_biases_may_differ_in_layout(single):
         same_bits(back.state_dict(), here.state_dict())
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @layouts
 def test_transformer_engines_names(single):
     """As its ops save them: every op has the state of its quantizers, a Linear is two ops."""
@@ -216,6 +219,7 @@ def by_dcp(state, path):
     return loaded
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @pytest.mark.parametrize("through", [by_torch, by_safetensors, by_dcp])
 @recipe_names
 @layouts
@@ -230,6 +234,7 @@ def test_files_keep_the_bits(through, recipe, single, tmp_path):
     same_bits(other.state_dict(), state)
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @recipe_names
 @layouts
 @pytest.mark.filterwarnings("ignore")
@@ -261,6 +266,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
 @layouts
@@ -290,6 +296,7 @@ def test_attributes_survive(convert, recipe, single):
             assert torch.equal(p.get_high_precision_init_val(), init[name])
 
 
+@pytest.mark.usefixtures("cpu_or_cuda")
 def test_views_of_one_buffer_stay_views_in_a_copy():
     module = build(False)
     flat = torch.zeros(3, 256, 128)

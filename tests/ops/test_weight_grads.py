@@ -75,6 +75,7 @@ def coarser(*dtypes):
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @layouts
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -92,6 +93,7 @@ def test_main_grad_is_added_to(path, single, dtype):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100 mxfp8")
 @pytest.mark.parametrize("dtypes", [(FP32,) * 4, (FP32, BF16, BF16, FP32)], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("flags", list(itertools.product([True, False], repeat=2)), ids=str)
@@ -124,6 +126,7 @@ def transpose_weights(mlp):
     return mlp
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8")
 @layouts
 def test_gradients_lie_as_their_weights(path, single):
@@ -142,6 +145,7 @@ def test_gradients_lie_as_their_weights(path, single):
         assert_close(grad, other, coarser(grad.dtype, other.dtype), roundings=16)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @some_paths(
     "unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100", "sm100 mxfp8"
 )
@@ -174,6 +178,7 @@ def test_products_of_bf16_reach_fp32_unrounded(single):
         ref.assert_accurate(got[group], dy_e.double().t() @ x_e.double())
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 def test_what_autograd_gets_instead(path):
     mlp = build(path, False, accumulate_into_main_grad=True)
@@ -193,6 +198,7 @@ def test_what_autograd_gets_instead(path):
     assert silent.grad is None
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_a_flat_main_grad_and_one_that_is_handed_out():
     """Megatron's buffers are slices of a flat one; Megatron-FSDP's change from step to step."""
     mlp = build(UNFUSED, True, accumulate_into_main_grad=True)
@@ -217,6 +223,7 @@ BAD = {
 }
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", ["grouped", "dense"])
 def test_a_main_grad_that_does_not_fit(bad, kind):
@@ -279,6 +286,7 @@ def test_where_pytorch_rounds_is_explained():
 # --- delayed ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @layouts
 def test_delayed(path, single):
@@ -309,6 +317,7 @@ def test_delayed(path, single):
     assert called[0] is fc1.weights()[0].grad
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 def test_delayed_micro_batches(path):
     """Backwards wait in order; each call takes one."""
@@ -324,6 +333,7 @@ def test_delayed_micro_batches(path):
             assert torch.equal(fc.weight.grad, want)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @layouts
 def test_delayed_into_main_grad(path, single):
@@ -347,6 +357,7 @@ def test_delayed_into_main_grad(path, single):
     assert [w.grad is None for w in weights(mlp)] == [False] + [True] * (len(buffers) - 1)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_delayed_with_a_scaled_single_bias():
     """Others crash here."""
     options = {"scale_bias": True, "single_grouped_bias": True, "single_grouped_weight": True}
@@ -365,6 +376,7 @@ def test_delayed_with_a_scaled_single_bias():
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_a_copy_waits_for_nothing():
     mlp = build(UNFUSED, True, delay_wgrad_compute=True)
     run(UNFUSED, mlp)
@@ -477,6 +489,7 @@ def test_weights_frozen_before_their_gradient_is_added_get_none(kind, first, sin
         torch.testing.assert_close(gradient_of(w, kind), mine.grad)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_frozen_weights_are_left_alone():
     mlp = build(UNFUSED, True, delay_wgrad_compute=True, accumulate_into_main_grad=True)
     for w in weights(mlp):
@@ -489,7 +502,7 @@ def test_frozen_weights_are_left_alone():
 # --- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("cpu_or_hopper", "fresh_compiler")
 class TestCompiled:
     @pytest.mark.parametrize(
         ("name", "single"),

@@ -261,3 +261,34 @@ def matrices(
     weights = weights[0] if fc.single_grouped_weight else weights
     biases = biases[0] if fc.has_bias and fc.single_grouped_bias else biases
     return weights, sizes, biases if fc.has_bias else None
+
+
+# --- a whole block --------------------------------------------------------------------------------
+
+
+def moe_block(
+    hidden, experts, inner, top_k, shared=0, *, weighted=False, recompute=False, **router
+):
+    """Router, experts, and if it has a size a ``shared`` expert beside them."""
+    options = {"bias": False, "single_grouped_weight": True}
+    ops = [
+        fz.TopKRouter(hidden, experts, top_k, **router),
+        fz.Dispatch(experts, recompute_rows=recompute),
+        fz.GroupedLinear(experts, hidden, 2 * inner, **options),
+        fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
+        fz.GroupedLinear(experts, inner, hidden, **options),
+        fz.Combine(weighted=weighted),
+    ]
+    if shared:
+        ops = [
+            fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+            *ops,
+            fz.Swap()
+            .set_extra_input_channel(0, "tokens")
+            .set_extra_output_channel(0, "routed", output_to_caller=False),
+            fz.BasicLinear(hidden, 2 * shared),
+            fz.SwiGLU(),
+            fz.BasicLinear(shared, hidden),
+            fz.AddExtraInput().set_extra_input_channel(0, "routed"),
+        ]
+    return fz.Sequential(*ops)

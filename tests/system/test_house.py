@@ -59,6 +59,12 @@ def test_imports_flow_one_way(path: Path) -> None:
         assert not any(name.startswith("fusible.testing") for name in imports(path))
 
 
+def test_the_emulator_shares_no_code_with_what_it_checks() -> None:
+    for path in (PACKAGE / "testing" / "emulator_sm100").glob("*.py"):
+        ours = {name for name in imports(path) if name.startswith("fusible")}
+        assert all(name.startswith("fusible.testing.emulator_sm100") for name in ours), path
+
+
 def test_no_modules_import_each_other() -> None:
     """Not for types either, nor inside functions."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}

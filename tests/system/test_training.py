@@ -57,6 +57,7 @@ def same(mine, theirs):
 # --- gradients that are never missing ------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @layouts
 @pytest.mark.parametrize("rows", [0, ROWS])
@@ -70,6 +71,7 @@ def test_no_rows(path, single, rows):
         assert not t.grad.any()
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @layouts
 def test_rows_that_are_not_in_use_may_hold_anything(path, single):
@@ -115,6 +117,7 @@ def recomputed(module, given, **options):
     )
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_around(path, reentrant):
@@ -129,6 +132,7 @@ def test_checkpoint_around(path, reentrant):
     same([y.detach(), *ref.take_grads(*needing(module, given))], want)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 def test_checkpoint_saves_the_inputs_only(path):
     module, given = path.build(), path.inputs()
@@ -157,6 +161,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 @pytest.mark.parametrize("how", INSIDE.values(), ids=INSIDE)
 def test_checkpoint_inside(path, how):
@@ -206,6 +211,7 @@ def test_selective_checkpoint(path, monkeypatch):
     assert counts == [6, 8, 6]
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 def test_offload(path):
     """Everything that is saved goes through autograd's hooks, weights included."""
@@ -226,6 +232,7 @@ def test_offload(path):
         same(grads(offloaded, module, given), want)
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 @paths
 def test_what_is_saved_is_all_that_is_kept(path):
     """Saved tensors that come back as others are what the backward reads: nothing is held aside."""
@@ -283,7 +290,7 @@ def compilations(counter):
     return sum(len(graph.graph.nodes) > 0 for graph in counter.graphs)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("cpu_or_hopper", "fresh_compiler")
 class TestCompiled:
     @STATIC_AND_DYNAMIC
     def test_a_module_with_a_sequential(self, name, dynamic):
@@ -336,6 +343,7 @@ class TestCompiled:
 # --- at the same time ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_threads_with_different_recipes():
     """One module, eight threads, four recipes, forward and backward: each gets its own numbers."""
     recipes = [
@@ -390,6 +398,7 @@ class Twice(fz.BasicOperation):
         return grad_output, ()
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_re_entrant_use():
     """A run inside a run, under another recipe, disturbs neither."""
     twice = Twice()
@@ -408,6 +417,7 @@ def test_re_entrant_use():
     assert torch.equal(twice.inner[0], torch.autograd.grad(y.sum(), leaf)[0])
 
 
+@pytest.mark.usefixtures("cpu_or_hopper")
 def test_modules_in_each_others_backward():
     """A backward that runs another forward and backward (a checkpoint inside a checkpoint)."""
     module, given = PATHS["unfused"].build(), PATHS["unfused"].inputs()

@@ -1,0 +1,140 @@
+"""Every built-in rule, and a module that it takes whole: the table that tests go through."""
+
+import torch
+
+import fusible as fz
+
+SIZES = [5, 0, 4, 2]
+GROUPED = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": torch.bfloat16}
+
+
+def dense(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def grouped_case(*ops):
+    splits = torch.tensor(SIZES)
+    extra = [
+        splits if isinstance(op, fz.GroupedLinear) else torch.rand(12, requires_grad=True)
+        for op in ops
+    ]
+    return fz.Sequential(*ops), (dense(12, ops[0].in_features), *extra)
+
+
+def moe_case():
+    experts = fz.Sequential(
+        fz.Dispatch(4),
+        fz.GroupedLinear(4, 16, 32, **GROUPED),
+        fz.ScaledSwiGLU(glu_interleave_size=8),
+        fz.GroupedLinear(4, 16, 24, **GROUPED),
+        fz.Combine(),
+    )
+    ids = torch.tensor([[0, 1], [3, 9], [0, 3], [2, 0], [-1, 4], [3, 0]])
+    return experts, (dense(6, 16), torch.rand(6, 2, requires_grad=True), ids)
+
+
+# rule: (a module that it takes whole and its inputs, the target)
+FITS = {
+    "moe_experts_sm90": (moe_case, "sm90"),
+    "linear_bias_activation": (
+        lambda: (fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()), (dense(6, 16),)),
+        "cpu",
+    ),
+    "linear_add": (
+        lambda: (
+            fz.Sequential(
+                fz.BasicLinear(16, 8, dtype=torch.bfloat16),
+                fz.ConstantScale(0.75),
+                fz.AddExtraInput(),
+            ),
+            (dense(6, 16), dense(6, 8)),
+        ),
+        "cpu",
+    ),
+    "backward_linear_add": (
+        lambda: (
+            fz.Sequential(
+                fz.MakeExtraOutput(in_place=True), fz.BasicLinear(16, 8, dtype=torch.bfloat16)
+            ),
+            (dense(6, 16),),
+        ),
+        "cpu",
+    ),
+    "backward_linear_scale": (
+        lambda: (
+            fz.Sequential(fz.BasicLinear(16, 8, dtype=torch.bfloat16), fz.ConstantScale(-1.5)),
+            (dense(6, 16),),
+        ),
+        "cpu",
+    ),
+    "backward_activation_bias": (
+        lambda: (
+            fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()),
+            (dense(6, 16),),
+        ),
+        "sm90",
+    ),
+    "backward_add_rms_norm": (
+        lambda: (
+            fz.Sequential(fz.MakeExtraOutput(), fz.RMSNorm(16, dtype=torch.bfloat16)),
+            (dense(6, 16),),
+        ),
+        "sm90",
+    ),
+    "grouped_mlp_sm90": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 16, 32, **GROUPED),
+            fz.ScaledSwiGLU(glu_interleave_size=8),
+            fz.GroupedLinear(4, 16, 24, **GROUPED),
+        ),
+        "sm90",
+    ),
+    "grouped_linear_glu_sm90": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 16, 32, **GROUPED), fz.ScaledClampedQGeGLU(limit=0.5)
+        ),
+        "sm90",
+    ),
+    "grouped_linear_forward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
+        "sm90",
+    ),
+    "grouped_linear_backward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
+        "sm90",
+    ),
+    "recipe_mlp_sm90": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 64, 128, **GROUPED),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 64, 96, **GROUPED),
+        ),
+        "sm90",
+    ),
+    "recipe_linear_forward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
+    "recipe_linear_backward_sm90": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
+        "sm90",
+    ),
+    "grouped_mlp_sm100": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 64, 128, **GROUPED),
+            fz.ScaledClampedQGeGLU(glu_interleave_size=32),
+            fz.GroupedLinear(4, 64, 192, **GROUPED),
+        ),
+        "sm100",
+    ),
+    "grouped_linear_sm100": (
+        lambda: grouped_case(fz.GroupedLinear(4, 64, 192, **GROUPED)),
+        "sm100",
+    ),
+}
+
+
+def scope_of(name):
+    """The recipe that a rule fires under."""
+    recipe = fz.recipes.MXFP8BlockScaling() if name.startswith("recipe_") else None
+    return fz.autocast(enabled=recipe is not None, recipe=recipe)
