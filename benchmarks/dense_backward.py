@@ -19,6 +19,7 @@ from rules import microseconds
 
 import fusible  # noqa: F401 - registers the kernels
 from fusible import formulas
+from fusible.kernels import dense
 from fusible.kernels.dense import definitions
 
 SHAPES = [(256, 1024), (4096, 4096), (16384, 2048), (16384, 5120), (32768, 8192)]
@@ -47,13 +48,13 @@ def cases(rows: int, features: int) -> dict[str, dict[str, Callable[[], Any]]]:
     found: dict[str, dict[str, Callable[[], Any]]] = {
         name: {
             "torch": apart(name),
-            "ours": lambda name=name: definitions.activation_bias_backward(dy, x, name),
+            "ours": lambda name=name: dense.activation_bias_backward(dy, x, name),
         }
         for name in ("gelu", "relu", "silu")
     }
     found["rms_norm"] = {
         "torch": norm_apart,
-        "ours": lambda: definitions.rms_norm_backward(dy, x, rstd, gain, branch),
+        "ours": lambda: dense.rms_norm_backward(dy, x, rstd, gain, branch),
     }
     found["copy"] = {"torch": lambda: branch.copy_(x)}
     return found

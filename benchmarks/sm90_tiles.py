@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from grouped_gemm_sm90 import CONFIGS, environment, measure, quack_calls, tensors
 
+from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import ops
-from fusible.kernels.sm90.launch import kernel
+from fusible.kernels.sm90.launch import compile_spec
 from fusible.kernels.sm90.spec import Spec, Tile
 
 KINDS = {
@@ -111,7 +112,7 @@ def check(name: str, tile: Tile, got: Any, want: Any) -> None:
 
 def compile_one(spec: Spec) -> None:
     """Compile a kernel, or find it on disk."""
-    kernel(spec)
+    load_kernel(compile_spec, (spec,), "sm_90a")
 
 
 def main() -> None:

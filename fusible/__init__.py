@@ -1,8 +1,6 @@
 """An operation fuser for PyTorch: blocks written as a Sequential of ops, run as fused kernels."""
 
-import fusible.kernels.dense.launch
-import fusible.kernels.moe.launch
-import fusible.kernels.quantize  # noqa: F401 - these register their kernels for CUDA
+import fusible.kernels.quantize  # noqa: F401 - registers its kernels for CUDA
 from fusible import extend, ops, recipes
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain

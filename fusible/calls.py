@@ -14,12 +14,12 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_direct(x: Tensor) -> bool:
-    """Whether nothing but an op's own function would run, which can then be called at once.
+def is_direct(x: object) -> bool:
+    """Whether the dispatcher would run nothing but the CUDA implementation of an op of ``x``.
 
-    PyTorch's dispatcher takes 8 us of host time for an op written in Python, and more for one of
-    many arguments. It is needed where calls are traced, transformed, intercepted or recorded for a
-    gradient.
+    That can then be called directly. PyTorch's dispatcher takes 8 us of host time for an op written
+    in Python, and more for one of many arguments. It is needed where calls are traced, transformed,
+    intercepted or recorded for a gradient.
     """
     return not (
         is_traced()

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.kernels.dense.definitions import activation_bias_backward
+from fusible.kernels.dense import activation_bias_backward
 from fusible.kernels.dense.spec import MIN_SM, VECTOR
 from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
 from fusible.ops.handover import accept_grad, hand_over

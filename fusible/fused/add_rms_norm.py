@@ -10,7 +10,7 @@ from fusible.formulas import gain
 from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.kernels.dense.definitions import rms_norm_backward
+from fusible.kernels.dense import rms_norm_backward
 from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
 from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
 from fusible.ops.handover import accept_grad

@@ -19,7 +19,7 @@ from fusible.fuser.conditions import at_most, equal, multiple_of, one_of, this, 
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import sm100
-from fusible.kernels.plain import aligned
+from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.checks import check_row_scales

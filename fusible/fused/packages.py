@@ -1,7 +1,7 @@
 """The software that compiles and runs kernels, as conditions of the rules that need them."""
 
 from fusible.fuser.conditions import at_least, this
-from fusible.fuser.target import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
+from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
 CUTLASS = at_least(
     this.cutlass_dsl, CUTLASS_DSL, f"pip install 'nvidia-cutlass-dsl[cu13]>={CUTLASS_DSL}'"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import cast
-from fusible.kernels.dense import definitions
+from fusible.kernels import dense
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES
 
 
@@ -57,6 +57,6 @@ def rms_norm_backward(
         return torch.ops.aten._fused_rms_norm_backward(
             dy, x, x.shape[1:], rstd, weight, [True, True]
         )
-    return definitions.rms_norm_backward(
+    return dense.rms_norm_backward(
         dy, x, rstd, formulas.gain(weight, rstd.dtype, zero_centered), None
     )

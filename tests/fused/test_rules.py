@@ -15,8 +15,8 @@ from fusible.fused import RULES
 from fusible.fuser.conditions import Condition, Path, at_least, equal, multiple_of, one_of, this
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule, rule, support_table
-from fusible.fuser.target import Version
 from fusible.testing import assume_target
+from fusible.versions import Version
 
 
 def test_every_rule_has_a_case():

@@ -10,7 +10,6 @@ import torch
 import fusible as fz
 from fusible import recipes
 from fusible.fused import RULES, grouped_sm100
-from fusible.fuser.target import Version
 from fusible.kernels import sm100
 from fusible.recipes.formats import dequantize, mxfp8, nvfp4, quantize
 from fusible.recipes.grouped import group_quantize
@@ -18,6 +17,7 @@ from fusible.recipes.library import encode
 from fusible.recipes.product import Operand
 from fusible.testing import assume_target
 from fusible.testing import emulator_sm100 as emulator
+from fusible.versions import Version
 
 BF16 = torch.bfloat16
 MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()

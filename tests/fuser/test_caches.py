@@ -14,7 +14,7 @@ import fusible as fz
 from fusible.caches import keep
 from fusible.fuser import run as runs
 from fusible.fuser.tracing import WeakGroups
-from fusible.kernels.sm90 import launch
+from fusible.kernels.runtime import workspaces
 from fusible.ops import op as ops
 
 SOURCES = Path(fz.__file__).parent
@@ -23,27 +23,25 @@ SOURCES = Path(fz.__file__).parent
 UNBOUNDED = {
     "fuser/run.py _traced_names": "256 names, grown below",
     "fuser/target.py _cuda_targets": "devices",
-    "fuser/target.py installed": "two packages",
-    "kernels/cache.py _compile_seconds": "compiled kernels",
-    "kernels/cache.py directory": "no arguments",
-    "kernels/flops.py _formulas": "library ops",
-    "kernels/machine.py architecture": "devices",
-    "kernels/machine.py capability": "devices",
-    "kernels/machine.py has_cutlass": "no arguments",
-    "kernels/machine.py multiprocessors": "devices",
-    "kernels/plain.py loaded": "compiled kernels",
+    "kernels/runtime/cache.py _compile_seconds": "compiled kernels",
+    "kernels/runtime/cache.py directory": "no arguments",
+    "kernels/runtime/flops.py _formulas": "library ops",
+    "kernels/runtime/gpu.py architecture": "devices",
+    "kernels/runtime/gpu.py capability": "devices",
+    "kernels/runtime/gpu.py has_cutlass": "no arguments",
+    "kernels/runtime/gpu.py multiprocessors": "devices",
+    "kernels/runtime/launch.py load_kernel": "compiled kernels",
     "kernels/sm100/launches.py _last_streams": "devices",
     "kernels/sm100/launches.py _warm": "compiled kernels",
     "kernels/sm100/ops.py _ones": "numbers of groups",
-    "kernels/sm90/launch.py _capture_counters": "devices",
-    "kernels/sm90/launch.py _captured": "weights in captured graphs, grown below",
-    "kernels/sm90/launch.py _group_ends": "compiled kernels",
-    "kernels/sm90/launch.py _pointer_tables": "1024 tables (test_sm90_prepared.py)",
-    "kernels/sm90/launch.py _stream_counters": "256 streams, grown below",
-    "kernels/sm90/launch.py _tile_sums": "compiled kernels",
-    "kernels/sm90/launch.py kernel": "compiled kernels",
+    "kernels/runtime/workspaces.py _capture_counters": "devices",
+    "kernels/runtime/workspaces.py _captured": "weights in captured graphs, grown below",
+    "kernels/runtime/workspaces.py _pointer_tables": "1024 tables (test_sm90_prepared.py)",
+    "kernels/runtime/workspaces.py _stream_counters": "256 streams, grown below",
+    "kernels/sm90/launch.py _vector_kernel": "compiled kernels",
     "kernels/sm90/ops.py spec_of": "kernels' kinds",
     "recipes/library.py _implementations": "dispatch keys",
+    "versions.py installed": "two packages",
 }
 
 
@@ -152,12 +150,12 @@ def test_schedules_of_compiled_code_are_bounded_and_made_anew(monkeypatch):
 def test_counters_of_streams_are_bounded(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     for cache in ("_stream_counters", "_capture_counters"):
-        monkeypatch.setattr(launch, cache, {})
+        monkeypatch.setattr(workspaces, cache, {})
     tensor = torch.tensor
     monkeypatch.setattr(torch, "zeros", lambda *_, device, dtype: tensor([0, 0], dtype=dtype))
-    for stream in range(launch._MAX_STREAMS + 9):
-        launch.tile_counter(stream % 2, stream)
-    assert len(launch._stream_counters) == launch._MAX_STREAMS
-    assert len(launch._capture_counters) == 2
-    last = launch._stream_counters[stream % 2, stream]
-    assert launch.tile_counter(stream % 2, stream) == last.data_ptr()
+    for stream in range(workspaces._MAX_STREAMS + 9):
+        workspaces.tile_counter(stream % 2, stream)
+    assert len(workspaces._stream_counters) == workspaces._MAX_STREAMS
+    assert len(workspaces._capture_counters) == 2
+    last = workspaces._stream_counters[stream % 2, stream]
+    assert workspaces.tile_counter(stream % 2, stream) == last.data_ptr()

@@ -11,8 +11,9 @@ from torch import nn
 
 import fusible as fz
 from fusible.extend import Condition, equal, multiple_of, register_rule, rule, this, where
-from fusible.fuser.target import CUDNN_FRONTEND, CUTLASS_DSL, Target, Version
+from fusible.fuser.target import Target
 from fusible.testing import assume_target
+from fusible.versions import CUDNN_FRONTEND, CUTLASS_DSL, Version
 
 
 def names(steps):

@@ -10,15 +10,15 @@ import torch
 
 import fusible as fz
 from fusible.fuser import target as targets
-from fusible.fuser.target import Version
-from fusible.kernels import machine
 from fusible.kernels.provider import provided
+from fusible.kernels.runtime import gpu
 from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import Places, packed_rows
 from fusible.recipes.formats import nvfp4
 from fusible.recipes.library import encode
 from fusible.testing import assume_target
+from fusible.versions import Version
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -60,16 +60,16 @@ def pretended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(targets.ctypes, "CDLL", lambda _: Driver)
     monkeypatch.setattr(targets, "_cuda_targets", {})
-    machine.capability.cache_clear()
+    gpu.capability.cache_clear()
     yield monkeypatch
-    machine.capability.cache_clear()
+    gpu.capability.cache_clear()
 
 
 def test_an_amd_gpu_is_never_taken_for_hopper(pretended):
     assert targets.target_of(GPU).sm == 90
     pretended.setattr(torch.version, "hip", "7.0")
     assert targets.target_of(GPU) == fz.Target("rocm")
-    assert machine.capability(GPU) == (0, 0)
+    assert gpu.capability(GPU) == (0, 0)
 
 
 def test_the_driver_is_a_fact_with_a_reason(pretended):

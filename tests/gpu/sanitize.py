@@ -11,12 +11,10 @@ product; that they write every element is for `test_sm90_grouped_gemm`, where ou
 
 import torch
 
-import fusible.kernels.dense.launch
-import fusible.kernels.moe.launch
-import fusible.kernels.quantize.launch  # noqa: F401 (the ops' CUDA implementations)
+import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
 from fusible import formulas
 from fusible.kernels import sm90
-from fusible.kernels.dense import definitions
+from fusible.kernels.dense import activation_bias_backward, definitions, rms_norm_backward
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import ops, tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -97,10 +95,10 @@ def dense() -> None:
     """`fusible.kernels.dense`."""
     dy, x, gain = random(129, 264), random(129, 264), random(264, dtype=torch.float32)
     for activation in definitions.ACTIVATIONS:
-        definitions.activation_bias_backward(dy, x, activation)
+        activation_bias_backward(dy, x, activation)
     _, rstd = formulas.rms_norm(x, gain, 1e-5)
     for addend in (None, dy):
-        definitions.rms_norm_backward(dy, x, rstd, gain, addend)
+        rms_norm_backward(dy, x, rstd, gain, addend)
 
 
 def quantize() -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import fusible as fz
 from fusible import formulas
+from fusible.kernels import dense
 from fusible.kernels.dense import definitions, launch
 from fusible.kernels.dense.spec import MAX_FEATURES
 
@@ -27,15 +28,13 @@ def test_activation_bias(activation, columns, dtype):
     for rows in ROWS:
         dy, x = tensors(2, rows, columns, dtype=dtype, scale=2.0)
         assert launch.takes(x, dy)
-        dx, dbias = definitions.activation_bias_backward(dy, x, activation)
-        exact, exact_sum = definitions.activation_bias_backward_definition(
-            dy.double(), x.double(), activation
-        )
+        dx, dbias = dense.activation_bias_backward(dy, x, activation)
+        exact, exact_sum = definitions.activation_bias_backward(dy.double(), x.double(), activation)
         ref.assert_accurate(dx, exact, 2)
         assert dbias.dtype == torch.float32
         largest = exact.abs().sum(0).max()
         assert (dbias.double() - exact_sum).abs().max() <= 1e-5 * largest
-        again = definitions.activation_bias_backward(dy, x, activation)
+        again = dense.activation_bias_backward(dy, x, activation)
         assert torch.equal(again[0], dx)
         assert torch.equal(again[1], dbias)
 
@@ -45,7 +44,7 @@ def test_activation_bias_of_extreme_values(activation):
     x = torch.tensor([0.0, -0.0, 1e-30, 90.0, -90.0, 3e38, -3e38, float("nan")], device="cuda")
     x = x.bfloat16().expand(4, 8)
     dy = torch.ones_like(x)
-    dx, _ = definitions.activation_bias_backward(dy, x, activation)
+    dx, _ = dense.activation_bias_backward(dy, x, activation)
     want = definitions.ACTIVATIONS[activation].backward(dy.float(), x.float())
     finite = want.isfinite() & (x.abs() < 1e38)
     torch.testing.assert_close(dx[finite].float(), want[finite], rtol=1e-2, atol=1e-2)
@@ -61,14 +60,12 @@ def test_rms_norm_backward(features, add, dtype):
         gain = torch.randn(features, device="cuda")
         _, rstd = formulas.rms_norm(x, gain, 1e-5)
         given = addend if add else None
-        dx, dgain = definitions.rms_norm_backward(dy, x, rstd, gain, given)
+        dx, dgain = dense.rms_norm_backward(dy, x, rstd, gain, given)
         wide = [t.double() for t in (dy, x, rstd, gain)]
-        exact, exact_gain = definitions.rms_norm_backward_definition(
-            *wide, addend.double() if add else None
-        )
+        exact, exact_gain = definitions.rms_norm_backward(*wide, addend.double() if add else None)
         ref.assert_accurate(dx, exact, 2)
         assert (dgain.double() - exact_gain).abs().max() <= 1e-5 * rows**0.5 * 4
-        again = definitions.rms_norm_backward(dy, x, rstd, gain, given)
+        again = dense.rms_norm_backward(dy, x, rstd, gain, given)
         assert torch.equal(again[0], dx)
         assert torch.equal(again[1], dgain)
 
@@ -82,11 +79,11 @@ def test_strided_gradients():
         dy[:, :1].expand(64, 128),
         dy.flatten()[1:].new_ones(64, 129)[:, 1:],
     ):
-        mine = definitions.rms_norm_backward(strided, x, rstd, gain, strided)
-        want = definitions.rms_norm_backward(strided.contiguous(), x, rstd, gain, strided.clone())
+        mine = dense.rms_norm_backward(strided, x, rstd, gain, strided)
+        want = dense.rms_norm_backward(strided.contiguous(), x, rstd, gain, strided.clone())
         assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
-        mine = definitions.activation_bias_backward(strided, x, "gelu")
-        want = definitions.activation_bias_backward(strided.contiguous(), x, "gelu")
+        mine = dense.activation_bias_backward(strided, x, "gelu")
+        want = dense.activation_bias_backward(strided.contiguous(), x, "gelu")
         assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 
 

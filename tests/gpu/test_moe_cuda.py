@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusible as fz
 from fusible import formulas
 from fusible.kernels import grouped
-from fusible.kernels.moe import launch, permute, routing
+from fusible.kernels.moe import definitions, launch, permute, routing
 from fusible.kernels.moe.spec import SortSpec
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def test_row_map(kind, groups):
     for tokens, k in ((1, 1), (31, 1), (8, 4), (257, 1), (1000, 6), (4097, 8), (20001, 9)):
         ids = IDS[kind](tokens, k, groups)
         for capacity in (None, 0, 1, max(1, tokens * k // groups), 10**6):
-            want = permute.permutation_definition(ids, groups, capacity)
+            want = definitions.permutation(ids, groups, capacity)
             dtype = torch.int32 if capacity else torch.int64
             same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
 
@@ -63,14 +63,14 @@ def test_row_map(kind, groups):
 def test_row_map_of_many_choices(kind, groups, choices):
     ids = IDS[kind](choices, 1, groups).int().cuda()
     got = permute.permutation(ids, groups, choices // 2)
-    for a, b in zip(got, permute.permutation_definition(ids, groups, choices // 2), strict=True):
+    for a, b in zip(got, definitions.permutation(ids, groups, choices // 2), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
 def test_row_map_of_narrow_ids(dtype):
     ids = IDS["even"](1000, 4, 100).to(dtype)
-    same(permute.permutation(ids.cuda(), 100, 50), permute.permutation_definition(ids, 100, 50))
+    same(permute.permutation(ids.cuda(), 100, 50), definitions.permutation(ids, 100, 50))
 
 
 def test_ids_beyond_32_bits():
@@ -78,7 +78,7 @@ def test_ids_beyond_32_bits():
     ids = torch.randint(0, 6, (1000, 4))
     ids[::2] += 2**32
     ids[::3] -= 2**33
-    same(permute.permutation(ids.cuda(), 6, None), permute.permutation_definition(ids, 6, None))
+    same(permute.permutation(ids.cuda(), 6, None), definitions.permutation(ids, 6, None))
 
 
 def test_more_than_two_to_the_31_elements():
@@ -102,7 +102,7 @@ def test_more_than_two_to_the_31_elements():
 def rows_case(dtype, tokens, hidden, k, weights, capacity):
     groups = 16
     ids = torch.stack([torch.randperm(groups + 3)[:k] for _ in range(tokens)])
-    row_map, *_ = permute.permutation_definition(ids, groups, capacity)
+    row_map, *_ = definitions.permutation(ids, groups, capacity)
     rows = tokens * k if capacity is None else min(tokens * k, groups * capacity)
     given = {
         "none": None,
@@ -124,10 +124,10 @@ def test_rows(dtype, weights, k):
         assert launch.why_not(x.cuda(), row_map.cuda(), w) is None
         for scale in (False, True) if w is not None else (False,):
             args = (x, row_map, w, rows, scale)
-            same(permute.scatter_rows(*cuda(*args)), permute.scatter_rows_definition(*args))
+            same(permute.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
         for values in (None, torch.randn(rows), torch.randn(rows).half())[: 3 if k == 8 else 2]:
             args = (y, row_map, w, values)
-            same(permute.gather_sum(*cuda(*args)), permute.gather_sum_definition(*args))
+            same(permute.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
 
 
 @on_poison
@@ -139,7 +139,7 @@ def test_row_dots(dtype, k, by_row):
         row_map, _, _, x, y = rows_case(dtype, tokens, hidden, k, "none", capacity)
         x[0, 0] = torch.inf
         got = permute.row_dots(*cuda(y, x, row_map, by_row)).cpu()
-        want = permute.row_dots_definition(y.double(), x.double(), row_map, by_row)
+        want = definitions.row_dots(y.double(), x.double(), row_map, by_row)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
@@ -156,10 +156,10 @@ def test_what_the_kernels_do_not_take_is_served(case):
     x = x.T.contiguous().T if case == "layout" else x
     assert (launch.why_not(x.cuda(), row_map.cuda()) is None) == (case == "layout")
     args = (x, row_map, torch.rand(tokens, k), tokens * k, True)
-    same(permute.scatter_rows(*cuda(*args)), permute.scatter_rows_definition(*args))
+    same(permute.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
     y = torch.randn(tokens * k, hidden, dtype=dtype)
     args = (y, row_map, None, torch.randn(tokens * k))
-    same(permute.gather_sum(*cuda(*args)), permute.gather_sum_definition(*args))
+    same(permute.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
 
 
 # --- router ---------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_route(function, normalize):
         logits[0, 0] = torch.nan if tokens > 1 else 0
         args = (k, function, normalize, 2.5, [1, 1, 2])
         probs, ids = routing.route(logits.cuda(), None, *args)
-        want, where = routing.route_definition(logits, None, *args)
+        want, where = definitions.route(logits, None, *args)
         assert torch.equal(ids.cpu(), where)
         torch.testing.assert_close(probs.cpu(), want, rtol=2e-6, atol=1e-7, equal_nan=True)
         logits, ids = logits[1:], where[1:]
@@ -195,7 +195,7 @@ def test_route_by_biased_scores_in_groups(groups, function, biased):
     bias = torch.randn(256) / 10 if biased else None
     args = (k, function, True, 1.0, list(groups))
     probs, ids = routing.route(logits.cuda(), None if bias is None else bias.cuda(), *args)
-    want, where = routing.route_definition(logits.double(), bias, *args)
+    want, where = definitions.route(logits.double(), bias, *args)
     # Scores that differ by a rounding may change places.
     differs = (ids.cpu() != where).any(-1)
     assert differs.sum() <= 4
@@ -210,7 +210,7 @@ def test_ties_in_groups(groups, function):
     logits = torch.randint(0, 4, (2000, 256)).float()
     args = (6, function, True, 1.0, list(groups))
     _, ids = routing.route(logits.cuda(), None, *args)
-    _, want = routing.route_definition(logits, None, *args)
+    _, want = definitions.route(logits, None, *args)
     assert torch.equal(ids.cpu(), want)
 
 
@@ -267,17 +267,19 @@ def test_opcheck():
     row_map, *_ = permute.permutation(ids, 4, None)
     x, y = torch.randn(6, 8, device="cuda"), torch.randn(12, 8, device="cuda")
     w, v = torch.rand(6, 2, device="cuda"), torch.rand(12, device="cuda")
-    torch.library.opcheck(permute.permutation, (ids, 4, 3))
-    torch.library.opcheck(permute.scatter_rows, (x, row_map, w, 12, True))
-    torch.library.opcheck(permute.gather_sum, (y, row_map, w, v))
-    torch.library.opcheck(permute.row_dots, (y, x, row_map, False))
+    torch.library.opcheck(torch.ops.fusible.permutation.default, (ids, 4, 3))
+    torch.library.opcheck(torch.ops.fusible.scatter_rows.default, (x, row_map, w, 12, True))
+    torch.library.opcheck(torch.ops.fusible.gather_sum.default, (y, row_map, w, v))
+    torch.library.opcheck(torch.ops.fusible.row_dots.default, (y, x, row_map, False))
     logits, bias = torch.randn(6, 8, device="cuda"), torch.zeros(8, device="cuda")
-    torch.library.opcheck(routing.route, (logits, bias, 2, "sigmoid", True, 1.5, [2, 1, 2]))
+    torch.library.opcheck(
+        torch.ops.fusible.route.default, (logits, bias, 2, "sigmoid", True, 1.5, [2, 1, 2])
+    )
     args = (w, logits, ids.clamp(max=7), "softmax", True, 1.0)
-    torch.library.opcheck(routing.route_backward, args)
+    torch.library.opcheck(torch.ops.fusible.route_backward.default, args)
     ends, rows = torch.tensor([3, 3, 9], device="cuda").int(), torch.randn(12, 8, device="cuda")
-    torch.library.opcheck(grouped.grouped_sum, (rows, ends, v))
-    torch.library.opcheck(grouped.grouped_dots, (rows, rows[:3].clone(), ends))
+    torch.library.opcheck(torch.ops.fusible.grouped_sum.default, (rows, ends, v))
+    torch.library.opcheck(torch.ops.fusible.grouped_dots.default, (rows, rows[:3].clone(), ends))
 
 
 # --- the block ------------------------------------------------------------------------------------

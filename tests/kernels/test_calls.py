@@ -5,12 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible import recipes
+from fusible.kernels.runtime.library import define
 from fusible.recipes import library
 from fusible.recipes.formats import mxfp8
 from fusible.recipes.library import Implementation, Wanted, decode, encode
@@ -129,6 +131,27 @@ def test_bad_input_is_refused_as_by_the_op(direct, scope):
     with scope(), pytest.raises(ValueError, match="columns must be a multiple of 32"):
         encode(torch.randn(4, 48), FORMAT, rowwise=True, columnwise=False)
     assert direct == []
+
+
+def test_library_ops_call_their_cuda_implementation(monkeypatch):
+    """With what a schema cannot express; as an op where anything else would see the call."""
+    op = define(
+        "called_directly(Tensor x) -> Tensor",
+        torch.empty_like,
+        lambda x: x + 1,
+        lambda x, more=1: x + 1 + more,
+    )
+    x = torch.zeros(2)
+    with torch.no_grad():
+        assert op(x, more=2).tolist() == [1, 1]  # on the CPU
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        assert op(x).tolist() == [2, 2]
+        assert op(x, more=2).tolist() == [3, 3]
+        assert op(nn.Parameter(x)).tolist() == [1, 1]
+        with Dispatched() as noting:
+            assert op(x, more=2).tolist() == [1, 1]
+    assert noting.seen == ["fusible::called_directly"]
+    assert op(x).tolist() == [1, 1]
 
 
 # What is saved, column-wise of inputs and weights, is encoded; what is multiplied at once is not.

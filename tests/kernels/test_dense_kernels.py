@@ -5,6 +5,7 @@ import torch
 from checks import assert_no_spills
 
 from fusible import formulas
+from fusible.kernels import dense
 from fusible.kernels.dense import definitions, launch
 from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
 
@@ -13,13 +14,13 @@ from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
 @pytest.mark.parametrize("activation", definitions.ACTIVATIONS)
 def test_activation_bias_op(activation, dtype):
     dy, x = (torch.randn(6, 8).to(dtype) for _ in range(2))
-    dx, dbias = definitions.activation_bias_backward(dy, x, activation)
+    dx, dbias = dense.activation_bias_backward(dy, x, activation)
     exact_x = x.double().requires_grad_()
     y = definitions.ACTIVATIONS[activation].value(exact_x)
     (want,) = torch.autograd.grad(y, exact_x, dy.double())
     torch.testing.assert_close(dx, want.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     torch.testing.assert_close(dbias, want.sum(0).float(), rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(definitions.activation_bias_backward, (dy, x, activation))
+    torch.library.opcheck(torch.ops.fusible.activation_bias_backward.default, (dy, x, activation))
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -28,11 +29,11 @@ def test_rms_norm_backward_op(add):
     gain = torch.randn(8)
     _, rstd = formulas.rms_norm(x, gain, 1e-5)
     args = (dy, x, rstd, gain, addend if add else None)
-    dx, dgain = definitions.rms_norm_backward(*args)
+    dx, dgain = dense.rms_norm_backward(*args)
     want, want_gain = formulas.rms_norm_backward(dy, x, rstd, gain)
     assert torch.equal(dx, (want + addend * add).bfloat16())
     assert torch.equal(dgain, want_gain)
-    torch.library.opcheck(definitions.rms_norm_backward, args)
+    torch.library.opcheck(torch.ops.fusible.rms_norm_backward.default, args)
 
 
 @pytest.mark.parametrize(

@@ -262,22 +262,23 @@ def test_stacked_one():
 
 
 def opcheck_cases():
+    ops = torch.ops.fusible
     ends, x, dy = ends_of([3, 0, 4, 1]), torch.randn(9, K), torch.randn(9, N)
     w, bias, scales = torch.randn(E, N, K), torch.randn(E, N), torch.rand(9)
-    yield "ends", grouped.group_ends, (torch.tensor([3, 0, 4, 1]), 9)
-    yield "mm", grouped.grouped_mm, (x, [w], ends, None, None, False)
-    yield "mm, everything", grouped.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False)
-    yield "mm, transposed", grouped.grouped_mm, (dy, [w], ends, None, None, True)
-    yield "mm, no rows", grouped.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
-    yield "mm_", grouped.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False)
-    yield "wgrad", grouped.grouped_wgrad, (dy, x, ends)
-    yield "sum", grouped.grouped_sum, (dy, ends, None)
-    yield "sum, scaled", grouped.grouped_sum, (dy, ends, scales)
-    yield "dots", grouped.grouped_dots, (dy, bias, ends)
+    yield "ends", ops.group_ends, (torch.tensor([3, 0, 4, 1]), 9)
+    yield "mm", ops.grouped_mm, (x, [w], ends, None, None, False)
+    yield "mm, everything", ops.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False)
+    yield "mm, transposed", ops.grouped_mm, (dy, [w], ends, None, None, True)
+    yield "mm, no rows", ops.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
+    yield "mm_", ops.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False)
+    yield "wgrad", ops.grouped_wgrad, (dy, x, ends)
+    yield "sum", ops.grouped_sum, (dy, ends, None)
+    yield "sum, scaled", ops.grouped_sum, (dy, ends, scales)
+    yield "dots", ops.grouped_dots, (dy, bias, ends)
     for accumulate in (False, True):
         yield (
             f"wgrad_, {accumulate=}",
-            grouped.grouped_wgrad_,
+            ops.grouped_wgrad_,
             ([torch.randn(E, N, K)], dy, x, ends, accumulate),
         )
 
@@ -286,4 +287,4 @@ def opcheck_cases():
     ("op", "args"), [pytest.param(op, args, id=name) for name, op, args in opcheck_cases()]
 )
 def test_opcheck(op, args):
-    torch.library.opcheck(op, args)
+    torch.library.opcheck(op.default, args)

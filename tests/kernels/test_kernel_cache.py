@@ -10,13 +10,13 @@ import torch
 
 import fusible
 from fusible import logs
-from fusible.kernels import cache, plain
 from fusible.kernels.dense import launch as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
 from fusible.kernels.moe import launch as moe
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize import launch as quantize
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
+from fusible.kernels.runtime import cache, launch
 from fusible.kernels.sm90 import launch as sm90
 from fusible.kernels.sm90.spec import Spec, Tile
 from fusible.kernels.sm100 import quantizer
@@ -84,22 +84,22 @@ KERNELS = [
     (dense.compiled, ("rms_norm_backward", RMSNorm(64, "bf16", True))),
     (quantizer.compiled, (PlacedSpec(nvfp4(), True, True, False, False, True),)),
     (quantizer.compiled_sums, (32, True)),
+    (sm90.compile_spec, (Spec("store", Tile(128, 128), "bfloat16"),)),
+    (sm90.compile_spec, (Spec("store", Tile(128, 128), "float16"),)),
+    (sm90.compile_group_ends, ("int32",)),
+    (sm90.compile_group_ends, ("int64",)),
+    (sm90.compile_tile_sums, ("float32",)),
+    (sm90.compile_tile_sums, ("bfloat16",)),
 ]  # fmt: skip
 
 
 def test_no_kernel_is_taken_for_another(monkeypatch):
     names = []
-    monkeypatch.setattr(plain, "kept", lambda name, _: names.append(name))
-    monkeypatch.setattr(sm90, "kept", lambda name, _: names.append(name))
+    monkeypatch.setattr(launch, "load_or_compile", lambda name, _: names.append(name))
     for compiled, what in KERNELS:
         for gpu in ("sm_90a", "sm_100a"):
-            plain.loaded.__wrapped__(compiled, what, gpu)
-    for dtype in ("bfloat16", "float16"):
-        sm90.kernel.__wrapped__(Spec("store", Tile(128, 128), dtype))
-    for dtype in (torch.int32, torch.int64):
-        sm90._group_ends.__wrapped__(dtype)
-        sm90._tile_sums.__wrapped__(dtype)
-    assert len(set(names)) == len(names) == 2 * len(KERNELS) + 6
+            launch.load_kernel.__wrapped__(compiled, what, gpu)
+    assert len(set(names)) == len(names) == 2 * len(KERNELS)
 
 
 def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
@@ -112,14 +112,14 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
         return quantizer.compiled_sums(*what)
 
     monkeypatch.setattr(cache, "directory", lambda: tmp_path / "kept")
-    found = [plain.loaded.__wrapped__(compiled, (32, True), "sm_90a") for _ in range(2)]
+    found = [launch.load_kernel.__wrapped__(compiled, (32, True), "sm_90a") for _ in range(2)]
     assert times == [(32, True, "--gpu-arch sm_90a")]
     assert all(map(callable, found))
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".o"]
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(cache, "directory", lambda: tmp_path / "file" / "kept")
-    assert callable(plain.loaded.__wrapped__(compiled, (32, True), "sm_90a"))
+    assert callable(launch.load_kernel.__wrapped__(compiled, (32, True), "sm_90a"))
     assert len(times) == 2
 
 
@@ -135,7 +135,7 @@ def test_threads_compile_one_after_another(monkeypatch, tmp_path):
 
     def load(vectors):
         what = "scatter", RowsSpec("bf16", vectors, 2)
-        return plain.loaded.__wrapped__(compiled, what, "sm_90a")
+        return launch.load_kernel.__wrapped__(compiled, what, "sm_90a")
 
     with ThreadPoolExecutor(6) as threads:
         assert all(map(callable, threads.map(load, [1, 2, 3, 1, 2, 3])))
@@ -175,7 +175,7 @@ def kept_twice(monkeypatch):
         return compiled[-1]
 
     for _ in range(2):
-        kernel = cache.kept("a kernel", compile_it)
+        kernel = cache.load_or_compile("a kernel", compile_it)
         assert kernel == "launch" or kernel is compiled[-1]
     return len(compiled)
 

@@ -161,9 +161,10 @@ def test_opcheck(name):
 def test_opcheck_of_routing():
     logits, ids = torch.randn(4, 6), random_ids(4, 2)
     args = (logits, torch.zeros(6), 2, "sigmoid", True, 1.5, [2, 1, 2])
-    torch.library.opcheck(routing.route, args)
+    torch.library.opcheck(torch.ops.fusible.route.default, args)
     torch.library.opcheck(
-        routing.route_backward, (torch.rand(4, 2), logits, ids, "softmax", True, 1.0)
+        torch.ops.fusible.route_backward.default,
+        (torch.rand(4, 2), logits, ids, "softmax", True, 1.0),
     )
 
 

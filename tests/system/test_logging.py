@@ -7,7 +7,7 @@ import torch
 
 import fusible as fz
 from fusible import logs
-from fusible.kernels import cache
+from fusible.kernels.runtime import cache
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_compiling_a_kernel_is_told_with_its_time(caplog, monkeypatch, tmp_path)
             raise OSError
 
     with caplog.at_level(logging.DEBUG, "fusible"), pytest.raises(OSError):  # noqa: PT011
-        cache.kept("sort of 8", Compiled)
+        cache.load_or_compile("sort of 8", Compiled)
     before, after = lines(caplog, logging.INFO)
     assert before == "compiling kernel sort of 8"
     assert after == "compiled kernel sort of 8 in 0.0 s (1 so far, 0.0 s)"

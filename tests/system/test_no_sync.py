@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 import fusible as fz
 from fusible import formulas
 from fusible.kernels import grouped
-from fusible.kernels.moe import permute, routing
+from fusible.kernels.grouped import bias_gradients, ends
+from fusible.kernels.moe import definitions, permute, routing
 from fusible.testing import assume_target
 
 aten = torch.ops.aten
@@ -61,9 +62,9 @@ def no_sync(monkeypatch):
     for name in ("grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
         cuda = {"grouped_wgrad_": "_grouped_wgrad_out_cuda"}.get(name, f"_{name}_cuda")
         monkeypatch.setattr(grouped, name, getattr(grouped, cuda))
-    monkeypatch.setattr(grouped, "group_ends", grouped._group_ends)
+    monkeypatch.setattr(grouped, "group_ends", ends.group_ends_definition)
     for name in ("grouped_sum", "grouped_dots"):
-        monkeypatch.setattr(grouped, name, getattr(grouped, f"{name}_definition"))
+        monkeypatch.setattr(grouped, name, getattr(bias_gradients, f"{name}_definition"))
     with torch.device("meta"), NoSync():
         yield
 
@@ -184,8 +185,8 @@ def test_dense_ops(no_sync):
 def test_moe_block(capacity, no_sync, monkeypatch):
     """By the definitions, which also serve what the kernels do not take on CUDA."""
     for name in ("permutation", "scatter_rows", "gather_sum", "row_dots"):
-        monkeypatch.setattr(permute, name, getattr(permute, f"{name}_definition"))
-    monkeypatch.setattr(routing, "route", routing.route_definition)
+        monkeypatch.setattr(permute, name, getattr(definitions, name))
+    monkeypatch.setattr(routing, "route", definitions.route)
     monkeypatch.setattr(routing, "route_backward", formulas.router_probs_backward)
     options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
     with assume_target("sm100"):

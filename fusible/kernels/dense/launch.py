@@ -1,7 +1,6 @@
 """CUDA implementations of the dense backwards.
 
-Importing this module registers them; cutlass is imported at the first launch. What the kernels do
-not take runs by the definitions.
+cutlass is imported at the first launch. What the kernels do not take runs by the definitions.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense import definitions
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
-from fusible.kernels.machine import capability, has_cutlass, multiprocessors
-from fusible.kernels.plain import aligned, compile_plain, launch
+from fusible.kernels.runtime.gpu import capability, has_cutlass, multiprocessors
+from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
@@ -49,12 +48,13 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
         "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, (spec,), options)
+    return compile_kernel(function, kinds, (spec,), options)
 
 
-def _activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """`definitions.activation_bias_backward`, by a kernel where it takes the rows."""
     if not takes(x, dy):
-        return definitions.activation_bias_backward_definition(dy, x, activation)
+        return definitions.activation_bias_backward(dy, x, activation)
     dy, x = aligned(dy), aligned(x)
     rows, features = x.shape
     dx = torch.empty_like(x)
@@ -72,12 +72,13 @@ def strip_rows(rows: int, features: int, multiprocessors: int) -> int:
     return max(_MIN_STRIP, min(_MAX_STRIP, share // 4 * 4))
 
 
-def _rms_norm_backward(
+def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """`definitions.rms_norm_backward`, by a kernel where it takes the rows."""
     fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
     if not fits:
-        return definitions.rms_norm_backward_definition(dy, x, rstd, gain, addend)
+        return definitions.rms_norm_backward(dy, x, rstd, gain, addend)
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
     gain = aligned(_in_fp32(gain, torch.float32, False))
     addend = None if addend is None else aligned(addend)
@@ -88,8 +89,3 @@ def _rms_norm_backward(
     tensors = dy, x, rstd, gain, addend, dx, partial
     launch(compiled, ("rms_norm_backward", spec), x.device, *tensors, x.shape[0], blocks)
     return dx, partial.sum(0)
-
-
-_library = torch.library.Library("fusible", "IMPL")
-_library.impl("activation_bias_backward", _activation_bias_backward, "CUDA")
-_library.impl("rms_norm_backward", _rms_norm_backward, "CUDA")

@@ -1,7 +1,7 @@
 """CUDA implementations of the ops that route tokens and move rows.
 
-Importing this module registers them; cutlass is imported at the first launch. What the kernels do
-not take runs by the definitions, which give the same bits but for dot products and scores.
+cutlass is imported at the first launch. What the kernels do not take runs by the definitions, which
+give the same bits but for dot products and scores.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from fusible import formulas
-from fusible.fuser.target import CUTLASS_DSL
-from fusible.kernels import grouped
-from fusible.kernels.machine import capability, has_cutlass
-from fusible.kernels.moe import permute, routing
+from fusible.kernels.moe import definitions
 from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
-from fusible.kernels.plain import aligned, compile_plain, launch
+from fusible.kernels.runtime.gpu import capability, has_cutlass
+from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
+from fusible.versions import CUTLASS_DSL
 
 _CLUSTER = 8  # CTAs: the most that every GPU with clusters takes
 _MAX_TOP_K = 32
-_MAX_GRID_Y = 2**16
 _INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
 
 
@@ -76,21 +74,22 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = 
         "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, (spec,), options)
+    return compile_kernel(function, kinds, (spec,), options)
 
 
-def _sort_spec(ids: Tensor, num_groups: int) -> SortSpec:
+def _sortrows_spec(ids: Tensor, num_groups: int) -> SortSpec:
     ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
     return SortSpec(num_groups, ids.dtype == torch.int64, ctas)
 
 
-def _permutation(
+def permutation(
     ids: Tensor, num_groups: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choices, spec = ids.numel(), _sort_spec(ids, num_groups)
+    """`definitions.permutation`, by a kernel where it takes the arguments."""
+    choices, spec = ids.numel(), _sortrows_spec(ids, num_groups)
     fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
     if not (fits and 0 < choices <= spec.most_choices and all(_machine(ids.device).values())):
-        return permute.permutation_definition(ids, num_groups, capacity)
+        return definitions.permutation(ids, num_groups, capacity)
     ids = ids.contiguous()
     row_map = torch.empty_like(ids, dtype=torch.int32)
     sizes = ids.new_empty(num_groups, dtype=torch.int64)
@@ -101,22 +100,24 @@ def _permutation(
     return row_map, sizes, ends
 
 
-def _spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
+def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
+    """The kernel that moves rows ``t``, or reads them with ``weights``."""
     kind = {None: "", 1: "row", 2: "choice"}[None if weights is None else weights.dim()]
     vectors = t.shape[1] * t.itemsize // BYTES
     dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
     return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
 
 
-def _scatter_rows(
+def scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
 ) -> tuple[Tensor, Tensor]:
+    """`definitions.scatter_rows`, by a kernel where it takes the arguments."""
     if rows == 0 or why_not(x, row_map, weights) is not None:
-        return permute.scatter_rows_definition(x, row_map, weights, rows, scale)
+        return definitions.scatter_rows(x, row_map, weights, rows, scale)
     x, row_map = aligned(x), row_map.contiguous()
     weights = None if weights is None else weights.contiguous()
     out = x.new_empty(rows, x.shape[1])
-    spec = _spec(x, row_map, weights, scale=scale)
+    spec = rows_spec(x, row_map, weights, scale=scale)
     moved = x.new_empty(0)
     if weights is not None and spec.weights == "choice":
         moved = weights.new_empty(rows)
@@ -124,11 +125,12 @@ def _scatter_rows(
     return out, moved
 
 
-def _gather_sum(
+def gather_sum(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """`definitions.gather_sum`, by a kernel where it takes the arguments."""
     if why_not(rows, row_map, weights, values) is not None:
-        return permute.gather_sum_definition(rows, row_map, weights, values)
+        return definitions.gather_sum(rows, row_map, weights, values)
     rows, row_map = aligned(rows), row_map.contiguous()
     weights = None if weights is None else weights.contiguous()
     tokens = row_map.shape[0]
@@ -137,48 +139,21 @@ def _gather_sum(
     if values is not None:
         values, kind = values.contiguous(), DTYPES[values.dtype]
         picked = values.new_empty(row_map.shape)
-    spec = _spec(rows, row_map, weights, values=kind)
+    spec = rows_spec(rows, row_map, weights, values=kind)
     launch(
         compiled, ("gather", spec), rows.device, rows, row_map, weights, values, out, picked, tokens
     )
     return out, picked
 
 
-def _row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+    """`definitions.row_dots`, by a kernel where it takes the arguments."""
     if rows.dtype != x.dtype or why_not(rows, row_map) is not None:
-        return permute.row_dots_definition(rows, x, row_map, by_row)
+        return definitions.row_dots(rows, x, row_map, by_row)
     rows, x, row_map = aligned(rows), aligned(x), row_map.contiguous()
     out = rows.new_empty(rows.shape[:1] if by_row else row_map.shape, dtype=torch.float32)
-    spec = _spec(rows, row_map, out if by_row else None)
+    spec = rows_spec(rows, row_map, out if by_row else None)
     launch(compiled, ("dots", spec), rows.device, rows, x, row_map, out, x.shape[0], rows.shape[0])
-    return out
-
-
-def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels of a bias's gradients take the rows."""
-    return why_not(dy, ends[:, None], *others) is None and ends.shape[0] < _MAX_GRID_Y
-
-
-def _grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
-    if not _takes_bias(dy, ends, row_scale):
-        return grouped.grouped_sum_definition(dy, ends, row_scale)
-    dy, ends = aligned(dy), ends.contiguous()
-    row_scale = None if row_scale is None else row_scale.contiguous()
-    out = dy.new_empty(ends.shape[0], dy.shape[1])
-    spec = _spec(dy, ends[:, None], row_scale)
-    launch(compiled, ("group_sums", spec), dy.device, dy, ends, row_scale, out, ends.shape[0])
-    return out
-
-
-def _grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
-        return grouped.grouped_dots_definition(dy, bias, ends)
-    dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()
-    out = dy.new_empty(dy.shape[0], dtype=torch.float32)
-    spec = _spec(dy, ends[:, None], None)
-    launch(
-        compiled, ("group_dots", spec), dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0]
-    )
     return out
 
 
@@ -190,7 +165,7 @@ def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
     return fits and all(_machine(logits.device).values())
 
 
-def _route(
+def route(
     logits: Tensor,
     expert_bias: Tensor | None,
     top_k: int,
@@ -199,8 +174,9 @@ def _route(
     scaling_factor: float,
     groups: list[int],
 ) -> tuple[Tensor, Tensor]:
+    """`definitions.route`, by a kernel where it takes the arguments."""
     if not _routes(logits, top_k, groups[0]):
-        return routing.route_definition(
+        return definitions.route(
             logits, expert_bias, top_k, score_function, normalize, scaling_factor, groups
         )
     tokens, experts = logits.shape
@@ -217,7 +193,7 @@ def _route(
     return probs, ids
 
 
-def _route_backward(
+def route_backward(
     dprobs: Tensor,
     logits: Tensor,
     ids: Tensor,
@@ -225,6 +201,7 @@ def _route_backward(
     normalize: bool,
     scaling_factor: float,
 ) -> Tensor:
+    """`formulas.router_probs_backward`, by a kernel where it takes the arguments."""
     top_k = ids.shape[1]
     if not _routes(logits, top_k):
         options = score_function, normalize, scaling_factor
@@ -236,14 +213,3 @@ def _route_backward(
     given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
     launch(compiled, ("route_backward", spec), logits.device, *given)
     return dlogits
-
-
-_library = torch.library.Library("fusible", "IMPL")
-_library.impl("permutation", _permutation, "CUDA")
-_library.impl("scatter_rows", _scatter_rows, "CUDA")
-_library.impl("gather_sum", _gather_sum, "CUDA")
-_library.impl("row_dots", _row_dots, "CUDA")
-_library.impl("grouped_sum", _grouped_sum, "CUDA")
-_library.impl("grouped_dots", _grouped_dots, "CUDA")
-_library.impl("route", _route, "CUDA")
-_library.impl("route_backward", _route_backward, "CUDA")

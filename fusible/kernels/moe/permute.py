@@ -1,48 +1,13 @@
-"""Rows to experts and back as ``torch.library`` ops: the contract, and its definition in PyTorch.
-
-``ids`` ``[T, k]`` name the group of each of a token's k choices. Every choice gets a row; rows are
-sorted by group, and within a group by token. What connects the two is the row map, int32
-``[T, k]``: the row of each choice, or, where a choice is not computed (its id is no group, or its
-group is full), ``~r``, the complement of a row r past the last group's end, which stays zero. So
-every row occurs once in the map, and who writes by it writes all rows; complements of rows that are
-not there are skipped.
-
-All ops are deterministic and none synchronises: sums are taken in FP32 (FP64 for FP64) in the order
-of the choices, and every element is written by one thread.
-"""
+"""Rows to experts and back as ``torch.library`` ops; `definitions` says what they compute."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fusible.formulas import cast, math_dtype
-from fusible.kernels.library import define
-
-# --- permutation ----------------------------------------------------------------------------------
-
-
-def permutation_definition(
-    ids: Tensor, num_groups: int, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, scan, place: the row map, the rows of each group (int64), their end rows (int32).
-
-    Integer ids of any shape, which the row map has too. A group takes its first ``capacity``
-    choices.
-    """
-    flat = ids.reshape(-1).long()
-    group = torch.where((flat >= 0) & (flat < num_groups), flat, num_groups)
-    counts = flat.new_zeros(num_groups + 1).scatter_add_(0, group, torch.ones_like(group))
-    order = group.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=ids.device))
-    within = place - (counts.cumsum(0) - counts)[group]
-    sizes = counts.clone() if capacity is None else counts.clamp(max=capacity)
-    sizes[-1:].zero_()  # what belongs to no group
-    ends, excess = sizes.cumsum(0), counts - sizes
-    row = (ends - sizes)[group] + within
-    spare = ends[-1] + (excess.cumsum(0) - excess - sizes)[group] + within
-    row_map = torch.where(within < sizes[group], row, ~spare).int()
-    return row_map.view(ids.shape), sizes[:-1].clone(), ends[:-1].int()
+from fusible.formulas import math_dtype
+from fusible.kernels.moe import definitions, launch
+from fusible.kernels.runtime.library import define
 
 
 def _permutation_fake(
@@ -55,41 +20,12 @@ def _permutation_fake(
     )
 
 
-define(
+permutation = define(
     "permutation(Tensor ids, int num_groups, SymInt? capacity) -> (Tensor, Tensor, Tensor)",
     _permutation_fake,
-    permutation_definition,
+    definitions.permutation,
+    launch.permutation,
 )
-
-# --- scatter_rows ---------------------------------------------------------------------------------
-
-
-def _choices(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The choice that each row belongs to, as t * k + j, and whether it is computed."""
-    flat = row_map.reshape(-1).long()
-    row = torch.where(flat < 0, ~flat, flat).clamp(max=rows)
-    choice = torch.zeros(rows + 1, dtype=torch.int64, device=flat.device)
-    choice = choice.scatter_(0, row, torch.arange(len(flat), device=flat.device))[:rows]
-    return choice, flat[choice] >= 0
-
-
-def scatter_rows_definition(
-    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
-) -> tuple[Tensor, Tensor]:
-    """``out[row_map[t, j]] = x[t]``, times the weight with ``scale``; zero elsewhere.
-
-    ``x`` ``[T, H]``, ``row_map`` ``[T, k]``, weights by choice ``[T, k]`` or by row ``[rows]``.
-    Also gives weights by choice as ``[rows]``, zero elsewhere (empty where there are none).
-    """
-    choice, live = _choices(row_map, rows)
-    out = x[choice // row_map.shape[1]]
-    by_row, moved = weights, x.new_empty(0)
-    if weights is not None and weights.dim() == 2:
-        by_row = moved = torch.where(live, weights.reshape(-1)[choice], 0)
-    if scale and by_row is not None:
-        wide = math_dtype(x.dtype)
-        out = cast(out.to(wide) * by_row.to(wide)[:, None], x.dtype)
-    return torch.where(live[:, None], out, 0), moved
 
 
 def _scatter_rows_fake(
@@ -101,41 +37,13 @@ def _scatter_rows_fake(
     return x.new_empty(rows, x.shape[1]), moved
 
 
-define(
+scatter_rows = define(
     "scatter_rows(Tensor x, Tensor row_map, Tensor? weights, SymInt rows, bool scale) -> "
     "(Tensor, Tensor)",
     _scatter_rows_fake,
-    scatter_rows_definition,
+    definitions.scatter_rows,
+    launch.scatter_rows,
 )
-
-# --- gather_sum -----------------------------------------------------------------------------------
-
-
-def gather_sum_definition(
-    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``sum over j of rows[row_map[t, j]]`` (times the weight), where computed; ``[T, H]``.
-
-    ``rows`` ``[M, H]``, weights by choice ``[T, k]`` or by row ``[M]``. Also gives ``values``
-    ``[M]`` by choice, ``[T, k]``, zero where not computed (empty where there are none).
-    """
-    wide = math_dtype(rows.dtype)
-    live, index = row_map >= 0, row_map.clamp(min=0)
-    total = rows.new_zeros(row_map.shape[0], rows.shape[1], dtype=wide)
-    picked = rows.new_empty(0)
-    if values is not None:
-        picked = values.new_zeros(row_map.shape)
-    if rows.shape[0] == 0:
-        return cast(total, rows.dtype), picked
-    for j in range(row_map.shape[1]):
-        part = rows[index[:, j]].to(wide)
-        if weights is not None:
-            weight = weights[:, j] if weights.dim() == 2 else weights[index[:, j]]
-            part = part * weight.to(wide)[:, None]
-        total = total + torch.where(live[:, j : j + 1], part, 0)
-    if values is not None:
-        picked = torch.where(live, values[index], 0)
-    return cast(total, rows.dtype), picked
 
 
 def _gather_sum_fake(
@@ -145,31 +53,12 @@ def _gather_sum_fake(
     return rows.new_empty(row_map.shape[0], rows.shape[1]), picked
 
 
-define(
+gather_sum = define(
     "gather_sum(Tensor rows, Tensor row_map, Tensor? weights, Tensor? values) -> (Tensor, Tensor)",
     _gather_sum_fake,
-    gather_sum_definition,
+    definitions.gather_sum,
+    launch.gather_sum,
 )
-
-# --- row_dots -------------------------------------------------------------------------------------
-
-
-def row_dots_definition(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
-    """``rows[row_map[t, j]] . x[t]`` in FP32 (FP64), zero where not computed.
-
-    ``rows`` ``[M, H]``, ``x`` ``[T, H]``; gives ``[T, k]``, or ``[M]`` with ``by_row``.
-    """
-    wide = math_dtype(rows.dtype)
-    live, index = row_map >= 0, row_map.clamp(min=0)
-    dots = rows.new_zeros(row_map.shape, dtype=wide)
-    if rows.shape[0]:
-        for j in range(row_map.shape[1]):
-            dots[:, j] = (rows[index[:, j]].to(wide) * x.to(wide)).sum(-1)
-        dots = torch.where(live, dots, 0)
-    if not by_row:
-        return dots
-    choice, _ = _choices(row_map, rows.shape[0])
-    return dots.view(-1)[choice]
 
 
 def _row_dots_fake(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
@@ -177,13 +66,9 @@ def _row_dots_fake(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Te
     return rows.new_empty(shape, dtype=math_dtype(rows.dtype))
 
 
-define(
+row_dots = define(
     "row_dots(Tensor rows, Tensor x, Tensor row_map, bool by_row) -> Tensor",
     _row_dots_fake,
-    row_dots_definition,
+    definitions.row_dots,
+    launch.row_dots,
 )
-
-permutation = torch.ops.fusible.permutation.default
-scatter_rows = torch.ops.fusible.scatter_rows.default
-gather_sum = torch.ops.fusible.gather_sum.default
-row_dots = torch.ops.fusible.row_dots.default

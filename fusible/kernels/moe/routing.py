@@ -1,4 +1,4 @@
-"""The router's math as ``torch.library`` ops: the contract, and its definition in PyTorch."""
+"""The router as ``torch.library`` ops; `definitions` and `formulas` say what they compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fusible import formulas
 from fusible.formulas import math_dtype
-from fusible.kernels.library import define
+from fusible.kernels.moe import definitions, launch
+from fusible.kernels.runtime.library import define
 
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -18,24 +19,6 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.mm(x, weight.t(), out_dtype=wide)
         return y if bias is None else y + bias.to(wide)
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-
-
-def route_definition(
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    top_k: int,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-    groups: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Weights and ids ``[T, top_k]`` of the experts chosen by logits ``[T, E]``.
-
-    ``groups`` are number, kept and scores summed, as in :func:`fusible.formulas.choose_experts`.
-    """
-    ids = formulas.choose_experts(logits, expert_bias, top_k, score_function, *groups)
-    probs = formulas.router_probs(logits, ids, score_function, normalize, scaling_factor)
-    return probs, ids
 
 
 def _route_fake(
@@ -51,11 +34,12 @@ def _route_fake(
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-define(
+route = define(
     "route(Tensor logits, Tensor? expert_bias, int top_k, str score_function, bool normalize, "
     "float scaling_factor, int[] groups) -> (Tensor, Tensor)",
     _route_fake,
-    route_definition,
+    definitions.route,
+    launch.route,
 )
 
 
@@ -70,13 +54,10 @@ def _route_backward_fake(
     return torch.empty_like(logits)
 
 
-# formulas.router_probs_backward.
-define(
+route_backward = define(
     "route_backward(Tensor dprobs, Tensor logits, Tensor ids, str score_function, bool normalize, "
     "float scaling_factor) -> Tensor",
     _route_backward_fake,
     formulas.router_probs_backward,
+    launch.route_backward,
 )
-
-route = torch.ops.fusible.route.default
-route_backward = torch.ops.fusible.route_backward.default

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.machine import architecture, capability, has_cutlass
-from fusible.kernels.plain import aligned, call, compile_plain, launch, loaded
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
+from fusible.kernels.runtime.gpu import architecture, capability, has_cutlass
+from fusible.kernels.runtime.launch import aligned, call, compile_kernel, launch, load_kernel
 from fusible.recipes.formats import Encoded, check_sizes
 from fusible.recipes.grouped import group_offsets
 from fusible.recipes.library import (
@@ -59,7 +59,7 @@ def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> A
         "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]
-    return compile_plain(function, kinds, (spec,), options)
+    return compile_kernel(function, kinds, (spec,), options)
 
 
 def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
@@ -170,7 +170,7 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return group_offsets(first_dims, columns)
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
-    scan = loaded(compiled_offsets, (first_dims.dtype,), architecture(first_dims.device))
+    scan = load_kernel(compiled_offsets, (first_dims.dtype,), architecture(first_dims.device))
     call(first_dims.device.index, scan, (first_dims, offsets, ends, columns))
     return offsets, ends
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cudnn
 
-from fusible.fuser.target import CUDNN_FRONTEND
+from fusible.versions import CUDNN_FRONTEND
 
 # Marks and arguments that came after the wrappers themselves, with the version that brought them.
 _CANONICAL = {"supports_canonical_layouts": "1.32", "supports_bf16_canonical_layouts": "1.32"}

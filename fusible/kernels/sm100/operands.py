@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.plain import aligned, begins_aligned
+from fusible.kernels.runtime.launch import aligned, begins_aligned
 from fusible.kernels.sm100.checks import FP8, address_unit
 from fusible.kernels.sm100.padding import (
     Places,

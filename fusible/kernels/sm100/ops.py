@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fusible.kernels import grouped
-from fusible.kernels.library import define
 from fusible.kernels.provider import provider
-from fusible.kernels.sm90.launch import pointer_table
+from fusible.kernels.runtime.library import define
+from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import (
     FP4,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.library import define
-from fusible.kernels.plain import aligned
+from fusible.kernels.runtime.launch import aligned
+from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
-from fusible.kernels.library import define
-from fusible.kernels.machine import capability
-from fusible.kernels.plain import compile_plain, launch
 from fusible.kernels.quantize.launch import largest_magnitudes, takes
+from fusible.kernels.runtime.gpu import capability
+from fusible.kernels.runtime.launch import compile_kernel, launch
+from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
@@ -186,7 +186,7 @@ def compiled(spec: PlacedSpec, options: str = "") -> Any:
     from fusible.kernels.sm100.device import quantize
 
     kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 2
-    return compile_plain(quantize.quantize, kinds, (spec,), options)
+    return compile_kernel(quantize.quantize, kinds, (spec,), options)
 
 
 def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
@@ -196,7 +196,7 @@ def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
     from fusible.kernels.sm100.device import quantize
 
     kinds = [Int64] * 4 + [Int32] * 2
-    return compile_plain(quantize.sum_blocks, kinds, (rows, wide), options)
+    return compile_kernel(quantize.sum_blocks, kinds, (rows, wide), options)
 
 
 def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:

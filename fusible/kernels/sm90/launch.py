@@ -1,34 +1,18 @@
-"""Compiled kernels, kept in memory and on disk, and how one is started from PyTorch.
-
-Nothing here reads a tensor's values: group ends, scales and pointers stay on the device.
-"""
+"""The SM90 kernels: how each is compiled, and a launch with all that no call changes."""
 
 import functools
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fusible.caches import keep
-from fusible.kernels.cache import kept
-from fusible.kernels.machine import multiprocessors
-from fusible.kernels.plain import call
+from fusible.kernels.runtime.gpu import architecture, multiprocessors
+from fusible.kernels.runtime.launch import call, compile_kernel, load_kernel, run
+from fusible.kernels.runtime.workspaces import tile_counter
 from fusible.kernels.sm90.spec import Spec
-
-_MAX_POINTER_TABLES = 1024
-# A table, the stream that it was copied on, and the copy's end.
-_pointer_tables: OrderedDict[tuple, tuple[torch.Tensor, int, torch.cuda.Event]] = OrderedDict()
-# What captured CUDA graphs read at each replay, by the addresses: tables, or the pinned sources of
-# those copied by a graph. Nothing tells when a graph is gone, so none is dropped; captures of the
-# same weights share one.
-_captured: dict[tuple, torch.Tensor] = {}
-_pointer_tables_lock = threading.Lock()
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
-    """Compile a kernel for ``sm_90a``, with more compiler ``options``; needs no GPU.
+    """Compile a kernel; ``options`` such as ``"--gpu-arch sm_90a"`` for a GPU that is not here.
 
     Raises:
         ValueError: a tile of the activation's backward is not ping-pong.
@@ -44,7 +28,7 @@ def compile_spec(spec: Spec, options: str = "") -> Any:
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
     kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
-    return _compile(GroupedGemm(spec), kinds, options)
+    return compile_kernel(GroupedGemm(spec), kinds, options=options)
 
 
 def compile_group_ends(dtype: str, options: str = "") -> Any:
@@ -62,38 +46,11 @@ def _compile_vector_kernel(name: str, dtype: str, options: str) -> Any:
 
     from fusible.kernels.sm90.device import vectors
 
-    return _compile(getattr(vectors, name)(dtype), [Int64, Int64, Int32, Int32], options)
+    kernel = getattr(vectors, name)(dtype)
+    return compile_kernel(kernel, [Int64, Int64, Int32, Int32], options=options)
 
 
-def _compile(function: Any, kinds: list[Any], options: str) -> Any:
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream
-
-    options = f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
-    arguments = [kind(0) for kind in kinds]
-    return cute.compile(function, *arguments, make_fake_stream(), options=options)
-
-
-# Kernels are kept as long as the process: a captured graph may run each at any time.
-@functools.cache
-def kernel(spec: Spec) -> Any:
-    """The compiled kernel of a spec: from memory, disk or the compiler."""
-    return kept(f"sm90 {spec}", functools.partial(compile_spec, spec))
-
-
-@functools.cache
-def _group_ends(dtype: torch.dtype) -> Any:
-    name = str(dtype).removeprefix("torch.")
-    return kept(f"sm90 group_ends {name}", functools.partial(compile_group_ends, name))
-
-
-@functools.cache
-def _tile_sums(dtype: torch.dtype) -> Any:
-    name = str(dtype).removeprefix("torch.")
-    return kept(f"sm90 tile_sums {name}", functools.partial(compile_tile_sums, name))
-
-
-class Start:
+class Launch:
     """A kernel with all its arguments but the number of rows and the addresses."""
 
     __slots__ = (
@@ -119,7 +76,7 @@ class Start:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
         self._index, self._dynamic, self._groups = device.index, tile.dynamic, groups
-        self._function = kernel(spec)
+        self._function = load_kernel(compile_spec, (spec,), architecture(device))
         self._constant = (
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
             d_preact_pitch, *glu_layout, *constants,
@@ -146,7 +103,7 @@ class Start:
         scales: int = 0,
         partials: int = 0,
     ) -> None:
-        """Start the kernel on the device's current stream."""
+        """Launch the kernel on the device's current stream."""
         tiles, index = self._groups, self._index
         if self._rows:
             # Every group, and the rows past the last, may end in a part of a tile.
@@ -160,88 +117,24 @@ class Start:
         ))  # fmt: skip
 
 
-start_of = functools.lru_cache(maxsize=4096)(Start)
-"""A :class:`Start`, made once for the same arguments."""
+launch_of = functools.lru_cache(maxsize=4096)(Launch)
+"""A :class:`Launch`, made once for the same arguments."""
+
+
+@functools.cache
+def _vector_kernel(compiled: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    return load_kernel(compiled, (str(dtype).removeprefix("torch."),), architecture(device))
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
     """Write the groups' end rows on the device's current stream."""
-    _launch(_group_ends(sizes.dtype), sizes, ends, sizes.shape[0], rows)
+    device = ends.device
+    kernel = _vector_kernel(compile_group_ends, sizes.dtype, device)
+    run(kernel, device, sizes, ends, sizes.shape[0], rows)
 
 
 def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
     """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
-    rows = sums.shape[0]
-    _launch(_tile_sums(sums.dtype), partials, sums, partials.shape[0] // rows, rows)
-
-
-def _launch(function: Any, source: torch.Tensor, target: torch.Tensor, *sizes: int) -> None:
-    index = target.device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    call(index, function, (source.data_ptr(), target.data_ptr(), *sizes, stream))
-
-
-_COUNTERS = 4096  # captured launches that need no memset of their own
-_MAX_STREAMS = 256  # memory of a counter that was dropped is used again on its stream only
-_stream_counters: dict[tuple[int, int], torch.Tensor] = {}
-_capture_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}  # one a device
-
-
-def tile_counter(index: int, stream: int) -> int:
-    """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
-
-    Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
-    graph may be replayed beside anything.
-    """
-    if torch._C._cuda_isCurrentStreamCapturing():
-        pool, rows = _capture_counters.get(index, (None, iter(())))
-        row = next(rows, None)
-        if pool is None or row is None:
-            return torch.zeros(2, dtype=torch.int32, device=index).data_ptr()
-        return pool[row].data_ptr()
-    counter = _stream_counters.get((index, stream))
-    if counter is None:
-        counter = torch.zeros(2, dtype=torch.int32, device=index)
-        keep(_stream_counters, (index, stream), counter, _MAX_STREAMS)
-        if index not in _capture_counters:
-            pool = torch.zeros(_COUNTERS, 2, dtype=torch.int32, device=index)
-            _capture_counters[index] = pool, iter(range(_COUNTERS))
-    return counter.data_ptr()
-
-
-def pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The pointers as an int64 tensor on the device, without waiting for the copy.
-
-    A stream that another one copies for waits for that on the device. A capture does not, which
-    begins with a synchronisation.
-    """
-    with _pointer_tables_lock:  # threads would drop each other's
-        return _pointer_table(pointers, device)
-
-
-def _pointer_table(pointers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    key, stream = (device.index, pointers), torch._C._cuda_getCurrentRawStream(device.index)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and key in _captured:
-        return _captured[key].to(device, non_blocking=True)
-    if known := _pointer_tables.get(key):
-        table, of_stream, copied = known
-        _pointer_tables.move_to_end(key)
-        if capturing:
-            _captured[key] = table
-        elif stream != of_stream:
-            current = torch.cuda.current_stream(device)
-            current.wait_event(copied)
-            table.record_stream(current)  # which may read it when it has been dropped
-        return table
-    source = torch.tensor(pointers, dtype=torch.int64, device="cpu").pin_memory()
-    table = source.to(device, non_blocking=True)
-    if capturing:
-        _captured[key] = source
-        return table
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(device))
-    _pointer_tables[key] = table, stream, copied
-    if len(_pointer_tables) > _MAX_POINTER_TABLES:
-        _pointer_tables.popitem(last=False)
-    return table
+    rows, device = sums.shape[0], sums.device
+    kernel = _vector_kernel(compile_tile_sums, sums.dtype, device)
+    run(kernel, device, partials, sums, partials.shape[0] // rows, rows)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.kernels import flops, grouped
-from fusible.kernels.library import define
+from fusible.kernels import grouped
+from fusible.kernels.runtime import flops
+from fusible.kernels.runtime.library import define
+from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.checks import (
     DTYPE_NAMES,
@@ -26,9 +28,8 @@ from fusible.kernels.sm90.checks import (
 )
 from fusible.kernels.sm90.launch import (
     launch_group_ends,
+    launch_of,
     launch_tile_sums,
-    pointer_table,
-    start_of,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -96,7 +97,7 @@ def _multiply(
     d_preact: tuple[int, int] = (0, 0),
     partials: int = 0,
 ) -> None:
-    """Start a product of grouped rows and weights.
+    """Launch a product of grouped rows and weights.
 
     ``glu``: activation, interleave, and whether the pre-activation is kept; pre-activations are
     given as address and pitch.
@@ -106,7 +107,7 @@ def _multiply(
     table = pointer_table(pointers, device).data_ptr() if pointers else 0
     scale = None if scales is None else scales.dtype
     rows, columns = out.shape
-    start = start_of(
+    start = launch_of(
         spec_of(kind, tile, dtype, dtype, major, table != 0, bias is not None, scale, *glu),
         device,
         columns,
@@ -360,7 +361,7 @@ def grouped_wgrad_(
         return
     tile = tile or _tile("wgrad", rows, grads.groups, depth, columns)
     table = pointer_table(grads.pointers, device).data_ptr() if grads.pointers else 0
-    start = start_of(
+    start = launch_of(
         spec_of("wgrad", tile, x.dtype, out[0].dtype, "k", table != 0, flag=accumulate),
         device,
         columns,

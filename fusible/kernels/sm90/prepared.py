@@ -12,7 +12,7 @@ from torch import Tensor
 from fusible.calls import is_traced, is_transformed
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.checks import check_scale, layout
-from fusible.kernels.sm90.launch import Start, launch_group_ends, start_of
+from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_of
 from fusible.kernels.sm90.ops import glu_layout, spec_of, sum_up
 
 
@@ -26,7 +26,7 @@ class Glu(NamedTuple):
     offset: float = 0.0
 
 
-class _Launch(NamedTuple):
+class _Variant(NamedTuple):
     """Which kernel reads the weight, beside what the weight decides."""
 
     kind: str
@@ -57,9 +57,9 @@ class Products:
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout("w", shape, strides, transpose) for transpose in (False, True)]
         self._sums = -(-self._depth // tiles.choose("dglu", many_rows, self._depth).n)
-        self._starts: dict[_Launch | tuple, Start] = {}
+        self._starts: dict[_Variant | tuple, Launch] = {}
 
-    def _make(self, launch: _Launch) -> Start:
+    def _make(self, launch: _Variant) -> Launch:
         """The launch of a product of rows, made once."""
         kind, transpose, bias, scale, glu, keep = launch
         if scale is not None:
@@ -69,7 +69,7 @@ class Products:
         wide = glu is None or kind != "glu" or tiles.takes_wide(major, glu.interleave, bias)
         tile, dtype = tiles.choose(kind, self._many_rows, columns, 0, wide), self._dtype
         gated = () if glu is None else (glu.activation, glu.interleave, keep)
-        start = self._starts[launch] = start_of(
+        start = self._starts[launch] = launch_of(
             spec_of(kind, tile, dtype, dtype, major, False, bias, scale, *gated),
             self._device,
             columns,
@@ -86,9 +86,9 @@ class Products:
         )
         return start
 
-    def _make_wgrad(self, columns: int, depth: int) -> Start:
+    def _make_wgrad(self, columns: int, depth: int) -> Launch:
         tile, dtype = tiles.choose("wgrad", self._many_rows, depth, columns), self._dtype
-        start = self._starts["wgrad", columns, depth] = start_of(
+        start = self._starts["wgrad", columns, depth] = launch_of(
             spec_of("wgrad", tile, dtype, dtype, "k", False),
             self._device,
             columns,
@@ -132,7 +132,7 @@ class Products:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
         launch = "store", False, bias is not None, scale, None, False
-        start = self._starts.get(launch) or self._make(_Launch(*launch))
+        start = self._starts.get(launch) or self._make(_Variant(*launch))
         y = x.new_empty(x.shape[0], self._columns) if out is None else out
         start(
             x.shape[0],
@@ -157,7 +157,7 @@ class Products:
     ) -> tuple[Tensor, Tensor]:
         """`grouped_gemm_glu`."""
         launch = "glu", False, bias is not None, scales.dtype, glu, keep
-        start = self._starts.get(launch) or self._make(_Launch(*launch))
+        start = self._starts.get(launch) or self._make(_Variant(*launch))
         rows, columns = x.shape[0], self._columns
         preact, out = x.new_empty(rows if keep else 0, columns), x.new_empty(rows, columns // 2)
         start(
@@ -175,7 +175,7 @@ class Products:
     def dgrad(self, dy: Tensor, w: int, ends: Tensor, out: Tensor | None = None) -> Tensor:
         """`grouped_gemm`, transposed."""
         launch = "store", True, False, None, None, False
-        start = self._starts.get(launch) or self._make(_Launch(*launch))
+        start = self._starts.get(launch) or self._make(_Variant(*launch))
         dx = dy.new_empty(dy.shape[0], self._depth) if out is None else out
         start(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
         return dx
@@ -192,7 +192,7 @@ class Products:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_gemm_dglu`."""
         launch = "dglu", True, False, scales.dtype, glu, False
-        start = self._starts.get(launch) or self._make(_Launch(*launch))
+        start = self._starts.get(launch) or self._make(_Variant(*launch))
         rows = dy.shape[0]
         d_preact = preact if overwrite else torch.empty_like(preact)
         act = dy.new_empty(rows, self._depth)

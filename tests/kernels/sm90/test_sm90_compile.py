@@ -83,7 +83,7 @@ every_kernel = pytest.mark.parametrize(
 
 @every_kernel
 def test_kernel_compiles_without_spills(spec, tmp_path, record_property):
-    compiled = compile_spec(spec, f"--keep-cubin --dump-dir={tmp_path}")
+    compiled = compile_spec(spec, f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}")
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert stack == [0]
@@ -101,7 +101,7 @@ def test_kernel_compiles_without_spills(spec, tmp_path, record_property):
     ],
 )
 def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path, record_property):
-    compiled = compile_it(dtype, f"--keep-cubin --dump-dir={tmp_path}")
+    compiled = compile_it(dtype, f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}")
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert registers[0] <= 40

@@ -29,7 +29,7 @@ def strict(monkeypatch):
     """The reference's functions behind the checks of the entries, which start nothing."""
     for name in ("_multiply", "launch_tile_sums"):
         monkeypatch.setattr(ops, name, lambda *_, **__: None)
-    monkeypatch.setattr(ops, "start_of", lambda *_, **__: lambda *_, **__: None)
+    monkeypatch.setattr(ops, "launch_of", lambda *_, **__: lambda *_, **__: None)
     monkeypatch.setattr(ops, "pointer_table", lambda *_: torch.empty(0))
 
     def checked(name, entry):

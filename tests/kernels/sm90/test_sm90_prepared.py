@@ -11,6 +11,7 @@ import torch
 import fusible as fz
 from fusible.fuser import run as fuser_run
 from fusible.kernels import sm90
+from fusible.kernels.runtime import workspaces
 from fusible.kernels.sm90 import launch, ops, prepared
 from fusible.testing import assume_target
 
@@ -25,14 +26,13 @@ def launches(monkeypatch):
     """What kernels are started with, instead of starting them; tensors may be on the CPU."""
     made = []
 
-    def kernel(spec):
-        return lambda *arguments: made.append((spec, arguments))
+    def load_kernel(compiled, what, _):
+        if compiled is launch.compile_tile_sums:
+            return lambda *_: None
+        return lambda *arguments: made.append((*what, arguments))
 
-    monkeypatch.setattr(launch, "kernel", kernel)
-    monkeypatch.setattr(launch, "_tile_sums", lambda _: lambda *_: None)
-    monkeypatch.setattr(
-        launch, "_group_ends", lambda dtype: lambda *arguments: made.append((dtype, arguments))
-    )
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -40,7 +40,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(ops, "check_matrix", lambda _, x: (*x.shape, x.stride(0)))
     monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
-    launch.start_of.cache_clear()
+    launch.launch_of.cache_clear()
+    launch._vector_kernel.cache_clear()
     prepared._products.cache_clear()
 
 
@@ -215,23 +216,23 @@ def on_stream(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: stream.reads.append(t))
     for kept in ("_pointer_tables", "_captured"):
-        monkeypatch.setattr(launch, kept, type(getattr(launch, kept))())
+        monkeypatch.setattr(workspaces, kept, type(getattr(workspaces, kept))())
     return stream
 
 
 def test_a_stream_waits_for_a_table_that_another_copies(on_stream):
     cpu, pointers = torch.device("cpu"), (16, 32, 96)
     first = on_stream(1)
-    table = launch.pointer_table(pointers, cpu)
+    table = workspaces.pointer_table(pointers, cpu)
     assert table.tolist() == [16, 32, 96]
-    assert launch.pointer_table(pointers, cpu) is table
+    assert workspaces.pointer_table(pointers, cpu) is table
     assert first.waits == []
     second = on_stream(2)
-    assert launch.pointer_table(pointers, cpu) is table
+    assert workspaces.pointer_table(pointers, cpu) is table
     assert len(second.waits) == 1
     assert second.reads == [table]
     captured = on_stream(3, capturing=True)  # an event from outside would break the capture
-    assert launch.pointer_table(pointers, cpu) is table
+    assert workspaces.pointer_table(pointers, cpu) is table
     assert captured.waits == []
 
 
@@ -239,33 +240,33 @@ def test_tables_of_a_graph_live_as_long_as_it_may(on_stream):
     """However many others there have been since its capture."""
     cpu = torch.device("cpu")
     on_stream(1)
-    table = weakref.ref(launch.pointer_table((16, 32), cpu))
-    forgotten = weakref.ref(launch.pointer_table((16, 48), cpu))
+    table = weakref.ref(workspaces.pointer_table((16, 32), cpu))
+    forgotten = weakref.ref(workspaces.pointer_table((16, 48), cpu))
     on_stream(2, capturing=True)
-    launch.pointer_table((16, 32), cpu)
+    workspaces.pointer_table((16, 32), cpu)
     on_stream(1)
-    for i in range(launch._MAX_POINTER_TABLES + 1):
-        launch.pointer_table((i,), cpu)
+    for i in range(workspaces._MAX_POINTER_TABLES + 1):
+        workspaces.pointer_table((i,), cpu)
     assert table() is not None
     assert forgotten() is None
-    assert len(launch._pointer_tables) == launch._MAX_POINTER_TABLES
+    assert len(workspaces._pointer_tables) == workspaces._MAX_POINTER_TABLES
     on_stream(2, capturing=True)
-    assert launch.pointer_table((16, 32), cpu) is table()
+    assert workspaces.pointer_table((16, 32), cpu) is table()
 
 
 def test_captures_of_the_same_weights_keep_one_table(on_stream):
     cpu = torch.device("cpu")
     for _ in range(5):  # unknown before the capture, and known
         on_stream(2, capturing=True)
-        assert launch.pointer_table((16, 64), cpu).tolist() == [16, 64]
+        assert workspaces.pointer_table((16, 64), cpu).tolist() == [16, 64]
         on_stream(1)
-        launch.pointer_table((16, 64), cpu)
-    assert len(launch._captured) == 1
+        workspaces.pointer_table((16, 64), cpu)
+    assert len(workspaces._captured) == 1
 
 
 def test_threads_that_need_tables_at_once(on_stream, monkeypatch):
     """Each gets its own pointers' table, while others drop it from the full cache."""
-    monkeypatch.setattr(launch, "_MAX_POINTER_TABLES", 1)
+    monkeypatch.setattr(workspaces, "_MAX_POINTER_TABLES", 1)
     on_stream(1)
     failed = []
 
@@ -273,7 +274,9 @@ def test_threads_that_need_tables_at_once(on_stream, monkeypatch):
         try:
             for k in range(2000):
                 pointers = ((i + k) % 3, 7)
-                assert launch.pointer_table(pointers, torch.device("cpu")).tolist() == [*pointers]
+                assert workspaces.pointer_table(pointers, torch.device("cpu")).tolist() == [
+                    *pointers
+                ]
         except Exception as error:
             failed.append(error)
 
@@ -288,4 +291,4 @@ def test_threads_that_need_tables_at_once(on_stream, monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     assert failed == []
-    assert len(launch._pointer_tables) == 1
+    assert len(workspaces._pointer_tables) == 1

@@ -11,74 +11,43 @@ The loop is the oracle: any floating dtype, FP64 included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusible.arguments import check_bools
 from fusible.formulas import math_dtype
-from fusible.kernels import flops
-from fusible.kernels.library import define
+from fusible.kernels.grouped import bias_gradients
+from fusible.kernels.grouped.ends import (
+    check_alignment_definition,
+    checking,
+    checks_enabled,
+    group_ends_definition,
+    row_groups,
+)
+from fusible.kernels.runtime import flops
+from fusible.kernels.runtime.library import define
+
+__all__ = [
+    "check_alignment",
+    "checking",
+    "checks_enabled",
+    "group_ends",
+    "grouped_dots",
+    "grouped_mm",
+    "grouped_mm_",
+    "grouped_sum",
+    "grouped_wgrad",
+    "grouped_wgrad_",
+    "row_groups",
+    "side_by_side",
+    "stacked",
+]
 
 _ALIGNMENT = 16  # bytes: what torch.nn.functional.grouped_mm asks of strides and pointers
 
-_checking = False
-
-
-@contextmanager
-def checking(enabled: bool = True) -> Iterator[None]:
-    """Verify split sizes that live on a device too, at the price of one synchronisation a call.
-
-    Outside this scope, values on a device are never read by the host: negative sizes count as
-    zero and rows beyond those given are not touched. Inside, they raise ``ValueError`` as host
-    values do. The switch is one for the process.
-    """
-    check_bools("checking", enabled=enabled)
-    global _checking  # noqa: PLW0603 - a debugging switch, one for the process
-    outer, _checking = _checking, enabled
-    try:
-        yield
-    finally:
-        _checking = outer
-
-
-def checks_enabled() -> bool:
-    """Whether split sizes on a device are to be verified (`checking`)."""
-    return _checking
-
-
-# --- group_ends -----------------------------------------------------------------------------------
-
-
-def _group_ends(split_sizes: Tensor, rows: int) -> Tensor:
-    if _checking or split_sizes.device.type == "cpu":
-        sizes = split_sizes.tolist()
-        if min(sizes) < 0:
-            group = min(range(len(sizes)), key=sizes.__getitem__)
-            raise ValueError(
-                f"split_sizes must not be negative, got {sizes[group]} for group {group}; "
-                "give every group the number of its rows, 0 for none"
-            )
-        if sum(sizes) > rows:
-            raise ValueError(
-                f"split_sizes must sum to at most the {rows} rows of the input, got {sum(sizes)}; "
-                "give as many rows as the groups hold"
-            )
-        return split_sizes.cumsum(0, dtype=torch.int32)
-    return split_sizes.clamp(min=0).cumsum(0).clamp(max=rows).to(torch.int32)
-
-
-def _check_alignment(split_sizes: Tensor, alignment: int) -> None:
-    if _checking or split_sizes.device.type == "cpu":
-        wrong = [size for size in split_sizes.tolist() if size % alignment]
-        if wrong:
-            raise ValueError(
-                f"split_sizes must be multiples of {alignment}, as split_alignment promises, got "
-                f"{wrong[0]}; pad the groups or do not promise it"
-            )
+# --- ends of groups -------------------------------------------------------------------------------
 
 
 def group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
@@ -86,18 +55,18 @@ def group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
-define(
+group_ends = define(
     "group_ends(Tensor split_sizes, SymInt rows) -> Tensor",
     group_ends_fake,
-    _group_ends,
-    _group_ends,
+    group_ends_definition,
+    group_ends_definition,
 )
 
-define(
+check_alignment = define(
     "check_alignment(Tensor split_sizes, int alignment) -> ()",
     lambda split_sizes, alignment: None,
-    _check_alignment,
-    _check_alignment,
+    check_alignment_definition,
+    check_alignment_definition,
 )
 
 # --- grouped_mm -----------------------------------------------------------------------------------
@@ -147,13 +116,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0] if tensors[0].dim() == 3 else tensors[0].unsqueeze(0)
     together = side_by_side(tensors)
     return torch.stack(tuple(tensors)) if together is None else together
-
-
-def row_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Group of every row (tail rows: the last group), and whether the row is in use; no sync."""
-    row = torch.arange(rows, device=ends.device, dtype=torch.int32)
-    group = torch.searchsorted(ends, row, right=True).clamp_(max=ends.shape[0] - 1)
-    return group, row < ends[-1]
 
 
 def _grouped_mm_loop(
@@ -255,7 +217,7 @@ def _grouped_mm_fake(
     return x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
 
 
-define(
+grouped_mm = define(
     "grouped_mm(Tensor x, Tensor[] w, Tensor ends, Tensor? bias, Tensor? row_scale, "
     "bool transpose_w) -> Tensor",
     _grouped_mm_fake,
@@ -290,7 +252,7 @@ def _grouped_mm_out_fake(
     return
 
 
-define(
+grouped_mm_ = define(
     "grouped_mm_(Tensor(a!) out, Tensor x, Tensor[] w, Tensor ends, Tensor? bias, "
     "Tensor? row_scale, bool transpose_w) -> ()",
     _grouped_mm_out_fake,
@@ -327,7 +289,7 @@ def _grouped_wgrad_fake(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dy.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
 
 
-define(
+grouped_wgrad = define(
     "grouped_wgrad(Tensor dy, Tensor x, Tensor ends) -> Tensor",
     _grouped_wgrad_fake,
     _grouped_wgrad_loop,
@@ -364,7 +326,7 @@ def _grouped_wgrad_out_fake(
     return
 
 
-define(
+grouped_wgrad_ = define(
     "grouped_wgrad_(Tensor(a!)[] out, Tensor dy, Tensor x, Tensor ends, bool accumulate) -> ()",
     _grouped_wgrad_out_fake,
     _grouped_wgrad_out,
@@ -372,60 +334,28 @@ define(
     flops.wgrad_into,
 )
 
-# --- grouped_sum ----------------------------------------------------------------------------------
-
-
-def grouped_sum_definition(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
-    """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``."""
-    wide = dy.to(math_dtype(dy.dtype))
-    if row_scale is not None:
-        wide = wide * row_scale[:, None].to(wide.dtype)
-    offsets = F.pad(ends, (1, 0)).long()
-    # unsafe: its checks would read the offsets on the host; they hold by construction.
-    sums = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
-    return sums.to(dy.dtype)
+# --- gradients of biases --------------------------------------------------------------------------
 
 
 def _grouped_sum_fake(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
     return dy.new_empty(ends.shape[0], dy.shape[1])
 
 
-# CUDA's own implementations of this op and the next are in kernels.moe.launch.
-define(
+grouped_sum = define(
     "grouped_sum(Tensor dy, Tensor ends, Tensor? row_scale) -> Tensor",
     _grouped_sum_fake,
-    grouped_sum_definition,
+    bias_gradients.grouped_sum_definition,
+    bias_gradients.grouped_sum_cuda,
 )
-
-# --- grouped_dots ---------------------------------------------------------------------------------
-
-
-def grouped_dots_definition(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of a bias's row scales: ``sum(dy * bias[group])``, zero in the tail, ``[M]``.
-
-    In FP32, of FP64 in FP64.
-    """
-    wide = math_dtype(dy.dtype)
-    group, live = row_groups(ends, dy.shape[0])
-    dots = (dy.to(wide) * bias.to(wide)[group]).sum(-1)
-    return torch.where(live, dots, 0)
 
 
 def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     return dy.new_empty(dy.shape[0], dtype=math_dtype(dy.dtype))
 
 
-define(
+grouped_dots = define(
     "grouped_dots(Tensor dy, Tensor bias, Tensor ends) -> Tensor",
     _grouped_dots_fake,
-    grouped_dots_definition,
+    bias_gradients.grouped_dots_definition,
+    bias_gradients.grouped_dots_cuda,
 )
-
-grouped_mm = torch.ops.fusible.grouped_mm.default
-grouped_mm_ = torch.ops.fusible.grouped_mm_.default
-grouped_wgrad = torch.ops.fusible.grouped_wgrad.default
-grouped_wgrad_ = torch.ops.fusible.grouped_wgrad_.default
-grouped_sum = torch.ops.fusible.grouped_sum.default
-grouped_dots = torch.ops.fusible.grouped_dots.default
-group_ends = torch.ops.fusible.group_ends.default
-check_alignment = torch.ops.fusible.check_alignment.default

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fusible.kernels.flops import Formula, count_flops
+from fusible.calls import is_direct
+from fusible.kernels.runtime.flops import Formula, count_flops
 
 # Kept alive for the life of the process: the registrations end with it.
 _library = torch.library.Library("fusible", "DEF")
@@ -19,10 +20,13 @@ def define(
     cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
     flops: Formula | None = None,
-) -> None:
-    """Add the op ``fusible::<schema>`` with its implementations, of which some may come later.
+) -> Callable[..., Any]:
+    """Register the op ``fusible::<schema>`` and return the function that calls it.
 
-    ``flops`` gives the number of floating-point operations from the arguments, if it multiplies.
+    The function calls ``cuda`` itself where PyTorch's dispatcher would run nothing else, as
+    `is_direct` finds from the first argument. Its keyword arguments are for such calls alone: what
+    a schema cannot express, which the op goes without. ``flops`` gives the number of floating-point
+    operations from the arguments, if the op multiplies.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -32,3 +36,12 @@ def define(
     torch.library.register_fake(f"fusible::{name}", fake, lib=_library)
     if flops is not None:
         count_flops(name, flops)
+    op = getattr(torch.ops.fusible, name).default
+
+    if cuda is None:
+        return op
+
+    def call(*args: Any, **direct_only: Any) -> Any:
+        return cuda(*args, **direct_only) if is_direct(args[0]) else op(*args)
+
+    return call

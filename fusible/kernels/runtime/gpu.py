@@ -1,4 +1,4 @@
-"""What launches ask of a GPU and its software."""
+"""Facts about a GPU and its software that kernel launches depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from fusible.fuser.target import CUTLASS_DSL, installed
+from fusible.versions import CUTLASS_DSL, installed
 
 
 @cache

@@ -22,10 +22,10 @@ _one_at_a_time = threading.RLock()  # the compiler is not made for threads
 _compile_seconds: list[float] = []  # of each kernel that this process compiled
 
 
-def kept(name: str, compile_it: Callable[[], Any]) -> Any:
+def load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
     """The kernel that ``name`` stands for: from disk, else compiled and written."""
     with _one_at_a_time:
-        return _kept(name, compile_it)
+        return _load_or_compile(name, compile_it)
 
 
 def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
@@ -44,7 +44,7 @@ def _compiled(name: str, compile_it: Callable[[], Any]) -> Any:
     return kernel
 
 
-def _kept(name: str, compile_it: Callable[[], Any]) -> Any:
+def _load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
     from cutlass import cute
 
     path = directory() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.o"
@@ -118,7 +118,7 @@ def directory() -> Path:
 
 def sources() -> list[Path]:
     """Every file that may shape a kernel: more than do, so that none is forgotten."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     return [
         path
         for pattern in ("*.py", "kernels/**/*.py", "recipes/**/*.py")

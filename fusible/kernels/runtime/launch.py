@@ -1,4 +1,7 @@
-"""Kernels of plain arguments, addresses and sizes: compiled, kept on disk, started on tensors."""
+"""Compiles kernels of addresses and sizes, keeps them, and launches them on the current stream.
+
+Nothing here reads a tensor's values: group ends, scales and pointers stay on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.kernels.cache import kept
-from fusible.kernels.machine import architecture
+from fusible.kernels.runtime.cache import load_or_compile
+from fusible.kernels.runtime.gpu import architecture
 
 _ALIGNMENT_BYTES = 16  # of addresses: what a thread moves at once
 
 
-def compile_plain(
-    function: Callable[..., Any], kinds: Sequence[Any], constants: Sequence[Any], options: str
+def compile_kernel(
+    function: Callable[..., Any],
+    kinds: Sequence[Any],
+    constants: Sequence[Any] = (),
+    options: str = "",
 ) -> Any:
     """Compile ``function(*numbers, stream, *constants)`` for numbers of ``kinds``.
 
-    What it gives is called with the numbers (an Int64 for an address) and a raw stream. ``options``
+    The result is called with the numbers (an Int64 for an address) and a raw stream. ``options``
     such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
     from cutlass import cute
@@ -35,30 +41,31 @@ def compile_plain(
     )
 
 
-def launch(
-    compiled: Callable[..., Any],
-    what: tuple[Any, ...],
-    device: torch.device,
-    *args: Tensor | int | None,
-) -> None:
-    """Start the kernel that ``compiled(*what, options)`` makes on a device's current stream.
-
-    Tensors go by address, None as address 0.
-    """
-    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    call(device.index, loaded(compiled, what, architecture(device)), (*given, stream))
-
-
 @cache
-def loaded(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
+def load_kernel(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
     """The kernel that ``compiled(*what, options)`` makes for a GPU, such as ``"sm_90a"``.
 
     From memory, disk or the compiler; the ``repr`` of ``what`` tells all of it. Kept as long as the
     process: a captured graph may run it at any time.
     """
     name = f"{compiled.__module__}.{compiled.__name__}{what} {gpu}"
-    return kept(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))
+    return load_or_compile(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))
+
+
+def launch(
+    compiled: Callable[..., Any],
+    what: tuple[Any, ...],
+    device: torch.device,
+    *args: Tensor | int | None,
+) -> None:
+    """Launch the kernel that ``compiled(*what, options)`` makes on a device's current stream."""
+    run(load_kernel(compiled, what, architecture(device)), device, *args)
+
+
+def run(kernel: Callable[..., Any], device: torch.device, *args: Tensor | int | None) -> None:
+    """Launch a kernel on a device's current stream; tensors go by address, None as address 0."""
+    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    call(device.index, kernel, (*given, torch._C._cuda_getCurrentRawStream(device.index)))
 
 
 def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

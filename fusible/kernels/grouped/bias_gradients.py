@@ -1,0 +1,66 @@
+"""Gradients of the biases of grouped products and of what scales these: sums over groups, dots."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusible.formulas import math_dtype
+from fusible.kernels.grouped.ends import row_groups
+from fusible.kernels.moe.launch import compiled, rows_spec, why_not
+from fusible.kernels.runtime.launch import aligned, launch
+
+_MAX_GRID_Y = 2**16
+
+
+def grouped_sum_definition(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+    """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``."""
+    wide = dy.to(math_dtype(dy.dtype))
+    if row_scale is not None:
+        wide = wide * row_scale[:, None].to(wide.dtype)
+    offsets = F.pad(ends, (1, 0)).long()
+    # unsafe: its checks would read the offsets on the host; they hold by construction.
+    sums = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+    return sums.to(dy.dtype)
+
+
+def grouped_dots_definition(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of a bias's row scales: ``sum(dy * bias[group])``, zero in the tail, ``[M]``.
+
+    In FP32, of FP64 in FP64.
+    """
+    wide = math_dtype(dy.dtype)
+    group, live = row_groups(ends, dy.shape[0])
+    dots = (dy.to(wide) * bias.to(wide)[group]).sum(-1)
+    return torch.where(live, dots, 0)
+
+
+def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels of a bias's gradients take the rows."""
+    return why_not(dy, ends[:, None], *others) is None and ends.shape[0] < _MAX_GRID_Y
+
+
+def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+    """`grouped_sum_definition`, by a kernel where it takes the rows."""
+    if not _takes_bias(dy, ends, row_scale):
+        return grouped_sum_definition(dy, ends, row_scale)
+    dy, ends = aligned(dy), ends.contiguous()
+    row_scale = None if row_scale is None else row_scale.contiguous()
+    out = dy.new_empty(ends.shape[0], dy.shape[1])
+    spec = rows_spec(dy, ends[:, None], row_scale)
+    launch(compiled, ("group_sums", spec), dy.device, dy, ends, row_scale, out, ends.shape[0])
+    return out
+
+
+def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_dots_definition`, by a kernel where it takes the rows."""
+    if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
+        return grouped_dots_definition(dy, bias, ends)
+    dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()
+    out = dy.new_empty(dy.shape[0], dtype=torch.float32)
+    spec = rows_spec(dy, ends[:, None], None)
+    launch(
+        compiled, ("group_dots", spec), dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0]
+    )
+    return out

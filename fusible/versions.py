@@ -1,0 +1,35 @@
+"""Versions of the packages that kernels come from: those installed, and those that are needed."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Version(NamedTuple):
+    """The first two numbers of a package's version."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@cache
+def installed(package: str) -> Version | None:
+    """The version of a package on this machine, None if it is not installed."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+    return Version(int(found[1]), int(found[2])) if found else None
+
+
+# What pip installs with this package on Linux, for a machine that is not this one.
+CUDNN_FRONTEND = Version(1, 32)
+CUTLASS_DSL = Version(4, 8)
+# What the front end's kernels need, and what a GPU that is not here is taken to have.
+CUDA_DRIVER = Version(13, 0)
