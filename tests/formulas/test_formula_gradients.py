@@ -4,6 +4,7 @@ import copy
 import random
 
 import pytest
+import reference as ref
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -179,8 +180,7 @@ def test_checkpointed_formulas(reentrant):
         x.grad = None
         (y * y.detach()).sum().backward()
         results.append((y, x.grad, module.w.grad))
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    ref.assert_equal(*results)
 
 
 class Twisted(fz.BasicOperation):
@@ -480,8 +480,7 @@ def test_a_checkpoint_under_a_recipe(reentrant):
         x.grad = None
         module.zero_grad()
         assert module.plan.recipe == recipe
-    for found, expected in zip(*grads, strict=True):
-        assert torch.equal(found, expected)
+    ref.assert_equal(*grads)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference as ref
 import torch
 from sm100_operands import largest_of_groups
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,8 +59,7 @@ def test_the_same_bits_as_with_a_pass_of_its_own(splits, special, parts):
     rest = nvfp4(), ends, places, True, True, BF16
     want = quantizer.quantized(d.to(BF16), *rest)
     mine = quantizer.quantized(d.to(BF16), *rest, amax=amax)
-    for a, b in zip(bytes_of(mine), bytes_of(want), strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(bytes_of(mine), bytes_of(want))
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -176,5 +176,4 @@ def test_the_grouped_mlp_uses_them(splits, act, monkeypatch):
         given = [None, None, (groups, 1), None, None, (groups, 2)]
         assert calls.amax == (given if quantize_ is quantizer.quantized else [None] * 6)
     assert module.plan.fired == ("grouped_mlp_sm100",)
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(*results)

@@ -81,13 +81,6 @@ def run(module, given, recipe, target="sm100", wanted=None, provider=None):
         return [y.detach(), *torch.autograd.grad(y, wanted, few_bits(*y.shape).to(BF16))]
 
 
-def same(mine, theirs):
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_transposed_weights(recipe):
     """As GPT-OSS stores them: the same bits."""
@@ -95,7 +88,7 @@ def test_transposed_weights(recipe):
     want = run(module, given, recipe)
     for fc in (module[0], module[2]):
         fc.weight = torch.nn.Parameter(fc.weight.detach().mT.contiguous().mT)
-    same(run(module, given, recipe), want)
+    ref.assert_equal(run(module, given, recipe), want)
     assert module.plan.fired == ("grouped_mlp_sm100",)
 
 
@@ -117,7 +110,7 @@ def test_operands_that_begin_anywhere(recipe, splits, single):
         for name, parameter in list(fc.named_parameters()):
             setattr(fc, name, torch.nn.Parameter(off(parameter)))
     moved = off(x).requires_grad_(), splits, off(scales).requires_grad_(), splits
-    same(run(module, moved, recipe), want)
+    ref.assert_equal(run(module, moved, recipe), want)
     assert module.plan.fired == ("grouped_mlp_sm100",)
 
 
@@ -311,7 +304,7 @@ def test_separate_weights_are_bitwise_the_single_one(recipe):
                     getattr(fc, f"weight{group}").copy_(w)
     y, dx, dscales, *params = run(apart, given, recipe)
     assert apart.plan.fired == ("grouped_mlp_sm100",)
-    same([y, dx, dscales], whole[:3])
+    ref.assert_equal([y, dx, dscales], whole[:3])
     grads = dict(zip([n for n, _ in apart.named_parameters()], params, strict=True))
     for at, i in ((3, 0), (5, 2)):
         weights = torch.stack([grads[f"{i}.weight{group}"] for group in range(3)])
@@ -384,7 +377,7 @@ def test_promised_alignment_spares_the_padding(recipe):
     promised.load_state_dict(module.state_dict())
     padded, aligned = Recorded(), Recorded()
     plain = run(module, given, recipe, provider=padded)
-    same(run(promised, given, recipe, provider=aligned), plain)
+    ref.assert_equal(run(promised, given, recipe, provider=aligned), plain)
     assert {rows_of(call) for call in padded.calls} == {(rows + 256 + 3 * 255) // 256 * 256}
     assert {rows_of(call) for call in aligned.calls} == {rows + 256}
     assert plain[0][rows:].eq(0).all()
@@ -429,8 +422,8 @@ def test_quantized_input_is_used_as_is():
     theirs = run(module, (twice, splits, scales, splits), MXFP8, wanted=wanted)
     plain = run(module, (2 * x.detach(), splits, scales, splits), MXFP8, wanted=wanted)
     assert module.plan.fired == ("grouped_mlp_sm100",)
-    same(mine, theirs)
-    same(mine, plain)
+    ref.assert_equal(mine, theirs)
+    ref.assert_equal(mine, plain)
 
 
 def test_input_quantized_as_a_whole_is_used_as_is_along_its_rows(own_fusions):
@@ -468,7 +461,7 @@ def test_frozen_parts(recipe, frozen):
     names = [name for name, t in tensors.items() if t.requires_grad]
     got = run(module, (x, splits, scales, splits), recipe)
     assert module.plan.fired == ("grouped_mlp_sm100",)
-    same(got, [whole[name] for name in ("y", *names)])
+    ref.assert_equal(got, [whole[name] for name in ("y", *names)])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -528,7 +521,7 @@ def test_callers_buffers(recipe, alone, aligned):
         (grad,) = torch.autograd.grad(mine, [given[0]], few_bits(*y.shape).to(BF16))
     assert mine.data_ptr() == output.data_ptr()
     assert grad.data_ptr() == grad_input.data_ptr()
-    same([output, grad_input], [y, dx])
+    ref.assert_equal([output, grad_input], [y, dx])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -553,7 +546,7 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     )
     with fz.reuse_quantized_weights(module):
         for _ in range(2):
-            same(run(module, given, recipe), expected)
+            ref.assert_equal(run(module, given, recipe), expected)
     assert len(made) == 2
 
 
@@ -567,7 +560,7 @@ def test_compiled_in_one_graph(recipe, fresh_compiler):
         given = inputs(rows, sizes)
         expected = run(module, given, recipe)
         wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
-        same(run(compiled, given, recipe, wanted=wanted), expected)
+        ref.assert_equal(run(compiled, given, recipe, wanted=wanted), expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -579,7 +572,7 @@ def test_autocast_of_fp32_parameters(recipe):
     with torch.autocast("cpu", BF16):
         y, *grads = run(module, (x, splits, scales, splits), recipe)
     assert module.plan.fired == ("grouped_mlp_sm100",)
-    same([y, grads[1]], plain)
+    ref.assert_equal([y, grads[1]], plain)
     assert [g.dtype for g in grads] == 6 * [torch.float32]
 
 
@@ -619,7 +612,7 @@ def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusio
         for mine, theirs in zip(fused, plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
     else:
-        same(fused, plain)
+        ref.assert_equal(fused, plain)
 
 
 # --- refusals -------------------------------------------------------------------------------------

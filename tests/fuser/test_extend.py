@@ -7,6 +7,7 @@ import types
 import warnings
 
 import pytest
+import reference as ref
 import torch
 
 import fusible as fz
@@ -19,26 +20,14 @@ from fusible.fuser.registry import check_names, registry
 from fusible.fuser.schedule import Expected
 
 
-class Double(fz.FusedOperation):
-    """Two scales as one."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **_):
-        one, two = self.basic_ops
-        return input_ * (one.scale * two.scale), [(), ()]
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
-        one, two = self.basic_ops
-        return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
-
-
 def double(ops, *, recipe):
-    return [Double(ops)] if len(ops) == 2 else ops
+    return [ref.ScalesInOne(ops)] if len(ops) == 2 else ops
 
 
 @rule(equal(this.recipe, "none"))
-def double_rule(a: fz.ConstantScale, b: fz.ConstantScale) -> Double:
+def double_rule(a: fz.ConstantScale, b: fz.ConstantScale) -> ref.ScalesInOne:
     """One pass less."""
-    return Double([a, b])
+    return ref.ScalesInOne([a, b])
 
 
 def scales():
@@ -229,8 +218,8 @@ def test_a_built_in_rule_can_be_taken_away(own_fusions):
 )
 def test_what_is_no_fact_is_refused_at_registration(need, says, own_fusions):
     @rule(need)
-    def mine(a: fz.ConstantScale, b: fz.ConstantScale) -> Double:
-        return Double([a, b])
+    def mine(a: fz.ConstantScale, b: fz.ConstantScale) -> ref.ScalesInOne:
+        return ref.ScalesInOne([a, b])
 
     with pytest.raises(ValueError, match=f"conditions of the rule mine must read facts: .*{says}"):
         register_rule(mine)
@@ -239,26 +228,26 @@ def test_what_is_no_fact_is_refused_at_registration(need, says, own_fusions):
 
 def test_facts_of_alternatives_and_of_optional_ops(own_fusions):
     @rule(equal(this.act.geglu, None))
-    def every(act: fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU) -> Double:
-        return Double([act])
+    def every(act: fz.ScaledSwiGLU | fz.ScaledClampedQGeGLU) -> ref.ScalesInOne:
+        return ref.ScalesInOne([act])
 
     check_facts(every)
 
     @rule(equal(this.act.scale, 1.0))
-    def some(act: fz.ConstantScale | fz.GELU) -> Double:
-        return Double([act])
+    def some(act: fz.ConstantScale | fz.GELU) -> ref.ScalesInOne:
+        return ref.ScalesInOne([act])
 
     @rule(equal(this.scale.scale, 1.0))
-    def optional(act: fz.GELU, scale: fz.ConstantScale | None) -> Double:
-        return Double([act])
+    def optional(act: fz.GELU, scale: fz.ConstantScale | None) -> ref.ScalesInOne:
+        return ref.ScalesInOne([act])
 
     for mine, name in ((some, "scale"), (optional, "scale")):
         with pytest.raises(ValueError, match=f"there is no '{name}' among"):
             register_rule(mine)
 
     @rule()
-    def hidden(dtype: fz.GELU) -> Double:
-        return Double([dtype])
+    def hidden(dtype: fz.GELU) -> ref.ScalesInOne:
+        return ref.ScalesInOne([dtype])
 
     with pytest.raises(ValueError, match=r"must not be called as what conditions read .*'dtype'"):
         register_rule(hidden)
@@ -323,7 +312,7 @@ def test_a_forward_fusion_that_saves_nothing_is_named(own_fusions):
         linear_relu()(torch.ones(5, 4))
 
 
-class Backward(Double):
+class Backward(ref.ScalesInOne):
     gives = staticmethod(lambda dy, ctx: dy)
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **_):
@@ -480,8 +469,8 @@ def test_rules_of_packages_are_found(package, caplog):
 
 def test_lists_of_rules_and_rules_that_are_there_already(package):
     @rule()
-    def other(a: fz.ConstantScale) -> Double:
-        return Double([a])
+    def other(a: fz.ConstantScale) -> ref.ScalesInOne:
+        return ref.ScalesInOne([a])
 
     package(mine=[double_rule, other], again=double_rule)
     assert {"double_rule", "other"} < {r.name for r in extend.fusion_rules()}

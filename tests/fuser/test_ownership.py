@@ -157,7 +157,7 @@ class Pipeline:
                 op.backward_dw()
             if hasattr(op, "kept"):
                 assert all(map(torch.equal, (op.kept, op.given), op.values))
-        assert all(map(torch.equal, grads, before))  # nobody writes to the caller's
+        ref.assert_equal(grads, before)  # nobody writes to the caller's
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *params)]
 
 
@@ -402,7 +402,7 @@ def test_a_tensor_of_the_caller_that_is_read_later(name):
     before = [t.clone() for t in given]
     with torch.no_grad(), pytest.raises(ValueError, match=said):
         seq(*given)
-    assert all(map(torch.equal, given, before))
+    ref.assert_equal(given, before)
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:], lambda t: t.view(-1).view_as(t)])
@@ -598,8 +598,7 @@ def test_what_a_recipe_has_encoded_may_change(recipe):
             dy.zero_()
         op.backward_dw()
         results.append([w.grad for w in op.weights()])
-    for plain, mine in zip(*results, strict=True):
-        assert torch.equal(plain, mine)
+    ref.assert_equal(*results)
 
 
 def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():

@@ -392,23 +392,11 @@ def test_floors_of_packages_are_those_of_the_installation():
     assert f"nvidia-cudnn-frontend>={CUDNN_FRONTEND};" in asked
 
 
-class Scales(fz.FusedOperation):
-    """Two scales in one pass."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **_):
-        one, two = self.basic_ops
-        return input_ * (one.scale * two.scale), [(), ()]
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
-        one, two = self.basic_ops
-        return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
-
-
 def rule_that_needs(*needs):
     @rule(*needs)
-    def scales_in_one(a: fz.ConstantScale, b: fz.ConstantScale) -> Scales:
+    def scales_in_one(a: fz.ConstantScale, b: fz.ConstantScale) -> ref.ScalesInOne:
         """One pass less."""
-        return Scales([a, b])
+        return ref.ScalesInOne([a, b])
 
     return scales_in_one
 
@@ -471,7 +459,7 @@ class AddMean(fz.BasicOperation):
 
 def test_only_the_inputs_are_in_the_key_that_a_rule_reads(own_fusions):
     @rule(multiple_of(this.add.table.features, 2))
-    def never(add: AddMean, scale: fz.ConstantScale) -> Scales:
+    def never(add: AddMean, scale: fz.ConstantScale) -> ref.ScalesInOne:
         """Nothing."""
         raise AssertionError("3 is odd")
 
@@ -491,7 +479,7 @@ def features_read(own_fusions):
     never = Condition(this.input.features, "of no size", lambda *_: False)
 
     @rule(never)
-    def dropout_of_no_features(op: fz.Dropout | fz.SiLU) -> Scales:
+    def dropout_of_no_features(op: fz.Dropout | fz.SiLU) -> ref.ScalesInOne:
         """Nothing."""
         raise AssertionError("there is no such size")
 

@@ -27,11 +27,7 @@ def cuda(*tensors):
 
 
 def same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype
-        wrong = (a.cpu() != b).nonzero()
-        assert a.shape == b.shape
-        assert not len(wrong), (len(wrong), wrong[0].tolist())
+    ref.assert_equal([t.cpu() for t in got], want)
 
 
 IDS = {
@@ -63,8 +59,7 @@ def test_row_map(kind, groups):
 def test_row_map_of_many_choices(kind, groups, choices):
     ids = IDS[kind](choices, 1, groups).int().cuda()
     got = permute.permutation(ids, groups, choices // 2)
-    for a, b in zip(got, definitions.permutation(ids, groups, choices // 2), strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(got, definitions.permutation(ids, groups, choices // 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
@@ -330,8 +325,7 @@ def test_bitwise_over_20_runs():
     dy = torch.randn_like(x)
     first = step(block, x, dy)
     for _ in range(20):
-        for a, b in zip(step(block, x, dy), first, strict=True):
-            assert torch.equal(a, b)
+        ref.assert_equal(step(block, x, dy), first)
 
 
 def test_recomputed_rows_give_the_same_bits():
@@ -339,8 +333,7 @@ def test_recomputed_rows_give_the_same_bits():
     two.load_state_dict(one.state_dict())
     x = torch.randn(900, HIDDEN, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
-    for a, b in zip(step(one, x, dy), step(two, x, dy), strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(step(one, x, dy), step(two, x, dy))
     if torch.cuda.get_device_capability()[0] == 9:
         assert one.plan.fired == two.plan.fired == ("moe_experts_sm90",)
 
@@ -367,8 +360,7 @@ def test_cuda_graph_replayed_with_other_tokens():
             x.copy_(torch.randn_like(x) + seed * torch.randn(HIDDEN, device="cuda"))
         graph.replay()
         replayed = [t.clone() for t in captured]
-        for a, b in zip(replayed, step(block, x, dy), strict=True):
-            assert torch.equal(a, b)
+        ref.assert_equal(replayed, step(block, x, dy))
 
 
 def balanced_step(block, x, dy):
@@ -401,8 +393,7 @@ def test_balancing_in_a_graph():
         before = block[0].expert_bias.clone()
         graph.replay()
         assert not torch.equal(block[0].expert_bias, before)
-        for a, b in zip(captured, balanced_step(eager, x, dy), strict=True):
-            assert torch.equal(a, b)
+        ref.assert_equal(captured, balanced_step(eager, x, dy))
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -1,6 +1,7 @@
 """The CUDA quantizers give the bits of the formulas, which run on the CPU here."""
 
 import pytest
+import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting
 
@@ -80,16 +81,6 @@ def hostile(*shape, dtype=torch.bfloat16, special=True, seed=0):
     return x
 
 
-def same(on_gpu, on_cpu, names):
-    for name, gpu, want in zip(names, on_gpu, on_cpu, strict=True):
-        got = gpu.cpu()
-        assert got.shape == want.shape, name
-        assert got.dtype == want.dtype, name
-        got, want = (t.flatten().view(torch.uint8) for t in (got, want))  # noqa: PLW2901
-        wrong = (got != want).nonzero()
-        assert not len(wrong), (name, len(wrong), wrong[:3].flatten().tolist())
-
-
 def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
     """Bits of every piece, and values decoded from them."""
     uses = uses if fmt.directional else (True, False)
@@ -97,8 +88,7 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
     assert takes(on_device[0], x.dtype, on_device[1])
     got = torch.ops.fusible.quantize(*on_device, *fmt.as_constants(), *uses)
     want = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
-    names = [f"{use} {what}" for use in ("row", "col") for what in ("data", "scale", "top")]
-    same(got, want, names)
+    ref.assert_same_bits(got, want)
     for dtype in decoded:
         for columnwise in (False, True):
             if not uses[columnwise]:
@@ -161,20 +151,19 @@ def compare_quantized(x, fmt, wanted, ends=None):
     uses = (wanted.rowwise, wanted.columnwise)
     encodings = encode(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
     for columnwise, use in enumerate(encodings):
-        names = [f"{('row', 'column')[columnwise]} {what}" for what in ("data", "scale", "top")]
         assert (got[columnwise] is not None) == wanted[columnwise]
         assert (got[2 + columnwise] is not None) == wanted[2 + columnwise]
         if wanted[columnwise]:
             assert (got[columnwise].tensor_scale is None) == (use.tensor_scale is None)
             pieces = [[t for t in made if t is not None] for made in (got[columnwise], use)]
-            same(*pieces, names[: len(pieces[0])])
+            ref.assert_same_bits(*pieces)
         if wanted[2 + columnwise]:
             along = bool(columnwise) and fmt.directional
             want = dequantize(use, fmt, torch.bfloat16, columnwise=along, ends=ends)
             nan = want.isnan()
             values = got[2 + columnwise].cpu()
             assert torch.equal(values.isnan(), nan)
-            same([values.masked_fill(nan, 0)], [want.masked_fill(nan, 0)], ["values"])
+            ref.assert_same_bits([values.masked_fill(nan, 0)], [want.masked_fill(nan, 0)])
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 33, 127, 129, 300])
@@ -251,10 +240,9 @@ def test_many_rows():
     for rows in (slice(0, 64), slice(69920, 69984)):
         want = torch.ops.fusible.quantize(x[rows].cpu(), None, *mxfp8().as_constants(), True, True)
         blocks = slice(rows.start // 32, rows.stop // 32)
-        same(
+        ref.assert_same_bits(
             [got[0][rows], got[1][rows], got[3][rows], got[4][blocks]],
             [want[0], want[1], want[3], want[4]],
-            ["data", "scale", "column data", "column scale"],
         )
 
 
@@ -277,7 +265,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
         want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.as_constants(), *uses)
-        same(got, want, "abcdef")
+        ref.assert_same_bits(got, want)
         row = Encoded(*[t if t.numel() else None for t in want[:3]])
         assert torch.equal(
             values.cpu(), dequantize(row, fmt, torch.bfloat16, ends=torch.tensor(sizes))

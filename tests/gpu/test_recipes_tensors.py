@@ -1,6 +1,7 @@
 """Quantized and grouped tensors on CUDA have the bits that they have on the CPU."""
 
 import pytest
+import reference as ref
 import torch
 from checks import never_waiting
 from torch import nn
@@ -35,19 +36,12 @@ def rows(dtype, count=256):
     return x
 
 
-def same(on_gpu, on_cpu):
-    assert on_gpu.pieces().keys() == on_cpu.pieces().keys()
-    for name, piece in on_cpu.pieces().items():
-        got = on_gpu.pieces()[name].cpu()
-        assert torch.equal(got.view(torch.uint8), piece.view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_bits_of_tensors(fmt, dtype):
     x, quantizer = rows(dtype), recipes.Quantizer(fmt)
     on_cpu, on_gpu = quantizer(x), quantizer(x.cuda())
-    same(on_gpu, on_cpu)
+    ref.assert_same_bits(on_gpu.pieces(), on_cpu.pieces())
     for columnwise in (False, True):
         a, b = (q.dequantize(columnwise=columnwise).cpu() for q in (on_gpu, on_cpu))
         # FP16 overflows here, so that some blocks are NaN on either side.
@@ -60,7 +54,7 @@ def test_bits_of_groups(fmt):
     dims = torch.tensor(SIZES)
     on_cpu = recipes.group_quantize(x, quantizer, len(SIZES), dims)
     on_gpu = recipes.group_quantize(x.cuda(), quantizer, len(SIZES), dims.cuda())
-    same(on_gpu, on_cpu)
+    ref.assert_same_bits(on_gpu.pieces(), on_cpu.pieces())
     for columnwise in (False, True):
         a, b = (g.dequantize(columnwise=columnwise).cpu() for g in (on_gpu, on_cpu))
         assert torch.equal(a, b)

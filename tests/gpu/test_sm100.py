@@ -8,6 +8,7 @@ Nothing here has run yet: see docs/blackwell.md.
 from contextlib import nullcontext
 
 import pytest
+import reference as ref
 import torch
 from checks import graph_of, never_waiting
 
@@ -108,8 +109,7 @@ def test_largest_magnitudes_are_those_of_what_the_kernels_wrote(splits, monkeypa
         made = quantizer.quantized(*args)
         if amax is not None:
             given_to.append(amax.shape[1])
-            for mine, theirs in zip(made, quantizer.quantized(*rest), strict=True):
-                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            ref.assert_same_bits(made, quantizer.quantized(*rest))
         return made
 
     monkeypatch.setattr(operands, "quantized", both)
@@ -173,8 +173,7 @@ def test_sums_in_order_are_the_same_bits_each_time(recipe):
     finally:
         torch.use_deterministic_algorithms(False)
     close(first, expected, BOUND[recipe])
-    for mine, theirs in zip(first, again, strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(first, again)
 
 
 @RECIPES
@@ -190,8 +189,7 @@ def test_separate_weights_give_the_bits_of_a_single_one(recipe):
                 else:
                     getattr(apart[i], f"weight{group}").copy_(w)
     mine, theirs = step(apart, given, recipe, "cuda"), step(whole, given, recipe, "cuda")
-    for a, b in zip(mine[:2], theirs[:2], strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(mine[:2], theirs[:2])
     assert torch.equal(torch.stack(mine[3:6]), theirs[3])
     assert torch.equal(torch.stack(mine[6:9]), theirs[4])
 

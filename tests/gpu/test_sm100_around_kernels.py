@@ -53,8 +53,7 @@ def packed(device, fmt, x):
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_packed_bytes_are_those_of_the_host(fmt):
     x = torch.randn(ROWS, HIDDEN, dtype=BF16)
-    for mine, theirs in zip(packed("cuda", fmt, x), packed("cpu", fmt, x), strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(packed("cuda", fmt, x), packed("cpu", fmt, x))
 
 
 ROWS_OF_GROUPS = {
@@ -103,8 +102,7 @@ def test_largest_magnitudes_that_a_kernel_gave(splits, special, parts, monkeypat
     own = quantized(x, *rest)
     monkeypatch.setattr(quantizer, "largest_magnitudes", None)
     given = quantized(x, *rest, amax=given_of(x, splits, parts))
-    for mine, theirs in zip(own, given, strict=True):
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    ref.assert_same_bits(own, given)
     with pytest.raises(TypeError):
         quantized(x, *rest)
 
@@ -131,8 +129,7 @@ def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
         sizes = ROWS_OF_GROUPS[splits][0]
         for elements in (mine, theirs):
             elements[2] = without_padding(elements[2], fmt, sizes, places.ends.tolist())
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    ref.assert_same_bits(mine, theirs)
 
 
 def without_padding(data, fmt, sizes, ends):
@@ -161,8 +158,7 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
     poison("cuda")
     first = quantized(x, FORMATS[fmt], ends, places, **options)
     plain = quantized(x, FORMATS[fmt], ends, places, rowwise=True, columnwise=True)
-    for a, b in zip(first[:5], plain[:5], strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    ref.assert_same_bits(first[:5], plain[:5])
     again = quantized(x, FORMATS[fmt], ends, places, **options)
     assert torch.equal(first.sums, again.sums)
     assert first.sums.dtype == dtype
@@ -212,8 +208,7 @@ def test_packing_waits_for_nothing_and_is_captured():
     for new in (SIZES, (0, 599, 0, 0, 1), (0, 0, 0, 0, 0)):
         sizes.copy_(torch.tensor(new))
         graph.replay()
-        for mine, theirs in zip(captured, work(), strict=True):
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        ref.assert_same_bits(captured, work())
 
 
 RECIPES = [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()]

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference as ref
 import torch
 from checks import graph_of, hopper, never_waiting
 
@@ -350,8 +351,7 @@ def test_gradients_in_the_place_of_pre_activations(inner, interleave):
             dy, [w], ends, preact, scales, interleave=interleave, overwrite=True
         )
     assert got[0].data_ptr() == preact.data_ptr()
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
+    ref.assert_equal(got, want)
 
 
 def test_no_rows():
@@ -451,8 +451,7 @@ def test_always_the_same_bits(separate):
     arguments = _block(SIZES, separate)
     first = _all_kernels(*arguments)
     for _ in range(20):
-        for one, again in zip(first, _all_kernels(*arguments), strict=True):
-            assert torch.equal(one, again)
+        ref.assert_equal(first, _all_kernels(*arguments))
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -464,8 +463,7 @@ def test_graph_replays_with_other_ends(separate):
         ends.copy_(ends_of(sizes))
         graph.replay()
         torch.cuda.synchronize()
-        for one, eager in zip(captured, _all_kernels(x, w1, w2, ends, scales), strict=True):
-            assert torch.equal(one, eager)
+        ref.assert_equal(captured, _all_kernels(x, w1, w2, ends, scales))
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import NamedTuple
 
 import pytest
+import reference as ref
 import torch
 from checks import graph_of, hopper, never_waiting
 from torch.autograd.graph import save_on_cpu
@@ -139,11 +140,6 @@ def biases(mlp):
     return [b for fc in linears(mlp) for b in fc.biases()]
 
 
-def same(mine, theirs):
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
 @contextmanager
 def no_synchronisation():
     torch.cuda.synchronize()
@@ -181,8 +177,8 @@ def test_main_grads(path, single, dtype, delay):
         got = run(path, mlp, given)
         for fc in (fc2, fc1, fc2):
             fc.backward_dw()
-    same(got, want)
-    same([b.grad for b in biases(mlp)], [b.grad for b in biases(plain)])
+    ref.assert_equal(got, want)
+    ref.assert_equal([b.grad for b in biases(mlp)], [b.grad for b in biases(plain)])
     for w, old, other in zip(weights(mlp), before, weights(plain), strict=True):
         assert w.grad is None
         grad = other.grad.double()
@@ -230,12 +226,12 @@ def test_products_reach_fp32_main_grads_unrounded(single):
 @paths
 def test_delayed_weight_gradients(path):
     plain, mlp, given = build(path), build(path, delay_wgrad_compute=True), inputs(path)
-    same(run(path, mlp, given), run(path, plain, given))
+    ref.assert_equal(run(path, mlp, given), run(path, plain, given))
     assert all(w.grad is None for w in weights(mlp))
     fc1, fc2 = linears(mlp)
     for fc in (fc2, fc1, fc1):
         fc.backward_dw()
-    same([p.grad for p in mlp.parameters()], [p.grad for p in plain.parameters()])
+    ref.assert_equal([p.grad for p in mlp.parameters()], [p.grad for p in plain.parameters()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -280,7 +276,7 @@ def test_buffers(name):
     kwargs = {0: {"grad_input": grad_input}, 2: {"output": output}}
     with no_synchronisation():
         got = run(path, mlp, given, op_kwargs=kwargs)
-    same((*got[:2], output, grad_input), (*want[:2], *want[:2]))
+    ref.assert_equal((*got[:2], output, grad_input), (*want[:2], *want[:2]))
     assert got[0].data_ptr() == output.data_ptr()
 
 
@@ -329,8 +325,8 @@ def test_make_graphed_callables(path, single):
             given[3][sum(sizes) :] = float("nan")
         with no_synchronisation():
             got = [t.clone() for t in step(graphed, *given, path.form == "parts")]
-        same(got, run(path, mlp, given))
-        same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
+        ref.assert_equal(got, run(path, mlp, given))
+        ref.assert_equal([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
         mlp.zero_grad()
         graphed.zero_grad()
 
@@ -346,7 +342,7 @@ def test_micro_batches_of_a_graphed_module(path):
     for seed in (3, 4):
         step(graphed, *inputs(path, seed), path.form == "parts")
         run(path, mlp, inputs(path, seed))
-    same([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
+    ref.assert_equal([p.grad for p in graphed.parameters()], [p.grad for p in mlp.parameters()])
 
 
 @paths
@@ -387,7 +383,7 @@ def test_a_whole_step_in_one_graph(path, accumulate):
         graph.replay()
         with on(path):
             train(*eager, other)
-        same(captured[0].parameters(), eager[0].parameters())
+        ref.assert_equal(captured[0].parameters(), eager[0].parameters())
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -426,8 +422,8 @@ def test_offload_and_checkpoint(path):
         with on(path):
             y = forward()
             y.backward(dy)
-        same((y.detach(), x.grad, scales.grad), want)
-        same([p.grad for p in mlp.parameters()], grads)
+        ref.assert_equal((y.detach(), x.grad, scales.grad), want)
+        ref.assert_equal([p.grad for p in mlp.parameters()], grads)
         x.grad = scales.grad = None
 
 
@@ -448,7 +444,7 @@ def test_two_streams(path):
                 results.append(run(path, module, each))
     torch.cuda.synchronize()
     for i, got in enumerate(results):
-        same(got, want[i % 2])
+        ref.assert_equal(got, want[i % 2])
 
 
 def test_two_threads_with_different_recipes():
@@ -479,7 +475,7 @@ def test_two_threads_with_different_recipes():
     assert len(seen) == len(recipes)
     for i, results in seen.items():
         for got in results:
-            same(got, want[i])
+            ref.assert_equal(got, want[i])
 
 
 # --- compiled ------------------------------------------------------------------------------------

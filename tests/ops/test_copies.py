@@ -6,6 +6,7 @@ import threading
 import weakref
 
 import pytest
+import reference as ref
 import torch
 from torch import nn
 
@@ -171,18 +172,12 @@ def test_a_copy_loads_and_is_copied_when_the_original_is_gone(what, stored):
         for name, p in module._parameters.items()
     }
     made.load_state_dict(other.state_dict())
-    for name, t in module.state_dict().items():
-        assert torch.equal(bits(t), bits(before[name]))
+    ref.assert_same_bits(module.state_dict(), before)
     del module
     gc.collect()
     made.load_state_dict(other.state_dict())
     found = copy.deepcopy(nn.Sequential(made))[0].state_dict()
-    for name, t in other.state_dict().items():
-        assert torch.equal(bits(found[name]), bits(t))
-
-
-def bits(t):
-    return t.view(torch.uint8) if t.element_size() == 1 else t
+    ref.assert_same_bits(found, other.state_dict())
 
 
 def test_channels_of_a_shallow_copy_are_its_own():

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import reference as ref
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -74,11 +75,6 @@ def no_rules(own_fusions):
     own_fusions.install(())
 
 
-def same_bits(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 def forward(module, note):
     return module.register_forward_hook(lambda m, args, out: note(len(args), out))
 
@@ -131,7 +127,7 @@ def test_every_kind_on_every_op(name, at, no_rules):
     for hook in KINDS:
         seen = []
         handle = hook(op, lambda inputs, out, seen=seen: seen.append((inputs, out)))
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         assert (module.num_extra_inputs, module.num_extra_outputs) == number
         handle.remove()
         ((taken, out),) = seen
@@ -139,7 +135,7 @@ def test_every_kind_on_every_op(name, at, no_rules):
             assert taken == 1 + op.num_extra_inputs
         if hook in (forward, forward_with_kwargs, always_called) and not op.is_fused_op:
             assert (len(out) if isinstance(out, tuple) else 1) == 1 + op.num_extra_outputs
-    same_bits(results(module, given), want)
+    ref.assert_equal(results(module, given), want)
     assert len(seen) == 1
 
 
@@ -158,12 +154,12 @@ def test_hooks_of_all_modules(register, name, no_rules):
     want, seen = results(module, given), []
     handle = register(GLOBAL_KINDS[register](seen))
     try:
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
     finally:
         handle.remove()
     assert {*seen} == {module, *module}
     assert len(seen) == 1 + len(module)
-    same_bits(results(module, given), want)
+    ref.assert_equal(results(module, given), want)
     assert len(seen) == 1 + len(module)
 
 
@@ -174,7 +170,7 @@ def test_hooks_on_all_ops(name, no_rules):
     for hook in KINDS:
         for op in module:
             hook(op, lambda *_: seen.append(1))
-    same_bits(results(module, given), want)
+    ref.assert_equal(results(module, given), want)
     assert len(seen) == len(KINDS) * len(module)
 
 
@@ -189,12 +185,12 @@ def test_nested_sequentials_with_hooks(name, size, no_rules):
         module = fz.Sequential(*flat[:start], fz.Sequential(inner), *flat[start + size :])
         seen = []
         hook = inner.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         assert len(seen) == 1
         assert module.num_extra_inputs == flat.num_extra_inputs
         hook.remove()
         module[start].register_full_backward_hook(lambda m, dx, dy, seen=seen: seen.append(dy))
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         assert len(seen) == 2
 
 
@@ -242,7 +238,7 @@ def same_grads(module, given, flat, want):
     dys = [torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape) for y in outputs]
     torch.autograd.backward(outputs, dys)
     leaves = [*given, *flat.parameters()]
-    same_bits([*(y.detach() for y in outputs), *[leaf.grad for leaf in leaves]], want)
+    ref.assert_equal([*(y.detach() for y in outputs), *[leaf.grad for leaf in leaves]], want)
     for leaf in leaves:
         leaf.grad = None
 
@@ -252,11 +248,13 @@ def test_ordinary_modules_between_what_is_wired(no_rules):
     want = results(flat, given)
     for at in range(len(flat) + 1):
         module = fz.Sequential(*flat[:at], nn.Identity(), *flat[at:])
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
     block, given = moe(), inputs("moe")
     want = results(block, given)
     for at in range(len(block) + 1):
-        same_bits(results(fz.Sequential(*block[:at], nn.Identity(), *block[at:]), given), want)
+        ref.assert_equal(
+            results(fz.Sequential(*block[:at], nn.Identity(), *block[at:]), given), want
+        )
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -388,10 +386,10 @@ def test_every_kind_on_a_part_of_a_linear(hook, at, no_rules):
     for module in (linear, fz.Sequential(fz.GELU(), linear), nn.Sequential(linear)):
         want, seen = results(module, given), []
         handle = hook(linear.basic_ops[at], lambda inputs, out, seen=seen: seen.append(inputs))
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         handle.remove()
         assert len(seen) == 1
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         assert len(seen) == 1
 
 
@@ -515,9 +513,9 @@ def test_hooks_of_a_nested_sequential_after_its_first_call(no_rules):
     for hook in KINDS:
         seen = []
         handle = hook(inner, lambda inputs, out, seen=seen: seen.append(inputs))
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         handle.remove()
-        same_bits(results(module, given), want)
+        ref.assert_equal(results(module, given), want)
         assert len(seen) == 1
 
 
@@ -685,6 +683,6 @@ def test_fully_sharded_op_by_op(name, nested, mesh, no_rules):
             optimizer.step()
             optimizer.zero_grad()
             outs.append(y.detach())
-        same_bits(*[[out] for out in outs])
+        ref.assert_equal(*[[out] for out in outs])
     full = [p.full_tensor() for p in module.parameters()]
-    same_bits(full, plain.parameters())
+    ref.assert_equal(full, plain.parameters())

@@ -136,8 +136,7 @@ def test_a_checkpoint_drops_the_same_elements_again(reentrant):
         results.append([y.detach(), x.grad, *(p.grad for p in seq.parameters())])
         x.grad = None
         seq.zero_grad()
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(*results)
 
 
 # Dynamo instantiates the autograd function itself to trace it.
@@ -376,8 +375,7 @@ def test_meta_then_to_empty_then_reset_is_construction(name):
     torch.manual_seed(1)
     op.reset_parameters()
     assert list(op.state_dict()) == list(built.state_dict())
-    for mine, theirs in zip(op.parameters(), built.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(op.parameters(), built.parameters())
     x, splits = torch.randn(3, 2, 4) if name == "RMSNorm" else torch.randn(3, 8), [2, 1]
     splits = [splits] if name == "GroupedLinear" else []
     assert torch.equal(op(x, *splits), built(x, *splits))

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import reference as ref
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -49,18 +50,6 @@ def build(single, recipe="none", keep=False, groups=3, **options):
     return module
 
 
-def bits(t):
-    return t.contiguous().reshape(-1).view(torch.uint8).cpu()
-
-
-def same_bits(a, b):
-    """Of two state dicts."""
-    assert a.keys() == b.keys()
-    for name, t in a.items():
-        assert (t.dtype, t.shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(bits(t), bits(b[name])), name
-
-
 @pytest.mark.usefixtures("cpu_or_cuda")
 @recipe_names
 @layouts
@@ -76,7 +65,7 @@ def test_layouts_load_into_each_other(recipe, single):
         assert torch.equal(*(m(x, splits, scales, splits) for m in (here, there)))
     back = build(single, recipe)
     back.load_state_dict(there.state_dict(), assign=True)
-    same_bits(back.state_dict(), here.state_dict())
+    ref.assert_same_bits(back.state_dict(), here.state_dict())
 
 
 @pytest.mark.usefixtures("cpu_or_cuda")
@@ -85,8 +74,7 @@ def test_layouts_load_into_each_other(recipe, single):
 def test_layouts_and_precisions_load_into_each_other(stored, single):
     quantized, plain = build(single, stored), build(not single)
     plain.load_state_dict(quantized.state_dict())
-    for theirs, mine in zip(stacked(quantized), stacked(plain), strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(stacked(quantized), stacked(plain))
     requantized = build(single, stored)
     requantized.load_state_dict(build(not single).state_dict())
     for p in requantized[0].weights():
@@ -135,7 +123,7 @@ def test_weights_and_biases_may_differ_in_layout(single):
         there.load_state_dict(here.state_dict())
         back = build(single, single_grouped_bias=not single)
         back.load_state_dict(there.state_dict())
-        same_bits(back.state_dict(), here.state_dict())
+        ref.assert_same_bits(back.state_dict(), here.state_dict())
 
 
 @pytest.mark.usefixtures("cpu_or_cuda")
@@ -155,7 +143,7 @@ def test_transformer_engines_names(single):
     mine.load_state_dict(theirs)
     again = build(False)
     again.load_state_dict(mine.state_dict())
-    same_bits(again.state_dict(), source.state_dict())
+    ref.assert_same_bits(again.state_dict(), source.state_dict())
 
 
 def test_an_ops_own_extra_state_is_loaded():
@@ -178,8 +166,7 @@ def test_whatever_the_default_device_is(default_device):
     module, other = build(True, "mxfp8"), build(False, "mxfp8")
     default_device("meta")
     other.load_state_dict(module.state_dict())
-    for theirs, mine in zip(stacked(module), stacked(other), strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(stacked(module), stacked(other))
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -206,10 +193,10 @@ def test_dcp_into_the_other_layout(single, recipe, tmp_path):
     other.load_state_dict(torch.load(tmp_path / "whole.pt"))
     expected = build(not single, recipe)
     expected.load_state_dict(saved.state_dict())
-    same_bits(other.state_dict(), expected.state_dict())
+    ref.assert_same_bits(other.state_dict(), expected.state_dict())
     back = build(single, recipe)
     back.load_state_dict(other.state_dict())
-    same_bits(back.state_dict(), saved.state_dict())
+    ref.assert_same_bits(back.state_dict(), saved.state_dict())
 
 
 def by_dcp(state, path):
@@ -229,9 +216,9 @@ def test_files_keep_the_bits(through, recipe, single, tmp_path):
     state = module.state_dict()
     assert all(type(t) is torch.Tensor for t in state.values())
     loaded = through(state, tmp_path)
-    same_bits(loaded, state)
+    ref.assert_same_bits(loaded, state)
     other.load_state_dict(loaded)
-    same_bits(other.state_dict(), state)
+    ref.assert_same_bits(other.state_dict(), state)
 
 
 @pytest.mark.usefixtures("cpu_or_cuda")
@@ -242,9 +229,9 @@ def test_through_torchs_state_dict(recipe, single):
     """What trainers call rather than ``state_dict``, which looks up what every name stands for."""
     module, other = build(single, recipe), build(single, recipe)
     state = get_model_state_dict(module)
-    same_bits(state, module.state_dict())
+    ref.assert_same_bits(state, module.state_dict())
     set_model_state_dict(other, state, options=StateDictOptions(strict=True))
-    same_bits(other.state_dict(), state)
+    ref.assert_same_bits(other.state_dict(), state)
 
 
 # --- what survives -------------------------------------------------------------------------------

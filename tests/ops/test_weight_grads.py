@@ -89,8 +89,7 @@ def test_main_grad_is_added_to(path, single, dtype):
         assert_close(w.main_grad, old.double() + grad.double(), coarser(dtype, grad.dtype))
     for bias, grad in zip(biases(mlp), want_biases, strict=True):
         assert torch.equal(bias.grad, grad)
-    for mine, theirs in zip(inputs, want_inputs[0], strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(inputs, want_inputs[0])
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
@@ -372,8 +371,7 @@ def test_delayed_with_a_scaled_single_bias():
         each(x, SIZES, scales).backward(dy)
         each.backward_dw()
         grads.append((each.weight.grad, each.bias.grad, scales.grad))
-    for mine, theirs in zip(*grads, strict=True):
-        assert torch.equal(mine, theirs)
+    ref.assert_equal(*grads)
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")

@@ -234,7 +234,7 @@ def test_saved_operands_can_be_moved_away():
             y = run(linear, MX, x)
         y.square().sum().backward()
         grads.append(all_grads(linear, x))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    ref.assert_equal(*grads)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -452,7 +452,7 @@ def test_stored_weights_work_without_a_recipe_and_refuse_another(kind):
         y.square().sum().backward()
         results.append([y, *all_grads(module, inputs[0])])
         inputs[0].grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
     with pytest.raises(TypeError, match="weight of a product under nvfp4 must be in nvfp4 or not"):
         run(op, NV, *inputs)
 
@@ -470,7 +470,7 @@ def test_quantized_inputs_give_what_the_ops_quantize_themselves(recipe):
         y = run(linear, recipe, value)
         y.square().sum().backward()
         results.append([y, *all_grads(linear)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
 
 
 @each_recipe
@@ -484,7 +484,7 @@ def test_grouped_inputs_give_what_the_op_quantizes_itself(recipe):
         y.square().sum().backward()
         results.append([y, *all_grads(op)])
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        ref.assert_equal(results[0], other)
 
 
 @each_recipe
@@ -584,7 +584,7 @@ def test_quantize_hands_over_what_its_neighbours_would_have_made(recipe):
         y = run(module, recipe, x)
         y.square().sum().backward()
         results.append([y, *all_grads(module, x)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
     assert torch.equal(explicit(x), plain(x))  # without a recipe it is the identity
 
 
@@ -602,7 +602,7 @@ def test_quantize_hands_over_groups(recipe):
         y = run(module, recipe, x, *[splits] * extra)
         y.square().sum().backward()
         results.append([y, *all_grads(module, x)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
     assert torch.equal(explicit(x, *[splits] * 4), plain(x, splits, splits))  # without a recipe
 
 
@@ -687,7 +687,7 @@ def test_a_checkpoint_repeats_the_forward_under_its_recipe(kind, reentrant, thre
             backward()
         grads.append(all_grads(module, inputs[0]))
     assert module.plan.recipe == NV
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    ref.assert_equal(*grads)
 
 
 def test_evaluation_under_another_recipe_does_not_confuse_the_usual_checkpoint():
@@ -756,7 +756,7 @@ def test_compiled_blocks_equal_eager_ones(recipe, stored, dynamic, fresh_compile
         y = run(module, recipe, x, splits, scales, splits)
         y.square().sum().backward()
         results.append([y, *all_grads(mlp, x)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ref.assert_equal(*results)
 
 
 def test_compiled_code_follows_the_recipe(fresh_compiler):
@@ -847,8 +847,7 @@ def test_gradients_of_a_bias_are_of_the_gradient_before_it_was_quantized(recipe,
     with fz.autocast(recipe=recipe):
         expected = torch.autograd.grad(plain(x, splits, *scales), wanted, dy)
         got = torch.autograd.grad(between(x, splits, *scales, splits), wanted, dy)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
+    ref.assert_equal(got, expected)
     summed = torch.stack([dy[:128].sum(0), dy[:0].sum(0), dy[128:].sum(0)])
     if not scale_bias:
         torch.testing.assert_close(torch.stack(got[-3:]), summed)

@@ -1,6 +1,7 @@
 """Grouped tensors, their offsets, and the scale layout of the MMA."""
 
 import pytest
+import reference as ref
 import torch
 
 from fusible import recipes
@@ -27,12 +28,6 @@ def make(fmt, sizes=SIZES, *, rowwise=True, columnwise=True, wide=True):
     return recipes.group_quantize(rows(), quantizer, len(sizes), dims)
 
 
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 @pytest.mark.parametrize("wide", [False, True])
 def test_groups_are_what_each_alone_is(fmt, wide):
@@ -47,7 +42,7 @@ def test_groups_are_what_each_alone_is(fmt, wide):
         alone = quantizer(rows()[start : start + size])
         if size:
             # A column-wise group's scales are its blocks of the shared buffer.
-            same(member.pieces(), alone.pieces())
+            ref.assert_same_bits(member.pieces(), alone.pieces())
             for columnwise in (False, True):
                 assert torch.equal(
                     member.dequantize(columnwise=columnwise),
@@ -117,7 +112,7 @@ def test_no_size_is_read_from_the_device():
 
 def test_detach_clone_to_and_refusals():
     g = make(mxfp8())
-    same(g.clone().pieces(), g.pieces())
+    ref.assert_same_bits(g.clone().pieces(), g.pieces())
     assert g.detach().rowwise_data.data_ptr() == g.rowwise_data.data_ptr()
     moved = g.to("meta")
     assert moved.rowwise_data.is_meta
@@ -128,7 +123,7 @@ def test_detach_clone_to_and_refusals():
     names, meta = g.__tensor_flatten__()
     inner = {name: getattr(g, name) for name in names}
     again = recipes.GroupedTensor.__tensor_unflatten__(inner, meta, g.shape, g.stride())
-    same(again.pieces(), g.pieces())
+    ref.assert_same_bits(again.pieces(), g.pieces())
     for refused in (lambda: g + 1, lambda: g[0], lambda: g.view(-1)):
         with pytest.raises(NotImplementedError, match="split"):
             refused()

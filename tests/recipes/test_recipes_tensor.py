@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import reference as ref
 import safetensors.torch
 import torch
 from torch import nn
@@ -24,13 +25,6 @@ def make(fmt, x=None, *, rowwise=True, columnwise=True):
     return recipes.Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)(x)
 
 
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_values_are_those_of_the_functions(fmt):
     q = make(fmt)
@@ -48,17 +42,17 @@ def test_detach_clone_and_copy(fmt):
     q = make(fmt)
     assert q.detach().rowwise_data.data_ptr() == q.rowwise_data.data_ptr()
     twin = q.clone()
-    same(twin.pieces(), q.pieces())
+    ref.assert_same_bits(twin.pieces(), q.pieces())
     other = make(fmt, values(seed=1))
     assert twin.copy_(other) is twin
-    same(twin.pieces(), other.pieces())
-    same(q.pieces(), make(fmt).pieces())
+    ref.assert_same_bits(twin.pieces(), other.pieces())
+    ref.assert_same_bits(q.pieces(), make(fmt).pieces())
     twin.copy_(values(seed=2))
-    same(twin.pieces(), make(fmt, values(seed=2)).pieces())
+    ref.assert_same_bits(twin.pieces(), make(fmt, values(seed=2)).pieces())
     plain = torch.empty(128, 256, dtype=torch.bfloat16)
     plain.copy_(q)
     assert torch.equal(plain, q.dequantize())
-    same(copy.deepcopy(q).pieces(), q.pieces())
+    ref.assert_same_bits(copy.deepcopy(q).pieces(), q.pieces())
 
 
 def test_shared_memory():
@@ -67,13 +61,13 @@ def test_shared_memory():
     assert not q.is_shared()
     assert nn.Parameter(q, requires_grad=False).share_memory_().is_shared()
     assert q.is_shared()
-    same(q.pieces(), expected)
+    ref.assert_same_bits(q.pieces(), expected)
 
 
 def test_copy_between_formats_requantizes_the_values():
     q, other = make(mxfp8()), make(fp8_tensor(), values(seed=3))
     q.copy_(other)
-    same(q.pieces(), make(mxfp8(), other.dequantize()).pieces())
+    ref.assert_same_bits(q.pieces(), make(mxfp8(), other.dequantize()).pieces())
 
 
 def test_a_failed_copy_writes_nothing():
@@ -82,7 +76,7 @@ def test_a_failed_copy_writes_nothing():
         q.copy_(values(64))
     with pytest.raises(ValueError, match="nothing was written"):
         q.copy_(make(mxfp8(), values(64)))
-    same(q.pieces(), make(mxfp8()).pieces())
+    ref.assert_same_bits(q.pieces(), make(mxfp8()).pieces())
 
 
 def test_to_keeps_the_format_for_nominal_dtypes_and_gives_values_for_others():
@@ -90,7 +84,7 @@ def test_to_keeps_the_format_for_nominal_dtypes_and_gives_values_for_others():
     half = q.to(torch.float16)
     assert isinstance(half, recipes.QuantizedTensor)
     assert half.dtype == torch.float16
-    same(half.pieces(), q.pieces())
+    ref.assert_same_bits(half.pieces(), q.pieces())
     reference = q.to(device="cpu", dtype=torch.float64)
     assert type(reference) is torch.Tensor
     assert torch.equal(reference, q.dequantize(torch.float32).double())
@@ -134,7 +128,7 @@ def test_flatten_and_unflatten():
     names, meta = q.__tensor_flatten__()
     inner = {name: getattr(q, name) for name in names}
     again = recipes.QuantizedTensor.__tensor_unflatten__(inner, meta, q.shape, q.stride())
-    same(again.pieces(), q.pieces())
+    ref.assert_same_bits(again.pieces(), q.pieces())
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(q)
 
 
@@ -168,7 +162,7 @@ def test_in_place_operations_requantize_and_return_the_tensor(fmt, update):
     assert update(q) is q
     update(plain)
     assert q.rowwise_data.data_ptr() == pointer
-    same(q.pieces(), make(fmt, plain).pieces())
+    ref.assert_same_bits(q.pieces(), make(fmt, plain).pieces())
 
 
 def test_elementwise_operations_and_reductions_read_values():
@@ -251,7 +245,7 @@ def test_a_quantized_gradient_survives_into_grad():
     (plain * 1.0).sum().backward()
     # Autograd accumulates in place, so the sum is in the format of the gradient it found.
     total = make(mxfp8(), values(seed=1)).dequantize() + 1
-    same(plain.grad.pieces(), make(mxfp8(), total).pieces())
+    ref.assert_same_bits(plain.grad.pieces(), make(mxfp8(), total).pieces())
 
 
 OPTIMIZERS = {
@@ -284,7 +278,7 @@ def test_optimizer_updates_requantize(optimizer):
 def test_an_update_through_data_reaches_the_parameter():
     layer = Layer(mxfp8())
     layer.weight.data.copy_(values(seed=9))
-    same(layer.weight.pieces(), make(mxfp8(), values(seed=9)).pieces())
+    ref.assert_same_bits(layer.weight.pieces(), make(mxfp8(), values(seed=9)).pieces())
     layer.weight.data.mul_(2)
     assert torch.equal(layer.weight.dequantize(), make(mxfp8(), values(seed=9)).dequantize() * 2)
 
@@ -300,7 +294,7 @@ def test_module_conversion_keeps_the_format(convert, dtype):
     assert isinstance(layer.weight, nn.Parameter)
     assert layer.weight.dtype == dtype
     assert layer.weight.fp8_dtype == torch.float8_e4m3fn
-    same(layer.weight.pieces(), make(mxfp8()).pieces())
+    ref.assert_same_bits(layer.weight.pieces(), make(mxfp8()).pieces())
     layer(values(4).to(dtype)).sum().backward()
     assert layer.weight.grad.dtype == dtype
 
@@ -316,12 +310,12 @@ def test_save_and_load_as_plain_tensors(fmt, tmp_path):
         target.load_state_dict(dict(state))
         if target.weight.shape and isinstance(target.weight, recipes.QuantizedTensor):
             if target.weight.format == fmt:
-                same(target.weight.pieces(), layer.weight.pieces())
+                ref.assert_same_bits(target.weight.pieces(), layer.weight.pieces())
         else:
             assert torch.equal(target.weight, layer.weight.dequantize())
     assigned = Layer()
     assigned.load_state_dict(dict(state), assign=True)
-    same(assigned.weight.pieces(), layer.weight.pieces())
+    ref.assert_same_bits(assigned.weight.pieces(), layer.weight.pieces())
 
 
 def test_a_high_precision_state_loads_into_a_quantized_parameter():
@@ -329,7 +323,7 @@ def test_a_high_precision_state_loads_into_a_quantized_parameter():
     with torch.no_grad():
         plain.weight.copy_(values(seed=7))
     layer.load_state_dict(plain.state_dict())
-    same(layer.weight.pieces(), make(mxfp8(), values(seed=7)).pieces())
+    ref.assert_same_bits(layer.weight.pieces(), make(mxfp8(), values(seed=7)).pieces())
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -341,7 +335,7 @@ def test_safetensors(fmt, tmp_path):
     with torch.no_grad():
         target.weight.zero_()
     target.load_state_dict(dict(state))
-    same(target.weight.pieces(), layer.weight.pieces())
+    ref.assert_same_bits(target.weight.pieces(), layer.weight.pieces())
     plain = Layer()
     plain.load_state_dict(state)
     assert torch.equal(plain.weight, layer.weight.dequantize())
@@ -369,8 +363,8 @@ def test_quantized_model_init():
     kept.clear_high_precision_init_val()
     assert kept.get_high_precision_init_val() is None
     assert block.get_high_precision_init_val() is None
-    same(kept.pieces(), make(mxfp8()).pieces())
-    same(block.pieces(), make(fp8_block(E4M3, (128, 128))).pieces())
+    ref.assert_same_bits(kept.pieces(), make(mxfp8()).pieces())
+    ref.assert_same_bits(block.pieces(), make(fp8_block(E4M3, (128, 128))).pieces())
     for parameter in (plain, outside):
         assert not isinstance(parameter, recipes.QuantizedTensor)
     assert all(isinstance(p, nn.Parameter) for p in (kept, plain, block, outside))

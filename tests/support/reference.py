@@ -1,8 +1,8 @@
 """The math once more, independently of ``fusible.formulas``: what the tests compare with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fusible import recipes
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *LOW_PRECISION)
+Tensors = Iterable[Tensor] | Mapping[str, Tensor]
 
 
 # --- formulas -------------------------------------------------------------------------------------
@@ -167,6 +168,34 @@ def assert_equal_but_for_rounding(
     assert_accurate(got.detach(), want.detach().double(), roundings * ratio)
 
 
+def assert_equal(got: Tensors, want: Tensors) -> None:
+    """Pair by pair equal dtypes and values; of two mappings, under the same names."""
+    for name, mine, theirs in _pairs(got, want):
+        assert mine.dtype == theirs.dtype, name
+        assert torch.equal(mine, theirs), name
+
+
+def assert_same_bits(got: Tensors, want: Tensors) -> None:
+    """As `assert_equal`, of bits, so that NaN equals itself; either side may be on a GPU."""
+    for name, mine, theirs in _pairs(got, want):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+        wrong = (bits(mine) != bits(theirs)).nonzero()
+        assert not len(wrong), (name, len(wrong), wrong[:3].flatten().tolist())
+
+
+def bits(t: Tensor) -> Tensor:
+    """The bytes of a tensor, in one dimension, on the host."""
+    return t.detach().contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def _pairs(got: Tensors, want: Tensors) -> list[tuple[Any, Tensor, Tensor]]:
+    if isinstance(want, Mapping):
+        assert isinstance(got, Mapping)
+        assert got.keys() == want.keys()
+        return [(name, got[name], want[name]) for name in want]
+    return [(i, *pair) for i, pair in enumerate(zip(got, want, strict=True))]
+
+
 def assert_near(got: Tensor, want: Tensor, relative: float) -> None:
     """The difference is at most that much of ``want``, in norm over all values."""
     assert got.dtype == want.dtype
@@ -200,7 +229,7 @@ def take_grads(*tensors: Tensor) -> list[Tensor | None]:
     return grads
 
 
-# --- a recipe ------------------------------------------------------------------------------------
+# --- a user's recipe and fused op ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,6 +238,18 @@ class Rows(recipes.Recipe):
 
     name: ClassVar[str] = "rows"
     block: int = 32
+
+
+class ScalesInOne(fz.FusedOperation):
+    """Two constant scales in one pass."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        one, two = self.basic_ops
+        return input_ * (one.scale * two.scale), [(), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        one, two = self.basic_ops
+        return grad_output * (one.scale * two.scale), [(), ()], [(), ()]
 
 
 # --- the grouped MLP ------------------------------------------------------------------------------

@@ -49,11 +49,6 @@ def without_gradients(given):
     return tuple(t.detach() if t.requires_grad else t for t in given)
 
 
-def same(mine, theirs):
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
 # --- gradients that are never missing ------------------------------------------------------------
 
 
@@ -129,7 +124,7 @@ def test_checkpoint_around(path, reentrant):
                 want[0] = module(*given)
         y = recomputed(module, given, use_reentrant=reentrant)
         y.backward(torch.cos(torch.arange(y.numel())).view(y.shape).to(y.dtype))
-    same([y.detach(), *ref.take_grads(*needing(module, given))], want)
+    ref.assert_equal([y.detach(), *ref.take_grads(*needing(module, given))], want)
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
@@ -178,7 +173,7 @@ def test_checkpoint_inside(path, how):
     wrapped[1].register_forward_pre_hook(lambda *_: ran.append(1))
     with path.on():
         results = [backward(m, (x, *extra)) for m in (wrapped, plain)]
-    same(*results)
+    ref.assert_equal(*results)
     assert ran
     assert len(wrapped.segments()) == 3
 
@@ -207,7 +202,7 @@ def test_selective_checkpoint(path, monkeypatch):
             counts.append(len(products))
             if call is module:
                 want = results
-            same(results, want)
+            ref.assert_equal(results, want)
     assert counts == [6, 8, 6]
 
 
@@ -229,7 +224,7 @@ def test_offload(path):
             with saved_tensors_hooks(away, lambda t: t.clone()), save_on_cpu():
                 return module(*args)
 
-        same(grads(offloaded, module, given), want)
+        ref.assert_equal(grads(offloaded, module, given), want)
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
@@ -410,7 +405,7 @@ def test_re_entrant_use():
     for call in (module, plain):
         y = call(x)
         results.append([y.detach(), *torch.autograd.grad(y.sum(), [x, *module.parameters()])])
-    same(*results)
+    ref.assert_equal(*results)
     leaf = x.detach().requires_grad_()
     with fz.autocast(recipe=MX):
         y = plain(leaf)
@@ -425,4 +420,4 @@ def test_modules_in_each_others_backward():
     def nested(*args):
         return recomputed(lambda *inner: recomputed(module, inner), args)
 
-    same(grads(nested, module, given), grads(module, module, given))
+    ref.assert_equal(grads(nested, module, given), grads(module, module, given))
