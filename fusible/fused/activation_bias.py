@@ -13,7 +13,7 @@ from fusible.kernels.dense import activation_bias_backward
 from fusible.kernels.dense.spec import MIN_SM, VECTOR
 from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
 from fusible.ops.handover import accept_grad, hand_over
-from fusible.ops.op import Grads
+from fusible.ops.op import ExtraTensors, FusedGrads
 
 Activation = GELU | QGELU | ReLU | SReLU | SiLU
 
@@ -23,15 +23,14 @@ class BackwardActivationBias(FusedOperation):
 
     _basic_ops: tuple[Bias, Activation]
 
-    def fuser_backward(
+    def backward_impl(
         self,
-        basic_op_ctxs: list[OperationContext],
+        ctxs: Sequence[OperationContext],
         grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        grad_extra_outputs: ExtraTensors,
+    ) -> FusedGrads:
         """One pass over the gradient and the activation's input."""
-        (bias, activation), (ctx, ctx_act) = self._basic_ops, basic_op_ctxs
+        (bias, activation), (ctx, ctx_act) = self._basic_ops, ctxs
         x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, grad_output)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())

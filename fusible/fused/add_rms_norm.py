@@ -14,7 +14,7 @@ from fusible.kernels.dense import rms_norm_backward
 from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
 from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
 from fusible.ops.handover import accept_grad
-from fusible.ops.op import Grads
+from fusible.ops.op import ExtraTensors, FusedGrads
 
 
 class BackwardAddRMSNorm(FusedOperation):
@@ -22,18 +22,17 @@ class BackwardAddRMSNorm(FusedOperation):
 
     _basic_ops: tuple[MakeExtraOutput, RMSNorm]
 
-    def fuser_backward(
+    def backward_impl(
         self,
-        basic_op_ctxs: list[OperationContext],
+        ctxs: Sequence[OperationContext],
         grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        grad_extra_outputs: ExtraTensors,
+    ) -> FusedGrads:
         """One pass over the gradients of both outputs and the norm's input."""
-        (_, norm), (_, ctx) = self._basic_ops, basic_op_ctxs
+        (_, norm), (_, ctx) = self._basic_ops, ctxs
         x, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)
-        dextra = basic_op_grad_extra_outputs[0][0]
+        dextra = grad_extra_outputs[0][0]
         factor = gain(weight.view(-1), rstd.dtype, norm.zero_centered_gamma)
         # Under autocast the branch may be wider than the norm; its gradient stays so.
         wider = dextra is not None and dextra.dtype != x.dtype

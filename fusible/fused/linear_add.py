@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fusible.fuser.memory import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum
-from fusible.ops.op import Grads
+from fusible.ops.op import ExtraTensors, FusedGrads
 from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
 
@@ -51,25 +50,18 @@ class LinearAdd(FusedOperation):
         self._parts = linear, add
         self._alpha = 1.0 if scale is None else scale.scale
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(
+        self, ctxs: Sequence[OperationContext], input_: Tensor, extra_inputs: ExtraTensors
+    ) -> tuple[Tensor, ExtraTensors]:
         """One product that starts from the addend."""
         linear, add = self._parts
-        x, weight = linear.operands(basic_op_ctxs[0], input_)
-        linear.output_buffer(basic_op_ctxs[0], input_, basic_op_kwargs[0])  # none: not the last op
+        x, weight = linear.operands(ctxs[0], input_)
+        linear.output_buffer(ctxs[0], input_, ctxs[0].kwargs)  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
-        addend = check_addend(basic_op_extra_inputs[-1][0], shape, x)
-        in_place = add.in_place and 0 in basic_op_ctxs[-1].writable_extra
+        addend = check_addend(extra_inputs[-1][0], shape, x)
+        in_place = add.in_place and 0 in ctxs[-1].writable_extra
         y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
-        return cast(y, addend.dtype) if add.in_place else y, [()] * len(basic_op_ctxs)
+        return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
 
 
 class BackwardLinearAdd(FusedOperation):
@@ -82,18 +74,17 @@ class BackwardLinearAdd(FusedOperation):
         """True."""
         return True
 
-    def fuser_backward(
+    def backward_impl(
         self,
-        basic_op_ctxs: list[OperationContext],
+        ctxs: Sequence[OperationContext],
         grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        grad_extra_outputs: ExtraTensors,
+    ) -> FusedGrads:
         """One product that is added to the extra output's gradient, where that lies if it may."""
-        fork, ctx = basic_op_ctxs
+        fork, ctx = ctxs
         x, weight = ctx.saved_tensors
         dy = cast(grad_output, ctx.dtype)
-        dextra = basic_op_grad_extra_outputs[0][0]
+        dextra = grad_extra_outputs[0][0]
         dx = None
         if ctx.needs.input and dextra is not None:
             in_place = 0 in fork.writable_extra and holds_sum(dextra, dy)

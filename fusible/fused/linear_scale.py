@@ -12,7 +12,7 @@ from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.ops import BasicLinear, ConstantScale, FusedOperation
-from fusible.ops.op import Grads
+from fusible.ops.op import ExtraTensors, FusedGrads
 from fusible.ops.wgrad import dense_gradient
 
 
@@ -21,15 +21,14 @@ class BackwardLinearScale(FusedOperation):
 
     _basic_ops: tuple[BasicLinear, ConstantScale]
 
-    def fuser_backward(
+    def backward_impl(
         self,
-        basic_op_ctxs: list[OperationContext],
+        ctxs: Sequence[OperationContext],
         grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+        grad_extra_outputs: ExtraTensors,
+    ) -> FusedGrads:
         """``scale * dy @ weight`` and ``scale * dy.T @ x``."""
-        (linear, scale), ctx = self._basic_ops, basic_op_ctxs[0]
+        (linear, scale), ctx = self._basic_ops, ctxs[0]
         x, weight = ctx.saved_tensors
         dy = cast(grad_output, ctx.dtype)
         dx = None

@@ -34,8 +34,11 @@ class OperationContext:
             used, None in the place of one that is computed; never while compiling.
         saved_tensors: in the backward, what the forward saved.
         to_save: in the forward, what it has saved so far.
-        grad_quantizer: how the previous op wants the gradient that this one gives, where the op's
-            forward has noted it; None for as it is.
+        grad_quantizer: how the previous op wants the gradient that this one gives; None for as it
+            is, and for all but the first op that a fused op covers.
+        next_quantizer: in the forward, how the next op wants the output; None for as it is, and for
+            all but the last op that a fused op covers.
+        kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         given_shape: of the first op that a user's op stands for, else None.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
@@ -54,6 +57,8 @@ class OperationContext:
     to_save: tuple[Tensor | None, ...]
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any
+    next_quantizer: Any = None
+    kwargs: dict[str, Any]
     floats: list[bool] | None
     given_shape: torch.Size | None
     memo: dict[Any, Any]
@@ -72,6 +77,7 @@ class OperationContext:
         autocast_dtype: torch.dtype | None = None,
         memo: dict[Any, Any] | None = None,
         parameters: Sequence[Tensor] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.requires_grad = needs.requires_grad
         self.needs = needs
@@ -80,6 +86,7 @@ class OperationContext:
         self.parameters = parameters
         self.to_save = ()
         self.grad_quantizer = None
+        self.kwargs = {} if kwargs is None else kwargs
         self.floats = None
         self.given_shape = None
         self.memo = {} if memo is None else memo

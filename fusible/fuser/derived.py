@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.plan import GradNeeds
+from fusible.fuser.te_ops import call_fuser_forward
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,5 @@ def _given(
     needs = GradNeeds(False, False, (False,) * len(params), (False,) * len(extra))
     ctx = OperationContext(needs, None, None if op.casts_itself else autocast, None, params)
     with ctx.autocast(x.device.type):
-        output, (outputs,) = op.fuser_forward(
-            [ctx],
-            x,
-            basic_op_extra_inputs=[tuple(extra)],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=[{}],
-        )
+        output, (outputs,) = call_fuser_forward(op, [ctx], x, [tuple(extra)])
     return (output.dtype, *[None if t is None else t.dtype for t in outputs])

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.node import run_forward
 from fusible.fuser.schedule import Expected, Kwargs, Schedule, num_saved, unfused
+from fusible.fuser.te_ops import call_fuser_forward
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ def expected_of(
     ran: list[tuple[Tensor, int]] = []  # of each basic op, its output and how many tensors it saved
 
     def recorded(op: Any) -> Callable[..., Any]:
-        def forward(contexts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            returned = op.fuser_forward(contexts, *args, **kwargs)
+        def forward(contexts: list[Any], *args: Any) -> Any:
+            returned = call_fuser_forward(op, contexts, *args)
             ran.append((returned[0], num_saved(contexts[0])))
             return returned
 

@@ -29,6 +29,7 @@ from fusible.fuser.run import Run
 from fusible.fuser.schedule import RunPart, Schedule, unfused
 from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
+from fusible.fuser.te_ops import call_fuser_forward
 
 
 @dataclass(frozen=True)
@@ -229,26 +230,25 @@ def _forward_or_note(
     refused: dict[Any, str],
     names: dict[Any, str],
     op: Any,
-    contexts: Sequence[OperationContext],
+    contexts: list[OperationContext],
     x: Tensor,
-    **given: Any,
+    extra_inputs: Sequence[Sequence[Tensor | None]],
 ) -> Any:
     """What the op's forward gives; where it raises, the error is noted.
 
     It then gives what it would for an input that it takes, outside of a recipe.
     """
     try:
-        return op.fuser_forward(contexts, x, **given)
+        return call_fuser_forward(op, contexts, x, extra_inputs)
     except (TypeError, ValueError) as error:
         refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
         (context,) = contexts
-        context.recipe = None
-        given["next_op_input_quantizer"] = None
+        context.recipe = context.next_quantizer = None
         for features in (x.shape[-1:], *_features(op)):
             dtype = context.parameters[0].dtype if context.parameters else x.dtype
             with suppress(TypeError, ValueError):
                 fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
-                return op.fuser_forward(contexts, fits, **given)
+                return call_fuser_forward(op, contexts, fits, extra_inputs)
         raise
 
 

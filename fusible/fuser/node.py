@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.ownership import InputOwner, Owner, owned_grads
 from fusible.fuser.places import note_place
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep
+from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
 
@@ -34,7 +36,7 @@ def run_forward(
     ``given`` are the caller's inputs, then the parameters.
     """
     plan, wiring = schedule.plan, schedule.wiring
-    contexts = _new_contexts(schedule, given)
+    contexts = _new_contexts(schedule, given, kwargs)
     x = given[0]
     produced: list[Sequence[Any]] = []
     owner = None
@@ -43,8 +45,10 @@ def run_forward(
         owner = InputOwner(plan.basic_ops, wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
-        _, start, stop, sources, _, _, quantizers, is_users, *_ = step
+        _, start, stop, sources, _, _, quantizers, _, is_users, *_ = step
         own = contexts[start:stop]
+        if quantizers is not None:
+            own[0].grad_quantizer, own[-1].next_quantizer = quantizers
         inputs = [
             [
                 given[1 + slot]
@@ -59,14 +63,7 @@ def run_forward(
         if owner is not None:
             owner.before(x, inputs, produced, start, stop)
         try:
-            returned = _forward_of(step, x, profiled)(
-                own,
-                x,
-                basic_op_extra_inputs=inputs,
-                prev_op_grad_output_quantizer=quantizers[0],
-                next_op_input_quantizer=quantizers[1],
-                basic_op_kwargs=kwargs[start:stop],
-            )
+            returned = _forward_of(step, x, profiled)(own, x, inputs)
             _check_returned(schedule, step, returned, own)
         except Exception as error:
             note_place(error, schedule, step)
@@ -99,18 +96,20 @@ def run_formula(
     return output
 
 
-def _new_contexts(schedule: Schedule, given: Sequence[Tensor]) -> list[OperationContext]:
+def _new_contexts(
+    schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
+) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
     return [
-        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own])
-        for needs, own in zip(plan.grad, schedule.params, strict=True)
+        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own], of_op)
+        for needs, own, of_op in zip(plan.grad, schedule.params, kwargs, strict=True)
     ]
 
 
 def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:
     """The forward of a step's op, in a profiler's range, outside of autocast if it casts itself."""
-    forward = step.op.fuser_forward
+    forward = step.op.run_forward if step.uses_impl else partial(call_fuser_forward, step.op)
     if step.without_autocast:
         forward = _without_autocast(forward, x.device.type)
     return record_function(f"{step.label} forward")(forward) if profiled else forward
@@ -123,7 +122,7 @@ def _backward_of(
 
     ``read`` are the gradients that are read after it.
     """
-    backward = step.op.fuser_backward
+    backward = step.op.run_backward if step.uses_impl else partial(call_fuser_backward, step.op)
     if profiled:
         backward = record_function(f"{step.label} backward")(backward)
     if owner is not None:
@@ -225,7 +224,7 @@ class RunFunction(torch.autograd.Function):
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            context.parameters, context.to_save, context.memo = (), (), {}
+            context.parameters, context.to_save, context.memo, context.kwargs = (), (), {}, {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
         checks_memory = not torch.compiler.is_compiling() and (
@@ -306,9 +305,7 @@ def _run_backward(
         ]
         read = () if owner is None else [*of_outputs.values(), *of_inputs, *chain(*of_params)]
         try:
-            returned = _backward_of(step, profiled, owner, read)(
-                own, grad, basic_op_grad_extra_outputs=grad_extra
-            )
+            returned = _backward_of(step, profiled, owner, read)(own, grad, grad_extra)
             _check_grads(step, returned, own)
         except Exception as error:
             note_place(error, schedule, step, own)

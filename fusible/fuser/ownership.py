@@ -58,25 +58,20 @@ class Owner:
 def owned_grads(
     backward: Callable[..., Any], owner: Owner, others: Tensors, keeps: bool
 ) -> Callable[..., Any]:
-    """An op's ``fuser_backward``, whose contexts say which of its gradients it may write to.
+    """An op's backward, whose contexts say which of its gradients it may write to.
 
     ``others`` are what is read after it; ``keeps`` says that it may itself go on reading.
     """
 
     def run(
-        contexts: Sequence[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Tensors],
+        contexts: Sequence[OperationContext], grad_output: Tensor, grad_extra: Sequence[Tensors]
     ) -> Any:
-        grads = [grad_output, *chain.from_iterable(basic_op_grad_extra_outputs)]
+        grads = [grad_output, *chain.from_iterable(grad_extra)]
         contexts[-1].writable_grad_output, *rest = owner.own(grads, others)
         own = iter(rest)
-        for context, of_op in zip(contexts, basic_op_grad_extra_outputs, strict=True):
+        for context, of_op in zip(contexts, grad_extra, strict=True):
             context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
-        returned = backward(
-            contexts, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
-        )
+        returned = backward(contexts, grad_output, grad_extra)
         if keeps:
             owner.retain(t for t in tree_leaves((grads, returned)) if isinstance(t, Tensor))
         return returned

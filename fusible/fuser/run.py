@@ -404,8 +404,8 @@ class Run:
     def scheduled(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
         """A plan of a call with all that its execution looks up."""
         call = _PlanKey(*key)
-        backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops)
-        forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops)
+        backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops, "backward")
+        forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops, "forward")
         own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
         formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1

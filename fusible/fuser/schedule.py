@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ class ScheduledStep(NamedTuple):
     sources: tuple[tuple[tuple[int, int], ...], ...]
     num_extra_outputs: list[int]
     num_grads: tuple[list[int], list[int]]
-    quantizers: tuple[Any, Any]
-    """Of the previous op's output gradient and of the next op's input."""
+    quantizers: tuple[Any, Any] | None
+    """Of the previous op's output gradient and of the next op's input, None without a recipe."""
+    uses_impl: bool
+    """Whether the op is called by ``forward_impl`` (``backward_impl``), not by te.ops' methods."""
     is_users: bool
     """Whether the op is not of this package: that it gives all its gradients is then checked."""
     without_autocast: bool
@@ -164,7 +166,11 @@ class Schedule(NamedTuple):
 
 
 def scheduled(
-    plan: Plan, wiring: Wiring, paths: tuple[str, ...], steps: Sequence[Step]
+    plan: Plan,
+    wiring: Wiring,
+    paths: tuple[str, ...],
+    steps: Sequence[Step],
+    direction: Literal["forward", "backward"],
 ) -> tuple[ScheduledStep, ...]:
     """The steps of a plan's forward or backward, in order, with what their execution looks up."""
     made, start = [], 0
@@ -183,6 +189,7 @@ def scheduled(
                 [basic.num_extra_outputs for basic in basic_ops],
                 ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
                 _quantizers(plan, start, stop),
+                op.uses_impl(direction),
                 not is_ours(type(op)),
                 plan.autocast_dtype is not None and op.casts_itself,
                 _derived(plan, stop),
@@ -205,15 +212,15 @@ def _derived(plan: Plan, stop: int) -> torch.dtype | None:
 def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Schedule:
     """A schedule that runs the basic ops one by one.
 
-    ``wrap(op)`` is called in place of each op's ``fuser_forward``.
+    ``wrap(op)`` is called in place of each op's forward, as :func:`call_fuser_forward` calls it.
     """
     plan, wiring, paths, *_ = schedule
     ops = plan.basic_ops
     forward = [Step(_Wrapped(op, wrap(op)), (op,)) for op in ops]
     backward = [Step(op, (op,)) for op in ops]
     return schedule._replace(
-        forward=scheduled(plan, wiring, paths, forward),
-        backward=scheduled(plan, wiring, paths, backward)[::-1],
+        forward=scheduled(plan, wiring, paths, forward, "forward"),
+        backward=scheduled(plan, wiring, paths, backward, "backward")[::-1],
         direct=None,
         writes_grads=any(op.writes_grads for op in ops),
         is_formula=False,
@@ -223,17 +230,21 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
 class _Wrapped:
     """An op with another forward."""
 
-    def __init__(self, op: Any, fuser_forward: Callable[..., Any]) -> None:
-        self._op, self.fuser_forward = op, fuser_forward
+    def __init__(self, op: Any, run_forward: Callable[..., Any]) -> None:
+        self._op, self.run_forward = op, run_forward
+
+    def uses_impl(self, direction: str) -> bool:
+        """True: it is called by ``run_forward``."""
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._op, name)
 
 
-def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any]:
+def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any] | None:
     """How the op before and the op after ops[start:stop] want tensors to be handed to them."""
     if plan.recipe is None:
-        return None, None
+        return None
     ops = plan.basic_ops
     with autocast(recipe=plan.recipe):
         before = ops[start - 1].get_grad_output_quantizer() if start else None

@@ -16,7 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.ops.checks import check_interleaved, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import E4M3, Encoded, dequantize, fp8_tensor
 from fusible.recipes.library import encode
 
@@ -50,25 +50,16 @@ class _Activation(BasicOperation):
         """Autocast's, or the input's."""
         return accepted(given)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The formula."""
         x = accept(ctx, input_, type(self).__name__)
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(*(_in_fp8(x) if self.cache_quantized_input else (x,)))
-        return hand_over(self.formula(x), next_op_input_quantizer)
+        return hand_over(self.formula(x), ctx.next_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """The formula's derivative, by hand in ``grad``."""
         dx = self.grad(accept_grad(ctx, grad_output), self.saved_input(ctx))
-        return hand_over(dx, ctx.grad_quantizer), ()
+        return hand_over(dx, ctx.grad_quantizer)
 
     def saved_input(self, ctx: OperationContext) -> Tensor:
         """The input that the forward saved, in ``ctx.dtype``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import permute
 from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 from fusible.ops.router import TopKRouter
 from fusible.recipes.product import values
 
@@ -118,19 +117,11 @@ class Dispatch(BasicOperation):
         middle = () if self.scale_input else given.extra_inputs[:1]
         return (x, torch.int64, *middle, torch.int32)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(
+        self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The row map, then the rows."""
-        (ctx,) = basic_op_ctxs
-        x, probs, ids = self._operands(ctx, values(input_), *basic_op_extra_inputs[0])
+        x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
         row_map, split_sizes, ends = permute.permutation(
             ids, self.num_experts, self.capacity(ids.numel())
         )
@@ -147,7 +138,7 @@ class Dispatch(BasicOperation):
             ctx.save_for_backward(row_map)
         row_map = row_map.view(*input_.shape[:-1], ids.shape[1])
         middle = () if self.scale_input else (scales,)
-        return y, [(split_sizes, *middle, row_map)]
+        return y, split_sizes, *middle, row_map
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
@@ -177,18 +168,13 @@ class Dispatch(BasicOperation):
         k = ids.shape[-1]
         return x.reshape(-1, x.shape[-1]), probs.reshape(-1, k), ids.reshape(-1, k)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Each token's sum of its rows' gradients, and each choice's gradient of its weight."""
-        (ctx,) = basic_op_ctxs
         row_map, *scaled = ctx.saved_tensors
         dy = grad_output
-        dscales = None if self.scale_input else basic_op_grad_extra_outputs[0][1]
+        dscales = None if self.scale_input else grad_extra_outputs[1]
         dx, dprobs = permute.gather_sum(dy, row_map, scaled[1] if scaled else None, dscales)
         if scaled and ctx.needs.extra_inputs[0]:
             dprobs = cast(permute.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
@@ -196,7 +182,7 @@ class Dispatch(BasicOperation):
             dprobs = None
         if dprobs is not None:
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
-        return dx.view(ctx.shape), [()], [(dprobs, None)]
+        return dx.view(ctx.shape), dprobs, None
 
     def extra_repr(self) -> str:
         """Sizes and options."""
@@ -237,27 +223,23 @@ class Combine(BasicOperation):
         super().__init__()
         self.weighted = weighted
 
-    def fuser_forward(
+    def forward_impl(
         self,
-        basic_op_ctxs: list[OperationContext],
+        ctx: OperationContext,
         input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        row_map: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> Tensor:
         """One sum over each token's choices."""
-        (ctx,) = basic_op_ctxs
-        rows, (row_map, *scales) = values(input_), basic_op_extra_inputs[0]
+        rows = values(input_)
         row_map = self._check(rows, row_map)
         if self.weighted:
-            check_row_scales(scales[0], rows, "Combine")
+            check_row_scales(scales, rows, "Combine")
         flat = row_map.reshape(-1, row_map.shape[-1])
         ctx.num_rows = rows.shape[0]
-        ctx.save_for_backward(flat, *([rows, *scales] if self.weighted else []))
-        y, _ = permute.gather_sum(rows, flat, scales[0] if scales else None, None)
-        return y.view(*row_map.shape[:-1], rows.shape[1]), [()]
+        ctx.save_for_backward(flat, *((rows, scales) if self.weighted else ()))
+        y, _ = permute.gather_sum(rows, flat, scales, None)
+        return y.view(*row_map.shape[:-1], rows.shape[1])
 
     @staticmethod
     def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:
@@ -279,15 +261,10 @@ class Combine(BasicOperation):
             )
         return row_map
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Each row's gradient is its token's; that of its weight, a dot product."""
-        (ctx,) = basic_op_ctxs
         row_map, *weighted = ctx.saved_tensors
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         scales = weighted[1] if weighted else None
@@ -298,7 +275,7 @@ class Combine(BasicOperation):
             rows = weighted[0]
             dscales = permute.row_dots(rows, cast(dy, rows.dtype), row_map, True)
             dscales = cast(dscales, scales.dtype)
-        return drows, [()], [(None, dscales) if self.weighted else (None,)]
+        return (drows, None, dscales) if self.weighted else (drows, None)
 
     def extra_repr(self) -> str:
         """Options."""

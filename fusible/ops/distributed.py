@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 from fusible.recipes.product import values
 
 # Named anew in torch 2.13, where the old names warn.
@@ -88,21 +88,13 @@ class AllReduce(_Collective):
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The sum."""
         return all_reduce(input_, self.process_group)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
         """``dy``."""
-        return grad_output, ()
+        return grad_output
 
 
 class AllReduceGrad(_Collective):
@@ -115,21 +107,13 @@ class AllReduceGrad(_Collective):
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x``."""
         return input_
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
         """The sum of ``dy``."""
-        return all_reduce(grad_output, self.process_group) if ctx.needs.input else None, ()
+        return all_reduce(grad_output, self.process_group) if ctx.needs.input else None
 
 
 class AllGather(_Collective):
@@ -142,23 +126,15 @@ class AllGather(_Collective):
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """All parts."""
         return all_gather(input_, self.process_group)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
         """The own part of the sum of ``dy``."""
         if not ctx.needs.input:
-            return None, ()
-        return reduce_scatter(grad_output, self.process_group, "AllGather"), ()
+            return None
+        return reduce_scatter(grad_output, self.process_group, "AllGather")
 
 
 class ReduceScatter(_Collective):
@@ -172,18 +148,10 @@ class ReduceScatter(_Collective):
         ValueError: in a call, the input's first dimension cannot be divided among the processes.
     """
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """One part of the sum."""
         return reduce_scatter(input_, self.process_group, "ReduceScatter")
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
         """``dy`` of all parts."""
-        return all_gather(grad_output, self.process_group), ()
+        return all_gather(grad_output, self.process_group)

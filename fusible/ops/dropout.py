@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from fusible.arguments import check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 
 
 class Dropout(BasicOperation):
@@ -42,33 +40,24 @@ class Dropout(BasicOperation):
         """Autocast's, or the input's."""
         return accepted(given)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input, partly dropped."""
         x = accept(ctx, input_, "Dropout")
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
         if self.training and self.p == 1:  # PyTorch draws nothing for it
             x, mask = x * 0, torch.zeros_like(x, dtype=torch.bool)
             ctx.save_for_backward(mask)
         elif self.training and self.p > 0:
             x, mask = torch.native_dropout(x, self.p, True)
             ctx.save_for_backward(mask)
-        return hand_over(x, next_op_input_quantizer)
+        return hand_over(x, ctx.next_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """The gradient, dropped where the forward did."""
         dx = accept_grad(ctx, grad_output)
         if ctx.saved_tensors:
             scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
             dx = torch.ops.aten.native_dropout_backward(dx, ctx.saved_tensors[0], scale)
-        return hand_over(dx, ctx.grad_quantizer), ()
+        return hand_over(dx, ctx.grad_quantizer)
 
     def extra_repr(self) -> str:
         """Probability."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 
 
 class Identity(BasicOperation):
@@ -20,21 +19,13 @@ class Identity(BasicOperation):
 
     saves = "nothing"
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x``."""
         return input_
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """``dy``."""
-        return grad_output, ()
+        return grad_output
 
 
 class Reshape(BasicOperation):
@@ -54,22 +45,14 @@ class Reshape(BasicOperation):
         super().__init__()
         self.shape = tuple(shape)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x`` in the new shape."""
         ctx.input_shape = input_.shape
         return input_.reshape(self.shape)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """``dy`` in the old shape."""
-        return grad_output.reshape(ctx.input_shape), ()
+        return grad_output.reshape(ctx.input_shape)
 
     def extra_repr(self) -> str:
         """Shape."""
@@ -94,21 +77,13 @@ class ConstantScale(BasicOperation):
         super().__init__()
         self.scale = scale
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x * scale``."""
         return input_ * self.scale
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """``dy * scale``."""
-        return grad_output * self.scale, ()
+        return grad_output * self.scale
 
     def extra_repr(self) -> str:
         """Scale."""
@@ -149,33 +124,18 @@ class AddExtraInput(BasicOperation):
             return (addend if self.in_place else None,)
         return (torch.promote_types(given.input, addend),)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor, addend: Tensor | None) -> Tensor:
         """``x + extra``."""
-        addend = check_addend(basic_op_extra_inputs[0][0], input_.shape, input_)
+        addend = check_addend(addend, input_.shape, input_)
         if not self.in_place:
-            return input_ + addend, [()]
-        if 0 in basic_op_ctxs[0].writable_extra:
-            return addend.detach().add_(input_), [()]
-        return cast(input_ + addend, addend.dtype), [()]
+            return input_ + addend
+        if 0 in ctx.writable_extra:
+            return addend.detach().add_(input_)
+        return cast(input_ + addend, addend.dtype)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """``dy``, twice."""
-        return grad_output, [()], [(grad_output,)]
+        return grad_output, grad_output
 
     @property
     def writes_extra_inputs(self) -> bool:
@@ -227,37 +187,22 @@ class MakeExtraOutput(BasicOperation):
         """The input's, twice."""
         return (given.input, given.input)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """``x``, twice."""
-        return input_, [(input_,)]
+        return input_, input_
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor, extra: Tensor | None
+    ) -> Tensor:
         """The sum of both gradients."""
-        extra = basic_op_grad_extra_outputs[0][0]
         if extra is None:
-            return grad_output, [()], [()]
-        ctx = basic_op_ctxs[0]
+            return grad_output
         if self.in_place:
             if 0 in ctx.writable_extra and holds_sum(extra, grad_output):
-                return extra.add_(grad_output), [()], [()]
+                return extra.add_(grad_output)
             if ctx.writable_grad_output and holds_sum(grad_output, extra):
-                return grad_output.add_(extra), [()], [()]
-        return grad_output + extra, [()], [()]
+                return grad_output.add_(extra)
+        return grad_output + extra
 
     @property
     def writes_grads(self) -> bool:
@@ -286,34 +231,20 @@ class Swap(BasicOperation):
         """Those of the inputs, the other way round."""
         return (*given.extra_inputs, given.input)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(
+        self, ctx: OperationContext, input_: Tensor, incoming: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """``extra``, and ``x``."""
-        incoming = basic_op_extra_inputs[0][0]
-        assert incoming is not None
-        basic_op_ctxs[0].shape = input_.shape
-        return incoming, [(input_,)]
+        ctx.shape = input_.shape
+        return incoming, input_
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor, dextra: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """``dextra``, and ``dy``."""
-        dextra = basic_op_grad_extra_outputs[0][0]
         if dextra is None:
-            dextra = grad_output.new_zeros(basic_op_ctxs[0].shape)
-        return dextra, [()], [(grad_output,)]
+            dextra = grad_output.new_zeros(ctx.shape)
+        return dextra, grad_output
 
 
 def holds_sum(into: Tensor, other: Tensor) -> bool:

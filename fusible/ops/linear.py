@@ -30,7 +30,6 @@ from fusible.ops.op import (
     HOOKS,
     BasicOperation,
     FusedOperation,
-    Grads,
     patches,
     why_called,
 )
@@ -113,19 +112,12 @@ class BasicLinear(WeightedOperation):
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             self.initialize(self.weight, self.init_method)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
-            return self._quantized_forward(ctx, input_, kwargs)
+            return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
-        output = self.output_buffer(ctx, input_, kwargs)
+        output = self.output_buffer(ctx, input_, ctx.kwargs)
         return (
             formulas.linear(x, weight) if output is None else _write_product(output, x, weight.t())
         )
@@ -146,11 +138,9 @@ class BasicLinear(WeightedOperation):
         check_features(input_, self.in_features, who)
         ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], who)
 
-    def _quantized_forward(
-        self, ctx: OperationContext, input_: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)
-        output = self.output_buffer(ctx, input_, kwargs)
+        output = self.output_buffer(ctx, input_, ctx.kwargs)
         needs, compute = ctx.needs, compute_dtype(input_.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
         rows = matrix(input_, ctx.dtype)
@@ -167,9 +157,9 @@ class BasicLinear(WeightedOperation):
         y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
         return y if output is None else output.copy_(y)
 
-    def op_backward(
+    def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    ) -> tuple[Tensor | None, ...]:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
         if ctx.recipe is not None and ctx.recipe.quantizes:
             return self._quantized_backward(ctx, grad_output)
@@ -179,11 +169,11 @@ class BasicLinear(WeightedOperation):
         if ctx.needs.input:
             buffer = self.grad_input_buffer(ctx)
             dx = dy @ weight if buffer is None else _write_product(buffer, dy, weight)
-        return dx, self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
+        return dx, *self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    ) -> tuple[Tensor | None, ...]:
         recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
         products: list[Product] = ["dgrad"] if needs.input else []
         if needs.params[0]:
@@ -199,11 +189,11 @@ class BasicLinear(WeightedOperation):
             buffer = self.grad_input_buffer(ctx)
             dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
-            return dx, (None,)
+            return dx, None
         x = from_columnwise(saved[:SAVED], recipe.format("input"))
         left = operand(dy, "wgrad", "grad", compute)
         right = operand(x, "wgrad", "input", compute)
-        return dx, self.weight_grads(ctx, dense_gradient(left, right))
+        return dx, *self.weight_grads(ctx, dense_gradient(left, right))
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -256,29 +246,22 @@ class Bias(BasicOperation):
         """Zeros."""
         nn.init.zeros_(self.bias)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x + bias`` in the dtype of ``x``."""
         check_features(input_, self.size, "Bias")
         (bias,) = ctx.parameters
         check_device(input_, bias, "Bias")
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
-        return hand_over(input_ + cast(bias, input_.dtype), next_op_input_quantizer)
+        return hand_over(input_ + cast(bias, input_.dtype), ctx.next_quantizer)
 
-    def op_backward(
+    def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    ) -> tuple[Tensor | None, ...]:
         """``dy``, and its sum over rows."""
         dy = values(grad_output)
         dbias = None
         if ctx.needs.params[0]:
             dbias = self.bias_grad(dy.reshape(-1, self.size).sum(0))
-        return hand_over(dy, ctx.grad_quantizer) if ctx.needs.input else None, (dbias,)
+        return hand_over(dy, ctx.grad_quantizer) if ctx.needs.input else None, dbias
 
     def bias_grad(self, dbias: Tensor) -> Tensor:
         """The bias' gradient from this process's sum over rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
 from fusible.ops.checks import check_device, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 
 
 class _Norm(BasicOperation):
@@ -116,25 +116,18 @@ class LayerNorm(_Norm):
     has_bias = True
     bias: nn.Parameter
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The normalized input."""
         x, (weight, bias) = self.rows(ctx, input_), ctx.parameters
         y, mean, rstd = kernels.layer_norm(
             x, weight.view(-1), bias.view(-1), self.eps, self.zero_centered_gamma
         )
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(x, mean, rstd, weight)
-        return hand_over(y.view(input_.shape), next_op_input_quantizer)
+        return hand_over(y.view(input_.shape), ctx.next_quantizer)
 
-    def op_backward(
+    def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
         x, mean, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)
@@ -142,7 +135,7 @@ class LayerNorm(_Norm):
             dy, x, mean, rstd, weight.view(-1), self.zero_centered_gamma
         )
         dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
-        return dx, (dweight.view(weight.shape), dbias.view(weight.shape))
+        return dx, dweight.view(weight.shape), dbias.view(weight.shape)
 
 
 class RMSNorm(_Norm):
@@ -156,23 +149,16 @@ class RMSNorm(_Norm):
     parameter_names = ("weight",)
     saves = "x, reciprocal root mean square, weight"
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The normalized input."""
         x, (weight,) = self.rows(ctx, input_), ctx.parameters
         y, rstd = kernels.rms_norm(x, weight.view(-1), self.eps, self.zero_centered_gamma)
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(x, rstd, weight)
-        return hand_over(y.view(input_.shape), next_op_input_quantizer)
+        return hand_over(y.view(input_.shape), ctx.next_quantizer)
 
-    def op_backward(
+    def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and the weight."""
         x, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)
@@ -180,7 +166,7 @@ class RMSNorm(_Norm):
             dy, x, rstd, weight.view(-1), self.zero_centered_gamma
         )
         dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
-        return dx, (dweight.view(weight.shape),)
+        return dx, dweight.view(weight.shape)
 
 
 class L2Normalization(BasicOperation):
@@ -208,27 +194,18 @@ class L2Normalization(BasicOperation):
         """Autocast's, or the input's."""
         return accepted(given)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize`."""
         x = accept(ctx, input_, "L2Normalization")
         y, rnorm = formulas.l2_normalize(x, self.eps)
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.save_for_backward(x, rnorm)
-        return hand_over(y, next_op_input_quantizer)
+        return hand_over(y, ctx.next_quantizer)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize_backward`."""
         x, rnorm = ctx.saved_tensors
         dx = formulas.l2_normalize_backward(accept_grad(ctx, grad_output), x, rnorm)
-        return hand_over(dx, ctx.grad_quantizer), ()
+        return hand_over(dx, ctx.grad_quantizer)
 
     def extra_repr(self) -> str:
         """Epsilon."""

@@ -8,7 +8,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ from fusible.ops.state import (
 from fusible.recipes.state import prepare_load, save_pieces
 
 Grads = Sequence[Tensor | None]
+ExtraTensors = Sequence[Sequence[Tensor | None]]
+"""Extra inputs or outputs, or their gradients, for each basic op that a fused op covers."""
+FusedGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]
+"""The gradient of the input, and for each basic op those of its parameters and extra inputs."""
 
 
 class _Patches:
@@ -135,16 +139,64 @@ class FusibleOperation(PatchesCounted):
         """Whether its backward writes to gradients that its contexts call writable."""
         return False
 
+    def forward_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward; see :class:`BasicOperation` and :class:`FusedOperation`."""
+        raise TypeError(f"{type(self).__name__} does not define fuser_forward")
+
+    def backward_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Backward; see :class:`BasicOperation` and :class:`FusedOperation`."""
+        raise TypeError(f"{type(self).__name__} does not define fuser_backward")
+
+    def run_forward(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> Any:
+        """What :meth:`fuser_forward` returns, by :meth:`forward_impl`."""
+        return self.forward_impl(contexts, x, extra_inputs)
+
+    def run_backward(
+        self,
+        contexts: Sequence[OperationContext],
+        grad_output: Tensor,
+        grad_extra_outputs: Sequence[Grads],
+    ) -> Any:
+        """What :meth:`fuser_backward` returns, by :meth:`backward_impl`."""
+        return self.backward_impl(contexts, grad_output, grad_extra_outputs)
+
+    def _called_forward(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> Any:
+        """What :meth:`fuser_forward` calls: an overriding ``op_forward``, or the ``impl``."""
+        return self.run_forward(contexts, x, extra_inputs)
+
+    def _called_backward(
+        self,
+        contexts: Sequence[OperationContext],
+        grad_output: Tensor,
+        grad_extra_outputs: Sequence[Grads],
+    ) -> Any:
+        """What :meth:`fuser_backward` calls: an overriding ``op_backward``, or the ``impl``."""
+        return self.run_backward(contexts, grad_output, grad_extra_outputs)
+
+    def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
+        """Whether nothing overrides the methods of te.ops, which call the ``impl`` of this one."""
+        return not _overrides(self, FusibleOperation, f"fuser_{direction}")
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
         input_: Tensor,
         *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        basic_op_extra_inputs: ExtraTensors,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    ) -> tuple[Tensor, ExtraTensors]:
         """Forward of the basic ops covered, one entry in every list for each of them.
 
         An extra input that another of these ops produces arrives as None; an extra output that
@@ -153,7 +205,11 @@ class FusibleOperation(PatchesCounted):
         Returns:
             The output, and for each basic op its extra outputs.
         """
-        raise TypeError(f"{type(self).__name__} does not define fuser_forward")
+        basic_op_ctxs[0].grad_quantizer = prev_op_grad_output_quantizer
+        basic_op_ctxs[-1].next_quantizer = next_op_input_quantizer
+        for ctx, kwargs in zip(basic_op_ctxs, basic_op_kwargs, strict=True):
+            ctx.kwargs = kwargs
+        return self._called_forward(basic_op_ctxs, input_, basic_op_extra_inputs)
 
     def fuser_backward(
         self,
@@ -161,7 +217,7 @@ class FusibleOperation(PatchesCounted):
         grad_output: Tensor,
         *,
         basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    ) -> FusedGrads:
         """Backward of the basic ops covered.
 
         Gradients of extra outputs are None where nothing flows back.
@@ -171,7 +227,7 @@ class FusibleOperation(PatchesCounted):
             ``own_parameters``) and of its extra inputs; None where there is none or it is not
             needed (``ctx.needs``). The fuser casts them to the dtypes of what they belong to.
         """
-        raise TypeError(f"{type(self).__name__} does not define fuser_backward")
+        return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
     def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> Direct | None:
         """A shorter way to run a plan of this op alone, ``backward`` being its backward, or None.
@@ -271,6 +327,12 @@ class FusibleOperation(PatchesCounted):
 
 
 _operations: WeakGroups[FusibleOperation] = WeakGroups()
+
+
+def _overrides(op: FusibleOperation, base: type, *methods: str) -> bool:
+    """Whether an op itself, or a class that it derives from ``base``, has one of the methods."""
+    kind, own = type(op), vars(op)
+    return any(name in own or getattr(kind, name) is not getattr(base, name) for name in methods)
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:
@@ -525,11 +587,9 @@ class BasicOperation(FusibleOperation):
     @property
     def is_formula(self) -> bool:
         """Whether :meth:`formula` is all that the op defines of its math."""
-        kind, base, own = type(self), BasicOperation, vars(self)
-        by_hand = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
-        return (kind.formula is not base.formula or "formula" in own) and not any(
-            name in own or getattr(kind, name) is not getattr(base, name) for name in by_hand
-        )
+        methods = [f"{by}_{way}" for by in ("op", "fuser") for way in ("forward", "backward")]
+        by_hand = _overrides(self, BasicOperation, *methods, "forward_impl", "backward_impl")
+        return not by_hand and _overrides(self, BasicOperation, "formula")
 
     def _find_names(self) -> tuple[str, ...]:
         """The names of the parameters, in the order in which they are given and have gradients.
@@ -566,8 +626,9 @@ class BasicOperation(FusibleOperation):
             TypeError: ``formula`` does not take its input and these parameters.
         """
         kind, base = type(self), BasicOperation
-        by_hand = (
-            kind.op_forward is not base.op_forward or kind.fuser_forward is not base.fuser_forward
+        by_hand = any(
+            getattr(kind, name) is not getattr(base, name)
+            for name in ("forward_impl", "op_forward", "fuser_forward")
         )
         self._by_name = False
         if by_hand or kind.formula is base.formula:
@@ -617,26 +678,30 @@ class BasicOperation(FusibleOperation):
             names = tuple([name for name in names if self._has(name)])
         return partial(_by_name, self.formula, names)
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-    ) -> Tensor:
-        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``."""
-        ctx.dtype = input_.dtype
-        ctx.save_for_backward(input_, *ctx.parameters)
-        return self.formula_of(len(ctx.parameters))(input_, *ctx.parameters)
+    def forward_impl(self, ctx: OperationContext, x: Tensor, *extra_inputs: Any) -> Any:
+        """Forward; by default the formula, saving ``(x, *params)`` and ``ctx.dtype``.
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
-        """Backward, ``(grad_input, grad_params)``; by default the formula's derivative.
-
-        Of ``(x, *params)``, by evaluating the formula once more: where a fused op ran the forward
-        alone. A formula that nothing fuses is differentiated by autograd itself.
+        Returns:
+            The output; with extra outputs ``(output, *extra_outputs)``.
         """
+        self._refuse_extra_tensors("fuser_forward")
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(x, *ctx.parameters)
+        return self.formula_of(len(ctx.parameters))(x, *ctx.parameters)
+
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Any
+    ) -> Any:
+        """Backward; by default the formula's derivative.
+
+        That is of ``(x, *params)``, by evaluating the formula once more: where a fused op ran the
+        forward alone. A formula that nothing fuses is differentiated by autograd itself.
+
+        Returns:
+            ``(grad_input, *grads of parameters, *grads of extra inputs)``, or the first alone if
+            the op has neither.
+        """
+        self._refuse_extra_tensors("fuser_backward")
         kind, base = type(self), BasicOperation
         if kind.formula is base.formula and kind.op_forward is not base.op_forward:
             raise TypeError(
@@ -658,43 +723,90 @@ class BasicOperation(FusibleOperation):
         formula = self.formula_of(len(params))
         with ctx.autocast(grad_output.device.type):
             grads = reevaluated(formula, tensors, grad_output, type(self).__name__)
-        return grads[0], grads[1:]
+        return tuple(grads)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward of an op without extra tensors; by default :meth:`forward_impl`."""
+        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        ctx.next_quantizer = next_op_input_quantizer
+        ctx.kwargs = kwargs
+        return self.forward_impl(ctx, input_)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """Backward, ``(grad_input, grad_params)``; by default :meth:`backward_impl`."""
+        grad_input, (grad_params,), _ = self.run_backward([ctx], grad_output, [()])
+        return grad_input, grad_params
 
     @constant_when_traced
     def _check_traced(self, tensors: tuple[Described, ...]) -> None:
         check_traced(self.formula_of(len(tensors) - 1), tensors, type(self).__name__)
 
-    def fuser_forward(
+    def run_forward(
         self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """See :class:`FusibleOperation`; calls ``op_forward``."""
-        self._refuse_extra_tensors("fuser_forward")
+        contexts: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> tuple[Tensor, ExtraTensors]:
+        """See :class:`FusibleOperation`."""
+        returned = self.forward_impl(contexts[0], x, *extra_inputs[0])
+        if not self.num_extra_outputs:
+            return returned, [()]
+        output, *extra_outputs = returned
+        return output, [extra_outputs]
+
+    def run_backward(
+        self,
+        contexts: Sequence[OperationContext],
+        grad_output: Tensor,
+        grad_extra_outputs: Sequence[Grads],
+    ) -> FusedGrads:
+        """See :class:`FusibleOperation`."""
+        returned = self.backward_impl(contexts[0], grad_output, *grad_extra_outputs[0])
+        if not isinstance(returned, tuple):
+            return returned, [()], [()]
+        count = 1 + len(contexts[0].needs.params)
+        return returned[0], [returned[1:count]], [returned[count:]]
+
+    def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
+        """See :class:`FusibleOperation`."""
+        return not _overrides(self, BasicOperation, f"fuser_{direction}", f"op_{direction}")
+
+    def _called_forward(
+        self,
+        contexts: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> tuple[Tensor, ExtraTensors]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            return self.run_forward(contexts, x, extra_inputs)
+        (ctx,) = contexts
         output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
+            ctx,
+            x,
+            prev_op_grad_output_quantizer=ctx.grad_quantizer,
+            next_op_input_quantizer=ctx.next_quantizer,
+            **ctx.kwargs,
         )
         return output, [()]
 
-    def fuser_backward(
+    def _called_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        contexts: Sequence[OperationContext],
         grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
-        """See :class:`FusibleOperation`; calls ``op_backward``."""
-        self._refuse_extra_tensors("fuser_backward")
-        grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_extra_outputs: Sequence[Grads],
+    ) -> FusedGrads:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            return self.run_backward(contexts, grad_output, grad_extra_outputs)
+        grads = self.op_backward(contexts[0], grad_output)
         if not isinstance(grads, tuple | list) or len(grads) != 2:
             raise TypeError(
                 f"op_backward of {type(self).__name__} must return (grad_input, grad_params), got "
@@ -778,7 +890,9 @@ def check_kwargs(
     if names is None:
         if type(op).fuser_forward is not BasicOperation.fuser_forward:
             return
-        parameters = list(inspect.signature(op.op_forward).parameters.values())[4:]
+        parameters: list[inspect.Parameter] = []
+        if type(op).op_forward is not BasicOperation.op_forward:
+            parameters = list(inspect.signature(op.op_forward).parameters.values())[4:]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return
         names = tuple(p.name for p in parameters)

@@ -11,7 +11,7 @@ from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.checks import beside, check_sizes
 from fusible.ops.handover import hand_over
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import values
 
@@ -52,45 +52,31 @@ class Quantize(BasicOperation):
         self.quantize_backward = backward
         self.num_groups = num_groups
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor, *split_sizes: Tensor) -> Tensor:
         """``q(x)``."""
-        (ctx,), (sizes,) = basic_op_ctxs, basic_op_extra_inputs
         recipe = ctx.recipe
         forward = self.quantize_forward and recipe is not None and recipe.format("input")
         backward = self.quantize_backward and recipe is not None and recipe.format("grad")
-        groups = [_on_device(s, input_) for s in sizes] if forward or backward else []
+        groups = [_on_device(s, input_) for s in split_sizes] if forward or backward else []
         if backward:
-            quantizer = prev_op_grad_output_quantizer
-            ctx.grad_quantizer = _required(quantizer, "previous", "gradients", groups)
+            _required(ctx.grad_quantizer, "previous", "gradients", groups)
             ctx.save_for_backward(*groups)
+        else:
+            ctx.grad_quantizer = None
         if not forward:
-            return input_, [()]
-        quantizer = _required(next_op_input_quantizer, "next", "inputs", groups)
-        return hand_over(input_, quantizer, *groups), [()]
+            return input_
+        quantizer = _required(ctx.next_quantizer, "next", "inputs", groups)
+        return hand_over(input_, quantizer, *groups)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """``q(dy)``."""
-        (ctx,) = basic_op_ctxs
-        extra = [(None,) * self.num_extra_inputs]
+        extra = (None,) * self.num_extra_inputs
         if ctx.grad_quantizer is None or not ctx.needs.input:
-            return grad_output, [()], extra
+            return grad_output, *extra
         dx = hand_over(values(grad_output), ctx.grad_quantizer, *ctx.saved_tensors)
-        return dx, [()], extra
+        return dx, *extra
 
     def extra_repr(self) -> str:
         """Passes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -213,18 +212,8 @@ class TopKRouter(BasicOperation):
         losses = (wide,) * (self.num_extra_outputs - 2)
         return (given.input, wide, torch.int64, *losses)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, ...]:
         """One product, then the choice."""
-        (ctx,) = basic_op_ctxs
         x, weight = self._operands(ctx, values(input_))
         bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
         logits = routing.logits(x, weight, bias)
@@ -240,7 +229,7 @@ class TopKRouter(BasicOperation):
         ctx.save_for_backward(x, weight, logits, ids)
         losses = [loss(logits, ids) for loss in self._losses()]
         shape = (*input_.shape[:-1], self.top_k)
-        return input_, [(probs.view(shape), ids.view(shape), *losses)]
+        return input_, probs.view(shape), ids.view(shape), *losses
 
     def _operands(self, ctx: OperationContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[T, hidden_size]`` and the weight, in the dtype of the product."""
@@ -261,21 +250,16 @@ class TopKRouter(BasicOperation):
         }
         return [functions[name] for name in self.extra_output_names[2:]]
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """The logits' gradient, then two products; that of the input starts from ``dy``."""
-        (ctx,) = basic_op_ctxs
-        dprobs, _, *dlosses = basic_op_grad_extra_outputs[0]
+        dprobs, _, *dlosses = grad_extra_outputs
         x, weight, logits, ids = ctx.saved_tensors
         dlogits = self._logits_grad(logits, ids, dprobs, dlosses)
         grads: list[Tensor | None] = [None] * len(ctx.needs.params)
         if dlogits is None:
-            return grad_output, [grads], [()]
+            return grad_output, *grads
         narrow = cast(dlogits, ctx.dtype)
         if ctx.needs.params[0]:
             grads[0] = narrow.t() @ x
@@ -289,7 +273,7 @@ class TopKRouter(BasicOperation):
             else:
                 dx = dy + narrow @ weight
             dx = dx.view(grad_output.shape)
-        return dx, [grads], [()]
+        return dx, *grads
 
     def _logits_grad(
         self, logits: Tensor, ids: Tensor, dprobs: Tensor | None, dlosses: Grads

@@ -15,7 +15,7 @@ from fusible.fuser.flow import Dtypes
 from fusible.ops.activation import Clamped, GLUMath, SoftCapped, checked_interleave, options_of
 from fusible.ops.checks import check_interleaved, check_row_scales
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation
 
 
 class _Scaled(BasicOperation):
@@ -42,37 +42,21 @@ class _Scaled(BasicOperation):
         """Autocast's, or the input's."""
         return accepted(given)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+    def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
         """The formula."""
-        (ctx,) = basic_op_ctxs
         x = accept(ctx, input_, type(self).__name__)
-        scales = check_row_scales(basic_op_extra_inputs[0][0], x, type(self).__name__)
-        ctx.grad_quantizer = prev_op_grad_output_quantizer
+        scales = check_row_scales(scales, x, type(self).__name__)
         ctx.save_for_backward(x, scales)
         (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
-        return hand_over(y, next_op_input_quantizer), [()]
+        return hand_over(y, ctx.next_quantizer)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the scales."""
-        (ctx,) = basic_op_ctxs
         dy = accept_grad(ctx, grad_output)
         dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
-        return hand_over(dx, ctx.grad_quantizer), [()], [(dscales,)]
+        return hand_over(dx, ctx.grad_quantizer), dscales
 
     def extra_repr(self) -> str:
         """Options."""

@@ -9,6 +9,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.fuser.conditions import equal, this
+from fusible.fuser.context import OperationContext
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import rule
 
@@ -441,3 +442,100 @@ def test_a_fusion_function_returns_ops(returned, own_rules):
     fz.register_forward_fusion(own)
     with pytest.raises(TypeError, match=r"the fusion .*own must return ops, got"):
         train(Double())
+
+
+# --- subclasses of the package's ops --------------------------------------------------------------
+
+
+class DoubledGELU(fz.GELU):
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return 2 * super().op_forward(
+            ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer
+        )
+
+    def op_backward(self, ctx, grad_output):
+        grad_input, grad_params = super().op_backward(ctx, 2 * grad_output)
+        assert len(grad_params) == 0
+        return grad_input, grad_params
+
+
+class DoubledLinear(fz.BasicLinear):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        output, extra = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return 2 * output, extra
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        return super().fuser_backward(
+            basic_op_ctxs, 2 * grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+        )
+
+
+class DoubledScaledSwiGLU(fz.ScaledSwiGLU):
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        output, extra = super().fuser_forward(basic_op_ctxs, input_, **given)
+        return 2 * output, extra
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return super().fuser_backward(basic_op_ctxs, 2 * grad_output, **given)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("make", "extra"),
+    [
+        (lambda kind: (kind or DoubledGELU)(), ()),
+        (lambda kind: (kind or DoubledLinear)(16, 16), ()),
+        (lambda kind: (kind or DoubledScaledSwiGLU)(), (torch.rand(6),)),
+    ],
+)
+def test_a_subclass_overrides_the_methods_of_te_ops(make, extra, compiled):
+    op = make(None)
+    plain = make(type(op).__mro__[1])
+    plain.load_state_dict(op.state_dict())
+    x = torch.randn(6, 16, requires_grad=True)
+    results = []
+    for module, factor in ((fz.Sequential(op), 1), (fz.Sequential(plain), 2)):
+        call = torch.compile(module, fullgraph=True, backend="eager") if compiled else module
+        y = factor * call(x, *extra)
+        leaves = [x, *module.parameters()]
+        results.append((y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)))
+    torch.testing.assert_close(*results)
+
+
+def test_methods_patched_on_one_op_are_called(monkeypatch):
+    op, x = fz.GELU(), torch.randn(3, 4, requires_grad=True)
+    plain_forward, plain_backward = op.op_forward, op.fuser_backward
+    monkeypatch.setattr(op, "op_forward", lambda *args, **given: 2 * plain_forward(*args, **given))
+    monkeypatch.setattr(
+        op, "fuser_backward", lambda ctxs, dy, **given: plain_backward(ctxs, 2 * dy, **given)
+    )
+    y, expected = op(x), 2 * fz.GELU()(x)
+    torch.testing.assert_close(y, expected)
+    grads = [torch.autograd.grad(t.sum(), x) for t in (y, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_te_ops_calls_of_the_packages_ops_give_lists_by_op():
+    op = fz.Dispatch(2)
+    ctx = OperationContext()
+    ids = torch.tensor([[0], [1], [1]])
+    y, (extra,) = op.fuser_forward(
+        [ctx],
+        torch.ones(3, 4),
+        basic_op_extra_inputs=[(torch.ones(3, 1), ids)],
+        prev_op_grad_output_quantizer=None,
+        next_op_input_quantizer=None,
+        basic_op_kwargs=[{}],
+    )
+    assert y.shape == (3, 4)
+    assert extra[0].tolist() == [1, 2]
+    assert len(extra) == op.num_extra_outputs
+    backward = ctx.for_backward(ctx.to_save)
+    dx, params, grads = op.fuser_backward(
+        [backward], torch.ones(3, 4), basic_op_grad_extra_outputs=[(None, torch.ones(3), None)]
+    )
+    assert torch.equal(dx, torch.ones(3, 4))
+    assert list(map(len, params)) == [0]
+    assert torch.equal(grads[0][0], torch.ones(3, 1))
+    assert grads[0][1] is None
