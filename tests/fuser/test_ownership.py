@@ -228,9 +228,9 @@ def spy(monkeypatch, kind, method, note):
     """Tell ``note`` of every call of a method: its tensors and what it returned."""
     real = getattr(kind, method)
 
-    def call(self, ctxs, x, **kwargs):
-        returned = real(self, ctxs, x, **kwargs)
-        note(x, kwargs, returned)
+    def call(self, ctxs, x, extra):
+        returned = real(self, ctxs, x, extra)
+        note(x, extra, returned)
         return returned
 
     monkeypatch.setattr(kind, method, call)
@@ -250,10 +250,10 @@ def test_a_sum_is_written_where_the_run_owns_a_gradient(monkeypatch, inside, aft
     op = next(op for op, ops in seq.plan.backward_ops if fork in ops)
     wrote = []
     spy(
-        monkeypatch, type(op), "fuser_backward",
-        lambda dy, kw, got: wrote.append([
+        monkeypatch, type(op), "run_backward",
+        lambda dy, extra, got: wrote.append([
             got[0].data_ptr() == t.data_ptr()
-            for t in (kw["basic_op_grad_extra_outputs"][0][0], dy)
+            for t in (extra[0][0], dy)
         ]),
     )  # fmt: skip
     seq(x).backward(new())
@@ -320,10 +320,8 @@ def test_a_sum_into_a_channel_nobody_reads(monkeypatch):
     """In the place of what the run made; never of what the caller gave, nor of what it saved."""
     wrote = []
     spy(
-        monkeypatch, fz.AddExtraInput, "fuser_forward",
-        lambda x, kw, got: wrote.append(
-            got[0].data_ptr() == kw["basic_op_extra_inputs"][0][0].data_ptr()
-        ),
+        monkeypatch, fz.AddExtraInput, "run_forward",
+        lambda x, extra, got: wrote.append(got[0].data_ptr() == extra[0][0].data_ptr()),
     )  # fmt: skip
     fork, add = hidden(fz.MakeExtraOutput()), reading(fz.AddExtraInput(in_place=True))
     inner, outer = (
