@@ -2,17 +2,11 @@
 
 import pytest
 import torch
+from number_formats import each_recipe
 
 import fusible as fz
-from fusible import recipes
 from fusible.testing import assume_target
 
-RECIPES = [
-    recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    recipes.Float8BlockScaling(),
-    recipes.Float8CurrentScaling(),
-    recipes.NVFP4BlockScaling(),
-]
 SIZES = [37, 0, 20, 5]
 
 
@@ -36,7 +30,7 @@ def error(got, want):
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+@each_recipe
 def test_the_kernels_of_one_product_run_under_a_recipe(recipe, single):
     options = {"single_grouped_weight": single, "dtype": torch.bfloat16}
     module = fz.Sequential(

@@ -4,15 +4,13 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting
+from number_formats import FORMATS, GROUPED
 
 from fusible.kernels.quantize import takes
 from fusible.recipes.formats import (
-    E4M3,
-    E5M2,
     Encoded,
     dequantize,
     fp8_block,
-    fp8_tensor,
     mxfp8,
     nvfp4,
 )
@@ -20,19 +18,6 @@ from fusible.recipes.library import Wanted, encode, quantize_as
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = {
-    "mxfp8": mxfp8(),
-    "mxfp8_e5m2": mxfp8(E5M2),
-    "mxfp8_floor": mxfp8(E4M3, "floor"),
-    "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
-    "fp8_1x128": fp8_block(),
-    "fp8_1x128_fp32": fp8_block(E5M2, power_of_two=False),
-    "fp8_128x128": fp8_block(block=(128, 128)),
-    "fp8_128x128_epsilon": fp8_block(block=(128, 128), power_of_two=False, amax_epsilon=1e-3),
-    "fp8_tensor": fp8_tensor(),
-    "fp8_tensor_e5m2": fp8_tensor(E5M2, power_of_two=True),
-    "nvfp4": nvfp4(),
-}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ENDS = {
     "one": [96],
@@ -52,8 +37,8 @@ def formats(*names):
 
 
 each_format = formats(*FORMATS)
-each_format_with_groups = formats(*[n for n, f in FORMATS.items() if f.block != (128, 128)])
-four_formats = formats("mxfp8", "fp8_1x128", "fp8_tensor", "nvfp4")
+each_format_with_groups = formats(*GROUPED)
+four_formats = formats("mxfp8_e4m3", "fp8_1x128_e4m3", "fp8_tensor_e4m3", "nvfp4")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 

@@ -4,26 +4,15 @@ import pytest
 import reference as ref
 import torch
 from checks import never_waiting
+from number_formats import each_format, each_grouped_format
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
-from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = [
-    mxfp8(),
-    mxfp8(E5M2, "floor"),
-    fp8_block(),
-    fp8_block(power_of_two=False),
-    fp8_block(E4M3, (128, 128)),
-    fp8_tensor(),
-    fp8_tensor(E5M2),
-    nvfp4(),
-]
-IDS = [f.name + f.scale for f in FORMATS]
 SIZES = [5, 0, 130, 64, 1]
 
 
@@ -37,7 +26,7 @@ def rows(dtype, count=256):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_bits_of_tensors(fmt, dtype):
     x, quantizer = rows(dtype), recipes.Quantizer(fmt)
     on_cpu, on_gpu = quantizer(x), quantizer(x.cuda())
@@ -48,7 +37,7 @@ def test_bits_of_tensors(fmt, dtype):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.block != (128, 128)], ids=lambda f: f.name)
+@each_grouped_format
 def test_bits_of_groups(fmt):
     x, quantizer = rows(torch.bfloat16), recipes.Quantizer(fmt)
     dims = torch.tensor(SIZES)
@@ -70,7 +59,7 @@ def test_offsets(groups, dtype):
         assert torch.equal(a.cpu(), b)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_grouping_and_quantizing_read_nothing_on_the_host(fmt):
     x, dims = rows(torch.bfloat16).cuda(), torch.tensor(SIZES).cuda()
     quantizer = recipes.Quantizer(fmt)

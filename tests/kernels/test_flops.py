@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from number_formats import CURRENT, KINDS
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusible as fz
@@ -13,13 +14,6 @@ from fusible.testing import assume_target
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 64, 128, 256, 4, 2
 GROUPED = {"bias": False, "dtype": torch.bfloat16}
-RECIPES = [
-    None,
-    fz.recipes.MXFP8BlockScaling(),
-    fz.recipes.NVFP4BlockScaling(),
-    fz.recipes.Float8BlockScaling(),
-    fz.recipes.Float8CurrentScaling(),
-]
 
 
 def counted(function, *, fused: bool = False) -> int:
@@ -46,7 +40,7 @@ def block(single):
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name if r else "none")
+@pytest.mark.parametrize("recipe", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
 def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
     moe = block(single)
@@ -59,7 +53,7 @@ def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
     rows = TOKENS * TOP_K
     fused_on_sm100 = "grouped_mlp_sm100" in moe.plan.fired
     assert fused_on_sm100 == (target == "sm100" and (not recipe or "block" not in recipe.name)
-                              and recipe is not RECIPES[-1])  # fmt: skip
+                              and recipe is not CURRENT)  # fmt: skip
     if fused_on_sm100:
         rows = padded_size(rows, EXPERTS)
     expected = 2 * TOKENS * HIDDEN * EXPERTS + 2 * rows * HIDDEN * (2 * INNER + INNER)

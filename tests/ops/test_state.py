@@ -5,6 +5,7 @@ import copy
 import pytest
 import reference as ref
 import torch
+from number_formats import KINDS
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -19,14 +20,9 @@ from fusible.recipes import QuantizedTensor
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-RECIPES = {
-    "none": None,
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "fp8 block": recipes.Float8BlockScaling(),
-    "fp8 current": recipes.Float8CurrentScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-    ),
+PLAIN = ("rht", "stochastic_rounding", "2d_quantization")
+RECIPES = KINDS | {
+    "nvfp4": recipes.NVFP4BlockScaling(**{f"disable_{option}": True for option in PLAIN})
 }
 recipe_names = pytest.mark.parametrize("recipe", RECIPES)
 LAYOUTS = [True, False]

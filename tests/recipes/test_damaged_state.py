@@ -5,7 +5,7 @@ import json
 import pytest
 import reference as ref
 import torch
-from number_formats import FORMATS, each_recipe
+from number_formats import each_format, each_recipe
 
 import fusible as fz
 from fusible import recipes
@@ -164,7 +164,7 @@ def test_of_a_file(tmp_path):
 # --- tensors put together by hand ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each_format
 @pytest.mark.parametrize("columnwise", [False, True], ids=["row", "column"])
 def test_decoding_checks_sizes(fmt, columnwise):
     """A scale that broadcasts would be read past its end on CUDA."""

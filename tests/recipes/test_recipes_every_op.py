@@ -7,18 +7,12 @@ import pytest
 import reference as ref
 import torch
 from every_op import ACTIVATIONS, NORMS, SCALED, SMALL, extra_inputs, randomised
+from number_formats import KINDS
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
 from fusible import recipes
 
-RECIPES = {
-    "none": None,
-    "fp8_current": recipes.Float8CurrentScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "fp8_block": recipes.Float8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
-}
 HANDING_ON = {**ACTIVATIONS, **SCALED, **NORMS}
 BETWEEN = {**HANDING_ON, "AddExtraInput": SMALL["AddExtraInput"], "Bias": SMALL["Bias"]}
 FEATURES = 256  # a gated op leaves 128, a multiple of every format's block
@@ -64,12 +58,12 @@ class Pipeline:
         return last(op(first(self.x), *self.extra))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_an_op_between_linears(name, recipe, monkeypatch):
     """Handed on quantized or not, in training or not: the same bits, near the FP64 formula."""
-    at = list(BETWEEN).index(name) + 2 * list(RECIPES).index(recipe)
-    recipe, handed = RECIPES[recipe], []
+    at = list(BETWEEN).index(name) + 2 * list(KINDS).index(recipe)
+    recipe, handed = KINDS[recipe], []
     for dtype, shape in [PAIRS[at % 9], PAIRS[(at + 4) % 9]]:
         pipeline = Pipeline(name, dtype, shape)
         apart = pipeline.run(recipe, pipeline.apart)
@@ -124,10 +118,10 @@ def check_against_fp64(pipeline, name, recipe, results):
         ref.assert_accurate(dfirst, rows(exact[0]).mT @ rows(pipeline.x.detach()).double(), 8)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_quantize_changes_nothing_but_when(recipe):
     """Before a linear and behind it, for any number of dimensions."""
-    recipe = RECIPES[recipe]
+    recipe = KINDS[recipe]
     linear = fz.BasicLinear(128, 128)
     asked = fz.Sequential(fz.Quantize(), linear, fz.Quantize(forward=False, backward=True))
     for shape in [(128,), (20, 128), (2, 10, 128), (2, 2, 5, 128)]:
@@ -177,7 +171,7 @@ def test_the_same_bits_checkpointed_and_compiled(way):
         again = functools.partial(checkpoint, seq, use_reentrant=False)
     results = []
     for call in (seq, again):
-        with fz.autocast(recipe=RECIPES["mxfp8"]):
+        with fz.autocast(recipe=KINDS["mxfp8"]):
             y = call(x)
         results.append([y, *torch.autograd.grad(y.sin().sum(), (x, *seq.parameters()))])
     ref.assert_equal(*results)

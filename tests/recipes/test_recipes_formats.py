@@ -7,7 +7,7 @@ import reference as ref
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from number_formats import FORMATS
+from number_formats import FORMATS, each_format, each_grouped_format
 
 from fusible.recipes.blocks import column_block_bound, column_block_ends
 from fusible.recipes.formats import (
@@ -30,7 +30,7 @@ def raw(tensor):
     return bytes(tensor.cpu().flatten().view(torch.uint8).tolist())
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each_format
 def test_what_is_in_the_format_is_kept_exactly(fmt):
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     once = dequantize(quantize(x, fmt), fmt)
@@ -65,12 +65,9 @@ def test_scales_rounded_up_saturate_nothing():
 
 # --- Groups --------------------------------------------------------------------------------------
 
-GROUPED = [f for f in FORMATS.values() if f.block != (128, 128)]
-IDS = [f.name + f.scale for f in GROUPED]
-
 
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("fmt", GROUPED, ids=IDS)
+@each_grouped_format
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=6),
@@ -155,7 +152,7 @@ def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each_format
 def test_opcheck(fmt, grouped):
     square = fmt.block == (128, 128)
     x = torch.randn(128 if square else 48, 128, dtype=torch.bfloat16)
@@ -175,7 +172,7 @@ def test_opcheck(fmt, grouped):
 
 
 @pytest.mark.parametrize("wanted", [Wanted(*on) for on in product((False, True), repeat=4)])
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each_format
 def test_values_are_those_of_the_encoding(fmt, wanted):
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
@@ -192,7 +189,7 @@ def test_values_are_those_of_the_encoding(fmt, wanted):
             assert torch.equal(values, want)
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@each_format
 def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
     def round_trip(x, ends):
         row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)

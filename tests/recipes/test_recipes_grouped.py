@@ -3,17 +3,17 @@
 import pytest
 import reference as ref
 import torch
+from number_formats import GROUPED, each_grouped_format
 
 from fusible import recipes
 from fusible.recipes.blocks import column_block_bound, column_block_ends
-from fusible.recipes.formats import E4M3, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import E4M3, fp8_block, mxfp8
 from fusible.recipes.layout import (
     swizzle_group_scales,
     swizzle_scales,
     swizzled_group_bytes,
 )
 
-FORMATS = [mxfp8(), fp8_block(), fp8_tensor(), nvfp4()]
 SIZES = [5, 0, 64, 33]
 
 
@@ -28,7 +28,7 @@ def make(fmt, sizes=SIZES, *, rowwise=True, columnwise=True, wide=True):
     return recipes.group_quantize(rows(), quantizer, len(sizes), dims)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+@each_grouped_format
 @pytest.mark.parametrize("wide", [False, True])
 def test_groups_are_what_each_alone_is(fmt, wide):
     g = make(fmt, wide=wide)
@@ -104,7 +104,7 @@ def test_no_size_is_read_from_the_device():
     with FakeTensorMode():
         x = torch.empty(64, 128, dtype=torch.bfloat16)
         dims = torch.empty(4, dtype=torch.int64)
-        for fmt in FORMATS:
+        for fmt in GROUPED.values():
             g = recipes.group_quantize(x, recipes.Quantizer(fmt), 4, dims)
             for columnwise in (False, True):
                 assert g.dequantize(columnwise=columnwise).shape == (64, 128)

@@ -6,13 +6,11 @@ import pytest
 import reference as ref
 import safetensors.torch
 import torch
+from number_formats import each_format
 from torch import nn
 
 from fusible import recipes
 from fusible.recipes.formats import E4M3, dequantize, fp8_block, fp8_tensor, mxfp8, nvfp4, quantize
-
-FORMATS = [mxfp8(), fp8_block(), fp8_block(E4M3, (128, 128)), fp8_tensor(), nvfp4()]
-IDS = [f.name for f in FORMATS]
 
 
 def values(rows=128, columns=256, seed=0):
@@ -25,7 +23,7 @@ def make(fmt, x=None, *, rowwise=True, columnwise=True):
     return recipes.Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)(x)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_values_are_those_of_the_functions(fmt):
     q = make(fmt)
     for columnwise in (False, True):
@@ -37,7 +35,7 @@ def test_values_are_those_of_the_functions(fmt):
     assert str(fmt.element.dtype) in repr(q)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_detach_clone_and_copy(fmt):
     q = make(fmt)
     assert q.detach().rowwise_data.data_ptr() == q.rowwise_data.data_ptr()
@@ -154,7 +152,7 @@ def test_a_quantized_tensor_crosses_compile():
         lambda q: q.normal_(generator=torch.Generator().manual_seed(1)),
     ],
 )
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_in_place_operations_requantize_and_return_the_tensor(fmt, update):
     q = make(fmt)
     plain = q.dequantize()
@@ -189,7 +187,7 @@ def test_everything_else_raises_and_says_what_to_do():
             function()
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_quantizing_records_nothing_for_autograd(fmt):
     q = make(fmt, values().requires_grad_())
     assert not any(piece.requires_grad for piece in q.pieces().values())
@@ -299,7 +297,7 @@ def test_module_conversion_keeps_the_format(convert, dtype):
     assert layer.weight.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_save_and_load_as_plain_tensors(fmt, tmp_path):
     layer = Layer(fmt)
     torch.save(layer.state_dict(), tmp_path / "state.pt")
@@ -326,7 +324,7 @@ def test_a_high_precision_state_loads_into_a_quantized_parameter():
     ref.assert_same_bits(layer.weight.pieces(), make(mxfp8(), values(seed=7)).pieces())
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@each_format
 def test_safetensors(fmt, tmp_path):
     layer = Layer(fmt)
     safetensors.torch.save_file(layer.state_dict(), tmp_path / "state.safetensors")

@@ -14,6 +14,9 @@ RECIPES = {
 }
 MX, HYBRID, BLOCK, CURRENT, NV = RECIPES.values()
 
+KINDS = {"none": None, "mxfp8": MX, "fp8_block": BLOCK, "fp8_current": CURRENT, "nvfp4": NV}
+"""No recipe, and one of each kind."""
+
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 FORMATS = {
@@ -23,8 +26,16 @@ FORMATS = {
     "mxfp8_e5m2_floor": mxfp8(E5M2, "floor"),
     "fp8_1x128_e4m3": fp8_block(),
     "fp8_1x128_e4m3_fp32": fp8_block(power_of_two=False),
+    "fp8_1x128_e5m2_fp32": fp8_block(E5M2, power_of_two=False),
     "fp8_128x128_e4m3": fp8_block(block=(128, 128)),
+    "fp8_128x128_e4m3_epsilon": fp8_block(block=(128, 128), power_of_two=False, amax_epsilon=1e-3),
     "fp8_tensor_e4m3": fp8_tensor(),
     "fp8_tensor_e5m2": fp8_tensor(E5M2),
+    "fp8_tensor_e5m2_power": fp8_tensor(E5M2, power_of_two=True),
     "nvfp4": nvfp4(),
 }
+GROUPED = {name: fmt for name, fmt in FORMATS.items() if fmt.block != (128, 128)}
+"""Formats whose blocks are of one row, so that groups of rows are quantized together."""
+
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+each_grouped_format = pytest.mark.parametrize("fmt", GROUPED.values(), ids=GROUPED)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import reference as ref
 import torch
+from number_formats import BLOCK, CURRENT, MX
 from torch import Tensor, nn
 
 import fusible as fz
@@ -18,7 +19,6 @@ from fusible.testing import assume_target
 GROUPS, WIDTH, INNER = 4, 128, 128
 SIZES, ROWS = (3, 0, 4, 1), 10
 FP32, BF16 = torch.float32, torch.bfloat16
-MX = fz.recipes.MXFP8BlockScaling()
 NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
@@ -108,12 +108,7 @@ PATHS = {
     "sm90 experts": Path(("moe_experts_sm90",), machine="sm90", form="experts"),
     **{
         f"sm90 {recipe.name}": Path(("recipe_mlp_sm90",), recipe=recipe, machine="sm90")
-        for recipe in (
-            MX,
-            fz.recipes.Float8BlockScaling(),
-            fz.recipes.Float8CurrentScaling(),
-            NV,
-        )
+        for recipe in (MX, BLOCK, CURRENT, NV)
     },
     "unfused mxfp8 stored": Path(recipe=MX, stored=True),
     "sm90 mxfp8 stored": Path(("recipe_mlp_sm90",), recipe=MX, machine="sm90", stored=True),

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import reference as ref
 import torch
+from number_formats import each_recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -247,16 +248,7 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        fz.recipes.MXFP8BlockScaling(),
-        fz.recipes.Float8BlockScaling(),
-        fz.recipes.Float8CurrentScaling(),
-        fz.recipes.NVFP4BlockScaling(),
-    ],
-    ids=lambda recipe: recipe.name,
-)
+@each_recipe
 def test_recipes_read_nothing_on_the_host(recipe, stored, no_sync):
     with fz.quantized_model_init(enabled=stored, recipe=recipe):
         mlp = ref.grouped_mlp(groups=4, hidden=128, inner=128, dtype=torch.bfloat16)
