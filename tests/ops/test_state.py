@@ -65,7 +65,7 @@ def test_layouts_load_into_each_other(recipe, single):
 
 
 @pytest.mark.usefixtures("cpu_or_cuda")
-@pytest.mark.parametrize("stored", ["mxfp8", "fp8 current"])
+@pytest.mark.parametrize("stored", ["mxfp8", "fp8_current"])
 @layouts
 def test_layouts_and_precisions_load_into_each_other(stored, single):
     quantized, plain = build(single, stored), build(not single)
