@@ -10,13 +10,14 @@ import itertools
 import re
 import threading
 from contextlib import contextmanager, nullcontext
-from pathlib import Path as FilePath
-from typing import NamedTuple
+from pathlib import Path
 
 import pytest
 import reference as ref
 import torch
+import training_paths
 from checks import graph_of, hopper, never_waiting
+from number_formats import BLOCK
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -29,45 +30,18 @@ from fusible.testing import assume_target
 
 pytestmark = hopper
 
-DOCS = FilePath(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 HIDDEN, INNER, SIZES, TAIL = 128, 128, (127, 0, 128, 129, 1, 256, 0, 300), 60
 ROWS = sum(SIZES) + TAIL
-MX, FP8 = fz.recipes.MXFP8BlockScaling(), fz.recipes.Float8BlockScaling()
-NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
-
-
-class Path(NamedTuple):
-    """One way of running, and what must fire then."""
-
-    fired: tuple[str, ...] = ()
-    recipe: fz.recipes.Recipe | None = None
-    machine: str | None = None
-    """Whose rules run, if not this machine's."""
-    form: str = "mlp"
-    """As in tests/training_paths.py."""
-
-
-PARTS = ("grouped_linear_glu_sm90", "grouped_linear_forward_sm90")
-PARTS += 2 * ("grouped_linear_backward_sm90",)
-RECIPE_PARTS = 2 * ("recipe_linear_forward_sm90",) + 2 * ("recipe_linear_backward_sm90",)
 PATHS = {
-    "fused": Path(("grouped_mlp_sm90",)),
-    "parts": Path(PARTS, form="parts"),
-    "experts": Path(("moe_experts_sm90",), form="experts"),
-    "unfused": Path(machine="sm80"),
-    "mxfp8": Path(recipe=MX, machine="sm80"),
-    "fp8 block": Path(recipe=FP8, machine="sm80"),
-    "mxfp8 fused": Path(("recipe_mlp_sm90",), MX),
-    "mxfp8 parts": Path(RECIPE_PARTS, MX, form="parts"),
-    "fp8 block fused": Path(("recipe_mlp_sm90",), FP8),
-    "fp8 current fused": Path(("recipe_mlp_sm90",), fz.recipes.Float8CurrentScaling()),
-    "nvfp4 fused": Path(("recipe_mlp_sm90",), NV),
-}
+    name: path
+    for name, path in training_paths.PATHS.items()
+    if "sm100" not in name and path.dtype == torch.bfloat16 and not path.stored
+} | {"unfused fp8_block": training_paths.Path(recipe=BLOCK)}
 paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-layouts = pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
 
 
-def build(path=PATHS["fused"], single=True, **options):
+def build(path=PATHS["sm90"], single=True, **options):
     torch.manual_seed(0)
     options |= {"device": "cuda", "dtype": torch.bfloat16}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
@@ -84,7 +58,7 @@ def build(path=PATHS["fused"], single=True, **options):
     return mlp
 
 
-def inputs(path=PATHS["fused"], seed=1, sizes=SIZES):
+def inputs(path=PATHS["sm90"], seed=1, sizes=SIZES):
     """x, whose last rows are not in use; split sizes or experts of the rows; scales; dy."""
     torch.manual_seed(seed)
     x = torch.randn(ROWS, HIDDEN, device="cuda").bfloat16().requires_grad_()
@@ -102,14 +76,9 @@ def arguments(mlp, x, splits, scales, parts=False):
     return x, splits, scales, splits.clone() if parts else splits
 
 
-@contextmanager
 def on(path):
     """The recipe and the rules of a path, for forward and backward."""
-    with (
-        fz.autocast(enabled=path.recipe is not None, recipe=path.recipe),
-        assume_target(path.machine) if path.machine else nullcontext(),
-    ):
-        yield
+    return path.on("cuda")
 
 
 def step(mlp, x, splits, scales, dy, parts=False, **options):
@@ -151,7 +120,7 @@ def no_synchronisation():
 
 
 @paths
-@layouts
+@training_paths.layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("delay", [False, True], ids=["at once", "delayed"])
 def test_main_grads(path, single, dtype, delay):
@@ -195,7 +164,7 @@ def test_main_grads(path, single, dtype, delay):
                 assert torch.equal(mine, torch.zeros_like(old) if w.overwrite_main_grad else old)
 
 
-@layouts
+@training_paths.layouts
 def test_products_reach_fp32_main_grads_unrounded(single):
     options = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
     op = fz.GroupedLinear(
@@ -249,7 +218,7 @@ def test_dense_main_grad(dtype):
 
 
 @paths
-@layouts
+@training_paths.layouts
 def test_no_rows_and_no_rows_in_use(path, single):
     """Zero gradients, not none."""
     mlp = build(path, single)
@@ -267,7 +236,7 @@ def test_no_rows_and_no_rows_in_use(path, single):
 # --- the caller's buffers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name != "experts"])
+@pytest.mark.parametrize("name", [name for name in PATHS if name != "sm90 experts"])
 def test_buffers(name):
     path = PATHS[name]
     mlp, given = build(path), inputs(path)
@@ -312,7 +281,7 @@ def made_graphed(path, mlp):
 
 
 @paths
-@layouts
+@training_paths.layouts
 def test_make_graphed_callables(path, single):
     """Forward and backward as graphs of their own, replayed with other splits and other rows."""
     mlp = build(path, single)
@@ -484,10 +453,10 @@ def test_two_threads_with_different_recipes():
 @pytest.mark.parametrize(
     ("name", "dynamic", "accumulate"),
     [
-        *itertools.product(["fused"], [False, True], [False, True]),
-        ("experts", True, False),
-        ("mxfp8 fused", True, True),
-        ("unfused", True, True),
+        *itertools.product(["sm90"], [False, True], [False, True]),
+        ("sm90 experts", True, False),
+        ("sm90 mxfp8", True, True),
+        ("unfused bf16", True, True),
     ],
 )
 def test_compiled(name, dynamic, accumulate):

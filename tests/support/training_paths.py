@@ -22,13 +22,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
 NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
-def on_machine(name: str, of_cpu: str) -> AbstractContextManager:
+def on_machine(name: str, of_cpu: str, device: str | None = None) -> AbstractContextManager:
     """The rules of a machine, with what computes the same as its kernels.
 
-    The CPU runs what ``of_cpu`` plans; a Hopper GPU, where the tests run if CUDA is the default
-    device, what ``"sm90"`` does, by the kernels themselves.
+    The CPU runs what ``of_cpu`` plans; a Hopper GPU what ``"sm90"`` does, by the kernels
+    themselves. The tests run on ``device``, by default the one that new tensors are on.
     """
-    own = "sm90" if torch.get_default_device().type == "cuda" else of_cpu
+    device = device or torch.get_default_device().type
+    own = "sm90" if device == "cuda" else of_cpu
     return nullcontext() if name == own else assume_target(name)
 
 
@@ -47,14 +48,15 @@ class Path:
     ``experts``: between a Dispatch and a Combine."""
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self, device: str | None = None) -> Iterator[None]:
         """In force around a forward (and backward)."""
-        with fz.autocast(enabled=self.recipe is not None, recipe=self.recipe), self.kernels():
+        scope = fz.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+        with scope, self.kernels(device):
             yield
 
-    def kernels(self) -> AbstractContextManager:
+    def kernels(self, device: str | None = None) -> AbstractContextManager:
         """Where a backward and delayed products find their kernels."""
-        return on_machine(self.machine, "sm80")
+        return on_machine(self.machine, "sm80", device)
 
     def build(self, single: bool = True, **options) -> fz.Sequential:
         layout = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
