@@ -14,7 +14,7 @@ from fusible.fuser.memory import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum
-from fusible.ops.op import ExtraTensors, FusedGrads
+from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
 from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
 
@@ -52,7 +52,7 @@ class LinearAdd(FusedOperation):
 
     def forward_impl(
         self, ctxs: Sequence[OperationContext], input_: Tensor, extra_inputs: ExtraTensors
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> FusedOutputs:
         """One product that starts from the addend."""
         linear, add = self._parts
         x, weight = linear.operands(ctxs[0], input_)

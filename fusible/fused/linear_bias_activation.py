@@ -11,7 +11,7 @@ from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.ops import GELU, BasicLinear, Bias, FusedOperation, ReLU, SiLU
-from fusible.ops.op import ExtraTensors
+from fusible.ops.op import ExtraTensors, FusedOutputs
 
 
 class LinearBiasActivation(FusedOperation):
@@ -25,7 +25,7 @@ class LinearBiasActivation(FusedOperation):
 
     def forward_impl(
         self, ctxs: Sequence[OperationContext], input_: Tensor, extra_inputs: ExtraTensors
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> FusedOutputs:
         """One product with the bias in its epilogue, then the activation."""
         linear, _, activation = self._parts
         ctx, ctx_bias = ctxs[:2]

@@ -26,7 +26,7 @@ from fusible.ops import (
     ScaledSwiGLU,
     Sequential,
 )
-from fusible.ops.op import stored
+from fusible.ops.parameters import stored
 
 NAME = "fusible"
 

@@ -26,13 +26,8 @@ from fusible.ops.distributed import (
     all_reduce,
 )
 from fusible.ops.handover import hand_over
-from fusible.ops.op import (
-    HOOKS,
-    BasicOperation,
-    FusedOperation,
-    patches,
-    why_called,
-)
+from fusible.ops.hooks import HOOKS, patches, why_called
+from fusible.ops.op import BasicOperation, FusedOperation
 from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation

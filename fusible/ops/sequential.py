@@ -18,17 +18,10 @@ from fusible.fuser.run import Run
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
+from fusible.ops.channels import channels
+from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
-from fusible.ops.op import (
-    HOOKS,
-    BasicOperation,
-    FusibleOperation,
-    PatchesCounted,
-    channels,
-    check_kwargs,
-    patches,
-    why_called,
-)
+from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
 from fusible.ops.segments import Division, Opaque, Segment, Unit, divide, ends_of_runs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]

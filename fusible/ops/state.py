@@ -5,19 +5,58 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fusible.recipes.formats import HIGH_PRECISION
+from fusible.recipes.state import prepare_load, save_pieces
 from fusible.recipes.tensor import QuantizedTensor, are_alike, attributes_of, stack, unstack
 
 State = dict[str, Any]
 
 
+class ModuleState(nn.Module):
+    """A module whose parameters keep their attributes and formats: converted, loaded or copied."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with _attributes_kept(self), _quantized_converted(self, fn):
+            super()._apply(fn, recurse)
+        return self
+
+    # No hooks of state dicts, which belong to one module: copies would run the original's.
+    def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_pieces(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        if type(self).set_extra_state is nn.Module.set_extra_state:
+            # Transformer Engine's ops save their quantizers' state, of which there is none here.
+            state_dict.pop(f"{prefix}_extra_state", None)
+        prepare_load(self, state_dict, prefix, *args)
+        with _attributes_kept(self):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _deepcopy_with_attributes(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.copied_state()
+
+    def copied_state(self) -> dict[str, Any]:
+        """The attributes of a copy, which no run has captured yet."""
+        return {**self.__dict__}
+
+    def copied(self) -> Self:
+        """``copy.copy`` of this op, also where PyTorch refuses to pickle it (parametrized)."""
+        made = type(self).__new__(type(self))
+        made.__setstate__(self.copied_state())
+        return made
+
+
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Give parameters that replace others what was set on these (``main_grad``, tags).
 
     PyTorch keeps it where it changes a parameter's data, not where it makes a new parameter.
@@ -31,7 +70,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def quantized_converted(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _quantized_converted(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Apply ``fn`` to the quantized parameters, which PyTorch's ``_apply`` inside does not see.
 
     They keep their format, unless their dtype becomes one that no format is decoded to: then
@@ -62,11 +101,11 @@ def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
     return parameter
 
 
-def deepcopy_with_attributes(module: nn.Module, memo: dict[int, Any]) -> Any:
+def _deepcopy_with_attributes(module: ModuleState, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy`` of an op, whose parameters keep copies of what was set on them."""
     made = type(module).__new__(type(module))
     memo[id(module)] = made
-    state = module.copied_state()  # type: ignore[operator]
+    state = module.copied_state()
     made.__setstate__(copy.deepcopy(state, memo))
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -1,0 +1,148 @@
+"""The parameters of an op: their names, their order, and what computes them."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class OwnParameters(nn.Module):
+    """The parameters that an op gives gradients of, by name and in order."""
+
+    parameter_names: tuple[str, ...] | None
+    _holder: weakref.ref[nn.Module] | None
+    # Names of parameters in the order of first registration, which ``_parameters`` loses.
+    _registered: dict[str, None]
+    _names: tuple[str, ...] | None  # of an op that a run has captured
+    _frozen: bool
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also note the order of first registration."""
+        is_source = self._is_source(name, param)
+        super().register_parameter(name, param)
+        if not is_source:
+            self._registered.setdefault(name)
+            if self._frozen:
+                self._names = self._find_names()
+
+    def _is_source(self, name: str, param: nn.Parameter | None) -> bool:
+        """Whether PyTorch registers a parameter from which it will compute another one.
+
+        Pruning, and the weight and spectral norms that are hooks, register it while the other is
+        this very tensor or has just been deleted.
+        """
+        of, _, kind = name.rpartition("_")
+        if kind not in ("orig", "g", "v") or of not in self._registered:
+            return False
+        return of not in self._parameters or self._parameters[of] is param
+
+    def own_parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters, in the order in which gradients are returned."""
+        return self._find_names() if self._names is None else self._names
+
+    def own_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters as PyTorch resolves their names now; gradients come in this order.
+
+        A parametrization is evaluated. In a forward, ``ctx.parameters`` has them.
+
+        Raises:
+            AttributeError: one of ``parameter_names`` is missing.
+        """
+        names = self.own_parameter_names()
+        if not names:
+            return ()
+        own = self._parameters if self._holder is None else self._held_by()._parameters
+        if tuple(own) == names:
+            values: tuple[Any, ...] = tuple(own.values())
+        else:
+            values = tuple(
+                [self._value(name) if own.get(name) is None else own[name] for name in names]
+            )
+        if self.parameter_names is None:
+            return tuple([value for value in values if value is not None])
+        return values
+
+    def _value(self, name: str) -> Any:
+        """What ``getattr`` gives for a parameter that is computed, or None if there is none."""
+        if self.parameter_names is None and not self._has(name):
+            return None
+        value = operator.attrgetter(name)(self._computing(name))
+        if value is None:
+            raise AttributeError(f"{name} of {type(self).__name__} must be a tensor, got None")
+        return value
+
+    def _has(self, name: str) -> bool:
+        """Whether there is a parameter that was registered once, and may be computed now."""
+        if self._parameters.get(name) is not None or self.__dict__.get(name) is not None:
+            return True
+        parametrized: Any = self._modules.get("parametrizations", ())
+        return name in parametrized
+
+    def stored(self, name: str) -> list[Tensor]:
+        """What a parameter is computed from, without computing it: by default itself."""
+        return stored(self._computing(name), name)
+
+    def _held_by(self) -> nn.Module:
+        """The module whose attributes the parameters are."""
+        return self if self._holder is None else self._holder() or self
+
+    def _computing(self, name: str) -> nn.Module:
+        """The module that computes a parameter: this part if it is pruned or parametrized."""
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        return self if is_own else self._held_by()
+
+    def _find_names(self) -> tuple[str, ...]:
+        """The names of the parameters, in the order in which they are given and have gradients.
+
+        Raises:
+            TypeError: the gradient of a parameter would be lost, since neither ``parameter_names``
+                nor ``formula`` has it, or it is that of a module inside.
+        """
+        if type(self).own_parameters is not OwnParameters.own_parameters:
+            return tuple(self._registered)
+        registered = [name for name in self._registered if self._has(name)]
+        names = self.parameter_names
+        if names is None:
+            taken = self._formula_arguments(registered)
+            known = [name for name in taken if name in self._registered]
+            names = tuple(dict.fromkeys((*known, *self._registered)))
+        inner = [name for name, _ in _named_parameters(self) if "." in name]
+        inner = [name for name in inner if not name.startswith("parametrizations.")]
+        lost = [name for name in (*registered, *inner) if name not in {*names}]
+        if lost:
+            raise TypeError(
+                f"{type(self).__name__} must return the gradients of all its parameters, got "
+                f"{', '.join(lost)} beside ({', '.join(names)}); define op_forward and "
+                "op_backward, and name them in parameter_names, or register them in the op itself"
+            )
+        return names
+
+    def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
+        """The arguments of the op's formula if it takes the parameters by name."""
+        return []
+
+
+def stored(module: nn.Module, name: str) -> list[Tensor]:
+    """What a parameter of ``module`` is computed from, without computing it, or itself."""
+    parametrized: Any = module._modules.get("parametrizations", {})
+    if name in parametrized:
+        return [p for _, p in _named_parameters(parametrized[name])]
+    found = getattr(module, name, None)
+    return [] if found is None else [found]
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """``module.named_parameters()``, also of a replica of ``torch.nn.DataParallel``.
+
+    A replica holds them as attributes.
+    """
+    return [
+        (f"{path}.{name}" if path else name, p)
+        for path, part in module.named_modules()
+        for name, p in {**part._parameters, **vars(part).get("_former_parameters", {})}.items()
+        if p is not None
+    ]
