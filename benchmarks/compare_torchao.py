@@ -12,7 +12,8 @@ import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-from fusible.recipes.formats import E4M3, E5M2, mxfp8, quantize
+from fusible.recipes.formats import E4M3, E5M2, mxfp8
+from fusible.recipes.quantization import quantize
 
 BLOCKS, CHUNK = 1_000_000, 100_000
 RULES = {"up": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}

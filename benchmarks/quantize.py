@@ -26,7 +26,7 @@ from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.sm100 import padding
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
-from fusible.recipes.library import encode
+from fusible.recipes.quantize_ops import encode
 
 REPEATS, CALLS = 20, 10
 FORMATS = {
@@ -156,7 +156,7 @@ def _in_parts(
     row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
     assert row is not None
     assert column is not None
-    columns = padding.packed_columns(column, fmt, ends, places)
+    columns = padding.packed_columns(column, places)
     return [*padding.packed_rows(row, places), *columns]
 
 

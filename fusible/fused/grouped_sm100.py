@@ -27,8 +27,8 @@ from fusible.ops.op import Grads
 from fusible.ops.rows import as_rows, matrix, with_rows_of
 from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import WeightGradient, add_or_copy
+from fusible.recipes.matrix import Operand
 from fusible.recipes.product import (
-    Operand,
     Product,
     encode_operand,
     is_quantized,

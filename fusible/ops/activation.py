@@ -17,8 +17,10 @@ from fusible.fuser.flow import Dtypes
 from fusible.ops.checks import check_interleaved, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation
-from fusible.recipes.formats import E4M3, Encoded, dequantize, fp8_tensor
-from fusible.recipes.library import encode
+from fusible.recipes.formats import E4M3, fp8_tensor
+from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.quantization import dequantize
+from fusible.recipes.quantize_ops import encode
 
 GLUMath = tuple[Callable[..., Tensor], Callable[..., Any], dict[str, Any]]
 
@@ -66,8 +68,8 @@ class _Activation(BasicOperation):
         x, *scale = ctx.saved_tensors
         if not scale:
             return x
-        one_row = Encoded(x.view(1, x.numel()), scale[0], None)
-        return dequantize(one_row, _CACHED, ctx.dtype).view(x.shape)
+        one_row = QuantizedMatrix(x.view(1, x.numel()), scale[0], None, _CACHED)
+        return dequantize(one_row, ctx.dtype).view(x.shape)
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """The input's gradient from the output's gradient and the input."""

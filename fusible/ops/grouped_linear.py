@@ -28,10 +28,10 @@ from fusible.ops.rows import as_2d, matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import grouped_gradient, is_transposed
+from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.library import compute_dtype
+from fusible.recipes.matrix import SAVED
 from fusible.recipes.product import (
-    SAVED,
     Product,
     columnwise_only,
     encode_operand,
@@ -40,7 +40,7 @@ from fusible.recipes.product import (
     operand,
     values,
 )
-from fusible.recipes.state import load_pieces
+from fusible.recipes.quantize_ops import compute_dtype
 
 
 class GradOperands(NamedTuple):

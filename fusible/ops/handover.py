@@ -13,7 +13,6 @@ from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.ops.checks import check_dtype
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
-from fusible.recipes.tensor import QuantizedTensor
 
 
 def accept(ctx: OperationContext, x: Tensor, who: str) -> Tensor:
@@ -55,4 +54,4 @@ def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Te
     if is_quantized(x) or x.dim() == 2:
         return quantizer(x)
     rows = quantizer(x.reshape(-1, x.shape[-1]))
-    return QuantizedTensor.from_pieces(rows.pieces(), rows.format, x.shape, rows.dtype)
+    return rows.with_pieces(rows.pieces(), x.shape)

@@ -32,23 +32,16 @@ from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
-from fusible.recipes.library import compute_dtype
-from fusible.recipes.product import (
-    SAVED,
-    Product,
-    columnwise_only,
-    encode_operand,
-    from_columnwise,
-    operand,
-    values,
-)
+from fusible.recipes.matrix import SAVED, Operand
+from fusible.recipes.product import Product, encode_operand, operand, values
+from fusible.recipes.quantize_ops import compute_dtype
 
 
 class BasicLinear(WeightedOperation):
     """``x @ weight.T`` for x ``[..., in_features]``, weight ``[out_features, in_features]``.
 
     Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``. Under a recipe
-    each of the two is what ``columnwise_only`` gives of it, ``SAVED`` tensors, all None where no
+    each of the two is what ``Operand.saved`` gives of it, ``SAVED`` tensors, all None where no
     gradient reads it.
 
     Args:
@@ -146,8 +139,8 @@ class BasicLinear(WeightedOperation):
             @ operand(weight, "forward", "weight", compute).t()
         )
         ctx.save_for_backward(
-            *columnwise_only(x, needed=needs.params[0]),
-            *columnwise_only(weight, needed=needs.input),
+            *x.saved(needed=needs.params[0]),
+            *weight.saved(needed=needs.input),
         )
         y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
         return y if output is None else output.copy_(y)
@@ -178,14 +171,14 @@ class BasicLinear(WeightedOperation):
         saved = ctx.saved_tensors
         dx = None
         if needs.input:
-            weight = from_columnwise(saved[SAVED:], recipe.format("weight"))
+            weight = Operand.from_saved(saved[SAVED:], recipe.format("weight"))
             dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
             buffer = self.grad_input_buffer(ctx)
             dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
             return dx, None
-        x = from_columnwise(saved[:SAVED], recipe.format("input"))
+        x = Operand.from_saved(saved[:SAVED], recipe.format("input"))
         left = operand(dy, "wgrad", "grad", compute)
         right = operand(x, "wgrad", "input", compute)
         return dx, *self.weight_grads(ctx, dense_gradient(left, right))

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.formats import HIGH_PRECISION
-from fusible.recipes.state import prepare_load, save_pieces
+from fusible.recipes.checkpoint_state import prepare_load, save_pieces
+from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.tensor import QuantizedTensor, are_alike, attributes_of, stack, unstack
 
 State = dict[str, Any]

@@ -32,8 +32,9 @@ from fusible.ops.wgrad import (
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.formats import misfit
 from fusible.recipes.grouped import GroupedQuantizer
+from fusible.recipes.matrix import Operand
 from fusible.recipes.model_init import current_model_init, weight_parameter
-from fusible.recipes.product import Operand, Product, encode_operand, quantizer
+from fusible.recipes.product import Product, encode_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor

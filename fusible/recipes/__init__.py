@@ -1,6 +1,7 @@
 """What numbers look like: formats, quantizers, quantized tensors, recipes."""
 
 from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
+from fusible.recipes.checkpoint_state import register_state_hooks, tensor_from_state, tensor_state
 from fusible.recipes.grouped import (
     GroupedQuantizer,
     GroupedTensor,
@@ -8,10 +9,9 @@ from fusible.recipes.grouped import (
     group_dequantize,
     group_quantize,
 )
+from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import (
-    SAVED,
-    Operand,
     columnwise_only,
     encode_operand,
     from_columnwise,
@@ -34,7 +34,6 @@ from fusible.recipes.recipe import (
     Recipe,
     Role,
 )
-from fusible.recipes.state import register_state_hooks, tensor_from_state, tensor_state
 from fusible.recipes.tensor import QuantizedTensor
 
 __all__ = [
@@ -52,6 +51,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "Operand",
+    "QuantizedMatrix",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",

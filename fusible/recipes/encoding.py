@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusible.recipes.rows import E2M1, E4M3, E4M3_OVERFLOW, E5M2, Element, NumberFormat, ScaleName
+from fusible.recipes.formats import (
+    E2M1,
+    E4M3,
+    E4M3_OVERFLOW,
+    E5M2,
+    Element,
+    NumberFormat,
+    ScaleName,
+)
 
 FLT_MAX = torch.finfo(torch.float32).max
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

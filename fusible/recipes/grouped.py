@@ -5,7 +5,6 @@ Nothing here reads a size on the host except ``split``, which says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusible.arguments import check_bools
-from fusible.recipes.formats import Encoded, NumberFormat
-from fusible.recipes.library import decode, encode
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.quantize_ops import encode
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.tensor import PIECES, QuantizedTensor, pieces_of
+from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, pieces_of
 
 _library = torch.library.Library("fusible", "FRAGMENT")
 _library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
@@ -40,49 +39,25 @@ _library.impl("group_offsets", group_offsets, "CompositeExplicitAutograd")
 torch.library.register_fake("fusible::group_offsets", _group_offsets_fake, lib=_library)
 
 
-class GroupedTensor(torch.Tensor):
+_SIZES = ("first_dims", "tensor_offsets", "ends")
+
+
+class GroupedTensor(WrapperTensor):
     """``num_tensors`` matrices one after the other: ``[rows, columns]``, quantized or not.
 
     ``first_dims`` (int32 or int64 ``[groups]``) has the rows of each, on the tensor's device;
     ``tensor_offsets`` (int64 ``[groups + 1]``) where each begins, in elements, and ``ends`` (int64
-    ``[groups]``) the cumulative end rows. Rows past the last group belong to none.
-    ``rowwise_data``, ``scale_inv``, ``columnwise_data``, ``columnwise_scale_inv`` are laid out as
-    in ``formats.quantize`` with ``ends``; a tensor that is not quantized (``format`` None) has
-    ``rowwise_data`` only.
+    ``[groups]``) the cumulative end rows. Rows past the last group belong to none. A tensor that is
+    not quantized (``format`` None) has ``rowwise_data`` only.
     """
 
-    format: NumberFormat | None
+    names = (*_SIZES, *PIECES)
+    flags = ("uniform",)
     first_dims: Tensor
     tensor_offsets: Tensor
     ends: Tensor
-    rowwise_data: Tensor | None
-    scale_inv: Tensor | None
-    columnwise_data: Tensor | None
-    columnwise_scale_inv: Tensor | None
-    tensor_scale: Tensor | None
-    columnwise_tensor_scale: Tensor | None
     uniform: bool
     """Whether all groups have the same number of rows, known without reading the device."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls: type[GroupedTensor],
-        pieces: dict[str, Tensor],
-        format: NumberFormat | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        uniform: bool = False,
-    ) -> GroupedTensor:
-        """Assemble from pieces by attribute name; ``group`` and ``group_quantize`` make them."""
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=pieces["first_dims"].device
-        )
-        self.format, self.uniform = format, uniform
-        for name in _GROUPED_PIECES:
-            setattr(self, name, pieces.get(name))
-        return self
 
     @property
     def num_tensors(self) -> int:
@@ -96,29 +71,6 @@ class GroupedTensor(torch.Tensor):
         if self.uniform and rows % self.num_tensors == 0:
             return self.num_tensors, rows // self.num_tensors, columns
         return rows, columns
-
-    def encoded(self, *, columnwise: bool = False) -> Encoded:
-        """Return data and scales for one use; ValueError if the tensor has not got it."""
-        if self.format is None:
-            raise ValueError(
-                "a grouped tensor must be quantized to have scales, got one that is not; "
-                "use group_quantize"
-            )
-        pieces = {name: piece for name, piece in self.pieces().items() if name in PIECES}
-        return self._member(pieces, self.format, self.shape[0]).encoded(columnwise=columnwise)
-
-    def dequantize(
-        self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
-    ) -> Tensor:
-        """Return the values ``[rows, columns]``; rows past the last group are zero."""
-        dtype = dtype or self.dtype
-        if self.format is None:
-            assert self.rowwise_data is not None
-            return self.rowwise_data.to(dtype)
-        if columnwise is None:
-            columnwise = self.rowwise_data is None
-        encoded = self.encoded(columnwise=columnwise)
-        return decode(encoded, self.format, dtype, columnwise=columnwise, ends=self.ends)
 
     def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Return a view of every group; waits for the device unless the groups are uniform."""
@@ -154,19 +106,7 @@ class GroupedTensor(torch.Tensor):
         return self._member(views, self.format, rows[1])
 
     def _member(self, pieces: dict[str, Tensor], fmt: NumberFormat, rows: int) -> QuantizedTensor:
-        return QuantizedTensor.from_pieces(pieces, fmt, (rows, self.shape[1]), self.dtype)
-
-    def pieces(self) -> dict[str, Tensor]:
-        """Return the plain tensors it consists of, by attribute name."""
-        present = {name: getattr(self, name) for name in _GROUPED_PIECES}
-        return {name: piece for name, piece in present.items() if piece is not None}
-
-    def map_pieces(
-        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
-    ) -> GroupedTensor:
-        """Return the tensor of ``function`` of every piece."""
-        pieces = {name: function(piece) for name, piece in self.pieces().items()}
-        return GroupedTensor(pieces, self.format, self.shape, dtype or self.dtype, self.uniform)
+        return QuantizedTensor(pieces, fmt, (rows, self.shape[1]), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what is known without reading the device."""
@@ -175,61 +115,6 @@ class GroupedTensor(torch.Tensor):
             f"GroupedTensor({self.num_tensors} tensors, {tuple(self.shape)}, {name}, "
             f"dtype={self.dtype}, device='{self.device}')"
         )
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled."""
-        raise TypeError("a grouped tensor must be saved as plain tensors, got pickle; use pieces()")
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Name the inner tensors, for torch.compile."""
-        return list(self.pieces()), (self.format, self.dtype, self.uniform)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        meta: tuple[Any, ...],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> GroupedTensor:
-        """Undo ``__tensor_flatten__``."""
-        fmt, dtype, uniform = meta
-        return GroupedTensor(inner, fmt, outer_size, dtype, uniform)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one of the few ATen operations that keep the groups, or refuse."""
-        if func in _KEEP:
-            return _KEEP[func](*args, **(kwargs or {}))
-        # No TypeError, which an operator like @ would turn into "unsupported operand".
-        raise NotImplementedError(
-            f"{func} is not defined for grouped tensors; nothing was computed; "
-            "call .dequantize() for all rows or .split() for the groups"
-        )
-
-
-_SIZES = ("first_dims", "tensor_offsets", "ends")
-_GROUPED_PIECES = (*_SIZES, *PIECES)
-
-
-def _to_copy(
-    g: GroupedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
-) -> Tensor:
-    """Move the pieces; a dtype changes the values of a tensor that is not quantized."""
-    new = g.map_pieces(lambda t: t.to(device, copy=True), dtype=dtype)
-    if g.format is None and new.rowwise_data is not None:
-        new.rowwise_data = new.rowwise_data.to(new.dtype)
-    return new
-
-
-_aten = torch.ops.aten
-_KEEP: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: lambda g: g.map_pieces(lambda t: t),
-    _aten.alias.default: lambda g: g.map_pieces(lambda t: t),
-    _aten.clone.default: lambda g, **_: g.map_pieces(torch.clone),
-    _aten._to_copy.default: _to_copy,
-}
 
 
 def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> GroupedTensor:
@@ -263,8 +148,8 @@ def group_quantize(
 ) -> GroupedTensor:
     """Quantize the groups of ``x`` as ``group`` finds them, each with its own scales.
 
-    Groups need no padding: column-wise blocks start anew at each. Raises what ``formats.quantize``
-    raises, and ValueError for 128x128 blocks.
+    Groups need no padding: column-wise blocks start anew at each. Raises what
+    ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
     sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
     row, column = encode(

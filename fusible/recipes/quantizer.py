@@ -44,7 +44,7 @@ class Quantizer:
         self.rowwise, self.columnwise = rowwise, columnwise
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
-        """Quantize ``x`` ``[..., rows, columns]``; errors as ``formats.quantize``.
+        """Quantize ``x`` ``[..., rows, columns]``; errors as ``quantization.quantize``.
 
         A tensor that already is in this format, for these uses, is returned as it is. One in
         another format raises TypeError: quantizing twice loses more than either format does.

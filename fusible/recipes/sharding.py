@@ -68,7 +68,7 @@ def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
     else:
         first, length = _rows_of_pieces(q, start), _rows_of_pieces(q, shape[dim])
     pieces = {name: t.narrow(dim, first[name], length[name]) for name, t in q.pieces().items()}
-    return q.from_pieces(pieces, q.format, shape, q.dtype)
+    return q.with_pieces(pieces, shape)
 
 
 def split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
@@ -108,7 +108,7 @@ def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor
         return torch.zeros(count, dtype=torch.uint8, device=device).view(piece.dtype).view(shape)
 
     pieces = {name: zeros(name, piece) for name, piece in q.pieces().items()}
-    return q.from_pieces(pieces, q.format, size, q.dtype)
+    return q.with_pieces(pieces, size)
 
 
 def gatherable(q: QuantizedTensor, ranks: int, size: Sequence[int]) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ def gathered(q: QuantizedTensor, outputs: Sequence[Tensor], dtype: torch.dtype) 
         for (name, piece), output in zip(q.pieces().items(), outputs, strict=True)
     }
     data = next(iter(pieces.values()))
-    return q.from_pieces(pieces, q.format, (data.shape[0], *q.shape[1:]), dtype)
+    return q.with_pieces(pieces, (data.shape[0], *q.shape[1:]), dtype)
 
 
 # --- tensors that are shards of one, as a state dict of a sharded module holds them --------------

@@ -9,15 +9,16 @@ else raises NotImplementedError: call ``dequantize()``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from fusible.recipes import sharding
-from fusible.recipes.dispatch import overwrite, run
-from fusible.recipes.formats import Encoded, NumberFormat
-from fusible.recipes.library import decode, encode
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.quantize_ops import decode, encode
+from fusible.recipes.tensor_dispatch import overwrite, run
 
 PIECES = (
     "rowwise_data",
@@ -29,85 +30,59 @@ PIECES = (
 )
 
 
-class QuantizedTensor(torch.Tensor):
-    """Values in ``format``, for row-wise use, column-wise use or both, of nominal ``dtype``.
+class WrapperTensor(torch.Tensor):
+    """What quantized and grouped tensors share: plain tensors under names, seen as one tensor.
 
-    ``dtype`` is the one of gradients and of ``dequantize()``; ``fp8_dtype`` that of the elements.
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
-    as in ``formats.Encoded`` and None if the use is missing; in a format whose blocks have no
-    direction both uses share the row-wise ones. What one op hands to the next was quantized as one
-    matrix of all rows: the pieces are then of ``[rows, columns]`` whatever the shape.
+    as in ``QuantizedMatrix`` and None if the use is missing; in a format whose blocks have no
+    direction both uses share the row-wise ones.
     """
 
-    format: NumberFormat
+    names: ClassVar[tuple[str, ...]] = PIECES
+    flags: ClassVar[tuple[str, ...]] = ()
+    """Attributes that are no tensors, other than ``format``."""
+    format: NumberFormat | None
+    ends: Tensor | None = None
     rowwise_data: Tensor | None
     scale_inv: Tensor | None
     columnwise_data: Tensor | None
     columnwise_scale_inv: Tensor | None
     tensor_scale: Tensor | None
     columnwise_tensor_scale: Tensor | None
-    _high_precision_init_val: Tensor | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedTensor],
-        row: Encoded | None,
-        column: Encoded | None,
-        format: NumberFormat,
+        cls: type[Self],
+        pieces: dict[str, Tensor],
+        format: NumberFormat | None,
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> QuantizedTensor:
-        """Wrap what ``library.encode`` returned for a tensor of ``shape`` and ``dtype``."""
-        pieces = pieces_of(row, column, format)
+        *flags: Any,
+    ) -> Self:
+        """Assemble from what ``pieces`` returned."""
         device = next(iter(pieces.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self.format = format
-        for name in PIECES:
+        for name in cls.names:
             setattr(self, name, pieces.get(name))
+        for name, flag in zip(cls.flags, flags, strict=True):
+            setattr(self, name, flag)
         return self
-
-    @classmethod
-    def quantize(
-        cls, x: Tensor, fmt: NumberFormat, *, rowwise: bool = True, columnwise: bool = False
-    ) -> QuantizedTensor:
-        """Quantize ``x`` ``[..., rows, columns]``; errors as ``formats.quantize``."""
-        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise)
-        return cls(row, column, fmt, x.shape, x.dtype)
-
-    @staticmethod
-    def from_pieces(
-        pieces: dict[str, Tensor], fmt: NumberFormat, shape: Sequence[int], dtype: torch.dtype
-    ) -> QuantizedTensor:
-        """Assemble a tensor from what ``pieces`` returned."""
-
-        def encoded(data: str, scale: str, tensor_scale: str) -> Encoded | None:
-            if data not in pieces:
-                return None
-            return Encoded(pieces[data], pieces[scale], pieces.get(tensor_scale))
-
-        row = encoded("rowwise_data", "scale_inv", "tensor_scale")
-        column = encoded("columnwise_data", "columnwise_scale_inv", "columnwise_tensor_scale")
-        return QuantizedTensor(row, column, fmt, shape, dtype)
-
-    @property
-    def fp8_dtype(self) -> torch.dtype:
-        """The dtype of the stored elements (bytes of two for E2M1)."""
-        return self.format.element.dtype
 
     @property
     def has_rowwise(self) -> bool:
         """Tell whether row-wise use is possible."""
         return self.rowwise_data is not None
 
-    @property
-    def has_columnwise(self) -> bool:
-        """Tell whether column-wise use is possible."""
-        return self.columnwise_data is not None or not self.format.directional
-
-    def encoded(self, *, columnwise: bool = False) -> Encoded:
+    def encoded(self, *, columnwise: bool = False) -> QuantizedMatrix:
         """Return data and scales for one use; ValueError if the tensor has not got it."""
+        if self.format is None:
+            raise ValueError(
+                "a grouped tensor must be quantized to have scales, got one that is not; "
+                "use group_quantize"
+            )
         own = columnwise and self.format.directional
         data = self.columnwise_data if own else self.rowwise_data
         scale = self.columnwise_scale_inv if own else self.scale_inv
@@ -117,15 +92,16 @@ class QuantizedTensor(torch.Tensor):
                 f"{use} use needs {use} data, which this {self.format.name} tensor was quantized "
                 "without; set_usage of its quantizer before quantizing"
             )
-        return Encoded(data, scale, self.columnwise_tensor_scale if own else self.tensor_scale)
+        tensor_scale = self.columnwise_tensor_scale if own else self.tensor_scale
+        return QuantizedMatrix(data, scale, tensor_scale, self.format, own, self.ends)
 
     def dequantize(
         self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
     ) -> Tensor:
         """Return the values as an ordinary tensor, by default of the nominal dtype.
 
-        Of the row-wise data if there are any, or of the use that is asked for. The gradient passes
-        through unchanged.
+        Of the row-wise data if there are any, or of the use that is asked for. Rows past the last
+        group are zero. The gradient passes through unchanged.
         """
         if columnwise is None:
             columnwise = not self.has_rowwise
@@ -135,9 +111,107 @@ class QuantizedTensor(torch.Tensor):
         return self._decoded(dtype, columnwise)
 
     def _decoded(self, dtype: torch.dtype, columnwise: bool) -> Tensor:
-        encoded = self.encoded(columnwise=columnwise)
-        decoded = decode(encoded, self.format, dtype, columnwise=columnwise)
-        return decoded.view(self.shape)
+        if self.format is None:
+            assert self.rowwise_data is not None
+            return self.rowwise_data.to(dtype)
+        return decode(self.encoded(columnwise=columnwise), dtype).view(self.shape)
+
+    def pieces(self) -> dict[str, Tensor]:
+        """Return the plain tensors it consists of, by attribute name."""
+        present = {name: getattr(self, name) for name in self.names}
+        return {name: piece for name, piece in present.items() if piece is not None}
+
+    def with_pieces(
+        self,
+        pieces: dict[str, Tensor],
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Return a tensor of other ``pieces``, and of another shape and nominal dtype if given."""
+        flags = [getattr(self, name) for name in self.flags]
+        shape = self.shape if shape is None else shape
+        return type(self)(pieces, self.format, shape, dtype or self.dtype, *flags)
+
+    def map_pieces(
+        self,
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> Self:
+        """Return the tensor of ``function`` of every piece."""
+        pieces = {name: function(piece) for name, piece in self.pieces().items()}
+        return self.with_pieces(pieces, shape, dtype)
+
+    def share_memory_(self) -> Self:
+        """Move the pieces to shared memory; PyTorch's own needs memory that there is not."""
+        for piece in self.pieces().values():
+            piece.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Tell whether all pieces are in shared memory."""
+        return all(piece.is_shared() for piece in self.pieces().values())
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled: state dicts hold plain tensors (``recipes.checkpoint_state``)."""
+        raise TypeError(
+            f"a {type(self).__name__} must be saved as plain tensors, got pickle; save "
+            "module.state_dict() of a fusible module, or pieces()"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Name the inner tensors, for torch.compile and FSDP."""
+        flags = [getattr(self, name) for name in self.flags]
+        return list(self.pieces()), (self.format, self.dtype, *flags)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        meta: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> Self:
+        """Undo ``__tensor_flatten__``."""
+        fmt, dtype, *flags = meta
+        return cls(inner, fmt, outer_size, dtype, *flags)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one ATen operation: keep the format, work on values, or refuse."""
+        return run(func, args, kwargs or {})
+
+
+class QuantizedTensor(WrapperTensor):
+    """Values in ``format``, for row-wise use, column-wise use or both, of nominal ``dtype``.
+
+    ``dtype`` is the one of gradients and of ``dequantize()``; ``fp8_dtype`` that of the elements.
+    What one op hands to the next was quantized as one matrix of all rows: the pieces are then of
+    ``[rows, columns]`` whatever the shape.
+    """
+
+    format: NumberFormat
+    _high_precision_init_val: Tensor | None = None
+
+    @classmethod
+    def quantize(
+        cls, x: Tensor, fmt: NumberFormat, *, rowwise: bool = True, columnwise: bool = False
+    ) -> Self:
+        """Quantize ``x`` ``[..., rows, columns]``; errors as ``quantization.quantize``."""
+        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise)
+        return cls(pieces_of(row, column, fmt), fmt, x.shape, x.dtype)
+
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """The dtype of the stored elements (bytes of two for E2M1)."""
+        return self.format.element.dtype
+
+    @property
+    def has_columnwise(self) -> bool:
+        """Tell whether column-wise use is possible."""
+        return self.columnwise_data is not None or not self.format.directional
 
     @property
     def data(self) -> QuantizedTensor:
@@ -192,23 +266,6 @@ class QuantizedTensor(torch.Tensor):
         for name, piece in self.pieces().items():
             overwrite(piece, new[name])
 
-    def pieces(self) -> dict[str, Tensor]:
-        """Return the plain tensors it consists of, by attribute name."""
-        present = {name: getattr(self, name) for name in PIECES}
-        return {name: piece for name, piece in present.items() if piece is not None}
-
-    def map_pieces(
-        self,
-        function: Callable[[Tensor], Tensor],
-        dtype: torch.dtype | None = None,
-        shape: Sequence[int] | None = None,
-    ) -> QuantizedTensor:
-        """Return the tensor of ``function`` of every piece."""
-        pieces = {name: function(piece) for name, piece in self.pieces().items()}
-        return self.from_pieces(
-            pieces, self.format, self.shape if shape is None else shape, dtype or self.dtype
-        )
-
     def fsdp_pre_all_gather(
         self,
         mesh: Any,
@@ -244,44 +301,6 @@ class QuantizedTensor(torch.Tensor):
             f"dtype={self.dtype}, device='{self.device}')"
         )
 
-    def share_memory_(self) -> QuantizedTensor:
-        """Move the pieces to shared memory; PyTorch's own would reach for memory there is not."""
-        for piece in self.pieces().values():
-            piece.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Tell whether all pieces are in shared memory."""
-        return all(piece.is_shared() for piece in self.pieces().values())
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: state dicts hold plain tensors (``recipes.state``)."""
-        raise TypeError(
-            "a quantized tensor must be saved as plain tensors, got pickle; save "
-            "module.state_dict() of a fusible module, or recipes.tensor_state(tensor)"
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[NumberFormat, torch.dtype]]:
-        """Name the inner tensors, for torch.compile and FSDP."""
-        return list(self.pieces()), (self.format, self.dtype)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor],
-        meta: tuple[NumberFormat, torch.dtype],
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> QuantizedTensor:
-        """Undo ``__tensor_flatten__``."""
-        return QuantizedTensor.from_pieces(inner, meta[0], outer_size, meta[1])
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one ATen operation: keep the format, work on values, or refuse."""
-        return run(func, args, kwargs or {})
-
 
 def attributes_of(t: Tensor) -> dict[str, Any]:
     """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
@@ -315,7 +334,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
             "call .dequantize()"
         )
     pieces = {name: torch.stack([t.pieces()[name] for t in quantized]) for name in first.pieces()}
-    return first.from_pieces(pieces, first.format, (len(tensors), *first.shape), first.dtype)
+    return first.with_pieces(pieces, (len(tensors), *first.shape))
 
 
 def unstack(t: Tensor) -> tuple[Tensor, ...]:
@@ -330,8 +349,10 @@ def unstack(t: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) -> dict[str, Tensor]:
-    """Name what ``library.encode`` returned; one set serves both uses of undirected blocks."""
+def pieces_of(
+    row: QuantizedMatrix | None, column: QuantizedMatrix | None, fmt: NumberFormat
+) -> dict[str, Tensor]:
+    """Name what ``encode`` returned; one set serves both uses of undirected blocks."""
     if not fmt.directional:
         row, column = row or column, None
     if row is None and column is None:
@@ -339,13 +360,13 @@ def pieces_of(row: Encoded | None, column: Encoded | None, fmt: NumberFormat) ->
             "a quantized tensor must have row-wise or column-wise data, got neither; "
             "ask the quantizer for a use: set_usage(rowwise=True)"
         )
-    pieces = zip(PIECES, (*(row or (None,) * 3), *(column or (None,) * 3)), strict=True)
-    return {name: piece for name, piece in pieces if piece is not None}
+    tensors = [t for use in (row, column) for t in (use[:3] if use else (None,) * 3)]
+    return {name: t for name, t in zip(PIECES, tensors, strict=True) if t is not None}
 
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
+    def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
         ctx.dtype = q.dtype
         return q._decoded(dtype, columnwise)
 

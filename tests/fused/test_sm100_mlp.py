@@ -11,10 +11,11 @@ import fusible as fz
 from fusible import recipes
 from fusible.fused import RULES, grouped_sm100
 from fusible.kernels import sm100
-from fusible.recipes.formats import dequantize, mxfp8, nvfp4, quantize
+from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
-from fusible.recipes.library import encode
-from fusible.recipes.product import Operand
+from fusible.recipes.matrix import Operand
+from fusible.recipes.quantization import dequantize, quantize
+from fusible.recipes.quantize_ops import encode
 from fusible.testing import assume_target
 from fusible.testing import emulator_sm100 as emulator
 from fusible.versions import Version
@@ -129,8 +130,7 @@ class Rounded:
         if fmt is None:
             return x.float()
         ends = self.ends if rows else None
-        encoded = quantize(x, fmt, columnwise=columnwise, ends=ends)
-        return dequantize(encoded, fmt, columnwise=columnwise, ends=ends)
+        return dequantize(quantize(x, fmt, columnwise=columnwise, ends=ends))
 
     def output(self, h):
         """What a kernel quantizes is its FP32; what it leaves to be quantized is BF16."""
@@ -332,8 +332,7 @@ class Recorded:
 @pytest.mark.parametrize("shape", [(3, 128, 64), (2, 256, 192), (384, 128)])
 def test_weights_in_one_pass_are_those_encoded_and_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
-    row, column = encode(w, fmt, rowwise=True, columnwise=True)
-    operand = Operand(fmt, row, column)
+    operand = Operand(*encode(w, fmt, rowwise=True, columnwise=True))
     for transposed, mine in enumerate(sm100.quantize_weights(w, fmt, True)):
         theirs = sm100.pack_weights([operand], transposed=bool(transposed))
         for a, b in ((mine.data[0], theirs.data[0]), (mine.scales[0], theirs.scales[0])):

@@ -16,7 +16,7 @@ from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import Places, packed_rows
 from fusible.recipes.formats import nvfp4
-from fusible.recipes.library import encode
+from fusible.recipes.quantize_ops import encode
 from fusible.testing import assume_target
 from fusible.versions import Version
 

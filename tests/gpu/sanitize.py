@@ -18,7 +18,8 @@ from fusible.kernels.dense import activation_bias_backward, definitions, rms_nor
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import ops, tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
-from fusible.recipes.library import Wanted, decode, quantize_as
+from fusible.recipes.matrix import Uses
+from fusible.recipes.quantize_ops import decode, quantize_for
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
@@ -106,9 +107,9 @@ def quantize() -> None:
     x, ends = random(128, 384), torch.tensor([0, 1, 33, 33, 64, 127], device="cuda")
     for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
         for given in (None, ends) if fmt.block != (128, 128) else (None,):
-            row, column, *_ = quantize_as(x, fmt, Wanted(True, True, True, True), given)
-            for columnwise, encoded in enumerate((row, column)):
-                decode(encoded, fmt, torch.bfloat16, columnwise=bool(columnwise), ends=given)
+            row, column, *_ = quantize_for(x, fmt, Uses(True, True, True, True), given)
+            for encoded in (row, column):
+                decode(encoded, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ from checks import graph_of, launched, never_waiting
 from number_formats import FORMATS, GROUPED
 
 from fusible.kernels.quantize import takes
-from fusible.recipes.formats import (
-    Encoded,
-    dequantize,
-    fp8_block,
-    mxfp8,
-    nvfp4,
-)
-from fusible.recipes.library import Wanted, encode, quantize_as
+from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
+from fusible.recipes.matrix import QuantizedMatrix, Uses
+from fusible.recipes.quantization import dequantize
+from fusible.recipes.quantize_ops import encode, quantize_for
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +62,11 @@ def hostile(*shape, dtype=torch.bfloat16, special=True, seed=0):
     return x
 
 
+def matrix_of(tensors, fmt, columnwise, ends):
+    data, scale, tensor_scale = [t if t.numel() else None for t in tensors[:3]]
+    return QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
+
+
 def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
     """Bits of every piece, and values decoded from them."""
     uses = uses if fmt.directional else (True, False)
@@ -82,8 +83,7 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
             values = torch.ops.fusible.dequantize(
                 *pieces, on_device[1], *fmt.as_constants(), columnwise, dtype
             )
-            encoded = Encoded(*[t if t.numel() else None for t in want[3 * columnwise :][:3]])
-            expected = dequantize(encoded, fmt, dtype, columnwise=columnwise, ends=ends)
+            expected = dequantize(matrix_of(want[3 * columnwise :], fmt, columnwise, ends), dtype)
             assert values.dtype == dtype
             torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
             signs = expected.signbit() | expected.isnan()
@@ -109,9 +109,7 @@ def test_bits_of_groups(fmt, ends, special, dtype):
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(
-    "wanted", [Wanted(False, True, True, False), Wanted(False, False, True, True)]
-)
+@pytest.mark.parametrize("wanted", [Uses(False, True, True, False), Uses(False, False, True, True)])
 @each_format
 def test_bits_of_values_that_are_made_with_the_encoding(fmt, wanted, special):
     x = hostile(128, 1152, special=special)
@@ -124,15 +122,15 @@ def test_bits_of_values_that_are_made_with_the_encoding(fmt, wanted, special):
 @four_formats
 def test_bits_of_everything_at_once(fmt, dtype):
     x = hostile(2, 100, 1152, dtype=dtype)
-    compare_quantized(x, fmt, Wanted(True, True, True, True))
-    compare_quantized(x[:, :, :24], fmt, Wanted(False, False, False, True))
+    compare_quantized(x, fmt, Uses(True, True, True, True))
+    compare_quantized(x[:, :, :24], fmt, Uses(False, False, False, True))
 
 
 def compare_quantized(x, fmt, wanted, ends=None):
     """Bits of what direct calls give, against the formulas."""
     on_device = None if ends is None else ends.cuda()
     with torch.no_grad():
-        got = quantize_as(x.cuda(), fmt, wanted, on_device)
+        got = quantize_for(x.cuda(), fmt, wanted, on_device)
     uses = (wanted.rowwise, wanted.columnwise)
     encodings = encode(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
     for columnwise, use in enumerate(encodings):
@@ -140,11 +138,10 @@ def compare_quantized(x, fmt, wanted, ends=None):
         assert (got[2 + columnwise] is not None) == wanted[2 + columnwise]
         if wanted[columnwise]:
             assert (got[columnwise].tensor_scale is None) == (use.tensor_scale is None)
-            pieces = [[t for t in made if t is not None] for made in (got[columnwise], use)]
+            pieces = [[t for t in m[:3] if t is not None] for m in (got[columnwise], use)]
             ref.assert_same_bits(*pieces)
         if wanted[2 + columnwise]:
-            along = bool(columnwise) and fmt.directional
-            want = dequantize(use, fmt, torch.bfloat16, columnwise=along, ends=ends)
+            want = dequantize(use, torch.bfloat16)
             nan = want.isnan()
             values = got[2 + columnwise].cpu()
             assert torch.equal(values.isnan(), nan)
@@ -251,10 +248,8 @@ def test_a_captured_graph_follows_new_ends(fmt):
         graph.replay()
         want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.as_constants(), *uses)
         ref.assert_same_bits(got, want)
-        row = Encoded(*[t if t.numel() else None for t in want[:3]])
-        assert torch.equal(
-            values.cpu(), dequantize(row, fmt, torch.bfloat16, ends=torch.tensor(sizes))
-        )
+        row = matrix_of(want, fmt, False, torch.tensor(sizes))
+        assert torch.equal(values.cpu(), dequantize(row, torch.bfloat16))
 
 
 @each_format
@@ -269,7 +264,7 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
 
     @torch.no_grad()
     def direct_step():
-        return quantize_as(x, fmt, Wanted(False, True, True, False), ends)
+        return quantize_for(x, fmt, Uses(False, True, True, False), ends)
 
     whole = fmt.block is None or fmt.has_tensor_scale
     # The largest magnitudes of whole matrices: a fill and a pass. Then one pass, and one back.

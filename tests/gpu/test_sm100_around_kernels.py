@@ -13,7 +13,7 @@ from fusible.kernels import sm100
 from fusible.kernels.sm100 import padding, quantizer
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
-from fusible.recipes.library import encode
+from fusible.recipes.quantize_ops import encode
 from fusible.testing import assume_target, emulator_sm100
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def packed(device, fmt, x):
     x = x.to(device)
     places = padding.places_of(ends, ROWS, aligned=False)
     row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-    made = (*padding.packed_rows(row, places), *padding.packed_columns(column, fmt, ends, places))
+    made = (*padding.packed_rows(row, places), *padding.packed_columns(column, places))
     return [t.view(torch.uint8).cpu() for t in (*made, places.ends, places.rows)]
 
 
@@ -195,7 +195,7 @@ def test_packing_waits_for_nothing_and_is_captured():
         row, column = encode(x, mxfp8(), rowwise=True, columnwise=True, ends=ends)
         return (
             *padding.packed_rows(row, places),
-            *padding.packed_columns(column, mxfp8(), ends, places),
+            *padding.packed_columns(column, places),
             *quantized(x, mxfp8(), ends, places, **everything),
             *quantized(x, nvfp4(), ends, places, **everything),
             *quantized(x, nvfp4(), ends, places, **everything, amax=amax),

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusible as fz
 from fusible import recipes
 from fusible.kernels.runtime.library import define
-from fusible.recipes import library
+from fusible.recipes import quantize_ops
 from fusible.recipes.formats import mxfp8
-from fusible.recipes.library import Implementation, Wanted, decode, encode
+from fusible.recipes.matrix import Uses
+from fusible.recipes.quantize_ops import Implementation, decode, encode
 
 FORMAT = mxfp8()
 OPS = ["fusible::quantize", "fusible::dequantize"]
@@ -59,16 +60,16 @@ def direct(monkeypatch):
     def noted(function):
         return lambda *given: calls.append(function.__name__) or function(*given)
 
-    formulas = library._implementations["CompositeExplicitAutograd"]
+    formulas = quantize_ops._implementations["CompositeExplicitAutograd"]
     stand_in = Implementation(*[noted(function) for function in formulas])
-    monkeypatch.setitem(library._implementations, "CUDA", stand_in)
+    monkeypatch.setitem(quantize_ops._implementations, "CUDA", stand_in)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     return calls
 
 
 def round_trip(x):
     row, _ = encode(x, FORMAT, rowwise=True, columnwise=False)
-    return decode(row, FORMAT, torch.float32, columnwise=False)
+    return decode(row)
 
 
 def test_nothing_stands_between(direct):
@@ -156,8 +157,8 @@ def test_library_ops_call_their_cuda_implementation(monkeypatch):
 
 
 # What is saved, column-wise of inputs and weights, is encoded; what is multiplied at once is not.
-SAVED_AND_MULTIPLIED = Wanted(False, True, row_values=True, column_values=False)
-MULTIPLIED_TWICE = Wanted(False, False, row_values=True, column_values=True)
+SAVED_AND_MULTIPLIED = Uses(False, True, row_values=True, column_values=False)
+MULTIPLIED_TWICE = Uses(False, False, row_values=True, column_values=True)
 
 
 @pytest.mark.parametrize("build", [fz.BasicLinear, partial(fz.GroupedLinear, 2, bias=False)])
@@ -173,14 +174,14 @@ def test_values_that_are_multiplied_at_once_come_with_the_encoding(monkeypatch, 
 
     def quantize(*given):
         wanted.append(given[-1])
-        return library.quantize_by_formulas(*given)
+        return quantize_ops.quantize_by_formulas(*given)
 
     want = step()
-    stand_in = Implementation(quantize, library.dequantize_by_formulas)
-    monkeypatch.setitem(library._implementations, "CUDA", stand_in)
-    monkeypatch.setattr(library, "is_direct", lambda _: not torch.is_grad_enabled())
+    stand_in = Implementation(quantize, quantize_ops.dequantize_by_formulas)
+    monkeypatch.setitem(quantize_ops._implementations, "CUDA", stand_in)
+    monkeypatch.setattr(quantize_ops, "is_direct", lambda _: not torch.is_grad_enabled())
     ref.assert_equal(step(), want)
     assert wanted == [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED, MULTIPLIED_TWICE]
     with fz.ops.reuse_quantized_weights(op):  # kept encoded, for every use
         step()
-    assert wanted[3:] == [SAVED_AND_MULTIPLIED, Wanted(True, True), MULTIPLIED_TWICE]
+    assert wanted[3:] == [SAVED_AND_MULTIPLIED, Uses(True, True), MULTIPLIED_TWICE]

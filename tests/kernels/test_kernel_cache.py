@@ -21,7 +21,7 @@ from fusible.kernels.sm90 import launch as sm90
 from fusible.kernels.sm90.spec import Spec, Tile
 from fusible.kernels.sm100 import quantizer
 from fusible.kernels.sm100.spec import PlacedSpec
-from fusible.recipes.rows import E5M2, fp8_block, mxfp8, nvfp4
+from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 
 PACKAGE = Path(fusible.__file__).parent
 

@@ -10,8 +10,7 @@ from number_formats import each_format, each_recipe
 import fusible as fz
 from fusible import recipes
 from fusible.recipes import QuantizedTensor
-from fusible.recipes.formats import Encoded
-from fusible.recipes.library import decode
+from fusible.recipes.quantize_ops import decode
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -169,15 +168,15 @@ def test_of_a_file(tmp_path):
 def test_decoding_checks_sizes(fmt, columnwise):
     """A scale that broadcasts would be read past its end on CUDA."""
     q = QuantizedTensor.quantize(torch.randn(128, 256), fmt, columnwise=columnwise)
-    data, scale, tensor_scale = q.encoded(columnwise=columnwise)
-    damaged = [Encoded(data, halved(scale), tensor_scale), Encoded(data, scale[0], tensor_scale)]
-    damaged.append(Encoded(data, scale, None if fmt.has_tensor_scale else torch.ones(1)))
+    matrix = q.encoded(columnwise=columnwise)
+    scale, tensor_scale = matrix.scale, matrix.tensor_scale
+    damaged = [{"scale": halved(scale)}, {"scale": scale[0]}]
+    damaged.append({"tensor_scale": None if fmt.has_tensor_scale else torch.ones(1)})
     if fmt.has_tensor_scale:
-        damaged.append(Encoded(data, scale, tensor_scale.double()))
-        damaged.append(Encoded(data, scale, tensor_scale[0]))
-    for encoded in damaged:
+        damaged += [{"tensor_scale": tensor_scale.double()}, {"tensor_scale": tensor_scale[0]}]
+    for fields in damaged:
         with pytest.raises(ValueError, match="scales"):
-            decode(encoded, fmt, torch.float32, columnwise=columnwise)
+            decode(matrix._replace(**fields))
 
 
 @each_recipe

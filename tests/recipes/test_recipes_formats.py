@@ -10,20 +10,11 @@ from hypothesis import strategies as st
 from number_formats import FORMATS, each_format, each_grouped_format
 
 from fusible.recipes.blocks import column_block_bound, column_block_ends
-from fusible.recipes.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    Encoded,
-    dequantize,
-    e8m0_value,
-    fp8_block,
-    fp8_tensor,
-    mxfp8,
-    nvfp4,
-    quantize,
-)
-from fusible.recipes.library import Wanted, decode, encode, quantize_as
+from fusible.recipes.encoding import e8m0_value
+from fusible.recipes.formats import E2M1, E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.matrix import Uses
+from fusible.recipes.quantization import dequantize, quantize
+from fusible.recipes.quantize_ops import decode, encode, quantize_for
 
 
 def raw(tensor):
@@ -33,10 +24,10 @@ def raw(tensor):
 @each_format
 def test_what_is_in_the_format_is_kept_exactly(fmt):
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    once = dequantize(quantize(x, fmt), fmt)
+    once = dequantize(quantize(x, fmt))
     if fmt.scale.startswith("e8m0"):
-        assert torch.equal(dequantize(quantize(once, fmt), fmt), once)
-        assert torch.equal(dequantize(quantize(x, fmt), fmt, torch.bfloat16).float(), once)
+        assert torch.equal(dequantize(quantize(once, fmt)), once)
+        assert torch.equal(dequantize(quantize(x, fmt), torch.bfloat16).float(), once)
     error = float((once - x).norm() / x.norm())
     assert error < {E4M3: 0.03, E5M2: 0.06, E2M1: 0.1}[fmt.element]
 
@@ -80,7 +71,7 @@ def test_every_group_is_quantized_by_itself(fmt, columnwise, sizes, tail, wide):
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
     x[sum(sizes) :] = torch.nan
     encoded = quantize(x, fmt, columnwise=columnwise, ends=ends)
-    values = dequantize(encoded, fmt, columnwise=columnwise, ends=ends)
+    values = dequantize(encoded)
     assert not values[sum(sizes) :].any()
     start = block = 0
     for group, size in enumerate(sizes):
@@ -95,7 +86,7 @@ def test_every_group_is_quantized_by_itself(fmt, columnwise, sizes, tail, wide):
         assert raw(mine) == raw(alone.scale)
         if size and alone.tensor_scale is not None:
             assert raw(encoded.tensor_scale[group]) == raw(alone.tensor_scale)
-        want = dequantize(alone, fmt, columnwise=columnwise)
+        want = dequantize(alone)
         assert torch.equal(values[start : start + size], want)
         start, block = start + size, block + alone.scale.shape[0]
     if columnwise and fmt.block is not None:
@@ -143,9 +134,7 @@ def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
             for batch, one in zip((row, column), alone, strict=True):
                 assert raw(batch.data[i, j]) == raw(one.data)
                 assert raw(batch.scale[i, j]) == raw(one.scale)
-    assert torch.equal(
-        dequantize(column, fmt, columnwise=True)[1, 2], dequantize(alone[1], fmt, columnwise=True)
-    )
+    assert torch.equal(dequantize(column)[1, 2], dequantize(alone[1]))
 
 
 # --- The library op ------------------------------------------------------------------------------
@@ -171,13 +160,13 @@ def test_opcheck(fmt, grouped):
         torch.library.opcheck(ops.dequantize.default, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("wanted", [Wanted(*on) for on in product((False, True), repeat=4)])
+@pytest.mark.parametrize("wanted", [Uses(*on) for on in product((False, True), repeat=4)])
 @each_format
 def test_values_are_those_of_the_encoding(fmt, wanted):
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
     encodings = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-    made = quantize_as(x, fmt, wanted, ends)
+    made = quantize_for(x, fmt, wanted, ends)
     for columnwise, encoded in enumerate(encodings):
         got, values = made[columnwise], made[2 + columnwise]
         assert (got is not None, values is not None) == (wanted[columnwise], wanted[2 + columnwise])
@@ -185,7 +174,7 @@ def test_values_are_those_of_the_encoding(fmt, wanted):
             assert raw(got.data) == raw(encoded.data)
             assert raw(got.scale) == raw(encoded.scale)
         if values is not None:
-            want = decode(encoded, fmt, torch.float32, columnwise=bool(columnwise), ends=ends)
+            want = decode(encoded)
             assert torch.equal(values, want)
 
 
@@ -193,10 +182,7 @@ def test_values_are_those_of_the_encoding(fmt, wanted):
 def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
     def round_trip(x, ends):
         row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-        return (
-            decode(row, fmt, torch.float32, columnwise=False, ends=ends),
-            decode(column, fmt, torch.float32, columnwise=True, ends=ends),
-        )
+        return decode(row), decode(column)
 
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
@@ -253,9 +239,9 @@ def test_bad_ends(ends, sentence):
 def test_bits_are_never_read_in_another_format():
     encoded = quantize(torch.randn(32, 32), mxfp8(E5M2))
     with pytest.raises(TypeError, match=r"must be torch.float8_e4m3fn .* got torch.float8_e5m2"):
-        dequantize(encoded, mxfp8())
+        dequantize(encoded._replace(format=mxfp8()))
     with pytest.raises(TypeError, match="use the format the tensor was quantized in"):
-        dequantize(Encoded(encoded.data, encoded.scale.float(), None), mxfp8(E5M2))
+        dequantize(encoded._replace(scale=encoded.scale.float()))
 
 
 def test_unknown_options_of_formats():

@@ -13,15 +13,10 @@ import torch
 from number_formats import FORMATS
 from torch.nn import functional
 
-from fusible.recipes.encoding import DECODERS
-from fusible.recipes.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    e8m0_value,
-    quantize,
-)
-from fusible.recipes.library import encode
+from fusible.recipes.encoding import DECODERS, e8m0_value
+from fusible.recipes.formats import E2M1, E4M3, E5M2
+from fusible.recipes.quantization import quantize
+from fusible.recipes.quantize_ops import encode
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))

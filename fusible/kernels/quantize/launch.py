@@ -13,18 +13,16 @@ from torch import Tensor
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
 from fusible.kernels.runtime.gpu import architecture, capability, has_cutlass
 from fusible.kernels.runtime.launch import aligned, call, compile_kernel, launch, load_kernel
-from fusible.recipes.formats import Encoded, check_sizes
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import group_offsets
-from fusible.recipes.library import (
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
+from fusible.recipes.quantize_ops import (
     Implementation,
-    Quantized,
-    Wanted,
     dequantize_by_formulas,
     empty,
     implement,
     quantize_by_formulas,
 )
-from fusible.recipes.rows import NumberFormat
 
 _library = torch.library.Library("fusible", "IMPL")
 
@@ -81,18 +79,18 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
     )
 
 
-def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, wanted: Wanted) -> Quantized:
-    if not any(wanted) or not takes(x, x.dtype, ends):
-        return quantize_by_formulas(x, ends, fmt, wanted)
+def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+    if not any(uses) or not takes(x, x.dtype, ends):
+        return quantize_by_formulas(x, ends, fmt, uses)
     x = _loadable(x)
-    made = empty(x, ends, fmt, wanted)
-    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *wanted)
+    made = empty(x, ends, fmt, uses)
+    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *uses)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
     row, column, *values = made
-    pieces = *(row or _NOWHERE), *(column or _NOWHERE), *values
+    tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     launch(
-        compiled, ("encode", spec), x.device, x, ends, amax, *pieces, *_sizes(x, ends), col_blocks
+        compiled, ("encode", spec), x.device, x, ends, amax, *tensors, *_sizes(x, ends), col_blocks
     )
     return made
 
@@ -141,19 +139,12 @@ def _wide(ends: Tensor | None) -> bool:
     return ends is not None and ends.dtype == torch.int64
 
 
-def _dequantize(
-    encoded: Encoded,
-    ends: Tensor | None,
-    fmt: NumberFormat,
-    columnwise: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    check_sizes(encoded, fmt, columnwise, None if ends is None else ends.shape[0])
-    data, scale, tensor_scale = encoded
-    *lead, rows, stored = data.shape
-    columns = stored * fmt.element.per_byte
+def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    matrix.check_sizes()
+    data, scale, tensor_scale, fmt, columnwise, ends = matrix
+    *lead, rows, columns = matrix.shape
     if columns % 8 or not takes(data, dtype, ends):
-        return dequantize_by_formulas(encoded, ends, fmt, columnwise, dtype)
+        return dequantize_by_formulas(matrix, dtype)
     data, scale = aligned(data), aligned(scale)
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)

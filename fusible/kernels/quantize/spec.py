@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from fusible.recipes.library import compute_dtype
-from fusible.recipes.rows import NumberFormat
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.quantize_ops import compute_dtype
 
 THREADS = 128
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}

@@ -21,7 +21,8 @@ from fusible.kernels.sm100.padding import (
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
-from fusible.recipes.product import Operand, is_quantized
+from fusible.recipes.matrix import Operand
+from fusible.recipes.product import is_quantized
 
 _ops = torch.ops.fusible
 
@@ -61,17 +62,14 @@ class PackedWeights(NamedTuple):
 
 def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
     """Rows ``x`` in groups up to ``ends``, encoded by group, as the kernels read them."""
-    if x.format is None:
-        assert x.plain is not None
-        use = Use(aligned(moved(x.plain, places)))
+    if x.row_values is not None:
+        use = Use(aligned(moved(x.row_values, places)))
         return Packed(use, use)
-    ends = ends if x.ends is None else x.ends
     row = column = None
     if x.row is not None:
         row = Use(*packed_rows(x.row, places), x.row.tensor_scale)
     if x.column is not None:
-        packed = packed_columns(x.column, x.format, ends, places)
-        column = Use(*packed, x.column.tensor_scale)
+        column = Use(*packed_columns(x.column, places), x.column.tensor_scale)
     return Packed(row, column)
 
 
@@ -146,14 +144,13 @@ def pack_weights(operands: list[Operand], *, transposed: bool) -> PackedWeights:
 
 
 def _weight_use(weight: Operand, transposed: bool) -> Use:
-    if weight.format is None:
-        assert weight.plain is not None
-        return Use(weight.plain)
+    if weight.row_values is not None:
+        return Use(weight.row_values)
     encoded = weight.column if transposed else weight.row
     assert encoded is not None
     scale = encoded.scale.mT if transposed else encoded.scale
     data = aligned(encoded.data, address_unit(encoded.data.dtype))  # it lies as the weight does
-    if transposed and weight.format.element.per_byte == 2:
+    if transposed and encoded.format.element.per_byte == 2:
         data = _fp4_transposed(data)
     return Use(data, packed_scales(scale), encoded.tensor_scale)
 

@@ -18,8 +18,8 @@ from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
-from fusible.recipes.formats import Encoded, NumberFormat
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
+from fusible.recipes.matrix import QuantizedMatrix
 
 _ops = torch.ops.fusible
 
@@ -106,7 +106,7 @@ def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Ten
     return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
 
 
-def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
+def packed_rows(encoded: QuantizedMatrix, places: Places) -> tuple[Tensor, Tensor]:
     """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
     if places.rows is None:
         # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
@@ -115,19 +115,18 @@ def packed_rows(encoded: Encoded, places: Places) -> tuple[Tensor, Tensor]:
     return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
 
 
-def packed_columns(
-    encoded: Encoded, fmt: NumberFormat, ends: Tensor, places: Places
-) -> tuple[Tensor, Tensor]:
-    """Data and packed scales of column-wise ``encoded`` groups up to ``ends``.
+def packed_columns(encoded: QuantizedMatrix, places: Places) -> tuple[Tensor, Tensor]:
+    """Data and packed scales of column-wise ``encoded`` groups.
 
     MXFP8: data ``[size, K]`` as the rows lie. NVFP4: ``[K, size / 2]``, which only contains the
     bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales:
     ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
     """
+    fmt = encoded.format
     assert fmt.block is not None
     pairs = fmt.element.per_byte == 2
     data, scales = _ops.sm100_pack_columns.default(
-        encoded.data, encoded.scale, ends, *places, fmt.block[1], pairs
+        encoded.data, encoded.scale, encoded.ends, *places, fmt.block[1], pairs
     )
     return aligned(encoded.data) if places.rows is None and not pairs else data, scales
 

@@ -23,9 +23,10 @@ from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
-from fusible.recipes import formats
-from fusible.recipes.formats import Encoded, NumberFormat, mxfp8, nvfp4
-from fusible.recipes.library import encode
+from fusible.recipes import quantization
+from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
+from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.quantize_ops import encode
 
 FORMATS = {fmt.name: fmt for fmt in (mxfp8(), nvfp4())}
 
@@ -100,7 +101,7 @@ def _quantize(
     if row is not None:
         pieces = pieces._replace(**_named("row", *packed_rows(row, places)))
     if column is not None:
-        pieces = pieces._replace(**_named("column", *packed_columns(column, fmt, ends, places)))
+        pieces = pieces._replace(**_named("column", *packed_columns(column, places)))
     for encoded in (row, column):
         if encoded is not None and encoded.tensor_scale is not None:
             pieces = pieces._replace(factors=encoded.tensor_scale)
@@ -116,12 +117,12 @@ def _encoded(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
-) -> tuple[Encoded | None, Encoded | None]:
+) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     if amax is None:
         return encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
     amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
     row, column = (
-        formats.quantize(x, fmt, columnwise=across, ends=ends, amax=amax) if wanted else None
+        quantization.quantize(x, fmt, columnwise=across, ends=ends, amax=amax) if wanted else None
         for across, wanted in ((False, rowwise), (True, columnwise))
     )
     return row, column

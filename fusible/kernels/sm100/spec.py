@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fusible.recipes.rows import NumberFormat
+from fusible.recipes.formats import NumberFormat
 
 DTYPE = "bf16"
 VECTOR, WORDS = 8, 4  # columns of a thread, and registers of a row of them

@@ -11,10 +11,11 @@ from fusible.kernels import sm100
 from fusible.kernels.sm100 import launches, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
-from fusible.recipes.formats import mxfp8, nvfp4, quantize
+from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.layout import swizzle_scales
-from fusible.recipes.library import encode
-from fusible.recipes.product import Operand
+from fusible.recipes.matrix import Operand
+from fusible.recipes.quantization import quantize
+from fusible.recipes.quantize_ops import encode
 from fusible.testing import assume_target, emulator_sm100
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
@@ -275,7 +276,7 @@ def test_packed_columns_are_those_of_each_group_alone(fmt, columns):
     places = padding.places_of(end_rows, rows, aligned=False)
     along, per_byte = fmt.block[1], fmt.element.per_byte
     _, column = encode(x, fmt, rowwise=False, columnwise=True, ends=end_rows)
-    data, packed = padding.packed_columns(column, fmt, end_rows, places)
+    data, packed = padding.packed_columns(column, places)
     assert packed.shape == (-(-columns // 128) * 128, places.size // along)
     start = 0
     for size, end in zip(sizes, places.ends.tolist(), strict=True):
@@ -377,6 +378,6 @@ def test_aligned_groups_stay_where_they_are():
 def test_pack_keeps_what_is_not_quantized():
     x = torch.randn(5, 64, dtype=BF16)
     places = padding.places_of(ends(2, 5), 5, aligned=False)
-    packed = sm100.pack(Operand(None, plain=x), ends(2, 5), places)
+    packed = sm100.pack(Operand(row_values=x, column_values=x), ends(2, 5), places)
     assert packed.row is packed.column
     assert torch.equal(packed.row.data[places.rows], x)

@@ -16,7 +16,7 @@ from fusible.kernels.bits import (
     to_float,
     unpack_f16,
 )
-from fusible.recipes.rows import E4M3, E4M3_OVERFLOW
+from fusible.recipes.formats import E4M3, E4M3_OVERFLOW
 
 _FLT_MAX = 0x7F7FFFFF
 _NAN_E4M3 = 0x7F

@@ -14,14 +14,14 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from fusible.recipes import sharding
-from fusible.recipes.formats import HIGH_PRECISION
+from fusible.recipes.quantization import HIGH_PRECISION
 
 if TYPE_CHECKING:
-    from fusible.recipes.tensor import QuantizedTensor
+    from fusible.recipes.tensor import QuantizedTensor, WrapperTensor
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen operation that has a quantized tensor among its arguments."""
+    """Run one ATen operation that has a quantized or a grouped tensor among its arguments."""
     if not torch.is_inference_mode_enabled():
         return _run(func, args, kwargs)
     # Operations made of others (``to``, ``reshape``) arrive whole in this mode.
@@ -37,14 +37,19 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket in _REFUSED:
         raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
-    if func in _KEEP and _is_quantized(args[0]):
+    if func in _OF_EVERY_FORM or (func in _KEEP and _is_quantized(args[0])):
         return _KEEP[func](*args, **kwargs)
+    if any(getattr(t, "ends", None) is not None for t in pytree.tree_leaves((args, kwargs))):
+        # No TypeError, which an operator like @ would turn into "unsupported operand".
+        raise NotImplementedError(
+            f"{func} is not defined for grouped tensors; nothing was computed; "
+            "call .dequantize() for all rows or .split() for the groups"
+        )
     if func._schema.is_mutable:
         return _write(func, args, kwargs)
     if _reads_values(func):
         return func(*_values_of(args), **_values_of(kwargs))
     _refuse_steps()
-    # No TypeError, which an operator like @ would turn into "unsupported operand".
     raise NotImplementedError(
         f"{func} is not defined for quantized tensors; nothing was computed; "
         "call .dequantize() first"
@@ -146,15 +151,18 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(
-    q: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+    q: WrapperTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> Tensor:
-    """Keep the format for a dtype that can be nominal, else return values."""
+    """Keep the format for a dtype that can be nominal, else return values; keep groups."""
     dtype = dtype or q.dtype
-    if dtype not in HIGH_PRECISION:
-        values = _value(q, torch.float32)
+    if q.ends is None and dtype not in HIGH_PRECISION:
+        values = q.dequantize(torch.float32)
         return torch.ops.aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
-    return q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
+    new = q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
+    if q.format is None and new.rowwise_data is not None:
+        new.rowwise_data = new.rowwise_data.to(dtype)
+    return new
 
 
 def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
@@ -181,7 +189,7 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Regroup the rows, in whole blocks; the columns stay. Or flatten, which keeps all pieces."""
     shape = torch.empty(q.shape, device="meta").view(size).shape
     if len(shape) == 1:
-        return q.from_pieces(q.pieces(), q.format, shape, q.dtype)
+        return q.with_pieces(q.pieces(), shape)
     if q.dim() == 1:
         raise ValueError(
             f"a flat view of a quantized tensor must stay flat, got {tuple(shape)} from {q!r}; "
@@ -214,7 +222,7 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
         return piece.view(*shape[:-2], count, piece.shape[-1])
 
     pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
-    return q.from_pieces(pieces, q.format, shape, q.dtype)
+    return q.with_pieces(pieces, shape)
 
 
 def _as_strided(
@@ -258,3 +266,10 @@ _KEEP: dict[Any, Callable[..., Any]] = {
     _aten.rand_like.default: _plain_like(torch.rand),
     _aten.randn_like.default: _plain_like(torch.randn),
 }
+_OF_EVERY_FORM = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+}
+"""Those that grouped tensors have, too."""

@@ -8,17 +8,16 @@ bytes, which every file format knows.
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusible.recipes.formats import HIGH_PRECISION, NumberFormat, shapes_of
-from fusible.recipes.rows import BLOCKS, E4M3, E5M2, Rounding, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.matrix import shapes_of
+from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import PIECES, QuantizedTensor
 
@@ -31,13 +30,6 @@ _KEYS = {
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
 _SCALES = "scale_inv", "columnwise_scale_inv"
-_FORMATS = {
-    *[mxfp8(e, rounding) for e in (E4M3, E5M2) for rounding in get_args(Rounding)],
-    *[fp8_block(e, b, two) for e in (E4M3, E5M2) for b in BLOCKS for two in (True, False)],
-    *[fp8_tensor(e, two) for e in (E4M3, E5M2) for two in (True, False)],
-    nvfp4(),
-}
-"""Every format that there is, but for the smallest amax."""
 _DTYPES = {str(d): d for d in HIGH_PRECISION}
 
 
@@ -94,9 +86,9 @@ def tensor_from_state(state: Mapping[str, Tensor]) -> Tensor:
             pieces[name] = pieces[name].view(fmt.scale_dtype)
     data = next(iter(pieces))
     if pieces[data] is stored[data]:
-        return QuantizedTensor.from_pieces(pieces, fmt, shape, dtype)
+        return QuantizedTensor(pieces, fmt, shape, dtype)
     shape = [*pieces[data].shape[:-1], shape[-1]]
-    return sharded_as(stored[data], QuantizedTensor.from_pieces(pieces, fmt, shape, dtype))
+    return sharded_as(stored[data], QuantizedTensor(pieces, fmt, shape, dtype))
 
 
 def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
@@ -119,8 +111,7 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise _unknown(facts) from error
-    known = replace(fmt, amax_epsilon=0.0) in _FORMATS and 0 <= fmt.amax_epsilon < math.inf
-    if not known or len(shape) < 2 or min(shape) < 0:
+    if len(shape) < 2 or min(shape) < 0:
         raise _unknown(facts)
     return fmt, shape, dtype
 

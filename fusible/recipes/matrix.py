@@ -1,0 +1,169 @@
+"""A matrix in a number format, and the operand of matrix products.
+
+Named tuples of plain tensors, which autograd saves, hooks move and torch.compile traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.blocks import column_block_bound
+from fusible.recipes.formats import NumberFormat, check_blocks
+
+
+class QuantizedMatrix(NamedTuple):
+    """Data and scales of ``[..., rows, columns]`` for one use, row-wise or column-wise."""
+
+    data: Tensor
+    """Elements, in the input's layout: ``[..., rows, columns / per_byte]``."""
+    scale: Tensor
+    """Factors from element to value. Row-wise ``[rows, columns / B]``, column-wise ``[blocks,
+    columns]``, two-dimensional blocks ``[rows / B, columns / B]``, whole matrices ``[1]``, groups
+    ``[groups]``; leading dimensions stay."""
+    tensor_scale: Tensor | None
+    """FP32 factor on top, ``[1]`` or ``[groups]``, where the format has one."""
+    format: NumberFormat
+    columnwise: bool = False
+    """Whether blocks lie along the columns; False where blocks have no direction."""
+    ends: Tensor | None = None
+    """Cumulative end rows of the groups that were quantized apart, ``[groups]``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        *lead, columns = self.data.shape
+        return (*lead, columns * self.format.element.per_byte)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Data, scale, tensor scale and ends: all that autograd saves of it."""
+        return self.data, self.scale, self.tensor_scale, self.ends
+
+    def check_dtypes(self) -> None:
+        """Raise TypeError if the stored dtypes are not those of the format: no bits are reread."""
+        wanted = (self.format.element.dtype, self.format.scale_dtype)
+        got = (self.data.dtype, self.scale.dtype)
+        if wanted != got:
+            raise TypeError(
+                f"data and scales of {self.format.name} must be {wanted[0]} and {wanted[1]}, "
+                f"got {got[0]} and {got[1]}; use the format the tensor was quantized in"
+            )
+
+    def check_sizes(self, groups: int | None = None) -> None:
+        """Raise ValueError unless the scales are as many, and where, the data need.
+
+        ``groups`` is the number of groups, by default that of ``ends``.
+        """
+        data, scale, tensor_scale, fmt = self[:4]
+        if groups is None and self.ends is not None:
+            groups = self.ends.shape[0]
+        if data.dim() < 2 or (groups is not None and data.dim() != 2):
+            raise ValueError(
+                f"data of {fmt.name} must be of matrices, got shape {tuple(data.shape)}"
+            )
+        check_blocks(self.shape, fmt, self.columnwise)
+        wanted = shapes_of(self.shape, fmt, self.columnwise, groups)
+        got = tuple(scale.shape), None if tensor_scale is None else tuple(tensor_scale.shape)
+        if got != wanted[1:]:
+            raise ValueError(
+                f"scales and tensor scales of {fmt.name} data of shape {wanted.data} must be of "
+                f"shape {wanted.scale} and {wanted.tensor_scale}, got {got[0]} and {got[1]}; "
+                "quantize the original again"
+            )
+        for tensor in (scale, tensor_scale):
+            if tensor is not None and tensor.device != data.device:
+                raise ValueError(
+                    f"scales must be on {data.device}, as the data, got {tensor.device}"
+                )
+        if tensor_scale is not None and tensor_scale.dtype != torch.float32:
+            raise ValueError(f"tensor scales must be torch.float32, got {tensor_scale.dtype}")
+
+
+class Shapes(NamedTuple):
+    """Of the tensors of a :class:`QuantizedMatrix`."""
+
+    data: tuple[int, ...]
+    scale: tuple[int, ...]
+    tensor_scale: tuple[int, ...] | None
+
+
+def shapes_of(
+    shape: Sequence[int], fmt: NumberFormat, columnwise: bool = False, groups: int | None = None
+) -> Shapes:
+    """Return the shapes that hold a tensor of ``shape`` ``[..., rows, columns]``, or groups."""
+    *lead, rows, columns = shape
+    across, along = fmt.block or (1, 1)
+    whole = (*lead, 1) if groups is None else (groups,)
+    if fmt.block is None:
+        scale = whole
+    elif columnwise and fmt.directional:
+        scale = (*lead, column_block_bound(rows, groups or 1, along), columns)
+    else:
+        scale = (*lead, rows // across, columns // along)
+    data = (*lead, rows, columns // fmt.element.per_byte)
+    return Shapes(data, scale, whole if fmt.has_tensor_scale else None)
+
+
+class Uses(NamedTuple):
+    """What is made of a matrix for its row-wise and for its column-wise use."""
+
+    row: bool
+    """It is quantized,"""
+    column: bool
+    row_values: bool = False
+    """and dequantized to ``compute_dtype``; the quantized one is not written where only its
+    values are asked for."""
+    column_values: bool = False
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether there is a row-wise use."""
+        return self.row or self.row_values
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether there is a column-wise use."""
+        return self.column or self.column_values
+
+
+class Operand(NamedTuple):
+    """An operand of matrix products: for each use quantized, as values, or both.
+
+    An operand in high precision has its values for both uses.
+    """
+
+    row: QuantizedMatrix | None = None
+    column: QuantizedMatrix | None = None
+    row_values: Tensor | None = None
+    column_values: Tensor | None = None
+
+    def saved(self, *, needed: bool = True) -> tuple[Tensor | None, ...]:
+        """Return what the gradients read of an input or a weight: its column-wise use.
+
+        ``SAVED`` tensors: data, scale, tensor scale and ends of a quantized one, or the values;
+        None where there is none, and everywhere if it is not ``needed``.
+        """
+        if not needed:
+            return (None,) * SAVED
+        if self.column is None:
+            return self.column_values, *(None,) * (SAVED - 1)
+        return self.column.tensors
+
+    @staticmethod
+    def from_saved(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
+        """Undo ``saved``, for the column-wise use; ``fmt`` is None in high precision."""
+        data, scale, tensor_scale, ends = saved
+        if fmt is None:
+            return Operand(column_values=data)
+        assert data is not None
+        assert scale is not None
+        column = QuantizedMatrix(data, scale, tensor_scale, fmt, fmt.directional, ends)
+        return Operand(column=column)
+
+
+SAVED = 4
+"""The number of tensors that ``Operand.saved`` gives."""

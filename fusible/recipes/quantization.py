@@ -1,0 +1,130 @@
+"""The one ``quantize`` and ``dequantize`` that serve every number format.
+
+Plain vectorised torch on any device, without host synchronisation. All arithmetic is FP32 (each
+operation correctly rounded) and all packing is in integers, so that every machine gives the same
+bits. The kernels must reproduce them: this module is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.blocks import blocks_of, zero_tail
+from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, SMALLEST_NORMAL, divide
+from fusible.recipes.formats import E4M3, NumberFormat, check_blocks
+from fusible.recipes.matrix import QuantizedMatrix
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that are quantized, and dequantized to."""
+
+
+def quantize(
+    x: Tensor,
+    fmt: NumberFormat,
+    *,
+    columnwise: bool = False,
+    ends: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> QuantizedMatrix:
+    """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
+
+    ``ends`` (int32 or int64 ``[groups]``, cumulative end rows, on ``x.device``) starts blocks anew
+    at each group of rows; a group's last, shorter block has its own scale. Rows past the last end
+    are zero. Column-wise scales of group g begin at block ``sum(ceil(rows of earlier groups / B))``
+    and there are ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so
+    that no size depends on the data.
+
+    ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
+    a format with a scale on top. It may leave out NaN and what lies beside it: a block that is too
+    large for it is NaN.
+
+    NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
+    Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for rows that are
+    not whole blocks.
+    """
+    check_input(x, fmt, columnwise)
+    check_ends(x, fmt, ends)
+    inside = None if ends is None else ends.clamp(max=x.shape[0])
+    if inside is not None:
+        x = zero_tail(x, inside)
+    blocks = blocks_of(x, fmt.block, columnwise, inside)
+    tensor_scale = _tensor_scale(x, fmt, inside, amax)
+    outer = None if tensor_scale is None else blocks.spread_groups(tensor_scale)
+    scale, multiplier = SCALES[fmt.scale].encode(blocks.amax(x).float(), fmt, outer)
+    scaled = x.float() * blocks.expand(multiplier)
+    if inside is not None:
+        scaled = zero_tail(scaled, inside)
+    data, along_columns = ENCODERS[fmt.element](scaled), columnwise and fmt.directional
+    return QuantizedMatrix(data, scale, tensor_scale, fmt, along_columns, ends)
+
+
+def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of ``matrix``.
+
+    Computed in FP32 and rounded once to ``dtype``; MXFP8 is exact in BF16 (normal range) and FP32.
+    """
+    matrix.check_dtypes()
+    fmt = matrix.format
+    elements = DECODERS[fmt.element](matrix.data)
+    ends = None if matrix.ends is None else matrix.ends.clamp(max=elements.shape[0])
+    blocks = blocks_of(elements, fmt.block, matrix.columnwise, ends)
+    scale = SCALES[fmt.scale].decode(matrix.scale)
+    if matrix.tensor_scale is not None:
+        scale = scale * blocks.spread_groups(matrix.tensor_scale)
+    values = elements * blocks.expand(scale)
+    if ends is not None:
+        values = zero_tail(values, ends)
+    return values.to(dtype)
+
+
+def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
+    """Raise the error of ``quantize`` for what ``fmt`` cannot hold, before anything is written."""
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"a tensor to quantize must be float32, bfloat16 or float16, got {x.dtype}; "
+            "convert it first"
+        )
+    if x.ndim < 2:
+        raise ValueError(
+            f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
+            "use x.unsqueeze(0) for one row"
+        )
+    check_blocks(x.shape, fmt, columnwise)
+
+
+def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
+    """Raise ValueError unless ``ends`` can be cumulative end rows of groups of ``x``."""
+    if ends is None:
+        return
+    if x.ndim != 2:
+        raise ValueError(f"grouped rows need a 2-D tensor, got shape {tuple(x.shape)}")
+    if fmt.block is not None and not fmt.directional:
+        along = fmt.block[1]
+        raise ValueError(
+            f"blocks of {along}x{along} hold weights and cannot be grouped by rows; "
+            f"use blocks of 1x{along} or quantize every matrix by itself"
+        )
+    if ends.ndim != 1 or ends.shape[0] < 1 or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "ends must be int32 or int64 of shape (groups,) with at least one group, "
+            f"got {ends.dtype} of shape {tuple(ends.shape)}"
+        )
+    if ends.device != x.device:
+        raise ValueError(
+            f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
+        )
+
+
+def _tensor_scale(
+    x: Tensor, fmt: NumberFormat, ends: Tensor | None, amax: Tensor | None
+) -> Tensor | None:
+    """Return amax / (element.max * 448) per tensor or group, at least 2^-126, NaN for Inf."""
+    if not fmt.has_tensor_scale:
+        return None
+    if amax is None:
+        amax = blocks_of(x, None, False, ends).amax(x).float()
+    scale = divide(amax, fmt.element.max * E4M3.max)
+    return torch.where(scale.isfinite(), scale.clamp(min=SMALLEST_NORMAL), math.nan)

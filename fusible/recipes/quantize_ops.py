@@ -1,0 +1,211 @@
+"""The torch ops ``fusible::quantize`` and ``fusible::dequantize``, and how ops call them.
+
+Their implementations here are the formulas of ``quantization``, on any device; ``kernels.quantize``
+adds faster ones for CUDA, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.calls import is_direct
+from fusible.recipes import quantization
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, shapes_of
+from fusible.recipes.quantization import check_ends, check_input
+
+_FORMAT = "str name, str element, int[] block, str scale_kind, float amax_epsilon"
+_library = torch.library.Library("fusible", "FRAGMENT")
+_library.define(
+    f"quantize(Tensor x, Tensor? ends, {_FORMAT}, bool rowwise, bool columnwise) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "dequantize(Tensor data, Tensor scale, Tensor? tensor_scale, Tensor? ends, "
+    f"{_FORMAT}, bool columnwise, ScalarType dtype) -> Tensor"
+)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which products take their operands: FP32 on the CPU, else BF16.
+
+    BF16 holds every value of MXFP8 (in its normal range); of the other formats it rounds.
+    """
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+class Implementation(NamedTuple):
+    """Functions that do what the ops do, of arguments that need no check."""
+
+    quantize: Callable[[Tensor, Tensor | None, NumberFormat, Uses], Operand]
+    """Takes ``x``, the end rows of groups, the format, and what is wanted."""
+    dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor]
+    """Checks the sizes of what it takes."""
+
+
+def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+    """Allocate what ``quantize`` of an implementation returns."""
+
+    def matrix(columnwise: bool) -> QuantizedMatrix:
+        groups = None if ends is None else ends.shape[0]
+        data, scale, tensor_scale = shapes_of(x.shape, fmt, columnwise, groups)
+        return QuantizedMatrix(
+            x.new_empty(data, dtype=fmt.element.dtype),
+            x.new_empty(scale, dtype=fmt.scale_dtype),
+            None if tensor_scale is None else x.new_empty(tensor_scale, dtype=torch.float32),
+            fmt,
+            columnwise and fmt.directional,
+            ends,
+        )
+
+    dtype = compute_dtype(x.device)
+    return Operand(
+        matrix(False) if uses.row else None,
+        matrix(True) if uses.column else None,
+        x.new_empty(x.shape, dtype=dtype) if uses.row_values else None,
+        x.new_empty(x.shape, dtype=dtype) if uses.column_values else None,
+    )
+
+
+def quantize_by_formulas(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+    """Quantize by ``quantization.quantize``, whatever the device."""
+    quantize = quantization.quantize
+    row = quantize(x, fmt, ends=ends) if uses.rowwise else None
+    column = quantize(x, fmt, columnwise=True, ends=ends) if uses.columnwise else None
+    return _operand(row, column, uses)
+
+
+def dequantize_by_formulas(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Dequantize by ``quantization.dequantize``, whatever the device."""
+    matrix.check_sizes()
+    return quantization.dequantize(matrix, dtype)
+
+
+def _empty_values(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    return matrix.data.new_empty(matrix.shape, dtype=dtype)
+
+
+def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> None:
+    """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
+    check_ends(x, fmt, ends)
+    if uses.rowwise:
+        check_input(x, fmt, False)
+    if uses.columnwise:
+        check_input(x, fmt, True)
+
+
+def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
+    """An implementation as functions of what the ops take, with the format as constants."""
+
+    def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        *constants, rowwise, columnwise = rest
+        fmt, uses = NumberFormat.from_constants(*constants), Uses(rowwise, columnwise)
+        _check(x, ends, fmt, uses)
+        made = implementation.quantize(x, ends, fmt, uses)
+        tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
+        return tuple([x.new_empty(0) if t is None else t for t in tensors])
+
+    def dequantize(
+        data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+    ) -> Tensor:
+        *constants, columnwise, dtype = rest
+        fmt = NumberFormat.from_constants(*constants)
+        matrix = QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
+        return implementation.dequantize(matrix, dtype)
+
+    return {"quantize": quantize, "dequantize": dequantize}
+
+
+_implementations: dict[str, Implementation] = {}  # one a dispatch key
+
+
+def implement(key: str, implementation: Implementation) -> None:
+    """Run the ops by ``implementation`` for a dispatch key, such as ``"CUDA"``."""
+    for name, function in _ops_of(implementation).items():
+        _library.impl(name, function, key)
+    _implementations[key] = implementation
+
+
+implement("CompositeExplicitAutograd", Implementation(quantize_by_formulas, dequantize_by_formulas))
+for _name, _fake in _ops_of(Implementation(empty, _empty_values)).items():
+    torch.library.register_fake(f"fusible::{_name}", _fake, lib=_library)
+
+
+def encode(
+    x: Tensor, fmt: NumberFormat, *, rowwise: bool, columnwise: bool, ends: Tensor | None = None
+) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
+    """Quantize ``x`` for row-wise and column-wise use, in one launch where a kernel can.
+
+    A format with a scale for whole matrices takes two launches, the first for their largest
+    magnitudes. One whose blocks have no direction is quantized once, returned for both uses. No
+    gradient passes: what the gradient of a quantized product is, its op decides.
+    """
+    made = quantize_for(x, fmt, Uses(rowwise, columnwise), ends)
+    return made.row, made.column
+
+
+def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None = None) -> Operand:
+    """`encode`, and `decode` of that to ``compute_dtype``: called directly, in the same launch.
+
+    A quantized matrix that only its values are wanted of is then not written.
+    """
+    x = x.detach()
+    if fmt.directional:
+        return _quantize_for(x, fmt, uses, ends)
+    once = Uses(uses.row or uses.column, False, uses.row_values or uses.column_values)
+    matrix, _, values, _ = _quantize_for(x, fmt, once, ends)
+    return Operand(
+        matrix if uses.row else None,
+        matrix if uses.column else None,
+        values if uses.row_values else None,
+        values if uses.column_values else None,
+    )
+
+
+def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None) -> Operand:
+    if is_direct(x):
+        _check(x, ends, fmt, uses)
+        return _implementations["CUDA"].quantize(x, ends, fmt, uses)
+    op = torch.ops.fusible.quantize.default
+    tensors = op(x, ends, *fmt.as_constants(), uses.rowwise, uses.columnwise)
+    row, column = (
+        QuantizedMatrix(
+            tensors[at],
+            tensors[at + 1],
+            tensors[at + 2] if fmt.has_tensor_scale else None,
+            fmt,
+            columnwise,
+            ends,
+        )
+        for at, columnwise in ((0, False), (3, fmt.directional))
+    )
+    return _operand(row, column, uses)
+
+
+def _operand(row: QuantizedMatrix | None, column: QuantizedMatrix | None, uses: Uses) -> Operand:
+    """What is wanted, from the quantized matrix for each use that there is."""
+
+    def values(matrix: QuantizedMatrix | None) -> Tensor:
+        assert matrix is not None
+        return decode(matrix, compute_dtype(matrix.data.device))
+
+    return Operand(
+        row if uses.row else None,
+        column if uses.column else None,
+        values(row) if uses.row_values else None,
+        values(column) if uses.column_values else None,
+    )
+
+
+def decode(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of ``matrix``, as ``quantization.dequantize``; in one launch if it can."""
+    matrix.check_dtypes()
+    if is_direct(matrix.data):
+        return _implementations["CUDA"].dequantize(matrix, dtype)
+    data, scale, tensor_scale, fmt, columnwise, ends = matrix
+    dequantize = torch.ops.fusible.dequantize.default
+    return dequantize(data, scale, tensor_scale, ends, *fmt.as_constants(), columnwise, dtype)
