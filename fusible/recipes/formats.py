@@ -74,6 +74,8 @@ class NumberFormat:
                 f"block of {self.name} must be None, (1, n) or (n, n) for a power of two n, "
                 f"got {self.block}"
             )
+        if self.block is None and self.has_tensor_scale:
+            raise ValueError(f"a scale on top needs blocks, got {self}; use an FP32 scale")
         if not 0 <= self.amax_epsilon < math.inf:
             raise ValueError(f"amax_epsilon must be finite and not negative, got {self}")
 

@@ -25,7 +25,7 @@ from fusible.recipes.matrix import Operand, Uses
 from fusible.recipes.quantize_ops import decode, quantize_for
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor import WrapperTensor
 
 Product = Literal["forward", "dgrad", "wgrad"]
 
@@ -87,13 +87,12 @@ def encode_operand(
             f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
     rowwise, columnwise = _uses(role, products)
-    made = Operand(
-        x.encoded() if rowwise else None, x.encoded(columnwise=True) if columnwise else None
-    )
-    for matrix in made[:2]:
+    row = x.encoded() if rowwise else None
+    column = x.encoded(columnwise=True) if columnwise else None
+    for matrix in (row, column):
         if matrix is not None:
             matrix.check_sizes()
-    return made
+    return Operand(row, column)
 
 
 def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,12 +120,9 @@ def from_columnwise(saved: Sequence[Tensor | None], fmt: NumberFormat | None) ->
     return Operand.from_saved(saved, fmt)
 
 
-_QUANTIZED = GroupedTensor, QuantizedTensor
-
-
-def is_quantized(x: Tensor) -> TypeGuard[GroupedTensor | QuantizedTensor]:
+def is_quantized(x: Tensor) -> TypeGuard[WrapperTensor]:
     """Tell whether ``x`` is one of the tensors of this package, which ops take apart."""
-    return isinstance(x, _QUANTIZED)
+    return isinstance(x, WrapperTensor)
 
 
 def values(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec
+from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec, serves
 from fusible.kernels.runtime.gpu import architecture, capability, has_cutlass
 from fusible.kernels.runtime.launch import aligned, call, compile_kernel, launch, load_kernel
 from fusible.recipes.formats import NumberFormat
@@ -80,7 +80,7 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
 
 
 def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
-    if not any(uses) or not takes(x, x.dtype, ends):
+    if not (any(uses) and serves(fmt) and takes(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses)
     x = _loadable(x)
     made = empty(x, ends, fmt, uses)
@@ -143,7 +143,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     matrix.check_sizes()
     data, scale, tensor_scale, fmt, columnwise, ends = matrix
     *lead, rows, columns = matrix.shape
-    if columns % 8 or not takes(data, dtype, ends):
+    if columns % 8 or not (serves(fmt) and takes(data, dtype, ends)):
         return dequantize_by_formulas(matrix, dtype)
     data, scale = aligned(data), aligned(scale)
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()

@@ -25,6 +25,19 @@ _ENCODED_WORDS = 128  # registers that hold a thread's part of the input
 _DECODED_ROWS = 16
 
 
+def serves(fmt: NumberFormat) -> bool:
+    """Whether the kernels are made for the blocks and scales of a format, by its row alone.
+
+    Whole matrices have FP32 scales. Other blocks fill the rows that a thread decodes, and no more
+    than a warp stands side by side; square ones have no scale on top.
+    """
+    if fmt.block is None:
+        return fmt.scale_dtype == torch.float32
+    along = fmt.block[1]
+    fits = _DECODED_ROWS <= along <= THREADS // fmt.element.per_byte
+    return fits and (fmt.directional or not fmt.has_tensor_scale)
+
+
 class EncodeSpec(NamedTuple):
     """A kernel from high precision to ``format``; blocks without direction are row-wise only."""
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fusible.kernels import grouped
 from fusible.kernels.sm100 import limits
+from fusible.recipes.formats import E2M1, E4M3
 
-FP4 = torch.uint8  # two numbers a byte; torch.float4_e2m1fn_x2 at the kernel itself
-FP8 = torch.float8_e4m3fn
-_SCALES = {FP8: torch.float8_e8m0fnu, FP4: torch.float8_e4m3fn}
-VECTOR = {FP8: 32, FP4: 16}
+FP4 = E2M1.dtype  # two numbers a byte; torch.float4_e2m1fn_x2 at the kernel itself
+FP8 = E4M3.dtype
+_SCALES = {fmt.element.dtype: fmt.scale_dtype for fmt in limits.QUANTIZED}
+VECTOR = {fmt.element.dtype: fmt.block[1] for fmt in limits.QUANTIZED if fmt.block}
 """How many numbers share a scale."""
 
 

@@ -1,5 +1,7 @@
 """What the SM100 kernels take, as plain data: rules read it, and the ops' checks are made of it."""
 
+from fusible.recipes.formats import mxfp8, nvfp4
+
 # Blackwell's data-centre GPUs. 107 is Rubin; 101 was Thor until CUDA 13, which calls it 110.
 ARCHITECTURES = (100, 103)
 GROUP_ROWS = 256  # groups are whole tiles of the kernels, whose stores are not clipped at their end
@@ -10,4 +12,5 @@ MAX_GROUPS = 1024
 DTYPE = "bfloat16"  # of what is not quantized
 # With BF16 operands the clamped GeGLU has these constants baked in: limit and alpha.
 BF16_GEGLU = (7.0, 1.702)
-FORMATS = ("none", "mxfp8_e4m3", "nvfp4")
+QUANTIZED = (mxfp8(), nvfp4())
+FORMATS = ("none", *[fmt.name for fmt in QUANTIZED])

@@ -20,15 +20,16 @@ from fusible.kernels.quantize.launch import largest_magnitudes, takes
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import compile_kernel, launch
 from fusible.kernels.runtime.library import define
+from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes import quantization
-from fusible.recipes.formats import NumberFormat, mxfp8, nvfp4
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import encode
 
-FORMATS = {fmt.name: fmt for fmt in (mxfp8(), nvfp4())}
+FORMATS = {fmt.name: fmt for fmt in limits.QUANTIZED}
 
 
 class Pieces(NamedTuple):

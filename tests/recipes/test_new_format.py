@@ -1,0 +1,107 @@
+"""A format that is only a row: everything that knows its element and its kind of scale works."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import fusible as fz
+from fusible import recipes
+from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
+from fusible.recipes.formats import E2M1, E4M3, E5M2, NumberFormat
+from fusible.recipes.quantization import dequantize, quantize
+
+ROWS = {
+    "FP8, FP32 scales": NumberFormat("e4m3_1x64", E4M3, (1, 64), "fp32"),
+    "FP8, powers of two": NumberFormat("e5m2_1x16", E5M2, (1, 16), "e8m0_up"),
+    "FP4, FP8 scales": NumberFormat("e2m1_1x32", E2M1, (1, 32), "e4m3"),
+}
+SIZES = [37, 0, 20, 5]
+each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+
+
+@dataclass(frozen=True)
+class OfRows(recipes.Recipe):
+    """One row for every operand."""
+
+    row: NumberFormat
+
+    name: ClassVar[str] = "of_rows"
+
+    def format(self, role):
+        return self.row
+
+
+def blocks_alone(x, row):
+    """The values of every block by itself, from its largest magnitude."""
+    encode, decode, scales = ENCODERS[row.element], DECODERS[row.element], SCALES[row.scale]
+    outer = divide(x.abs().amax(), row.element.max * E4M3.max) if row.has_tensor_scale else None
+
+    def values(part):
+        scale, multiplier = scales.encode(part.abs().amax(), row, outer)
+        scale = scales.decode(scale)
+        return decode(encode(part * multiplier)) * (scale if outer is None else scale * outer)
+
+    return torch.stack([torch.cat([values(p) for p in r.split(row.block[1])]) for r in x])
+
+
+@each_row
+def test_values_are_those_of_each_block_alone(row):
+    x = torch.randn(24, 128)
+    want = blocks_alone(x, row)
+    assert torch.equal(dequantize(quantize(x, row)), want)
+    assert torch.equal(dequantize(quantize(x.mT.contiguous(), row, columnwise=True)).mT, want)
+    q = recipes.Quantizer(row)(x)
+    assert torch.equal(q.dequantize(), want)
+    assert (want - x).norm() < 0.2 * x.norm()
+
+
+@each_row
+def test_a_grouped_linear_multiplies_what_the_row_holds(row):
+    op = fz.GroupedLinear(len(SIZES), 64, 128, bias=False, single_grouped_weight=True)
+    x, dy = torch.randn(sum(SIZES), 64, requires_grad=True), torch.randn(sum(SIZES), 128)
+    with fz.autocast(recipe=OfRows(row)):
+        y = op(x, torch.tensor(SIZES))
+    y.backward(dy)
+
+    def held(t, columnwise):
+        return dequantize(quantize(t.detach(), row, columnwise=columnwise))
+
+    start = 0
+    for group, size in enumerate(SIZES):
+        of = slice(start, start + size)
+        w = op.weight[group]
+        if not size:
+            assert not op.weight.grad[group].any()
+            continue
+        want = held(x[of], False) @ held(w, False).mT
+        torch.testing.assert_close(y[of], want)
+        torch.testing.assert_close(x.grad[of], held(dy[of], False) @ held(w, True))
+        want = held(dy[of], True).mT @ held(x[of], True)
+        torch.testing.assert_close(op.weight.grad[group], want)
+        start += size
+
+
+@each_row
+def test_stored_weights_and_their_checkpoint(row):
+    def build():
+        with fz.quantized_model_init(recipe=OfRows(row)):
+            return fz.Linear(128, 64, bias=False)
+
+    a, b = build(), build()
+    b.load_state_dict(a.state_dict())
+    assert b.weight.format == row
+    for name, piece in a.weight.pieces().items():
+        assert torch.equal(piece.view(torch.uint8), b.weight.pieces()[name].view(torch.uint8))
+    x = torch.randn(3, 128)
+    with fz.autocast(recipe=OfRows(row)):
+        assert torch.equal(a(x), b(x))
+
+
+@pytest.mark.parametrize("block", [(1, 48), (2, 32), (32, 16), (1, 1), (0, 0)])
+def test_blocks_that_are_none(block):
+    with pytest.raises(ValueError, match=r"block of odd must be None, \(1, n\) or \(n, n\)"):
+        NumberFormat("odd", E4M3, block, "fp32")
+    with pytest.raises(ValueError, match="a scale on top needs blocks"):
+        NumberFormat("odd", E2M1, None, "e4m3")
