@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedTensor
-from fusible.recipes.matrix import Operand, Uses
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.quantize_ops import decode, quantize_for
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
@@ -87,12 +87,17 @@ def encode_operand(
             f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
     rowwise, columnwise = _uses(role, products)
-    row = x.encoded() if rowwise else None
-    column = x.encoded(columnwise=True) if columnwise else None
-    for matrix in (row, column):
-        if matrix is not None:
-            matrix.check_sizes()
-    return Operand(row, column)
+    return Operand(
+        _checked_matrix(x, fmt, False) if rowwise else None,
+        _checked_matrix(x, fmt, True) if columnwise else None,
+    )
+
+
+def _checked_matrix(x: WrapperTensor, fmt: NumberFormat, columnwise: bool) -> QuantizedMatrix:
+    tensors = x.tensors_of(columnwise=columnwise)
+    matrix = QuantizedMatrix(*tensors, fmt, columnwise and fmt.directional, x.ends)
+    matrix.check_sizes()
+    return matrix
 
 
 def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -64,7 +64,7 @@ class Quantizer:
             )
         for wanted, columnwise in ((self.rowwise, False), (self.columnwise, True)):
             if wanted:
-                x.encoded(columnwise=columnwise)
+                x.tensors_of(columnwise=columnwise)  # raises if there are none
         return x
 
     def __repr__(self) -> str:

@@ -77,7 +77,18 @@ class WrapperTensor(torch.Tensor):
         return self.rowwise_data is not None
 
     def encoded(self, *, columnwise: bool = False) -> QuantizedMatrix:
-        """Return data and scales for one use; ValueError if the tensor has not got it."""
+        """Return the matrix for one use; ValueError if the tensor has not got it."""
+        tensors = self.tensors_of(columnwise=columnwise)
+        assert self.format is not None
+        return QuantizedMatrix(
+            *tensors, self.format, columnwise and self.format.directional, self.ends
+        )
+
+    def tensors_of(self, *, columnwise: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return data, scale and tensor scale for one use; ValueError if they are not there.
+
+        Tensors only: all that torch.compile takes from a method of a tensor.
+        """
         if self.format is None:
             raise ValueError(
                 "a grouped tensor must be quantized to have scales, got one that is not; "
@@ -92,8 +103,7 @@ class WrapperTensor(torch.Tensor):
                 f"{use} use needs {use} data, which this {self.format.name} tensor was quantized "
                 "without; set_usage of its quantizer before quantizing"
             )
-        tensor_scale = self.columnwise_tensor_scale if own else self.tensor_scale
-        return QuantizedMatrix(data, scale, tensor_scale, self.format, own, self.ends)
+        return data, scale, self.columnwise_tensor_scale if own else self.tensor_scale
 
     def dequantize(
         self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
