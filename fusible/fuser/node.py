@@ -22,11 +22,6 @@ from fusible.fuser.wiring import CALLER
 
 ExtraOutputs = Sequence[Sequence[Tensor | None]]
 
-# torch 2.11 compiles an autograd function so that every tensor made in its forward is an output. A
-# tensor that a cast to its own dtype returned is then two outputs, and the gradient of the other
-# one, zero, reaches the backward. A view is a tensor of its own.
-_LOSES_OUTPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
 
 def run_forward(
     schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
@@ -466,10 +461,19 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``outputs``, each that is an input or an earlier output replaced by a view of it."""
+    """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
+
+    Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code
+    must not return two views of one tensor, since it takes the gradient of that tensor for theirs,
+    nor the same tensor twice. It gets copies of such, and of other outputs aliases that are no
+    views for autograd: torch 2.11 makes each tensor of the forward an output of the function, of
+    which one that a cast to its own dtype returned would be two, one of them without a gradient.
+    """
+    compiling = torch.compiler.is_compiling()
     distinct: list[Tensor] = []
-    twice = _LOSES_OUTPUTS and torch.compiler.is_compiling()
-    for t in outputs:
-        known = any([t is other for other in inputs]) or any([t is other for other in distinct])
-        distinct.append(t.view_as(t) if known or twice else t)
+    for i, t in enumerate(outputs):
+        if any([t is other for other in (*inputs, *outputs[:i])]):
+            distinct.append(t.clone() if compiling else t.view_as(t))
+        else:
+            distinct.append(torch.ops.aten._unsafe_view(t, t.shape) if compiling else t)
     return distinct

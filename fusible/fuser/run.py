@@ -155,11 +155,14 @@ class Run:
     ) -> Any:
         given: tuple[Tensor, ...] = (*inputs, *[p for of_op in params for p in of_op])
         counts = tuple([len(of_op) for of_op in params])
-        key = self._key(inputs, given[len(inputs) :], counts, recipe)
+        of_ops = given[len(inputs) :]
+        key = self._key(inputs, of_ops, counts, recipe)
         tracing = torch.compiler.is_compiling()
         if kwargs is not None and not tracing:
             check_buffers(self.ops, inputs, kwargs, self.ops)
         if tracing:
+            if of_ops or self.has_user_ops:
+                _fix_features(inputs)
             constants = None if recipe is None else recipe.as_constants()
             schedule = getattr(self._traced, self._trace_schedule(constants, key[1:]))
         elif _observation.schedule_for is not None:
@@ -203,7 +206,7 @@ class Run:
         recipe: Recipe | None,
     ) -> Any:
         """Run the parts of a schedule, each with a plan of its own."""
-        x, *held = inputs
+        x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
         for run, ops, places, copied, outputs in schedule.parts:
             if self._written and not torch.compiler.is_compiling():
                 self._check_written(ops, inputs, held)
@@ -532,6 +535,16 @@ def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
     ids = list(map(id, tensors))
     return tuple(map(ids.index, ids))
+
+
+def _fix_features(inputs: Sequence[Tensor]) -> None:
+    """Make the last sizes constants where they are traced, which ops compare with their own.
+
+    torch 2.11 cannot trace an autograd function in which a symbolic size becomes a constant.
+    """
+    for t in inputs:
+        if t.dim() > 1:
+            operator.index(t.shape[-1])
 
 
 def _slices(start: int, counts: Iterable[int]) -> tuple[slice, ...]:

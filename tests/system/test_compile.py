@@ -94,6 +94,122 @@ def test_every_op(make, dynamic):
         torch.testing.assert_close(compiled(*inputs), op(*inputs))
 
 
+class Reverses(fz.BasicOperation):
+    """Its output is its input; its gradient is not that of its output."""
+
+    def op_forward(self, ctx, input_, **_):
+        return input_
+
+    def op_backward(self, ctx, grad_output):
+        return -grad_output, ()
+
+
+class Halves(fz.BasicOperation):
+    """Two views of one tensor."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        left, right = (2 * input_).chunk(2, -1)
+        return left, [(right,)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        right = basic_op_grad_extra_outputs[0][0]
+        return torch.cat([2 * grad_output, 2 * right], -1), [()], [()]
+
+
+class Casts(fz.BasicOperation):
+    def op_forward(self, ctx, input_, **_):
+        y = 2 * input_
+        return y.to(y.dtype)
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+class OutputsAndViews(torch.nn.Module):
+    """What a run is given and returns, and views of them all."""
+
+    def __init__(self, earlier, run):
+        super().__init__()
+        self.earlier, self.run = earlier, fz.Sequential(run)
+
+    def forward(self, x):
+        x = self.earlier(x)
+        outs = self.run(x)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return x.view(-1), x, *outs, *[t.reshape(-1) for t in outs]
+
+
+@pytest.mark.parametrize("earlier", [torch.nn.Identity, torch.nn.Tanh, fz.ReLU, Reverses])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(fz.Identity, fz.MakeExtraOutput, fz.GELU, Reverses, Halves, Casts),
+        lambda: fz.Sequential(fz.GELU(), fz.MakeExtraOutput(), Reverses()),
+    ],
+)
+def test_outputs_with_views_of_them(make, earlier):
+    block, x = OutputsAndViews(earlier(), make()), torch.randn(10, 8, requires_grad=True)
+    check(torch.compile(block, backend="aot_eager", fullgraph=True), block, (x,))
+
+
+def test_inductor_returns_no_tensor_twice():
+    """It would take the gradients of both for those of the last."""
+    run = fz.Sequential(Reverses(), fz.MakeExtraOutput(), Reverses())
+    block, x = OutputsAndViews(torch.nn.Tanh(), run), torch.randn(10, 8, requires_grad=True)
+    check(torch.compile(block, fullgraph=True), block, (x,))
+
+
+DYNAMIC = {
+    "activation, linear": lambda: fz.Sequential(fz.GELU(), fz.Linear(8, 6)),
+    "sum, linear": lambda: fz.Sequential(fz.AddExtraInput(), fz.Linear(8, 6)),
+    "an op of a user": lambda: fz.Sequential(fz.GELU(), Eight()),
+}
+
+
+class Eight(fz.BasicOperation):
+    def op_forward(self, ctx, input_, **_):
+        assert input_.shape[-1] == 8
+        return 2 * input_
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_sizes_that_a_forward_makes_constants(name):
+    module = DYNAMIC[name]()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (10, 12):
+        inputs = [
+            torch.randn(rows, 8, requires_grad=True) for _ in range(1 + module.num_extra_inputs)
+        ]
+        check(compiled, module, inputs)
+
+
+@pytest.mark.parametrize("target", ["sm90", "cpu"])
+def test_experts_with_dynamic_sizes(target):
+    options = {"dtype": torch.bfloat16, "single_grouped_weight": True}
+    experts = fz.Sequential(
+        fz.Dispatch(4),
+        fz.GroupedLinear(4, 64, 128, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 64, 64, **options),
+        fz.Combine(),
+    )
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True, dynamic=True)
+    with assume_target(target):
+        for rows in (10, 12):
+            x = torch.randn(rows, 64).bfloat16().requires_grad_()
+            scores, ids = (
+                torch.rand(rows, 2).requires_grad_(),
+                torch.arange(2 * rows).view(-1, 2) % 5,
+            )
+            check(compiled, experts, (x, scores, ids - 1))
+        assert experts.plan.fired == (("moe_experts_sm90",) if target == "sm90" else ())
+
+
 @pytest.mark.parametrize("name", ["fused", "split by ordinary modules"])
 def test_rows_of_three_dimensions(name):
     op = OPS[name]()
