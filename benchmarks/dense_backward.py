@@ -19,8 +19,8 @@ from rules import microseconds
 
 import fusible  # noqa: F401 - registers the kernels
 from fusible import formulas
+from fusible.activations import UNARY
 from fusible.kernels import dense
-from fusible.kernels.dense import definitions
 
 SHAPES = [(256, 1024), (4096, 4096), (16384, 2048), (16384, 5120), (32768, 8192)]
 
@@ -34,7 +34,7 @@ def cases(rows: int, features: int) -> dict[str, dict[str, Callable[[], Any]]]:
 
     def apart(name: str) -> Callable[[], Any]:
         def call() -> Any:
-            dx = definitions.ACTIVATIONS[name].backward(dy, x)
+            dx = UNARY[name].backward(dy, x)
             return dx, dx.sum(0)
 
         return call

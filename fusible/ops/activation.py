@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fusible import formulas
-from fusible.arguments import check_bools, check_numbers
-from fusible.formulas import Unary
+from fusible.activations import GATED, UNARY
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.ops.checks import check_interleaved, check_sizes
@@ -86,23 +84,27 @@ def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return encoded.data.view(x.shape), encoded.scale
 
 
+_UNPRINTED = ("activation", "geglu")
+
+
 def options_of(op: BasicOperation) -> str:
     """The options of an op but for what is off."""
-    values = {name: getattr(op, name) for name in op.fact_names if name != "geglu"}
+    values = {name: getattr(op, name) for name in op.fact_names if name not in _UNPRINTED}
     on = {name: value for name, value in values.items() if value not in (None, False)}
     return ", ".join(f"{name}={value}" for name, value in on.items())
 
 
 class _Unary(_Activation):
-    function: ClassVar[Unary]
+    activation: ClassVar[str]
+    """The name of its row in :data:`fusible.activations.UNARY`."""
 
     def formula(self, input_: Tensor) -> Tensor:
-        """``function`` of each element."""
-        return self.function.value(input_)
+        """The function of each element."""
+        return UNARY[self.activation].value(input_)
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """``dy`` times the slope of ``function``."""
-        return self.function.backward(dy, x)
+        """``dy`` times the slope of the function."""
+        return UNARY[self.activation].backward(dy, x)
 
 
 class GELU(_Unary):
@@ -118,37 +120,83 @@ class GELU(_Unary):
         ValueError: in a call, x has a dtype that ops do not compute in.
     """
 
-    function = formulas.GELU
+    activation = "gelu"
 
 
 class QGELU(_Unary):
     """``x sigmoid(1.702 x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
-    function = formulas.QGELU
+    activation = "qgelu"
 
 
 class ReLU(_Unary):
     """``max(x, 0)`` for x ``[...]``. All else as in :class:`GELU`."""
 
-    function = formulas.RELU
+    activation = "relu"
 
 
 class SReLU(_Unary):
     """``max(x, 0)^2`` for x ``[...]``. Source: arXiv 2109.08668. All else as in :class:`GELU`."""
 
-    function = formulas.SRELU
+    activation = "srelu"
 
 
 class SiLU(_Unary):
     """``x sigmoid(x)`` for x ``[...]``. All else as in :class:`GELU`."""
 
-    function = formulas.SILU
+    activation = "silu"
 
 
 # --- gated ----------------------------------------------------------------------------------------
 
 
-class _GLU(_Activation):
+class GatedOp(BasicOperation):
+    """A gated linear unit, with the options of its row as attributes."""
+
+    activation: ClassVar[str]
+    """The name of its row in :data:`fusible.activations.GATED`."""
+    glu_interleave_size: int | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the row's name and its options facts."""
+        super().__init_subclass__(**kwargs)
+        if "activation" in vars(cls):
+            options = [option.attribute for option in GATED[cls.activation].options]
+            cls.fact_names = (*cls.fact_names, "activation", *options)
+
+    def set_interleave(self, size: int | None) -> None:
+        """Check and set the layout of its input."""
+        if size is not None:
+            check_sizes(type(self).__name__, glu_interleave_size=size)
+        self.glu_interleave_size = size
+
+    def set_options(self, **options: float) -> None:
+        """Check and set the constants of its formula, by attribute."""
+        for option in GATED[self.activation].options:
+            option.check(type(self).__name__, options[option.attribute])
+            setattr(self, option.attribute, options[option.attribute])
+
+    def glu(self) -> GLUMath:
+        """The formula, its backward, and the keyword arguments of both."""
+        row = GATED[self.activation]
+        options = {option.keyword: getattr(self, option.attribute) for option in row.options}
+        return row.forward, row.backward, options
+
+    def gated(self, x: Tensor, scales: Tensor | None) -> Tensor:
+        """The gated unit, times one scale per row if there are any."""
+        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
+        formula, _, options = self.glu()
+        return formula(x, scales, self.glu_interleave_size, **options)
+
+    def gated_grads(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales."""
+        _, backward, options = self.glu()
+        return backward(dy, x, scales, self.glu_interleave_size, **options)
+
+
+class _GLU(_Activation, GatedOp):
     """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
@@ -158,58 +206,50 @@ class _GLU(_Activation):
     """
 
     fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input", "glu_interleave_size")
-    gate: ClassVar[Unary]
 
     def __init__(
         self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input)
-        self.glu_interleave_size = checked_interleave(glu_interleave_size, type(self).__name__)
-
-    def glu(self) -> GLUMath:
-        """The formula, its backward, and the keyword arguments of both."""
-        return formulas.gated, formulas.gated_backward, {"gate": self.gate}
+        self.set_interleave(glu_interleave_size)
 
     def formula(self, input_: Tensor) -> Tensor:
         """The gated unit."""
-        check_interleaved(input_, self.glu_interleave_size, type(self).__name__)
-        formula, _, options = self.glu()
-        return formula(input_, None, self.glu_interleave_size, **options)
+        return self.gated(input_, None)
 
     def grad(self, dy: Tensor, x: Tensor) -> Tensor:
         """Its gradient."""
-        _, backward, options = self.glu()
-        return backward(dy, x, None, self.glu_interleave_size, **options)[0]
+        return self.gated_grads(dy, x, None)[0]
 
 
 class GLU(_GLU):
     """``sigmoid(gate) * linear``. All else as in :class:`SwiGLU`."""
 
-    gate = formulas.SIGMOID
+    activation = "glu"
 
 
 class GEGLU(_GLU):
     """``gelu(gate) * linear``. All else as in :class:`SwiGLU`."""
 
-    gate = formulas.GELU
+    activation = "geglu"
 
 
 class QGEGLU(_GLU):
     """``gate sigmoid(1.702 gate) * linear``. All else as in :class:`SwiGLU`."""
 
-    gate = formulas.QGELU
+    activation = "qgeglu"
 
 
 class ReGLU(_GLU):
     """``max(gate, 0) * linear``. All else as in :class:`SwiGLU`."""
 
-    gate = formulas.RELU
+    activation = "reglu"
 
 
 class SReGLU(_GLU):
     """``max(gate, 0)^2 * linear``. All else as in :class:`SwiGLU`."""
 
-    gate = formulas.SRELU
+    activation = "sreglu"
 
 
 class SwiGLU(_GLU):
@@ -228,44 +268,10 @@ class SwiGLU(_GLU):
             has a dtype that ops do not compute in.
     """
 
-    gate = formulas.SILU
+    activation = "swiglu"
 
 
-class Clamped:
-    """The parameters of ``formulas.clamped_qgeglu``."""
-
-    def _set_clamps(self, limit: float, alpha: float, glu_linear_offset: float) -> None:
-        who = type(self).__name__
-        check_numbers(who, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
-        if not limit > 0:
-            raise ValueError(f"limit of {who} must be positive, got {limit}")
-        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
-
-    def glu(self) -> GLUMath:
-        """The formula, its backward, the clamps and the rest."""
-        options = {"limit": self.limit, "alpha": self.alpha, "offset": self.glu_linear_offset}
-        return formulas.clamped_qgeglu, formulas.clamped_qgeglu_backward, options
-
-
-class SoftCapped:
-    """The parameters of ``formulas.situglu``."""
-
-    def _set_caps(self, beta1: float, beta2: float) -> None:
-        check_numbers(type(self).__name__, beta1=beta1, beta2=beta2)
-        for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not (math.isfinite(beta) and beta > 0):
-                raise ValueError(
-                    f"{name} of {type(self).__name__} must be finite and positive, got {beta}"
-                )
-        self.beta1, self.beta2 = beta1, beta2
-
-    def glu(self) -> GLUMath:
-        """The formula, its backward, the caps."""
-        options = {"beta1": self.beta1, "beta2": self.beta2}
-        return formulas.situglu, formulas.situglu_backward, options
-
-
-class ClampedSwiGLU(Clamped, _GLU):
+class ClampedSwiGLU(_GLU):
     """``g sigmoid(alpha g) (l + glu_linear_offset)``, clamped, as in GPT-OSS.
 
     ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
@@ -278,7 +284,10 @@ class ClampedSwiGLU(Clamped, _GLU):
         cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
     """
 
-    fact_names = (*_GLU.fact_names, "limit", "alpha", "glu_linear_offset")
+    activation = "clamped_qgeglu"
+    limit: float
+    alpha: float
+    glu_linear_offset: float
 
     def __init__(
         self,
@@ -290,10 +299,10 @@ class ClampedSwiGLU(Clamped, _GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self._set_clamps(limit, alpha, glu_linear_offset)
+        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
 
-class SiTUGLU(SoftCapped, _GLU):
+class SiTUGLU(_GLU):
     """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2)``, as in Kimi K3.
 
     Saves ``(x,)`` and ``ctx.dtype``.
@@ -304,7 +313,9 @@ class SiTUGLU(SoftCapped, _GLU):
         cache_quantized_input, glu_interleave_size: as in :class:`SwiGLU`.
     """
 
-    fact_names = (*_GLU.fact_names, "beta1", "beta2")
+    activation = "situglu"
+    beta1: float
+    beta2: float
 
     def __init__(
         self,
@@ -315,11 +326,4 @@ class SiTUGLU(SoftCapped, _GLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input, glu_interleave_size)
-        self._set_caps(beta1, beta2)
-
-
-def checked_interleave(size: int | None, who: str) -> int | None:
-    """A ``glu_interleave_size``; ValueError if it is under 1."""
-    if size is not None:
-        check_sizes(who, glu_interleave_size=size)
-    return size
+        self.set_options(beta1=beta1, beta2=beta2)

@@ -12,8 +12,8 @@ from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
-from fusible.ops.activation import Clamped, GLUMath, SoftCapped, checked_interleave, options_of
-from fusible.ops.checks import check_interleaved, check_row_scales
+from fusible.ops.activation import GatedOp, options_of
+from fusible.ops.checks import check_row_scales
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
 from fusible.ops.op import BasicOperation
 
@@ -116,7 +116,7 @@ class ScaledSReLU(_Scaled):
         )
 
 
-class _ScaledGLU(_Scaled):
+class ScaledGLU(_Scaled, GatedOp):
     """A gated activation times one scale per row."""
 
     fact_names: ClassVar[tuple[str, ...]] = ("glu_interleave_size", "geglu")
@@ -132,30 +132,23 @@ class _ScaledGLU(_Scaled):
                 f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "
                 "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
             )
-        self.glu_interleave_size = checked_interleave(glu_interleave_size, who)
+        self.set_interleave(glu_interleave_size)
 
     @property
     def geglu(self) -> tuple[float, float] | None:
         """Limit and slope of a clamped GeGLU, None of another activation."""
         return None
 
-    def glu(self) -> GLUMath:
-        """The formula, its backward, and the keyword arguments of both."""
-        raise TypeError(f"{type(self).__name__} must define glu")
-
     def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
         """The formula."""
-        check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        formula, _, options = self.glu()
-        return formula(x, scales, self.glu_interleave_size, **options)
+        return self.gated(x, scales)
 
     def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
         """Its gradients."""
-        _, backward, options = self.glu()
-        return backward(dy, x, scales, self.glu_interleave_size, **options)
+        return self.gated_grads(dy, x, scales)
 
 
-class ScaledSwiGLU(_ScaledGLU):
+class ScaledSwiGLU(ScaledGLU):
     """``silu(gate) * linear * scales[row]`` for x ``[..., 2F]``, gate first.
 
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
@@ -170,12 +163,10 @@ class ScaledSwiGLU(_ScaledGLU):
             or ``scales`` are not one floating value for each row, beside it.
     """
 
-    def glu(self) -> GLUMath:
-        """The formula, its backward, no options."""
-        return formulas.swiglu, formulas.swiglu_backward, {}
+    activation = "swiglu"
 
 
-class ScaledClampedQGeGLU(Clamped, _ScaledGLU):
+class ScaledClampedQGeGLU(ScaledGLU):
     """``g sigmoid(alpha g) (l + glu_linear_offset) * scales[row]``, clamped, as in GPT-OSS.
 
     ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)`` for x ``[..., 2F]``, gate
@@ -189,7 +180,10 @@ class ScaledClampedQGeGLU(Clamped, _ScaledGLU):
         activation_recompute_in_mlp: must be False.
     """
 
-    fact_names = ("glu_interleave_size", "geglu", "limit", "alpha", "glu_linear_offset")
+    activation = "clamped_qgeglu"
+    limit: float
+    alpha: float
+    glu_linear_offset: float
 
     def __init__(
         self,
@@ -203,7 +197,7 @@ class ScaledClampedQGeGLU(Clamped, _ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self._set_clamps(limit, alpha, glu_linear_offset)
+        self.set_options(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
     @property
     def geglu(self) -> tuple[float, float]:
@@ -211,7 +205,7 @@ class ScaledClampedQGeGLU(Clamped, _ScaledGLU):
         return self.limit, self.alpha
 
 
-class ScaledSiTUGLU(SoftCapped, _ScaledGLU):
+class ScaledSiTUGLU(ScaledGLU):
     """``beta1 tanh(gate / beta1) sigmoid(gate) * beta2 tanh(linear / beta2) * scales[row]``.
 
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
@@ -222,7 +216,9 @@ class ScaledSiTUGLU(SoftCapped, _ScaledGLU):
         beta1, beta2: as in :class:`SiTUGLU`.
     """
 
-    fact_names = ("glu_interleave_size", "beta1", "beta2")
+    activation = "situglu"
+    beta1: float
+    beta2: float
 
     def __init__(
         self,
@@ -235,4 +231,4 @@ class ScaledSiTUGLU(SoftCapped, _ScaledGLU):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        self._set_caps(beta1, beta2)
+        self.set_options(beta1=beta1, beta2=beta2)

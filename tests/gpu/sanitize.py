@@ -13,8 +13,9 @@ import torch
 
 import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
 from fusible import formulas
+from fusible.activations import UNARY
 from fusible.kernels import sm90
-from fusible.kernels.dense import activation_bias_backward, definitions, rms_norm_backward
+from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import ops, tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -95,7 +96,7 @@ def rows() -> None:
 def dense() -> None:
     """`fusible.kernels.dense`."""
     dy, x, gain = random(129, 264), random(129, 264), random(264, dtype=torch.float32)
-    for activation in definitions.ACTIVATIONS:
+    for activation in UNARY:
         activation_bias_backward(dy, x, activation)
     _, rstd = formulas.rms_norm(x, gain, 1e-5)
     for addend in (None, dy):

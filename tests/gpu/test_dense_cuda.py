@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import fusible as fz
 from fusible import formulas
+from fusible.activations import UNARY
 from fusible.kernels import dense
 from fusible.kernels.dense import definitions, launch
 from fusible.kernels.dense.spec import MAX_FEATURES
@@ -23,7 +24,7 @@ def tensors(count, *shape, dtype, scale=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [8, 248, 264, 4096])
-@pytest.mark.parametrize("activation", definitions.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNARY)
 def test_activation_bias(activation, columns, dtype):
     for rows in ROWS:
         dy, x = tensors(2, rows, columns, dtype=dtype, scale=2.0)
@@ -39,13 +40,13 @@ def test_activation_bias(activation, columns, dtype):
         assert torch.equal(again[1], dbias)
 
 
-@pytest.mark.parametrize("activation", definitions.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNARY)
 def test_activation_bias_of_extreme_values(activation):
     x = torch.tensor([0.0, -0.0, 1e-30, 90.0, -90.0, 3e38, -3e38, float("nan")], device="cuda")
     x = x.bfloat16().expand(4, 8)
     dy = torch.ones_like(x)
     dx, _ = dense.activation_bias_backward(dy, x, activation)
-    want = definitions.ACTIVATIONS[activation].backward(dy.float(), x.float())
+    want = UNARY[activation].backward(dy.float(), x.float())
     finite = want.isfinite() & (x.abs() < 1e38)
     torch.testing.assert_close(dx[finite].float(), want[finite], rtol=1e-2, atol=1e-2)
     assert torch.equal(dx[:, 7].isnan(), want[:, 7].isnan())
@@ -102,7 +103,7 @@ def test_the_rule_of_activation_and_bias(make, cached, recipe):
     assert "backward_activation_bias" in seq.plan.fired
     if recipe is None and not cached:
         dh = (dy @ seq[2].weight).double()
-        exact = definitions.ACTIVATIONS[make.__name__.lower()].backward(dh, hidden.double())
+        exact = UNARY[make.__name__.lower()].backward(dh, hidden.double())
         ref.assert_accurate(seq[0].bias.grad, exact.flatten(0, 1).sum(0), 8)
         ref.assert_accurate(x.grad, exact @ seq[0].weight.double(), 8)
     else:

@@ -5,18 +5,19 @@ import torch
 from checks import assert_no_spills
 
 from fusible import formulas
+from fusible.activations import UNARY
 from fusible.kernels import dense
-from fusible.kernels.dense import definitions, launch
+from fusible.kernels.dense import launch
 from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", definitions.ACTIVATIONS)
+@pytest.mark.parametrize("activation", UNARY)
 def test_activation_bias_op(activation, dtype):
     dy, x = (torch.randn(6, 8).to(dtype) for _ in range(2))
     dx, dbias = dense.activation_bias_backward(dy, x, activation)
     exact_x = x.double().requires_grad_()
-    y = definitions.ACTIVATIONS[activation].value(exact_x)
+    y = UNARY[activation].value(exact_x)
     (want,) = torch.autograd.grad(y, exact_x, dy.double())
     torch.testing.assert_close(dx, want.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     torch.testing.assert_close(dbias, want.sum(0).float(), rtol=1e-5, atol=1e-5)
@@ -44,7 +45,7 @@ def test_strips_of_rows(shape, strip):
 
 
 KERNELS = [
-    *(("activation_bias", ActivationBias(name, "bf16")) for name in definitions.ACTIVATIONS),
+    *(("activation_bias", ActivationBias(name, "bf16")) for name in UNARY),
     ("activation_bias", ActivationBias("gelu", "f16")),
     ("rms_norm_backward", RMSNorm(8, "bf16", False)),
     ("rms_norm_backward", RMSNorm(1000, "f16", True)),

@@ -8,21 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusible import formulas
+from fusible.activations import UNARY
 from fusible.formulas import cast, math_dtype
-
-ACTIVATIONS = {
-    "gelu": formulas.GELU,
-    "qgelu": formulas.QGELU,
-    "relu": formulas.RELU,
-    "srelu": formulas.SRELU,
-    "silu": formulas.SILU,
-}
 
 
 def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``dx = dy * slope(x)`` for ``[rows, F]``, and its sum over rows, ``[F]`` in FP32."""
     wide = math_dtype(x.dtype)
-    dx = ACTIVATIONS[activation].backward(cast(dy, wide), cast(x, wide))
+    dx = UNARY[activation].backward(cast(dy, wide), cast(x, wide))
     return cast(dx, x.dtype), dx.sum(0)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible import activations
 from fusible.kernels import grouped
 from fusible.kernels.provider import provider
 from fusible.kernels.runtime.library import define
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _GLU = "str activation, float limit, float slope, float offset"
 _PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
-_FUNCTIONS = {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
 
 
 def _define(schema: str, fake: Callable[..., Any], flops: Callable[..., int]) -> Callable[..., Any]:
@@ -150,9 +150,11 @@ def _glu_arguments(
     activation: str, limit: float, slope: float, offset: float, dtype: torch.dtype, prefix: str = ""
 ) -> dict[str, Any]:
     require(
-        activation in _FUNCTIONS, f"activation must be one of {', '.join(_FUNCTIONS)}", activation
+        activation in activations.SM100,
+        f"activation must be one of {', '.join(activations.SM100)}",
+        activation,
     )
-    function = {"act_func": prefix + _FUNCTIONS[activation]}
+    function = {"act_func": prefix + activations.SM100[activation]}
     if activation == "swiglu":
         return function
     require(

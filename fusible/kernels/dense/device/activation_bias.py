@@ -8,6 +8,7 @@ their sums in FP32 registers. A warp's sums are a row of the partial sums, which
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from fusible.activations import UNARY
 from fusible.kernels import bits
 from fusible.kernels.dense.spec import VECTOR
 
@@ -45,7 +46,7 @@ def _relu(x):
     return bits.to_float(bits.select(x <= Float32(0.0), 0, bits.ONE))  # a NaN passes, as in torch
 
 
-SLOPES = {"gelu": _gelu, "silu": _silu, "qgelu": _qgelu, "srelu": _srelu, "relu": _relu}
+SLOPES = {name: globals()[f"_{name}"] for name in UNARY}
 
 
 @cute.kernel

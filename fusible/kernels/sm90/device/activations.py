@@ -6,6 +6,8 @@ gradients of gate and linear, each to be multiplied by the incoming gradient, an
 
 from cutlass import Float32, cute
 
+from fusible.activations import SM90
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -47,5 +49,5 @@ def clamped_qgeglu_backward(gate, linear, constants):
     return d_gate, d_linear, glu * shifted
 
 
-FORWARD = {"swiglu": swiglu, "clamped_qgeglu": clamped_qgeglu}
-BACKWARD = {"swiglu": swiglu_backward, "clamped_qgeglu": clamped_qgeglu_backward}
+FORWARD = {name: globals()[name] for name in SM90}
+BACKWARD = {name: globals()[f"{name}_backward"] for name in SM90}

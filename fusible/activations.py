@@ -1,0 +1,101 @@
+"""The table of activations: formula, backward, options, and which kernels have it, a row each.
+
+A new activation is a row here and a subclass of its kind in ``ops/activation.py`` (times a scale
+per row, ``ops/scaled_activation.py``). A kernel has it by a function of the row's name in its
+``device/activations.py``, which the row then says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fusible import formulas
+from fusible.arguments import check_numbers
+from fusible.formulas import Unary
+
+UNARY: dict[str, Unary] = {
+    "gelu": formulas.GELU,
+    "qgelu": formulas.QGELU,
+    "relu": formulas.RELU,
+    "srelu": formulas.SRELU,
+    "silu": formulas.SILU,
+}
+"""Functions of each element; the dense kernels' backward with a bias has them all."""
+
+
+class Option(NamedTuple):
+    """A constant of a formula: its keyword, an op's attribute, and what it must be if not any."""
+
+    keyword: str
+    attribute: str
+    must_be: str = ""
+
+    def check(self, who: str, value: float) -> None:
+        """Refuse another value.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it is not what it must be.
+        """
+        check_numbers(who, **{self.attribute: value})
+        finite = "finite" not in self.must_be or math.isfinite(value)
+        positive = "positive" not in self.must_be or value > 0
+        if not (finite and positive):
+            raise ValueError(f"{self.attribute} of {who} must be {self.must_be}, got {value}")
+
+
+class Gated(NamedTuple):
+    """A gated linear unit: ``forward(x, scales, interleave, **options)`` and its backward."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor, Tensor | None]]
+    options: tuple[Option, ...] = ()
+    sm90: bool = False
+    """Whether the SM90 kernels have it."""
+    sm100: str = ""
+    """What the cuDNN front end calls it; empty if its kernels, as they are called here, lack it."""
+
+
+def _gated_by(gate: Unary) -> Gated:
+    return Gated(
+        partial(formulas.gated, gate=gate),
+        partial(formulas.gated_backward, gate=gate),
+    )
+
+
+GATED: dict[str, Gated] = {
+    "glu": _gated_by(formulas.SIGMOID),
+    "geglu": _gated_by(formulas.GELU),
+    "qgeglu": _gated_by(formulas.QGELU),
+    "reglu": _gated_by(formulas.RELU),
+    "sreglu": _gated_by(formulas.SRELU),
+    "swiglu": Gated(formulas.swiglu, formulas.swiglu_backward, sm90=True, sm100="swiglu"),
+    "clamped_qgeglu": Gated(
+        formulas.clamped_qgeglu,
+        formulas.clamped_qgeglu_backward,
+        (
+            Option("limit", "limit", "positive"),
+            Option("alpha", "alpha"),
+            Option("offset", "glu_linear_offset"),
+        ),
+        sm90=True,
+        sm100="geglu",
+    ),
+    "situglu": Gated(
+        formulas.situglu,
+        formulas.situglu_backward,
+        (
+            Option("beta1", "beta1", "finite and positive"),
+            Option("beta2", "beta2", "finite and positive"),
+        ),
+    ),
+}
+"""Gated linear units by name."""
+
+SM90 = tuple(name for name, row in GATED.items() if row.sm90)
+SM100 = {name: row.sm100 for name, row in GATED.items() if row.sm100}
