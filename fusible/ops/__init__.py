@@ -35,9 +35,9 @@ from fusible.ops.elementary import (
 from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.ops.linear import BasicLinear, Bias, Linear
-from fusible.ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fusible.ops.norms import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
-from fusible.ops.quantize import Quantize
+from fusible.ops.quantize_op import Quantize
 from fusible.ops.router import TopKRouter
 from fusible.ops.scaled_activation import (
     ScaledClampedQGeGLU,
