@@ -111,7 +111,7 @@ def test_l2_normalize_and_its_backward():
 def test_glu_layout(interleave):
     x = torch.arange(24.0).view(2, 12)
     gate, linear = formulas.split_glu(x, interleave)
-    expected = ref.glu_halves(x, interleave)
+    expected = ref.halves(x, interleave)
     assert torch.equal(gate, expected[0])
     assert torch.equal(linear, expected[1])
     assert torch.equal(formulas.join_glu(gate, linear, interleave), x)

@@ -56,17 +56,18 @@ GATES = {
 
 
 def halves(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
-    """Gate and linear features by their positions."""
-    size = x.shape[-1]
-    block = interleave or size // 2
-    at = torch.arange(size, device=x.device) // block % 2
-    return x[..., at == 0], x[..., at == 1]
+    """Gate and linear features, found one by one from their position."""
+    features = x.shape[-1]
+    block = interleave or features // 2
+    gate = [i for i in range(features) if (i // block) % 2 == 0]
+    linear = [i for i in range(features) if (i // block) % 2 == 1]
+    return x[..., gate], x[..., linear]
 
 
 def clamped(x: Tensor, interleave=None, limit=7.0, alpha=1.702, offset=1.0) -> Tensor:
     g, up = halves(x, interleave)
-    g = torch.minimum(g, torch.full_like(g, limit))
-    up = torch.maximum(torch.minimum(up, torch.full_like(up, limit)), torch.full_like(up, -limit))
+    g = torch.where(g > limit, limit, g)
+    up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     return g * sigmoid(alpha * g) * (up + offset)
 
 
@@ -75,7 +76,7 @@ def situ(x: Tensor, interleave=None, beta1=4.0, beta2=25.0) -> Tensor:
     return beta1 * torch.tanh(g / beta1) * sigmoid(g) * beta2 * torch.tanh(up / beta2)
 
 
-def gated(x: Tensor, gate: Callable[[Tensor], Tensor], interleave: int | None = None) -> Tensor:
+def gated(x: Tensor, interleave: int | None = None, *, gate: Callable[[Tensor], Tensor]) -> Tensor:
     g, up = halves(x, interleave)
     return gate(g) * up
 
@@ -187,7 +188,7 @@ class Noisy(nn.Module):
         return x * self.gain * torch.rand(x.shape).to(x.dtype)
 
 
-def l2_normalize(x: Tensor, eps: float) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
 
 

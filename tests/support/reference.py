@@ -2,9 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from fuzz.references import (  # noqa: F401 (for who imports this module)
+    clamped,
+    gated,
+    gelu,
+    halves,
+    l2_normalize,
+    qgelu,
+    relu,
+    sigmoid,
+    silu,
+    situ,
+    srelu,
+)
 from torch import Tensor
 
 import fusible as fz
@@ -18,54 +32,17 @@ Tensors = Iterable[Tensor] | Mapping[str, Tensor]
 # --- formulas -------------------------------------------------------------------------------------
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
-def gelu(x: Tensor) -> Tensor:
-    return x * sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
-
-
-def qgelu(x: Tensor) -> Tensor:
-    return x * sigmoid(1.702 * x)
-
-
-def relu(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x, 0)
-
-
-def srelu(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x * x, 0)
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * sigmoid(x)
-
-
 def glu(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """The gated unit of ``gate``."""
-
-    def gated(x: Tensor, interleave: int | None = None) -> Tensor:
-        g, up = glu_halves(x, interleave)
-        return gate(g) * up
-
-    return gated
+    return partial(gated, gate=gate)
 
 
-def situglu(
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    beta1: float = 4.0,
-    beta2: float = 25.0,
-) -> Tensor:
-    g, up = glu_halves(x, interleave)
-    y = beta1 * torch.tanh(g / beta1) * sigmoid(g) * beta2 * torch.tanh(up / beta2)
-    return y if scales is None else y * scales[..., None]
+def situglu(x: Tensor, scales: Tensor | None = None, *options: float, **named: float) -> Tensor:
+    return times(situ(x, *options, **named), scales)
 
 
 def scaled_srelu(x: Tensor, scales: Tensor) -> Tensor:
-    return srelu(x) * scales[..., None]
+    return times(srelu(x), scales)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -79,37 +56,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x / torch.sqrt((x**2).mean(dims, keepdim=True) + eps) * weight
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return x / torch.sqrt((x**2).sum(-1, keepdim=True) + eps)
-
-
-def glu_halves(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
-    """Gate and linear features, found one by one from their position."""
-    features = x.shape[-1]
-    block = interleave or features // 2
-    gate = [i for i in range(features) if (i // block) % 2 == 0]
-    linear = [i for i in range(features) if (i // block) % 2 == 1]
-    return x[..., gate], x[..., linear]
-
-
 def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = None) -> Tensor:
-    gate, linear = glu_halves(x, interleave)
-    y = gate * sigmoid(gate) * linear
-    return y if scales is None else y * scales[..., None]
+    return times(gated(x, interleave, gate=silu), scales)
 
 
 def clamped_qgeglu(
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
+    x: Tensor, scales: Tensor | None = None, *options: float, **named: float
 ) -> Tensor:
-    gate, linear = glu_halves(x, interleave)
-    gate = torch.where(gate > limit, limit, gate)
-    linear = torch.where(linear > limit, limit, torch.where(linear < -limit, -limit, linear))
-    y = gate * sigmoid(alpha * gate) * (linear + offset)
+    return times(clamped(x, *options, **named), scales)
+
+
+def times(y: Tensor, scales: Tensor | None) -> Tensor:
+    """``y`` times a scale of each row, if there are any."""
     return y if scales is None else y * scales[..., None]
 
 
