@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from every_op import OPS
+from every_op import MAKE, extra_inputs
 
 import fusible as fz
 from fusible import recipes
@@ -16,34 +16,7 @@ from fusible.testing import assume_target
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [BF16, FP16, FP32, FP64]
-MORE = {
-    "MakeExtraOutput": lambda f: fz.MakeExtraOutput(),
-    "Swap": lambda f: fz.Swap(),
-    "AddExtraInput, in place": lambda f: fz.AddExtraInput(in_place=True),
-    "TopKRouter": lambda f: fz.TopKRouter(f, 4, 2, load_balancing_loss=True, z_loss=True),
-    "Dispatch": lambda f: fz.Dispatch(4),
-    "Dispatch, scaled": lambda f: fz.Dispatch(4, scale_input=True),
-    "Combine": lambda f: fz.Combine(),
-    "Combine, weighted": lambda f: fz.Combine(weighted=True),
-    "GroupedLinear": lambda f: fz.GroupedLinear(3, f, 8),
-    "GroupedLinear, scaled bias": lambda f: fz.GroupedLinear(3, f, 8, scale_bias=True),
-}
-MAKE = {**{name: case.make for name, case in OPS.items()}, **MORE}
 FEATURES, ROWS = 8, 6
-
-
-def given_to(op, x, dtype):
-    """Extra inputs of ``dtype``, where it is free."""
-    by_name = {
-        "split_sizes": torch.tensor([2, 0, 4]),
-        "scales": torch.rand(ROWS, dtype=dtype),
-        "addend": torch.randn(ROWS, FEATURES, dtype=dtype),
-        "incoming": torch.randn(ROWS, FEATURES, dtype=dtype),
-        "probs": torch.rand(ROWS, 2, dtype=dtype),
-        "expert_ids": torch.randint(4, (ROWS, 2)),
-        "row_map": torch.arange(ROWS, dtype=torch.int32).view(ROWS, 1),
-    }
-    return [by_name[op.extra_input_name(slot)] for slot in range(op.num_extra_inputs)]
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -54,7 +27,7 @@ def test_ops_declare_what_they_give(name):
         op = MAKE[name](FEATURES).to(own)
         parts = op.basic_ops
         x = torch.randn(ROWS, FEATURES, dtype=dtype)
-        inputs = given_to(op, x, extra)
+        inputs = extra_inputs(op, x, extra)
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             try:
                 returned = op(x, *inputs)

@@ -3,7 +3,8 @@
 import pytest
 import reference as ref
 import torch
-from every_op import OPS, extra_inputs, randomised
+from every_op import MAKE, OPS, extra_inputs, randomised
+from fuzz import catalog
 from torch import nn
 
 import fusible as fz
@@ -11,7 +12,19 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.ops import scaled_activation
 
+COLLECTIVE = {"AllGather", "AllReduce", "AllReduceGrad", "ReduceScatter"}  # of several processes
 SHAPES = [(5, 8), (2, 3, 8), (2, 1, 3, 8)]
+
+
+def test_every_op_is_in_the_tables_of_the_tests():
+    bases = {"BasicOperation", "FusedOperation", "FusibleOperation", "Sequential"}
+    public = {
+        name
+        for name in fz.ops.__all__
+        if isinstance(kind := getattr(fz, name), type) and issubclass(kind, fz.FusibleOperation)
+    }
+    assert {type(make(8)).__name__ for make in MAKE.values()} == public - bases - COLLECTIVE
+    assert catalog.KINDS.keys() >= public - bases - COLLECTIVE
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *ref.DTYPES])

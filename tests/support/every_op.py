@@ -1,5 +1,6 @@
-"""Every basic op of one input, and the same in plain PyTorch: the table that tests go through."""
+"""Every op, most of them with the same in plain PyTorch: the table that tests go through."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,14 +97,46 @@ LINEARS = {
     "Linear, no bias": Case(lambda f: fz.Linear(f, 6, bias=False), F.linear),
 }
 OPS = {**ACTIVATIONS, **SCALED, **NORMS, **SMALL, **LINEARS}
+# With extra outputs, groups or integers; what they compute has tests of its own.
+MORE = {
+    "MakeExtraOutput": lambda f: fz.MakeExtraOutput(),
+    "Swap": lambda f: fz.Swap(),
+    "AddExtraInput, in place": lambda f: fz.AddExtraInput(in_place=True),
+    "TopKRouter": lambda f: fz.TopKRouter(f, 4, 2, load_balancing_loss=True, z_loss=True),
+    "Dispatch": lambda f: fz.Dispatch(4),
+    "Dispatch, scaled": lambda f: fz.Dispatch(4, scale_input=True),
+    "Combine": lambda f: fz.Combine(),
+    "Combine, weighted": lambda f: fz.Combine(weighted=True),
+    "GroupedLinear": lambda f: fz.GroupedLinear(3, f, 8),
+    "GroupedLinear, single": lambda f: fz.GroupedLinear(
+        4, f, 6, single_grouped_weight=True, single_grouped_bias=True
+    ),
+    "GroupedLinear, scaled bias": lambda f: fz.GroupedLinear(4, f, 6, scale_bias=True),
+}
+MAKE = {**{name: case.make for name, case in OPS.items()}, **MORE}
 
 
-def extra_inputs(op: fz.FusibleOperation, x: Tensor) -> list[Tensor]:
-    """What an op of the table takes beside ``x``."""
-    if isinstance(op, fz.AddExtraInput):
-        return [torch.randn_like(x).requires_grad_()]
-    scales = torch.rand(x.shape[:-1], dtype=x.dtype)
-    return [scales.requires_grad_() for _ in range(op.num_extra_inputs)]
+def extra_inputs(
+    op: fz.FusibleOperation, x: Tensor, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """What an op takes beside ``x``: of ``dtype``, or that of ``x``, where it is free."""
+    *rows, features = x.shape
+
+    def values(*shape: int) -> Tensor:
+        made = torch.rand(shape, dtype=dtype or x.dtype)
+        return made.requires_grad_(not getattr(op, "in_place", False))  # it writes to its addend
+
+    def given(name: str) -> Tensor:
+        if name == "split_sizes":  # one group is empty; of many rows, one is in no group
+            half = rows[0] // 2
+            return torch.tensor([half, *[0] * (op.num_groups - 2), rows[0] - half - (half > 4)])
+        if name == "row_map":
+            return torch.arange(math.prod(rows), dtype=torch.int32).view(*rows, 1)
+        if name == "expert_ids":
+            return torch.randint(4, (*rows, 2))
+        return values(*rows, *{"scales": (), "probs": (2,)}.get(name, (features,)))
+
+    return [given(op.extra_input_name(slot)) for slot in range(op.num_extra_inputs)]
 
 
 def randomised(module: nn.Module, std: float | None = 1.0) -> nn.Module:
