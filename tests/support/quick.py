@@ -1,4 +1,4 @@
-"""What ``pytest --quick`` runs: one case of every quick test, then more of them, in 90 seconds.
+"""What ``pytest --quick`` runs: a test of every file, then one case of every quick test, then more.
 
 How long a test takes is known from the last run that pytest's cache holds, so the selection keeps
 itself. A test that it does not know is taken for quick.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,7 +50,8 @@ class Quick:
         cache = getattr(config, "cache", None)
         self.known: dict[str, float] = cache.get(CACHED, {}) if cache is not None else {}
         self.workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        self.left_out: dict[str, int] = {}
+        self.left_out = Counter[str]()
+        self.late = Counter[str]()
         self.start = time.monotonic()
 
     @pytest.hookimpl(trylast=True)
@@ -85,40 +86,49 @@ class Quick:
         }
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Skip what is left on a machine that is slower than it was."""
         if time.monotonic() - self.start > SECONDS:
+            self.late[item.location[0]] += 1
             pytest.skip("left out: the time is over")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Tell the process that began this one."""
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput[OUT] = dict(self.left_out)
+            session.config.workeroutput[OUT] = [dict(self.left_out), dict(self.late)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take what a worker tells: each of them has chosen the same."""
-        self.left_out = getattr(node, "workeroutput", {}).get(OUT, self.left_out)
+        """Take what a worker tells: each has chosen the same, and was late for tests of its own."""
+        left_out, late = getattr(node, "workeroutput", {}).get(OUT, (self.left_out, {}))
+        self.left_out = Counter(left_out)
+        self.late.update(late)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say what was left out, by file."""
-        cases = sum(self.left_out.values())
-        terminalreporter.section(f"left out of the quick run: {cases} cases")
-        for file, count in sorted(self.left_out.items()):
-            terminalreporter.line(f"{file}: {count}")
+        """Say what was left out, by folder and file."""
+        cases, folders = self.left_out + self.late, defaultdict[str, list[str]](list)
+        for file, count in sorted(cases.items()):
+            folder, _, name = file.rpartition("/")
+            folders[folder].append(f"{name} {count}")
+        terminalreporter.section(f"{OUT}: {cases.total()} cases")
+        for folder, files in folders.items():
+            terminalreporter.line(f"{folder}: {', '.join(files)}")
 
 
 OUT = "left out of the quick run"
 
 
 def order(items: Iterable[pytest.Item], seconds: dict[pytest.Item, float]) -> dict[Any, Any]:
-    """First cases of quick tests, second cases and so on, then slow tests."""
-    cases, found = Counter[str](), {}
+    """First a test of each file, then first cases of quick tests, second cases, ..., slow tests."""
+    cases, found, files = Counter[str](), {}, dict[str, pytest.Item]()
     for item in items:
         test = item.nodeid.partition("[")[0]
         found[item] = seconds[item] > SLOW, cases[test], zlib.crc32(test.encode())
         cases[test] += 1
-    return found
+        quickest = files.setdefault(item.location[0], item)
+        if seconds[item] < seconds[quickest]:
+            files[item.location[0]] = item
+    return found | dict.fromkeys(files.values(), (False, -1, 0))
 
 
 def shares(item: pytest.Item) -> bool:
