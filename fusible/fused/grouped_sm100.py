@@ -8,7 +8,7 @@ kernels wrote, and the last product's rows are gathered back. Nothing waits for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fusible.ops.op import Grads
 from fusible.ops.rows import as_rows, matrix, with_rows_of
 from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import WeightGradient, add_or_copy
-from fusible.recipes.matrix import Operand
+from fusible.recipes.matrix import SAVED, Form, Operand, restored_form, saved_form
 from fusible.recipes.product import (
     Product,
     encode_operand,
@@ -98,6 +98,15 @@ def _encoded(
     return columns._replace(row=encode_operand(x, recipe, role, *others).row)
 
 
+class _Rows(NamedTuple):
+    """Rows for the two products that read them."""
+
+    row: Form | None
+    column: Form | None
+    sums: Tensor | None = None
+    """Of the rows of each group ``[E, K]``, where they were asked for."""
+
+
 def _packed(
     x: Tensor,
     ctx: OperationContext,
@@ -106,14 +115,18 @@ def _packed(
     ends: Tensor,
     places: sm100.Places,
     **options: Any,
-) -> sm100.Packed:
+) -> _Rows:
     """Rows for the products that are wanted, where they are quantized with ``options`` of that."""
     fmt = _recipe(ctx).format(role)
     if fmt is None or is_quantized(x):
-        return sm100.pack(_encoded(x, ctx, role, wanted, ends), ends, places)
-    columnwise = wanted["wgrad"]
-    rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
-    return sm100.quantize(x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **options)
+        packed, sums = sm100.pack(_encoded(x, ctx, role, wanted, ends), places), None
+    else:
+        columnwise = wanted["wgrad"]
+        rowwise = any(needed for product, needed in wanted.items() if product != "wgrad")
+        packed, sums = sm100.quantize(
+            x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **options
+        )
+    return _Rows(packed.form(False), packed.form(True), sums)
 
 
 def _packed_grad(
@@ -124,7 +137,7 @@ def _packed_grad(
     ends: Tensor,
     places: sm100.Places,
     row_scale: Tensor | None,
-) -> sm100.Packed:
+) -> _Rows:
     """The gradient of a linear's output, with that of its bias where one pass makes both."""
     if not linear.needs_bias_grads(ctx):
         return _packed(dy, ctx, "grad", wanted, ends, places)
@@ -135,7 +148,7 @@ def _packed_grad(
 def _bias_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
-    packed: sm100.Packed,
+    packed: _Rows,
     dy: Tensor,
     ends: Tensor,
     row_scale: Tensor | None,
@@ -146,68 +159,62 @@ def _bias_grads(
 
 
 def _packed_output(
-    d: sm100.Packed | sm100.Rounded,
+    d: Operand | sm100.Rounded,
     ctx: OperationContext,
     role: Role,
     wanted: dict[Product, bool],
     places: sm100.Places,
-) -> sm100.Packed:
+) -> _Rows:
     """What a kernel gave, quantized by it or to be quantized."""
-    if isinstance(d, sm100.Packed):
-        return d
+    if isinstance(d, Operand):
+        return _Rows(d.row, d.column)
     return _packed(d.rows, ctx, role, wanted, places.ends, _in_place(places), amax=d.amax)
 
 
-def _weights(
-    linear: GroupedLinear, ctx: OperationContext
-) -> tuple[sm100.PackedWeights, sm100.PackedWeights | None]:
+def _weights(linear: GroupedLinear, ctx: OperationContext) -> tuple[Sequence[Form], Sequence[Form]]:
     """The weights for the forward and, if it will be taken, the data gradient."""
-    if _recipe(ctx).format("weight") is not None:
-        return linear.encoded_weights(ctx, _quantized_weights)
-    plain = _plain_weights(linear.weights_in(ctx, ctx.dtype))
-    return plain, plain
-
-
-def _plain_weights(weights: Sequence[Tensor]) -> sm100.PackedWeights:
-    return sm100.PackedWeights([aligned(weight) for weight in weights], [])
+    if _recipe(ctx).format("weight") is None:
+        plain = [aligned(weight) for weight in linear.weights_in(ctx, ctx.dtype)]
+        return plain, plain
+    weights = linear.encoded_weights(ctx, _quantized_weights)
+    return [w.row for w in weights], [w.column for w in weights]
 
 
 def _quantized_weights(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
-) -> tuple[sm100.PackedWeights, sm100.PackedWeights | None]:
-    transposed, fmt = "dgrad" in products, recipe.format("weight")
+) -> list[Operand]:
+    fmt = recipe.format("weight")
     assert fmt is not None
     if sm100.in_one_pass(weights):
-        return sm100.quantize_weights(one_weight(weights, dtype), fmt, transposed)
-    operands = encode_weights(weights, recipe, dtype, products)
-    forward = sm100.pack_weights(operands, transposed=False)
-    return forward, sm100.pack_weights(operands, transposed=True) if transposed else None
+        return [sm100.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
+    return sm100.pack_weights(encode_weights(weights, recipe, dtype, products))
 
 
-def _flat(use: sm100.Use | None) -> tuple[Tensor | None, ...]:
-    """The three tensors of a use, to be saved."""
-    return (None, None, None) if use is None else use
+def _saved_weights(weights: Sequence[Form]) -> Sequence[Any]:
+    if not weights or isinstance(weights[0], Tensor):
+        return weights
+    return [t for weight in weights for t in saved_form(weight)]
 
 
-def _flat_weights(weights: sm100.PackedWeights | None) -> tuple[Tensor | None, ...]:
-    return () if weights is None else (weights.factors, *weights.data, *weights.scales)
+def _restored_weights(saved: Sequence[Any], ctx: OperationContext) -> list[Any]:
+    fmt = _recipe(ctx).format("weight")
+    if fmt is None:
+        return list(saved)
+    return [restored_form(saved[i : i + SAVED], fmt) for i in range(0, len(saved), SAVED)]
 
 
-def _saved_weights(saved: Sequence[Any], ctx: OperationContext) -> sm100.PackedWeights:
-    factors, *rest = saved
-    scaled = _recipe(ctx).format("weight") is not None
-    count = len(rest) // 2 if scaled else len(rest)
-    return sm100.PackedWeights(rest[:count], rest[count:], factors)
+def _restored_rows(saved: Sequence[Any], ctx: OperationContext) -> Form | None:
+    return restored_form(saved, _recipe(ctx).format("input"))
 
 
 def _product(
     linear: GroupedLinear,
     ctx: OperationContext,
-    x: sm100.Packed,
+    x: _Rows,
     places: sm100.Places,
     row_scale: Tensor | None,
     output: Tensor | None,
-) -> tuple[Tensor, sm100.PackedWeights | None]:
+) -> tuple[Tensor, Sequence[Form]]:
     """Output ``[M, N]`` of a linear, and its weights for the data gradient."""
     assert x.row is not None
     weights, transposed = _weights(linear, ctx)
@@ -226,7 +233,7 @@ def _product(
 def _data_grad(
     linear: GroupedLinear,
     ctx: OperationContext,
-    dy: sm100.Packed,
+    dy: _Rows,
     saved: Sequence[Any],
     places: sm100.Places,
     grad_output: Tensor,
@@ -236,7 +243,7 @@ def _data_grad(
         return None
     assert dy.row is not None
     buffer = as_rows(linear.grad_input_buffer(ctx))
-    dx = sm100.gemm(dy.row, _saved_weights(saved, ctx), places, transpose_w=True, out=buffer)
+    dx = sm100.gemm(dy.row, _restored_weights(saved, ctx), places, transpose_w=True, out=buffer)
     return with_rows_of(dx, grad_output)
 
 
@@ -284,8 +291,8 @@ class GroupedLinearSm100(FusedOperation):
             row_scale,
             places.ends,
             places.rows,
-            *_flat(xq.column if wgrad else None),
-            *_flat_weights(transposed if ctx.needs.input else None),
+            *saved_form(xq.column if wgrad else None),
+            *_saved_weights(transposed if ctx.needs.input else ()),
             linear.scaled_bias(ctx),
         )
         return with_rows_of(y, input_), [()]
@@ -304,8 +311,9 @@ class GroupedLinearSm100(FusedOperation):
         places = _known_places(padded, rows, dy.shape[0])
         wanted: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
         dyq = _packed_grad(linear, ctx, dy, wanted, ends, places, row_scale)
-        dx = _data_grad(linear, ctx, dyq, saved[3:], places, grad_output)
-        dweights = _weight_grads(linear, ctx, dyq.column, sm100.Use(*saved[:3]), places)
+        dx = _data_grad(linear, ctx, dyq, saved[SAVED:], places, grad_output)
+        x = _restored_rows(saved[:SAVED], ctx)
+        dweights = _weight_grads(linear, ctx, dyq.column, x, places)
         dy = values(dy)
         return (
             dx,
@@ -370,14 +378,17 @@ class GroupedMLPSm100(FusedOperation):
         if ctx2.requires_grad:
             column = xq.column if ctx1.needs.params[0] else None
             ctx1.save_for_backward(
-                ends, places.ends, places.rows, *_flat(column),
-                *_flat_weights(transposed1 if ctx1.needs.input else None),
+                ends, places.ends, places.rows, *saved_form(column),
+                *_saved_weights(transposed1 if ctx1.needs.input else ()),
             )  # fmt: skip
             ctx_act.save_for_backward(c, prob)
             ctx_act.dtype = scales.dtype
             column = hidden.column if ctx2.needs.params[0] else None
             ctx2.save_for_backward(
-                row_scale, *_flat(column), *_flat_weights(transposed2), fc2.scaled_bias(ctx2)
+                row_scale,
+                *saved_form(column),
+                *_saved_weights(transposed2 if ctx2.needs.input else ()),
+                fc2.scaled_bias(ctx2),
             )
         return with_rows_of(y, input_), [(), (), ()]
 
@@ -403,7 +414,7 @@ class GroupedMLPSm100(FusedOperation):
         assert dyq.row is not None
         d, dscales, dbias = sm100.dglu(
             dyq.row,
-            _saved_weights(ctx2.saved_tensors[4:-1], ctx2),
+            _restored_weights(ctx2.saved_tensors[1 + SAVED : -1], ctx2),
             places,
             c,
             prob,
@@ -412,8 +423,9 @@ class GroupedMLPSm100(FusedOperation):
         )
         wanted = {"dgrad": ctx1.needs.input, "wgrad": wgrad1}
         dq = _packed_output(d, ctx1, "grad", wanted, places)
-        dx = _data_grad(fc1, ctx1, dq, ctx1.saved_tensors[6:], places, grad_output)
-        x, hidden = sm100.Use(*ctx1.saved_tensors[3:6]), sm100.Use(*ctx2.saved_tensors[1:4])
+        dx = _data_grad(fc1, ctx1, dq, ctx1.saved_tensors[3 + SAVED :], places, grad_output)
+        x = _restored_rows(ctx1.saved_tensors[3 : 3 + SAVED], ctx1)
+        hidden = _restored_rows(ctx2.saved_tensors[1 : 1 + SAVED], ctx2)
         dweights1 = _weight_grads(fc1, ctx1, dq.column, x, places)
         dweights2 = _weight_grads(fc2, ctx2, dyq.column, hidden, places)
         dy = values(dy)
@@ -440,8 +452,8 @@ def _options(act: ScaledGLU) -> dict[str, Any]:
 def _weight_grads(
     linear: GroupedLinear,
     ctx: OperationContext,
-    dy: sm100.Use | None,
-    x: sm100.Use | None,
+    dy: Form | None,
+    x: Form | None,
     places: sm100.Places,
 ) -> Grads:
     """Gradients of the weight parameters: all that this module computes are made here."""
@@ -459,8 +471,10 @@ def _weight_grads(
         add_or_copy(buffers, dw, [not accumulate] * len(buffers))
         return None
 
-    reads = tuple([t for t in (*(dy or ()), *(x or ()), places.ends, places.rows) if t is not None])
-    return linear.weight_grads(ctx, WeightGradient(gradient, reads))
+    reads = (*saved_form(dy), *saved_form(x), places.ends, places.rows)
+    return linear.weight_grads(
+        ctx, WeightGradient(gradient, tuple([t for t in reads if t is not None]))
+    )
 
 
 @rule(

@@ -16,7 +16,10 @@ from fusible.recipes.formats import NumberFormat, check_blocks
 
 
 class QuantizedMatrix(NamedTuple):
-    """Data and scales of ``[..., rows, columns]`` for one use, row-wise or column-wise."""
+    """Data and scales of ``[..., rows, columns]`` for one use, row-wise or column-wise.
+
+    Those of the SM100 kernels lie as these read them (``kernels.sm100.padding``).
+    """
 
     data: Tensor
     """Elements, in the input's layout: ``[..., rows, columns / per_byte]``."""
@@ -37,11 +40,6 @@ class QuantizedMatrix(NamedTuple):
         """The shape of the values."""
         *lead, columns = self.data.shape
         return (*lead, columns * self.format.element.per_byte)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Data, scale, tensor scale and ends: all that autograd saves of it."""
-        return self.data, self.scale, self.tensor_scale, self.ends
 
     def check_dtypes(self) -> None:
         """Raise TypeError if the stored dtypes are not those of the format: no bits are reread."""
@@ -141,29 +139,45 @@ class Operand(NamedTuple):
     row_values: Tensor | None = None
     column_values: Tensor | None = None
 
-    def saved(self, *, needed: bool = True) -> tuple[Tensor | None, ...]:
-        """Return what the gradients read of an input or a weight: its column-wise use.
+    def form(self, columnwise: bool) -> Form | None:
+        """Return what a product reads for one use: the values where they are, or the matrix."""
+        if columnwise:
+            return self.column if self.column_values is None else self.column_values
+        return self.row if self.row_values is None else self.row_values
 
-        ``SAVED`` tensors: data, scale, tensor scale and ends of a quantized one, or the values;
-        None where there is none, and everywhere if it is not ``needed``.
+    def saved(self, *, needed: bool = True) -> tuple[Tensor | None, ...]:
+        """Return what the gradients read of an input or a weight, its column-wise use.
+
+        ``SAVED`` tensors, all None if it is not ``needed``.
         """
-        if not needed:
-            return (None,) * SAVED
-        if self.column is None:
-            return self.column_values, *(None,) * (SAVED - 1)
-        return self.column.tensors
+        column = self.column_values if self.column is None else self.column
+        return saved_form(column if needed else None)
 
     @staticmethod
     def from_saved(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
         """Undo ``saved``, for the column-wise use; ``fmt`` is None in high precision."""
-        data, scale, tensor_scale, ends = saved
-        if fmt is None:
-            return Operand(column_values=data)
-        assert data is not None
-        assert scale is not None
-        column = QuantizedMatrix(data, scale, tensor_scale, fmt, fmt.directional, ends)
-        return Operand(column=column)
+        form = restored_form(saved, fmt)
+        return Operand(column_values=form) if isinstance(form, Tensor) else Operand(column=form)
 
+
+Form = QuantizedMatrix | Tensor
+"""A matrix for one use: quantized, or its values."""
 
 SAVED = 4
-"""The number of tensors that ``Operand.saved`` gives."""
+"""The number of tensors that a form is saved as."""
+
+
+def saved_form(form: Form | None) -> tuple[Tensor | None, ...]:
+    """Return a form as ``SAVED`` tensors: data, scale, tensor scale and ends, or the values."""
+    if isinstance(form, QuantizedMatrix):
+        return form.data, form.scale, form.tensor_scale, form.ends
+    return form, *(None,) * (SAVED - 1)
+
+
+def restored_form(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Form | None:
+    """Undo ``saved_form`` for the column-wise use; ``fmt`` is None in high precision."""
+    data, scale, tensor_scale, ends = saved
+    if data is None or fmt is None:
+        return data
+    assert scale is not None
+    return QuantizedMatrix(data, scale, tensor_scale, fmt, fmt.directional, ends)

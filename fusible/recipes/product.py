@@ -103,16 +103,15 @@ def _checked_matrix(x: WrapperTensor, fmt: NumberFormat, columnwise: bool) -> Qu
 def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of ``x``, encoded for ``product`` among others, that it reads."""
     columnwise = _use(product, role)
-    values = x.column_values if columnwise else x.row_values
-    if values is not None:
-        return values.to(dtype)
-    matrix = x.column if columnwise else x.row
-    if matrix is None:
+    form = x.form(columnwise)
+    if isinstance(form, Tensor):
+        return form.to(dtype)
+    if form is None:
         raise ValueError(
             f"the {role} of the {product} product must be encoded for it, got an operand without "
             f"{'column' if columnwise else 'row'}-wise data; name the product in encode_operand"
         )
-    return decode(matrix, dtype)
+    return decode(form, dtype)
 
 
 def columnwise_only(x: Operand, *, needed: bool = True) -> tuple[Tensor | None, ...]:

@@ -32,6 +32,7 @@ from test_sm100_mlp import (
 from torch import Tensor
 
 import fusible as fz
+from fusible.kernels import sm100
 from fusible.kernels.sm100 import limits, operands, padding
 from fusible.testing import emulator_sm100 as emulator
 
@@ -194,13 +195,15 @@ def tails_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data gradient reads what the forward reads, with the column-wise scales."""
-    whole = operands._weight_use
+    whole = operands.pack_weights
 
-    def weight_use(weight: Any, transposed: bool) -> Any:
-        use = whole(weight, transposed)
-        return use._replace(data=weight.row.data) if transposed else use
+    def pack_weights(weights: list[Any]) -> list[Any]:
+        return [
+            packed._replace(column=packed.column and packed.column._replace(data=weight.row.data))
+            for packed, weight in zip(whole(weights), weights, strict=True)
+        ]
 
-    monkeypatch.setattr(operands, "_weight_use", weight_use)
+    monkeypatch.setattr(sm100, "pack_weights", pack_weights)
 
 
 # pitfall: (recipe, mutation, the check that notices)

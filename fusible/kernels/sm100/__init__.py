@@ -10,10 +10,7 @@ which also reads ``ends`` once for the weight gradient: warm up before capturing
 
 from fusible.kernels.sm100 import limits, ops  # ops registers them
 from fusible.kernels.sm100.operands import (
-    Packed,
-    PackedWeights,
     Rounded,
-    Use,
     dglu,
     gemm,
     glu,
@@ -29,11 +26,8 @@ from fusible.kernels.sm100.operands import (
 from fusible.kernels.sm100.padding import Places, moved, padded_size, places_of, returned
 
 __all__ = [
-    "Packed",
-    "PackedWeights",
     "Places",
     "Rounded",
-    "Use",
     "dglu",
     "gemm",
     "glu",

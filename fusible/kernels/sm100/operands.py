@@ -21,27 +21,10 @@ from fusible.kernels.sm100.padding import (
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
-from fusible.recipes.matrix import Operand
+from fusible.recipes.matrix import Form, Operand, QuantizedMatrix, saved_form
 from fusible.recipes.product import is_quantized
 
 _ops = torch.ops.fusible
-
-
-class Use(NamedTuple):
-    """A matrix as one product reads it: elements, packed scales, FP32 factors per group."""
-
-    data: Tensor
-    scales: Tensor | None = None
-    factors: Tensor | None = None
-
-
-class Packed(NamedTuple):
-    """Rows of groups in their places, for products along the columns and along the rows."""
-
-    row: Use | None
-    column: Use | None
-    sums: Tensor | None = None
-    """Of the rows of each group ``[E, K]``, where they were asked for."""
 
 
 class Rounded(NamedTuple):
@@ -52,25 +35,20 @@ class Rounded(NamedTuple):
     """FP32 ``[E, parts]``, the largest magnitudes before they were rounded, where it gave them."""
 
 
-class PackedWeights(NamedTuple):
-    """Weights for one product: one ``[E, ...]`` or one for each group, their packed scales."""
-
-    data: list[Tensor]
-    scales: list[Tensor]
-    factors: Tensor | None = None
-
-
-def pack(x: Operand, ends: Tensor, places: Places) -> Packed:
-    """Rows ``x`` in groups up to ``ends``, encoded by group, as the kernels read them."""
+def pack(x: Operand, places: Places) -> Operand:
+    """Rows ``x``, quantized by group, as the kernels read them."""
     if x.row_values is not None:
-        use = Use(aligned(moved(x.row_values, places)))
-        return Packed(use, use)
-    row = column = None
-    if x.row is not None:
-        row = Use(*packed_rows(x.row, places), x.row.tensor_scale)
-    if x.column is not None:
-        column = Use(*packed_columns(x.column, places), x.column.tensor_scale)
-    return Packed(row, column)
+        rows = aligned(moved(x.row_values, places))
+        return Operand(row_values=rows, column_values=rows)
+    row, column = x.row, x.column
+    return Operand(
+        None if row is None else _packed(row, *packed_rows(row, places)),
+        None if column is None else _packed(column, *packed_columns(column, places)),
+    )
+
+
+def _packed(matrix: QuantizedMatrix, data: Tensor, scale: Tensor) -> QuantizedMatrix:
+    return matrix._replace(data=data, scale=scale, ends=None)
 
 
 def quantize(
@@ -84,19 +62,21 @@ def quantize(
     sums: torch.dtype | None = None,
     row_scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> Packed:
+) -> tuple[Operand, Tensor | None]:
     """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of what ``encode`` gives, in one.
 
-    ``sums``, a dtype, asks for those of the rows of each group, each times its ``row_scale``.
-    ``amax`` as `Rounded` has it saves the pass that finds it.
+    ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
+    ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
     """
-    pieces = quantized(x, fmt, ends, places, rowwise, columnwise, sums, row_scale, amax)
-    factors = pieces.factors if fmt.has_tensor_scale else None
-    return Packed(
-        Use(pieces.row, pieces.row_scales, factors) if rowwise else None,
-        Use(pieces.column, pieces.column_scales, factors) if columnwise else None,
-        None if sums is None else pieces.sums,
+    row, row_scales, column, column_scales, factors, summed = quantized(
+        x, fmt, ends, places, rowwise, columnwise, sums, row_scale, amax
     )
+    top = factors if fmt.has_tensor_scale else None
+    operand = Operand(
+        QuantizedMatrix(row, row_scales, top, fmt) if rowwise else None,
+        QuantizedMatrix(column, column_scales, top, fmt, True) if columnwise else None,
+    )
+    return operand, None if sums is None else summed
 
 
 def in_one_pass(weights: list[Tensor]) -> bool:
@@ -104,9 +84,7 @@ def in_one_pass(weights: list[Tensor]) -> bool:
     return not is_quantized(weights[0]) and weights[0].shape[-2] % ATOM_ROWS == 0
 
 
-def quantize_weights(
-    w: Tensor, fmt: NumberFormat, transposed: bool
-) -> tuple[PackedWeights, PackedWeights | None]:
+def quantize_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
     """Weights ``[E, N, K]`` or ``[N, K]`` for the forward and, if asked, the data gradient.
 
     ``pack_weights`` of what ``encode`` gives, in one pass: matrices are groups of N rows.
@@ -116,43 +94,38 @@ def quantize_weights(
     size = rows.shape[0]
     ends = torch.arange(n, size + 1, n, dtype=torch.int32, device=w.device)
     places = Places(ends, None, size)
-    packed = quantize(rows, fmt, ends, places, rowwise=True, columnwise=transposed)
-    row, column = packed.row, packed.column
-    assert row is not None
-    forward = _of_matrices(row, (n, row.data.shape[1]))
-    if column is None:
-        return forward, None
-    pairs = fmt.element.per_byte == 2
-    return forward, _of_matrices(column, (k, n // 2) if pairs else (n, k))
+    packed, _ = quantize(rows, fmt, ends, places, rowwise=True, columnwise=transposed)
+    per_byte = fmt.element.per_byte
+    return Operand(
+        _of_matrices(packed.row, (n, k // per_byte)),
+        _of_matrices(packed.column, (k, n // 2) if per_byte == 2 else (n, k)),
+    )
 
 
-def _of_matrices(use: Use, shape: tuple[int, int]) -> PackedWeights:
-    """``use`` of rows as that of matrices ``[E, *shape]`` and the scales of each."""
-    data = use.data.view(-1, *shape)
-    assert use.scales is not None
-    return PackedWeights([data], [use.scales.view(len(data), -1)], use.factors)
+def _of_matrices(rows: QuantizedMatrix | None, shape: tuple[int, int]) -> QuantizedMatrix | None:
+    """Matrices ``[E, *shape]`` and the scales of each, from those of all their rows."""
+    if rows is None:
+        return None
+    data = rows.data.view(-1, *shape)
+    return rows._replace(data=data, scale=rows.scale.view(len(data), -1))
 
 
-def pack_weights(operands: list[Operand], *, transposed: bool) -> PackedWeights:
-    """Weights ``[E, N, K]``, or E of ``[N, K]``, for the forward, or for the data gradient."""
-    uses = [_weight_use(operand, transposed) for operand in operands]
-    factors = None
-    if uses[0].factors is not None:
-        factors = torch.cat([use.factors.flatten() for use in uses if use.factors is not None])
-    scales = [use.scales for use in uses if use.scales is not None]
-    return PackedWeights([use.data for use in uses], scales, factors)
+def pack_weights(weights: list[Operand]) -> list[Operand]:
+    """Quantized weights ``[E, N, K]``, or E of ``[N, K]``, as the kernels read them."""
+    return [
+        Operand(_packed_weight(weight.row), _packed_weight(weight.column)) for weight in weights
+    ]
 
 
-def _weight_use(weight: Operand, transposed: bool) -> Use:
-    if weight.row_values is not None:
-        return Use(weight.row_values)
-    encoded = weight.column if transposed else weight.row
-    assert encoded is not None
-    scale = encoded.scale.mT if transposed else encoded.scale
-    data = aligned(encoded.data, address_unit(encoded.data.dtype))  # it lies as the weight does
-    if transposed and encoded.format.element.per_byte == 2:
+def _packed_weight(weight: QuantizedMatrix | None) -> QuantizedMatrix | None:
+    if weight is None:
+        return None
+    data = aligned(weight.data, address_unit(weight.data.dtype))  # it lies as the weight does
+    if not weight.columnwise:
+        return _packed(weight, data, packed_scales(weight.scale))
+    if weight.format.element.per_byte == 2:
         data = _fp4_transposed(data)
-    return Use(data, packed_scales(scale), encoded.tensor_scale)
+    return _packed(weight, data, packed_scales(weight.scale.mT))
 
 
 def _fp4_transposed(data: Tensor) -> Tensor:
@@ -161,16 +134,17 @@ def _fp4_transposed(data: Tensor) -> Tensor:
     return (values[..., 0::2] | values[..., 1::2] << 4).contiguous()
 
 
-def _alpha(x: Use, w: PackedWeights) -> Tensor | None:
+def _alpha(x: QuantizedMatrix, w: Sequence[Any]) -> Tensor | None:
     """What the products of elements and scales are to be multiplied by, per group."""
-    if x.factors is None or w.factors is None:
+    if x.tensor_scale is None:
         return None
-    return x.factors.flatten() * w.factors
+    factors = [weight.tensor_scale.flatten() for weight in w]
+    return x.tensor_scale.flatten() * (factors[0] if len(factors) == 1 else torch.cat(factors))
 
 
 def glu(
-    x: Use,
-    w: PackedWeights,
+    x: Form,
+    w: Sequence[Form],
     places: Places,
     prob: Tensor,
     *,
@@ -179,7 +153,7 @@ def glu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
-) -> tuple[Tensor, Packed | Rounded]:
+) -> tuple[Tensor, Operand | Rounded]:
     """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
     ``c = x @ w[e].T + bias[e]`` and ``d = glu(c) * prob``, gate and linear features alternating in
@@ -190,20 +164,33 @@ def glu(
     c, *d = _ops.sm100_glu.default(
         *_product(x, w, places), bias, prob, activation, limit, alpha, offset
     )
-    return c, _written(*d)
+    return c, _written(_format_of(x), *d)
 
 
 def _written(
-    d: Tensor, scales: Tensor, column: Tensor, column_scales: Tensor, amax: Tensor
-) -> Packed | Rounded:
+    fmt: NumberFormat | None,
+    d: Tensor,
+    scales: Tensor,
+    column: Tensor,
+    column_scales: Tensor,
+    amax: Tensor,
+) -> Operand | Rounded:
     if d.dtype != FP8:
         return Rounded(d, amax if amax.dim() == 2 else None)
-    return Packed(Use(d, scales), Use(column, column_scales))
+    assert fmt is not None
+    return Operand(
+        QuantizedMatrix(d, scales, None, fmt),
+        QuantizedMatrix(column, column_scales, None, fmt, True),
+    )
+
+
+def _format_of(x: Form) -> NumberFormat | None:
+    return None if isinstance(x, Tensor) else x.format
 
 
 def dglu(
-    dy: Use,
-    w: PackedWeights,
+    dy: Form,
+    w: Sequence[Form],
     places: Places,
     c: Tensor,
     prob: Tensor,
@@ -213,7 +200,7 @@ def dglu(
     limit: float = 0.0,
     alpha: float = 0.0,
     offset: float = 0.0,
-) -> tuple[Packed | Rounded, Tensor, Tensor]:
+) -> tuple[Operand | Rounded, Tensor, Tensor]:
     """Gradients of ``c``, of ``prob`` (where the rows came from) and of the bias ``[E, N]``.
 
     From ``dy @ w[e]`` and what ``glu`` was given and gave. The gradient of ``c`` is as ``glu``
@@ -223,12 +210,12 @@ def dglu(
         *_product(dy, w, places), c, prob, bias, activation, limit, alpha, offset
     )
     dprob = dprob[:-1] if places.rows is None else returned(dprob, places)
-    return _written(*d), dprob, dbias
+    return _written(_format_of(dy), *d), dprob, dbias
 
 
 def gemm(
-    x: Use,
-    w: PackedWeights,
+    x: Form,
+    w: Sequence[Form],
     places: Places,
     *,
     bias: Tensor | None = None,
@@ -251,12 +238,12 @@ def gemm(
     return torch.where(live, y[:-1], y.new_zeros(()), out=out)
 
 
-def wgrad(dy: Use, x: Use, places: Places, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def wgrad(dy: Form, x: Form, places: Places, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
     return _ops.sm100_wgrad.default(*_columns(dy, x, places), out_dtype)
 
 
-def wgrad_(out: list[Tensor], dy: Use, x: Use, places: Places, accumulate: bool) -> None:
+def wgrad_(out: list[Tensor], dy: Form, x: Form, places: Places, accumulate: bool) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     _ops.sm100_wgrad_.default(out, *_columns(dy, x, places), accumulate)
 
@@ -269,10 +256,14 @@ def takes_wgrad(out: Sequence[Tensor]) -> bool:
     )
 
 
-def _product(x: Use, w: PackedWeights, places: Places) -> tuple[Any, ...]:
-    return x.data, x.scales, w.data, w.scales, places.ends, _alpha(x, w)
+def _product(x: Form, w: Sequence[Any], places: Places) -> tuple[Any, ...]:
+    if isinstance(x, Tensor):
+        return x, None, list(w), [], places.ends, None
+    data, scales = [weight.data for weight in w], [weight.scale for weight in w]
+    return x.data, x.scale, data, scales, places.ends, _alpha(x, w)
 
 
-def _columns(dy: Use, x: Use, places: Places) -> tuple[Any, ...]:
-    factors = [None if use.factors is None else use.factors.flatten() for use in (dy, x)]
-    return dy.data, dy.scales, x.data, x.scales, places.ends, *factors
+def _columns(dy: Form, x: Form, places: Places) -> tuple[Any, ...]:
+    (*dy_tensors, dy_top, _), (*x_tensors, x_top, _) = saved_form(dy), saved_form(x)
+    factors = [None if top is None else top.flatten() for top in (dy_top, x_top)]
+    return *dy_tensors, *x_tensors, places.ends, *factors

@@ -10,7 +10,7 @@ groups alone decide.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,19 +32,10 @@ from fusible.recipes.quantize_ops import encode
 FORMATS = {fmt.name: fmt for fmt in limits.QUANTIZED}
 
 
-class Pieces(NamedTuple):
-    """Tensors that are empty where they are not wanted."""
-
-    row: Tensor
-    """Elements ``[size, columns / per_byte]`` and packed scales for the row-wise use."""
-    row_scales: Tensor
-    column: Tensor
-    """The same for the column-wise use, as ``packed_columns`` lays them out."""
-    column_scales: Tensor
-    factors: Tensor
-    """FP32 factor of each group, where the format has one, for both uses."""
-    sums: Tensor
-    """Of the rows of each group, ``[groups, columns]``."""
+Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Row-wise data ``[size, columns / per_byte]`` and packed scales, the same for the column-wise use,
+as ``packed_columns`` lays them out, the FP32 factor of each group for both, and the sums of the
+rows of each group ``[groups, columns]``. Empty where they are not wanted."""
 
 
 def quantized(
@@ -70,7 +61,7 @@ def quantized(
         _check_amax(amax, x, ends, fmt)
     uses = rowwise, columnwise
     quantize = torch.ops.fusible.sm100_quantize.default
-    return Pieces(*quantize(x, ends, *places, fmt.name, *uses, sums, row_scale, amax))
+    return quantize(x, ends, *places, fmt.name, *uses, sums, row_scale, amax)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -98,17 +89,17 @@ def _quantize(
 ) -> Pieces:
     places, fmt = Places(placed_ends, rows, size), FORMATS[name]
     row, column = _encoded(x, fmt, ends, rowwise, columnwise, amax)
-    pieces = _empty(x, 0, ends, fmt, False, False, None)
+    pieces = [*_empty(x, 0, ends, fmt, False, False, None)]
     if row is not None:
-        pieces = pieces._replace(**_named("row", *packed_rows(row, places)))
+        pieces[0:2] = packed_rows(row, places)
     if column is not None:
-        pieces = pieces._replace(**_named("column", *packed_columns(column, places)))
-    for encoded in (row, column):
-        if encoded is not None and encoded.tensor_scale is not None:
-            pieces = pieces._replace(factors=encoded.tensor_scale)
+        pieces[2:4] = packed_columns(column, places)
+    for matrix in (row, column):
+        if matrix is not None and matrix.tensor_scale is not None:
+            pieces[4] = matrix.tensor_scale
     if sums is not None:
-        pieces = pieces._replace(sums=grouped_sum(x.to(torch.float32), ends, row_scale).to(sums))
-    return pieces
+        pieces[5] = grouped_sum(x.to(torch.float32), ends, row_scale).to(sums)
+    return tuple(pieces)  # type: ignore[return-value]
 
 
 def _encoded(
@@ -127,10 +118,6 @@ def _encoded(
         for across, wanted in ((False, rowwise), (True, columnwise))
     )
     return row, column
-
-
-def _named(use: str, data: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    return {use: data, f"{use}_scales": scales}
 
 
 def _empty(
@@ -155,7 +142,7 @@ def _empty(
         make = x.new_empty if columns % 128 == 0 else x.new_zeros
         return make(shape if wanted else 0, dtype=torch.uint8).view(fmt.scale_dtype)
 
-    return Pieces(
+    return (
         data(rowwise, size, columns // per_byte),
         scales(rowwise, size // 128, atoms, 32, 4, 4),
         data(columnwise, *((size, columns) if per_byte == 1 else (columns, size // 2))),
@@ -246,7 +233,7 @@ def _cuda(
     if spec.sums:
         what = spec.rows, sums == torch.float32
         launch(
-            compiled_sums, what, x.device, partial, ends, placed_ends, pieces.sums, columns, groups
+            compiled_sums, what, x.device, partial, ends, placed_ends, pieces[5], columns, groups
         )
     return pieces
 
