@@ -14,10 +14,9 @@ from torch import Tensor
 from fusible.fused.sm90_operands import prepare, shape_of
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.tracing import keeps_graph
-from fusible.kernels import grouped
-from fusible.kernels.provider import provider
+from fusible.kernels import grouped, sm90
+from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import tiles
-from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear
 
 
@@ -37,7 +36,7 @@ class _Direct:
     def __init__(self, *linears: GroupedLinear) -> None:
         self._linears, self._shapes = linears, [shape_of(linear) for linear in linears]
         self._groups, _, self._features = self._shapes[0]
-        self._found: dict[bool, tuple[Any, Any]] = {}
+        self._found: dict[bool, Any] = {}
 
     def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
         """Whether these are the input and the groups' sizes, which nothing asks to read."""
@@ -52,17 +51,16 @@ class _Direct:
 
     def _products(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
         """The products, each with its weight, that run these operands, or None."""
-        kernels = provider("sm90")
         many = tiles.has_many_rows(rows[0].shape[0], self._groups)
-        known, found = self._found.get(many, (None, None))
-        if known is not kernels or not kernels.fit_again(
+        found = self._found.get(many)
+        if found is None or not sm90.fit_again(
             rows, [w[0] for w in weights if len(w) == 1], self._shapes
         ):
-            found = kernels.products(rows, *zip(self._shapes, weights, strict=True))
+            found = sm90.products(rows, *zip(self._shapes, weights, strict=True))
             # A gradient lies as its weight does, which is not a product's business.
             if found is None or not all([w[0].is_contiguous() for w in weights]):
                 return None
-            self._found[many] = kernels, found
+            self._found[many] = found
         return [(product, product.of(w)) for product, w in zip(found, weights, strict=True)]
 
     def _prepare(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusible.formulas import cast
@@ -14,7 +13,6 @@ from fusible.fused.grouped_mlp import GROUPED_MLP, ScaledGLU
 from fusible.fused.packages import CUTLASS
 from fusible.fused.sm90_operands import (
     INTERLEAVES,
-    as_matrix,
     as_vector,
     features_fit,
     glu_of,
@@ -25,14 +23,14 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
-from fusible.kernels.provider import provider
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.checks import check_row_scales
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.rows import as_2d, as_rows, with_rows_of
-from fusible.ops.wgrad import add_or_copy, laid_out
+from fusible.ops.wgrad import laid_out
 
 
 def fits(*linears: Any) -> tuple[Condition, ...]:
@@ -82,9 +80,7 @@ def grouped_linear(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Output of a linear, which saves what it documents."""
-    x, ends, row_scale, weights = linear.operands(
-        ctx, input_, *extra_inputs, ends_of=provider("sm90").group_ends
-    )
+    x, ends, row_scale, weights = linear.operands(ctx, input_, *extra_inputs)
     bias, output = linear.stacked_bias(ctx, x.dtype), linear.output_buffer(ctx, input_, kwargs)
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)
     y = product.forward(x, w, ends, bias, row_scale, as_rows(output))
@@ -158,14 +154,7 @@ def weight_grads(
     ) -> Tensor | None:
         if out is None:
             return product.wgrad(a, b, ends)
-        kernels = provider("sm90")
-        a, b = as_matrix(kernels, a), as_matrix(kernels, b)
-        if kernels.takes_wgrad(out, a.dtype):
-            kernels.grouped_wgrad_(list(out), a, b, ends, accumulate)
-            return None
-        buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-        dw = kernels.grouped_wgrad(a, b, ends, torch.float32)
-        add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+        grouped.grouped_wgrad_(out, a, b, ends, accumulate)
         return None
 
     return linear.weight_grads(ctx, laid_out(ctx.transposed, multiply, dy, x, ends))
@@ -209,9 +198,7 @@ def linear_glu(
     ctx, ctx_act = ctxs
     (scales,) = extra_inputs[1]
     scales = check_row_scales(scales, input_, type(act).__name__)
-    x, ends, _, weights = linear.operands(
-        ctx, input_, *extra_inputs[0], ends_of=provider("sm90").group_ends
-    )
+    x, ends, _, weights = linear.operands(ctx, input_, *extra_inputs[0])
     bias = linear.stacked_bias(ctx, x.dtype)
     linear.output_buffer(ctx, input_, kwargs[0])  # none: it is not the last op
     (x,), ((product, w),) = prepare([x], (linear, weights), bias=bias)

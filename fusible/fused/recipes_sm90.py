@@ -30,7 +30,6 @@ from fusible.fused.sm90_operands import (
 from fusible.fuser.conditions import Condition, equal, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.kernels.provider import provider
 from fusible.kernels.sm90 import limits
 from fusible.ops import FusedOperation, GroupedLinear
 from fusible.ops.grouped_linear import GradOperands
@@ -126,7 +125,7 @@ def _backward(
     """Gradients of one linear, from what it saved: of its input, parameters and extra inputs."""
     given = linear.grad_operands(ctx, grad_output)
     dx: Tensor | None = None
-    product: Any = CheckedProducts(provider("sm90"))
+    product: Any = CheckedProducts
     if ctx.needs.input:
         (dy, *_), ((product, w),) = prepare(_rows(given), (linear, given.weights))
         dx = data_grad(linear, ctx, product, w, dy, given.ends, grad_output)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusible.fused.grouped_mlp import ScaledGLU
 from fusible.fuser.conditions import multiple_of
-from fusible.kernels.provider import provider
+from fusible.kernels import grouped, sm90
+from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.prepared import Glu
 from fusible.ops import GroupedLinear
 from fusible.ops.rows import as_2d
 
 # Layouts of gate and linear columns that the kernels take: halves, or blocks of these columns.
-INTERLEAVES = (None, *(1 << i for i in range(11)))
+INTERLEAVES = tuple(size or None for size in limits.INTERLEAVES)
 
 
 def features_fit(*linears: Any) -> tuple[Any, ...]:
@@ -29,25 +28,6 @@ def features_fit(*linears: Any) -> tuple[Any, ...]:
     )
 
 
-def readable(kernels: Any, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The weights in a layout that TMA reads: as they are, or copied where they have another."""
-    fits, strides = kernels.has_matrix_layout, weights[0].stride()
-    if all([(fits(w) or fits(w.mT)) and w.stride() == strides for w in weights]):
-        return weights
-    return [_copy(w) for w in weights]
-
-
-def _copy(t: Tensor) -> Tensor:
-    """A copy where a kernel can read it: contiguous, and from an address of its own."""
-    return t.clone(memory_format=torch.contiguous_format)
-
-
-def as_matrix(kernels: Any, t: Tensor) -> Tensor:
-    """``t`` as ``[rows, features]``, contiguous in its features."""
-    rows = as_2d(t)
-    return rows if kernels.has_matrix_layout(rows) else _copy(rows)
-
-
 def as_vector(t: Tensor) -> Tensor:
     """``t`` as one contiguous dimension."""
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
@@ -56,22 +36,17 @@ def as_vector(t: Tensor) -> Tensor:
 class CheckedProducts:
     """The products of a grouped linear over operands of any layout, each of them checked.
 
-    The methods are those of `fusible.kernels.sm90.prepared.Products`; ``w`` is the weight.
+    The methods are those of `fusible.kernels.sm90.grouped_products.Products`; ``w`` is the weight.
     """
 
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+    of = staticmethod(lambda w: w)
+    ends = staticmethod(lambda *given: grouped.group_ends(*given))
+    glu = staticmethod(lambda *given: grouped.grouped_glu(*given))
+    dglu = staticmethod(lambda *given: grouped.grouped_dglu(*given))
+    wgrad = staticmethod(lambda *given: grouped.grouped_wgrad(*given))
 
-    def of(self, w: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A weight as the methods take it."""
-        return readable(self._kernels, w)
-
-    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
-        """First row past each group."""
-        return self._kernels.group_ends(split_sizes, rows)
-
+    @staticmethod
     def forward(
-        self,
         x: Tensor,
         w: Sequence[Tensor],
         ends: Tensor,
@@ -80,48 +55,12 @@ class CheckedProducts:
         out: Tensor | None = None,
     ) -> Tensor:
         """The grouped product."""
-        return self._kernels.grouped_gemm(x, w, ends, bias, row_scale, out=out)
+        return grouped.grouped_mm(x, w, ends, bias, row_scale, False, out)
 
-    def glu(
-        self,
-        x: Tensor,
-        w: Sequence[Tensor],
-        ends: Tensor,
-        scales: Tensor,
-        glu: Glu,
-        bias: Tensor | None = None,
-        keep: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """The pre-activation, if it is kept, and the activation."""
-        return self._kernels.grouped_gemm_glu(
-            x, w, ends, scales, bias=bias, store_preact=keep, **glu._asdict()
-        )
-
-    def dgrad(
-        self, dy: Tensor, w: Sequence[Tensor], ends: Tensor, out: Tensor | None = None
-    ) -> Tensor:
+    @staticmethod
+    def dgrad(dy: Tensor, w: Sequence[Tensor], ends: Tensor, out: Tensor | None = None) -> Tensor:
         """The input's gradient."""
-        return self._kernels.grouped_gemm(dy, w, ends, transpose_w=True, out=out)
-
-    def dglu(
-        self,
-        dy: Tensor,
-        w: Sequence[Tensor],
-        ends: Tensor,
-        preact: Tensor,
-        scales: Tensor,
-        glu: Glu,
-        overwrite: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of the pre-activation, the activation once more, gradient of the scales."""
-        return self._kernels.grouped_gemm_dglu(
-            dy, w, ends, preact, scales, overwrite=overwrite, **glu._asdict()
-        )
-
-    def wgrad(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-        """``a[rows of e].T @ b[rows of e]`` for each group e."""
-        a, b = as_matrix(self._kernels, a), as_matrix(self._kernels, b)
-        return self._kernels.grouped_wgrad(a, b, ends)
+        return grouped.grouped_mm(dy, w, ends, None, None, True, out)
 
 
 def shape_of(linear: GroupedLinear) -> tuple[int, int, int]:
@@ -139,11 +78,10 @@ def prepare(
     ``rows`` ``[rows, features]`` come back as the products take them, and with each product the
     weight as it takes that. ``bias`` is that of the only linear.
     """
-    kernels = provider("sm90")
-    found = kernels.products(rows, *[(shape_of(linear), weights) for linear, weights in linears])
+    found: Any = sm90.products(rows, *[(shape_of(linear), w) for linear, w in linears])
     if found is None or not (bias is None or found[0].fits(bias)):
-        rows = [as_matrix(kernels, t) for t in rows]
-        found = [CheckedProducts(kernels)] * len(linears)
+        rows = [as_2d(t) for t in rows]
+        found = [CheckedProducts] * len(linears)
     return rows, [
         (product, product.of(weights)) for product, (_, weights) in zip(found, linears, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Where fused ops get an architecture's kernels from: the real ones, or a stand-in for tests."""
+"""Where kernels of another package come from: that package, or a stand-in for tests."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fusible.kernels import sm90
-
-# Our own packages import their compilers at the first launch, so that plans need none; what is
-# named by a string is imported at the first launch itself.
-_providers: dict[str, Any] = {"sm90": sm90, "sm100": "fusible.kernels.sm100.frontend"}
+# What is named by a string is imported at the first launch, so that plans need none of it.
+_providers: dict[str, Any] = {"sm100": "fusible.kernels.sm100.frontend"}
 
 
 def provider(arch: str) -> Any:
     """The kernels of an architecture, or what stands in for them.
 
-    ``"sm90"`` has the functions of ``fusible.kernels.sm90``, ``"sm100"`` the wrappers of the
-    ``cudnn`` package (nvidia-cudnn-frontend), under their own names and with their own signatures.
+    ``"sm100"`` has the wrappers of the ``cudnn`` package (nvidia-cudnn-frontend), under their own
+    names and with their own signatures.
     """
     found = _providers[arch]
     return importlib.import_module(found) if isinstance(found, str) else found

@@ -344,7 +344,7 @@ class GroupedLinear(WeightedOperation):
         scales = self.checked_scales(ctx, input_, scales)
         x = matrix(input_, ctx.dtype)
         ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
-        if self.split_alignment > 1:
+        if self.split_alignment > 1 and split_sizes is not None:
             grouped.check_alignment(split_sizes, self.split_alignment)
         return x, ends, scales
 
@@ -513,8 +513,7 @@ def _product(
     rows = out.view(x.shape[0], out.shape[-1])
     if out.dtype != x.dtype:  # decoded operands
         return rows.copy_(grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w))
-    grouped.grouped_mm_(rows, x, weights, ends, bias, row_scale, transpose_w)
-    return rows
+    return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w, rows)
 
 
 def group_ends(

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fusible.fuser.target import Target, assume
-from fusible.kernels import reference
 from fusible.kernels.provider import provided
 
-# The kernels of a family of architectures in plain PyTorch.
-_STAND_INS = {"sm90": reference, "sm100": "fusible.testing.emulator_sm100"}
+# What computes as another package's kernels for a family of architectures, in plain PyTorch.
+_STAND_INS = {"sm100": "fusible.testing.emulator_sm100"}
 
 
 @contextmanager
@@ -19,8 +18,8 @@ def assume_target(target: Target | str, provider: object | None = None) -> Itera
 
     Args:
         target: such as ``"sm100"``.
-        provider: stands in for the kernels of that architecture, with the same functions; by
-            default what computes the same in plain PyTorch, which runs on any device.
+        provider: stands in for another package's kernels for that architecture, with the same
+            functions; by default what computes the same in plain PyTorch, which runs on any device.
     """
     on = Target.parse(target)
     stand_in = _STAND_INS.get(on.family) if provider is None else provider

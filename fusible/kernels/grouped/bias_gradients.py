@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-from fusible.kernels.grouped.ends import row_groups
+from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.moe.launch import compiled, rows_spec, why_not
 from fusible.kernels.runtime.launch import aligned, launch
 

@@ -1,4 +1,4 @@
-"""What the SM90 kernels are given, checked before any of them runs: a sentence for each fact.
+"""Operands of the SM90 kernels: checks, a sentence for each, and the layouts that TMA reads.
 
 A call's checks are part of its host time: each is one `if`, and its sentence is put together only
 to be raised.
@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.calls import is_traced
+from fusible.kernels.runtime.gpu import capability, has_cutlass
+from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
 
 DTYPE_NAMES = {
@@ -24,58 +25,25 @@ DTYPE_NAMES = {
 }
 
 
-def check_matrix(name: str, x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns and row pitch of a matrix that TMA can read."""
+@functools.lru_cache(maxsize=4096)
+def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:
+    """Whether the kernels run on a CUDA device for matrices of ``dtype`` and these features."""
+    major, minor = capability(device)
+    name = DTYPE_NAMES.get(dtype, "")
+    return limits.takes(10 * major + minor, name, *features) and has_cutlass()
+
+
+def as_matrix(name: str, x: Tensor) -> tuple[Tensor, int]:
+    """``[rows, features]`` as TMA reads it, or a copy, and its row pitch, 0 if contiguous."""
     if x.ndim != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {x.ndim}")
-    if not x.is_cuda:
-        raise ValueError(f"{name} must be on a CUDA device, got {x.device}")
-    if DTYPE_NAMES.get(x.dtype) not in limits.DTYPES:
-        raise ValueError(f"{name} must be BF16 or FP16, got {x.dtype}")
-    rows, columns = x.shape
-    if columns % limits.MULTIPLE_OF:
-        raise ValueError(
-            f"the last dimension of {name} must be a multiple of {limits.MULTIPLE_OF}, "
-            f"got {columns}"
-        )
-    if not _is_readable(x):
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension with a row pitch that is a multiple "
-            f"of {limits.ALIGNMENT_BYTES} bytes, and start at such a multiple, got strides "
-            f"{x.stride()} at {x.data_ptr():#x}; call .contiguous()"
-        )
-    return rows, columns, x.stride(0) if rows > 1 else columns  # a single row may have any pitch
-
-
-def _is_readable(x: Tensor) -> bool:
-    if x.data_ptr() % limits.ALIGNMENT_BYTES:
-        return False
-    if x.is_contiguous():
-        return x.shape[-1] % limits.MULTIPLE_OF == 0 or x.shape[-2] <= 1
-    *groups, rows, columns = x.shape
-    *spacing, pitch, step = x.stride()
-    if groups and groups[0] > 1 and (spacing[0] <= 0 or spacing[0] % limits.MULTIPLE_OF):
-        return False
-    return step == 1 and (rows <= 1 or (pitch >= columns and pitch % limits.MULTIPLE_OF == 0))
-
-
-def has_matrix_layout(x: Tensor) -> bool:
-    """Whether memory of matrices ``[..., rows, columns]`` is laid out as the kernels read it.
-
-    A contiguous copy is. Addresses are not known where calls are traced, and only contiguous
-    memory counts.
-    """
-    return x.is_contiguous() if is_traced() else _is_readable(x)
-
-
-def takes_wgrad(out: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether `grouped_wgrad_` of operands in ``dtype`` can write to ``out``."""
-    first = out[0]
-    return (
-        first.dtype in (dtype, torch.float32)
-        and (first.dim() == 2 or first.stride(0) % limits.MULTIPLE_OF == 0)
-        and all([t.stride() == first.stride() and has_matrix_layout(t) for t in out])
-    )
+    if x.data_ptr() % limits.ALIGNMENT_BYTES == 0:
+        if x.is_contiguous():
+            return x, 0
+        pitch, step = x.stride()
+        if step == 1 and pitch >= x.shape[1] and pitch % limits.MULTIPLE_OF == 0:
+            return x, pitch
+    return x.clone(memory_format=torch.contiguous_format), 0
 
 
 def check_scale(name: str, dtype: torch.dtype) -> None:
@@ -84,16 +52,17 @@ def check_scale(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} must be a float tensor, got {dtype}")
 
 
-def check_rows(name: str, vector: Tensor, rows: int, device: torch.device) -> None:
-    """One value for each row."""
-    if vector.device != device:
-        raise ValueError(f"{name} must be on {device}, got {vector.device}")
+def as_vector(name: str, vector: Tensor, x: Tensor) -> Tensor:
+    """One value for each row of ``x``, contiguous."""
+    if vector.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {vector.device}")
     check_scale(name, vector.dtype)
-    if vector.shape != (rows,) or not vector.is_contiguous():
+    if vector.shape != x.shape[:1]:
         raise ValueError(
-            f"{name} must be contiguous with one value for each of the {rows} rows, "
-            f"got shape {tuple(vector.shape)} with strides {vector.stride()}"
+            f"{name} must have one value for each of the {x.shape[0]} rows, "
+            f"got shape {tuple(vector.shape)}"
         )
+    return vector.contiguous()
 
 
 def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
@@ -107,69 +76,53 @@ def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
         raise ValueError(f"ends must be on {device}, got {ends.device}")
 
 
-def check_bias(bias: Tensor, groups: int, columns: int, x: Tensor) -> None:
-    """One value for each group and column, in the dtype of ``x``."""
-    if bias.shape != (groups, columns) or bias.dtype != x.dtype or not bias.is_contiguous():
+def check_tensor(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """A tensor of that shape, in the dtype and on the device of ``x``."""
+    if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
         raise ValueError(
-            f"bias must be a contiguous {x.dtype} tensor of shape {(groups, columns)}, "
-            f"got {bias.dtype} of shape {tuple(bias.shape)}"
-        )
-    if bias.device != x.device:
-        raise ValueError(f"bias must be on {x.device}, got {bias.device}")
-
-
-def check_product(name: str, x: Tensor, depth: int, w: Tensor, weights: Matrices) -> None:
-    """Rows and weights that can be multiplied."""
-    if w.dtype != x.dtype:
-        raise ValueError(f"w must have {name}'s dtype {x.dtype}, got {w.dtype}")
-    if depth != weights.depth:
-        raise ValueError(
-            f"{name} and w must share the reduced dimension, got {depth} and {weights.depth}"
+            f"{name} must be a {x.dtype} tensor of shape {shape} on {x.device}, "
+            f"got {t.dtype} of shape {tuple(t.shape)} on {t.device}"
         )
 
 
 class Matrices(NamedTuple):
-    """E matrices [rows, depth], wherever they lie."""
+    """E matrices of one shape and layout: evenly spaced, or behind a table of their addresses."""
 
     address: int
-    pitch: int
-    group_pitch: int
-    major: str  # which dimension is contiguous: n (rows) or k (depth)
-    rows: int
-    depth: int
-    groups: int
-    pointers: tuple[int, ...]  # empty: the matrices are evenly spaced by group_pitch elements
+    """Of the first."""
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    table: int
+    """Address of the table; 0 if the matrices are evenly spaced."""
 
 
-def matrices_of(name: str, w: Sequence[Tensor], device: torch.device, transpose: bool) -> Matrices:
-    """Read one [E, N, K] tensor or E of [N, K]; ``transpose`` exchanges N and K."""
+def matrices_of(name: str, w: Sequence[Tensor], device: torch.device) -> Matrices | None:
+    """One ``[E, N, K]`` tensor or E of ``[N, K]``, or None if TMA cannot read their layout."""
     if not w or w[0].shape[0] == 0:
         raise ValueError(f"{name} must have at least one group")
     first = w[0]
     if first.device != device:
         raise ValueError(f"{name} must be on {device}, got {first.device}")
-    shape, strides, address = first.shape, first.stride(), first.data_ptr()
+    shape, strides, address = tuple(first.shape), first.stride(), first.data_ptr()
     if len(w) == 1 and len(shape) == 3:
-        if address % limits.ALIGNMENT_BYTES:
-            raise ValueError(_misaligned(name))
-        return Matrices(address, *layout(name, shape, strides, transpose), ())
+        fits = address % limits.ALIGNMENT_BYTES == 0 and layout(shape, strides) is not None
+        return Matrices(address, shape, strides, 0) if fits else None  # type: ignore[arg-type]
     pointers = _pointers(name, w)
+    if pointers is None:
+        return None
     # Matrices that were allocated side by side are a dense tensor to the kernel.
     groups, size = len(w), first.element_size()
     step = pointers[1] - address if groups > 1 else first.numel() * size
     evenly = step > 0 and pointers == tuple(range(address, address + groups * step, step))
-    if evenly and step % (limits.MULTIPLE_OF * size) == 0:
-        pointers = ()
+    spaced = evenly and step % (limits.MULTIPLE_OF * size) == 0
     together = (groups, *shape), (step // size, *strides)
-    return Matrices(address, *layout(name, *together, transpose, not pointers), pointers)
+    if layout(*together, spaced=spaced) is None:
+        return None
+    return Matrices(address, *together, 0 if spaced else pointer_table(pointers, device).data_ptr())  # type: ignore[arg-type]
 
 
-def _misaligned(name: str) -> str:
-    return f"each matrix of {name} must start at a multiple of {limits.ALIGNMENT_BYTES} bytes"
-
-
-def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...]:
-    """Addresses of separate matrices that differ in nothing else."""
+def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """Addresses of separate matrices that differ in nothing else, None if they do in layout."""
     groups, shape, strides, dtype = len(w), w[0].shape, w[0].stride(), w[0].dtype
     for one in w:
         if one.ndim != 2:
@@ -177,53 +130,48 @@ def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...]:
                 f"{name} must be one tensor [E, N, K] or E tensors [N, K], got {groups} "
                 f"of {one.ndim} dimensions"
             )
-        if one.shape != shape or one.stride() != strides or one.dtype != dtype:
-            raise ValueError(f"the {groups} tensors of {name} must share shape, strides and dtype")
+        if one.shape != shape or one.dtype != dtype:
+            raise ValueError(f"the {groups} tensors of {name} must share shape and dtype")
     pointers = tuple([one.data_ptr() for one in w])
-    if any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers]):
-        raise ValueError(_misaligned(name))
-    return pointers
+    readable = all([one.stride() == strides for one in w])
+    aligned = not any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers])
+    return pointers if readable and aligned else None
+
+
+class Layout(NamedTuple):
+    """How TMA reads E matrices ``[rows, depth]``."""
+
+    pitch: int
+    group_pitch: int
+    major: str
+    """Which dimension is contiguous: n (rows) or k (depth)."""
+    rows: int
+    depth: int
 
 
 @functools.lru_cache(maxsize=4096)
 def layout(
-    name: str,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-    transpose: bool,
+    transpose: bool = False,
     spaced: bool = True,
-) -> tuple[int, int, str, int, int, int]:
-    """Fields of `Matrices` from ``pitch`` to ``groups``; ``spaced`` if there is a group pitch."""
+) -> Layout | None:
+    """The layout of ``[E, N, K]``, None if TMA cannot read it.
+
+    ``transpose`` exchanges N and K; without ``spaced`` the matrices are behind a table.
+    """
     groups, rows, depth = shape
     group_pitch, row_step, depth_step = strides
     if transpose:
         rows, depth, row_step, depth_step = depth, rows, depth_step, row_step
-    major, pitch = ("k", row_step) if depth_step == 1 else ("n", depth_step)
+    major, pitch, width = ("k", row_step, depth) if depth_step == 1 else ("n", depth_step, rows)
+    apart = groups == 1 or not spaced or group_pitch > 0
     if (
-        not (row_step == 1 or depth_step == 1)
-        or pitch % limits.MULTIPLE_OF
-        or rows % limits.MULTIPLE_OF
-        or depth % limits.MULTIPLE_OF
+        1 not in (row_step, depth_step)
+        or pitch < width
+        or not apart
+        or any([size % limits.MULTIPLE_OF for size in (pitch, rows, depth)])
+        or (spaced and groups > 1 and group_pitch % limits.MULTIPLE_OF)
     ):
-        raise ValueError(
-            f"{name} must be contiguous in one of its last two dimensions, with a pitch and sizes "
-            f"that are multiples of {limits.MULTIPLE_OF}, got shape {tuple(shape)} with "
-            f"strides {strides}; call .contiguous()"
-        )
-    if spaced and groups > 1 and (group_pitch <= 0 or group_pitch % limits.MULTIPLE_OF):
-        raise ValueError(_misaligned(name))
-    return pitch, group_pitch, major, rows, depth, groups
-
-
-def check_glu(activation: str, interleave: int, columns: int) -> None:
-    """A gated activation that the kernels have, of so many columns."""
-    if activation not in limits.ACTIVATIONS:
-        raise ValueError(
-            f"activation must be one of {', '.join(limits.ACTIVATIONS)}, got {activation!r}"
-        )
-    power_of_two = interleave >= 0 and interleave & (interleave - 1) == 0
-    if not power_of_two or (interleave and columns % interleave):
-        raise ValueError(
-            f"interleave must be 0 (halves) or a power of two that divides the {columns} "
-            f"activation columns, got {interleave}"
-        )
+        return None
+    return Layout(pitch, group_pitch, major, rows, depth)

@@ -1,0 +1,74 @@
+"""The grouped products on CUDA by PyTorch's own, of BF16 operands in any layout; no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusible.kernels.grouped.groups import row_groups
+from fusible.kernels.stacking import per_group, stacked
+
+_ALIGNMENT = 16  # bytes: what torch.nn.functional.grouped_mm asks of strides and pointers
+
+
+def _pitched(t: Tensor) -> Tensor:
+    """``t`` with a unit last stride, and pitch, pointer and last dimension fit for grouped_mm.
+
+    The last dimension is padded with zeros where its size is not a multiple of 16 bytes.
+    """
+    unit = _ALIGNMENT // t.element_size()
+    if short := -t.shape[-1] % unit:
+        return F.pad(t, (0, short))
+    fits = t.stride(-1) == 1 and all(s % unit == 0 for s in t.stride()[:-1])
+    # An expanded gradient has stride 0, which grouped_mm refuses.
+    fits = fits and t.stride(-2) >= t.shape[-1] and t.data_ptr() % _ALIGNMENT == 0
+    return t if fits else t.clone(memory_format=torch.contiguous_format)
+
+
+def grouped_mm(
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    transpose_w: bool,
+) -> Tensor:
+    """`definitions.grouped_mm`."""
+    weight = stacked(w)
+    rows, out_features = x.shape[0], weight.shape[2 if transpose_w else 1]
+    if rows == 0:
+        return x.new_zeros(rows, out_features)
+    x = _pitched(x)
+    unit = _ALIGNMENT // x.element_size()
+    if short := -weight.shape[1] % unit:  # the side that _pitched does not pad
+        weight = F.pad(weight, (0, 0, 0, short))
+    weight = _pitched(weight) if weight.stride(1) != 1 else _pitched(weight.mT).mT
+    y = F.grouped_mm(x, weight if transpose_w else weight.mT, offs=ends)[:, :out_features]
+    # grouped_mm leaves the tail uninitialised, so it is selected away, never multiplied.
+    group, live = row_groups(ends, rows)
+    if bias is not None:
+        shift = bias[group]
+        if row_scale is not None:
+            shift = shift.float() * row_scale[:, None].float()
+        y = y + shift
+    return torch.where(live[:, None], y, 0).to(x.dtype)
+
+
+def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """`definitions.grouped_wgrad`, in the dtype of the operands."""
+    out_features, in_features = dy.shape[1], x.shape[1]
+    if dy.shape[0] == 0:
+        return dy.new_zeros(ends.shape[0], out_features, in_features)
+    dw = F.grouped_mm(_pitched(dy).t(), _pitched(x), offs=ends)
+    return dw[:, :out_features, :in_features].contiguous()
+
+
+def grouped_wgrad_(
+    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool
+) -> None:
+    """`definitions.grouped_wgrad_`, but that it adds what was rounded to BF16."""
+    parts = grouped_wgrad(dy, x, ends).unbind(0)
+    (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(per_group(out)), parts)

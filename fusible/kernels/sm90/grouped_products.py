@@ -1,0 +1,437 @@
+"""The SM90 grouped products with a weight of one layout: every launch is assembled here, once.
+
+Nothing here checks or copies an operand; `implementation` does, for operands of any layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.calls import is_traced, is_transformed
+from fusible.formulas import cast
+from fusible.kernels.glu import Glu
+from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90.checks import DTYPE_NAMES, Matrices, check_scale, layout, supports
+from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_tile_sums
+from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+
+
+class _ByRows(NamedTuple):
+    """A product of grouped rows: all that tells its launch from others with the same weight."""
+
+    kind: str
+    transpose: bool
+    bias: bool
+    scale: torch.dtype | None
+    glu: Glu | None
+    keep: bool
+    pitch: int
+    preact_pitch: int
+
+
+class _Wgrad(NamedTuple):
+    """A weight gradient, which reduces grouped rows; ``out``: strides, dtype, whether separate."""
+
+    columns: int
+    depth: int
+    pitches: tuple[int, int]
+    out: tuple[tuple[int, int, int], torch.dtype, bool] | None
+    accumulate: bool
+
+
+class Products:
+    """The products with a weight ``[groups, N, K]``, over operands that need no check any more.
+
+    Rows are ``[rows, K]`` and ``[rows, N]``, contiguous unless their pitch is given, and there are
+    some; scales are contiguous, one for each. ``w`` is the weight's address, ``table`` that of the
+    table of its matrices' addresses if these are not evenly spaced. Each method is one launch,
+    `dglu` with one more for its sums, and equals the function of `fusible.kernels.grouped` of that
+    name.
+
+    Args:
+        device: of the weight.
+        dtype: of all matrices.
+        shape: ``(groups, N, K)``.
+        strides: in elements.
+        separate: whether the matrices are behind a table.
+        many_rows: whether groups have many rows, which decides the tiles.
+        tile: that of every product, rather than the table's.
+
+    Raises:
+        ValueError: TMA cannot read the weight.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int, int],
+        separate: bool,
+        many_rows: bool,
+        tile: Tile | None = None,
+    ) -> None:
+        self._device, self._dtype, self._separate, self._tile = device, dtype, separate, tile
+        self._many_rows = many_rows
+        self._groups, self._columns, self._depth = shape
+        self._layouts = []
+        for transpose in (False, True):
+            found = layout(shape, strides, transpose, not separate)
+            if found is None:
+                raise ValueError(
+                    "w must be contiguous in one of its last two dimensions, with a pitch and "
+                    f"sizes that are multiples of {limits.MULTIPLE_OF}, got shape {shape} with "
+                    f"strides {strides}; call .contiguous()"
+                )
+            self._layouts.append(found)
+        self._sums = -(-self._depth // self._choose("dglu", self._depth).n)
+        self._launches: dict[tuple, Launch] = {}
+
+    def _choose(self, kind: str, columns: int, rows: int = 0, wide: bool = True) -> Tile:
+        return self._tile or tiles.choose(kind, self._many_rows, columns, rows, wide)
+
+    def _by_rows(self, *product: object) -> Launch:
+        """The launch of a product of rows, made once."""
+        kind, transpose, bias, scale, glu, keep, pitch, preact_pitch = given = _ByRows(*product)  # type: ignore[arg-type]
+        if scale is not None:
+            check_scale("scales", scale)
+        weight = self._layouts[transpose]
+        columns = weight.rows // 2 if kind == "glu" else weight.rows
+        wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
+        tile, dtype = self._choose(kind, columns, 0, wide), DTYPE_NAMES[self._dtype]
+        paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu.interleave)
+        spec = Spec(
+            kind,
+            tile,
+            dtype=dtype,
+            weight_major=weight.major,
+            table=self._separate,
+            bias=bias,
+            scale=DTYPE_NAMES[scale] if scale else "",
+            activation="" if glu is None else glu.activation,
+            stripe=stripe,
+            paired=paired,
+            keep=keep,
+            out_dtype=dtype,
+        )
+        launch = self._launches[given] = Launch(
+            spec,
+            self._device,
+            columns,
+            weight.depth,
+            self._groups,
+            a_pitch=pitch or weight.depth,
+            b_pitch=weight.pitch,
+            b_group_pitch=weight.group_pitch,
+            out_pitch=columns,
+            preact_pitch=preact_pitch or 2 * columns if kind == "dglu" else 0,
+            d_preact_pitch=0 if glu is None else 2 * columns,
+            glu_layout=(1, 0) if glu is None else _glu_layout(glu.interleave, columns),
+            constants=(0.0, 0.0, 0.0) if glu is None else glu[2:],
+        )
+        return launch
+
+    def _wgrad(self, *gradient: object) -> Launch:
+        """The launch of a weight gradient, made once."""
+        columns, depth, pitches, out, accumulate = given = _Wgrad(*gradient)  # type: ignore[arg-type]
+        strides, out_dtype, separate = out or ((columns * depth, depth, 1), self._dtype, False)
+        spec = Spec(
+            "wgrad",
+            self._choose("wgrad", depth, columns),
+            dtype=DTYPE_NAMES[self._dtype],
+            table=separate,
+            out_dtype=DTYPE_NAMES[out_dtype],
+            accumulate=accumulate,
+        )
+        launch = self._launches[given] = Launch(
+            spec,
+            self._device,
+            columns,
+            depth,
+            self._groups,
+            a_pitch=pitches[0] or columns,
+            b_pitch=pitches[1] or depth,
+            b_group_pitch=strides[0],
+            out_pitch=strides[1],
+        )
+        return launch
+
+    @staticmethod
+    def of(w: Sequence[Tensor]) -> int:
+        """A weight as the methods take it."""
+        return w[0].data_ptr()
+
+    def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
+        """`group_ends`, of contiguous ``split_sizes``."""
+        ends = torch.empty(self._groups, dtype=torch.int32, device=self._device)
+        launch_group_ends(split_sizes, ends, rows)
+        return ends
+
+    def fits(self, bias: Tensor) -> bool:
+        """Whether the kernels read a bias as it lies."""
+        shape = self._groups, self._columns
+        fits = bias.shape == shape and bias.device == self._device
+        return fits and _is_plain(bias, self._dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        w: int,
+        ends: Tensor,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        transpose: bool = False,
+        table: int = 0,
+        pitch: int = 0,
+    ) -> Tensor:
+        """`grouped_mm`, into a contiguous ``out`` if there is one."""
+        if bias is None:
+            row_scale = None  # it multiplies the bias only
+        scale = None if row_scale is None else row_scale.dtype
+        product = "store", transpose, bias is not None, scale, None, False, pitch, 0
+        launch = self._launches.get(product) or self._by_rows(*product)
+        y = (
+            x.new_empty(x.shape[0], self._depth if transpose else self._columns)
+            if out is None
+            else out
+        )
+        launch(
+            x.shape[0],
+            x.data_ptr(),
+            w,
+            y.data_ptr(),
+            ends.data_ptr(),
+            table=table,
+            bias=0 if bias is None else bias.data_ptr(),
+            scales=0 if row_scale is None else row_scale.data_ptr(),
+        )
+        return y
+
+    def dgrad(self, dy: Tensor, w: int, ends: Tensor, out: Tensor | None = None) -> Tensor:
+        """`grouped_mm` with ``transpose_w``."""
+        return self.forward(dy, w, ends, None, None, out, True)
+
+    def glu(
+        self,
+        x: Tensor,
+        w: int,
+        ends: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        bias: Tensor | None = None,
+        keep: bool = True,
+        table: int = 0,
+        pitch: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """`grouped_glu`."""
+        product = "glu", False, bias is not None, scales.dtype, glu, keep, pitch, 0
+        launch = self._launches.get(product) or self._by_rows(*product)
+        rows, columns = x.shape[0], self._columns
+        preact, out = x.new_empty(rows if keep else 0, columns), x.new_empty(rows, columns // 2)
+        launch(
+            rows,
+            x.data_ptr(),
+            w,
+            out.data_ptr(),
+            ends.data_ptr(),
+            d_preact=(preact if keep else out).data_ptr(),
+            table=table,
+            bias=0 if bias is None else bias.data_ptr(),
+            scales=scales.data_ptr(),
+        )
+        return preact, out
+
+    def dglu(
+        self,
+        dy: Tensor,
+        w: int,
+        ends: Tensor,
+        preact: Tensor,
+        scales: Tensor,
+        glu: Glu,
+        overwrite: bool = False,
+        table: int = 0,
+        pitch: int = 0,
+        preact_pitch: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
+        product = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
+        launch = self._launches.get(product) or self._by_rows(*product)
+        rows = dy.shape[0]
+        # A block of pre-activations is read once, by the warps that then write its gradient.
+        d_preact = preact if overwrite else torch.empty_like(preact)
+        act = dy.new_empty(rows, self._depth)
+        partials = scales.new_empty(self._sums * rows, dtype=torch.float32)
+        launch(
+            rows,
+            dy.data_ptr(),
+            w,
+            act.data_ptr(),
+            ends.data_ptr(),
+            preact=preact.data_ptr(),
+            d_preact=d_preact.data_ptr(),
+            table=table,
+            scales=scales.data_ptr(),
+            partials=partials.data_ptr(),
+        )
+        return d_preact, act, sum_up(partials, rows, scales.dtype)
+
+    def wgrad(
+        self,
+        a: Tensor,
+        b: Tensor,
+        ends: Tensor,
+        out: Matrices | None = None,
+        out_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        pitches: tuple[int, int] = (0, 0),
+    ) -> Tensor | None:
+        """`grouped_wgrad`, of ``dy`` and ``x``, or the other way round for its transpose.
+
+        With ``out`` of ``out_dtype``, `grouped_wgrad_`.
+        """
+        (rows, columns), depth, into = a.shape, b.shape[1], None
+        if out is not None:
+            into = out.strides, out_dtype, out.table != 0
+        gradient = columns, depth, pitches, into, accumulate
+        launch = self._launches.get(gradient) or self._wgrad(*gradient)
+        if out is not None:
+            launch(rows, a.data_ptr(), b.data_ptr(), out.address, ends.data_ptr(), table=out.table)
+            return None
+        dw = a.new_empty(self._groups, columns, depth)
+        launch(rows, a.data_ptr(), b.data_ptr(), dw.data_ptr(), ends.data_ptr())
+        return dw
+
+
+def _stripes(kind: str, tile: Tile, interleave: int) -> tuple[bool, int]:
+    """How gate and linear columns meet in a tile: as two boxes far apart, or in stripes."""
+    width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
+    paired = interleave == 0 or interleave % width == 0
+    return paired, width if paired else interleave
+
+
+def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
+    """Distance from a gate column to its linear column, and where gate columns end."""
+    return (interleave, 2 * columns) if interleave else (columns, columns)
+
+
+def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The scales' gradients in ``dtype`` from dglu's sums over each tile of columns.
+
+    A tile is summed in registers, and tiles are added in order: always the same bits.
+    """
+    if partials.shape[0] == rows:
+        return cast(partials, dtype)
+    sums = partials.new_empty(rows, dtype=dtype)
+    launch_tile_sums(partials, sums)
+    return sums
+
+
+# --- products of given operands -------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may hold anything
+
+
+@functools.lru_cache(maxsize=1024)
+def products_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    separate: bool,
+    many_rows: bool,
+    tile: Tile | None = None,
+) -> Products | None:
+    """The products with weights of that layout, None if the kernels do not take them."""
+    if (
+        not supports(device, dtype, *shape[1:])
+        or layout(shape, strides, False, not separate) is None
+    ):
+        return None
+    return Products(device, dtype, shape, strides, separate, many_rows, tile)
+
+
+def products(
+    rows: Sequence[Tensor], *linears: tuple[tuple[int, int, int], Sequence[Tensor]]
+) -> list[Products] | None:
+    """The products of grouped linears; None if these operands take more to run.
+
+    ``rows`` are the operands at hand, matrices with the same number of rows. Each linear is the
+    shape of its weight, ``[groups, N, K]``, and the tensors that it is made of. Gradients are not
+    recorded, whether they are enabled or not.
+    """
+    x = rows[0]
+    dtype, device = x.dtype, x.device
+    if not (_runs_as_is(x) and all([_is_plain(t, dtype) and t.dim() == 2 for t in rows])):
+        return None
+    found = []
+    for shape, w in linears:
+        strides = _strides(w, shape, dtype, device)
+        if strides is None:
+            return None
+        many = tiles.has_many_rows(x.shape[0], shape[0])
+        product = products_of(device, dtype, shape, strides, False, many)
+        if product is None:
+            return None
+        found.append(product)
+    return found
+
+
+def fit_again(
+    rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]]
+) -> bool:
+    """Whether `products` of operands with the same dtype and device would find what it has found.
+
+    So it is for matrices on one device, and contiguous weights of these shapes.
+    """
+    x = rows[0]
+    dtype, device = x.dtype, x.device
+    if len(weights) != len(shapes) or not _runs_as_is(x):
+        return False
+    for t in rows:
+        if not (_is_plain(t, dtype) and t.dim() == 2):
+            return False
+    for w, shape in zip(weights, shapes, strict=True):
+        if not (_is_plain(w, dtype) and w.shape == shape and w.device == device):
+            return False
+    return True
+
+
+def _runs_as_is(x: Tensor) -> bool:
+    """Whether there is something to run, and nothing traces, transforms or intercepts it."""
+    return x.is_cuda and x.shape[0] > 0 and not (is_traced() or is_transformed())
+
+
+def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel reads memory as an array's, and nothing but memory makes up the tensor."""
+    return (
+        t.is_contiguous()
+        and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
+        and t.dtype == dtype
+        and type(t) in _PLAIN
+    )
+
+
+def _strides(
+    w: Sequence[Tensor], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int] | None:
+    """Strides of a weight as one tensor, if it is one or its matrices lie side by side."""
+    first, (groups, rows, columns) = w[0], shape
+    if len(w) == 1:
+        aligned = first.data_ptr() % limits.ALIGNMENT_BYTES == 0
+        fits = type(first) in _PLAIN and first.dtype == dtype and first.device == device
+        return first.stride() if aligned and fits and first.shape == shape else None  # type: ignore[return-value]
+    if not _is_plain(first, dtype) or first.device != device or len(w) != groups:
+        return None
+    start, step = first.data_ptr(), rows * columns * dtype.itemsize
+    if [t.data_ptr() for t in w] != list(range(start, start + groups * step, step)):
+        return None
+    matrix = rows, columns
+    alike = all([t.shape == matrix and t.is_contiguous() and t.dtype == dtype for t in w])
+    return (rows * columns, columns, 1) if alike and all([type(t) in _PLAIN for t in w]) else None
