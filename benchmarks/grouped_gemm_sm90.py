@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusible.kernels import sm90
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
 
 
 class Config(NamedTuple):
@@ -99,14 +100,14 @@ def fusible_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Our kernels."""
     ends, scales = t["ends"], t["scales"]
     return {
-        "fc1": lambda: sm90.grouped_gemm(t["x"], [t["w1"]], ends),
-        "glu_keep": lambda: sm90.grouped_gemm_glu(t["x"], [t["w1"]], ends, scales),
-        "glu": lambda: sm90.grouped_gemm_glu(t["x"], [t["w1"]], ends, scales, store_preact=False),
-        "fc2": lambda: sm90.grouped_gemm(t["act"], [t["w2"]], ends),
-        "dglu": lambda: sm90.grouped_gemm_dglu(t["dy"], [t["w2"]], ends, t["preact"], scales),
-        "dgrad1": lambda: sm90.grouped_gemm(t["d_preact"], [t["w1"]], ends, transpose_w=True),
-        "wgrad1": lambda: sm90.grouped_wgrad(t["d_preact"], t["x"], ends),
-        "wgrad2": lambda: sm90.grouped_wgrad(t["dy"], t["act"], ends),
+        "fc1": lambda: grouped.grouped_mm(t["x"], [t["w1"]], ends),
+        "glu_keep": lambda: grouped.grouped_glu(t["x"], [t["w1"]], ends, scales, Glu()),
+        "glu": lambda: grouped.grouped_glu(t["x"], [t["w1"]], ends, scales, Glu(), keep=False),
+        "fc2": lambda: grouped.grouped_mm(t["act"], [t["w2"]], ends),
+        "dglu": lambda: grouped.grouped_dglu(t["dy"], [t["w2"]], ends, t["preact"], scales, Glu()),
+        "dgrad1": lambda: grouped.grouped_mm(t["d_preact"], [t["w1"]], ends, transpose_w=True),
+        "wgrad1": lambda: grouped.grouped_wgrad(t["d_preact"], t["x"], ends),
+        "wgrad2": lambda: grouped.grouped_wgrad(t["dy"], t["act"], ends),
     }
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible.kernels import sm90
-from fusible.kernels.sm90.prepared import Glu
+from fusible.kernels.grouped import Glu
 from fusible.testing import assume_target
 
 Calls = dict[str, Callable[[], Any]]
@@ -198,7 +198,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
 
     @torch.no_grad()
     def launches() -> None:
-        ends = sm90.group_ends(problem.sizes, rows)
+        ends = first.ends(problem.sizes, rows)
         preact, hidden = first.glu(x, at1, ends, prob, Glu())
         second.forward(hidden, at2, ends)
         d_preact, hidden, _ = second.dglu(dy, at2, ends, preact, prob, Glu(), overwrite=True)

@@ -29,7 +29,8 @@ from grouped_mlp import activation, graphed
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels import sm90
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import permute, routing
 
 
@@ -264,22 +265,22 @@ def own_parts(problem: Problem) -> dict[str, Calls]:
     with torch.no_grad():
         _, probs, ids = router(x)
         rows, splits, scales, row_map = dispatch(x, probs, ids)
-        ends = sm90.group_ends(splits, rows.shape[0])
-        preact, hidden = sm90.grouped_gemm_glu(rows, w1, ends, scales)
-        y = sm90.grouped_gemm(hidden, w2, ends)
+        ends = grouped.group_ends(splits, rows.shape[0])
+        preact, hidden = grouped.grouped_glu(rows, w1, ends, scales, Glu())
+        y = grouped.grouped_mm(hidden, w2, ends)
         dy, dpreact = torch.randn_like(y), torch.randn_like(preact)
     fc1 = {
-        "forward": lambda: sm90.grouped_gemm_glu(rows, w1, ends, scales),
+        "forward": lambda: grouped.grouped_glu(rows, w1, ends, scales, Glu()),
         "backward": lambda: (
-            sm90.grouped_gemm(dpreact, w1, ends, transpose_w=True),
-            sm90.grouped_wgrad(dpreact, rows, ends),
+            grouped.grouped_mm(dpreact, w1, ends, transpose_w=True),
+            grouped.grouped_wgrad(dpreact, rows, ends),
         ),
     }
     fc2 = {
-        "forward": lambda: sm90.grouped_gemm(hidden, w2, ends),
+        "forward": lambda: grouped.grouped_mm(hidden, w2, ends),
         "backward": lambda: (
-            sm90.grouped_gemm_dglu(dy, w2, ends, preact, scales),
-            sm90.grouped_wgrad(dy, hidden, ends),
+            grouped.grouped_dglu(dy, w2, ends, preact, scales, Glu()),
+            grouped.grouped_wgrad(dy, hidden, ends),
         ),
     }
     return {

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from grouped_gemm_sm90 import CONFIGS, environment, measure, quack_calls, tensors
 
+from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime.launch import load_kernel
-from fusible.kernels.sm90 import ops
+from fusible.kernels.sm90 import implementation as ops
 from fusible.kernels.sm90.launch import compile_spec
-from fusible.kernels.sm90.spec import Spec, Tile
+from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
 KINDS = {
     "glu_keep": "glu",
@@ -67,15 +68,26 @@ def label(kind: str, tile: Tile) -> str:
 
 def spec_of(name: str, tile: Tile) -> Spec:
     """The kernel of a product in a tile."""
-    kind, bf16 = KINDS[name], torch.bfloat16
-    glu = (torch.float32, "swiglu", 0, name == "glu_keep") if kind in ("glu", "dglu") else ()
+    kind = KINDS[name]
     major = "n" if name in ("dglu", "dgrad1") else "k"
-    return ops.spec_of(kind, tile, bf16, bf16, major, False, False, *glu)
+    if kind not in ("glu", "dglu"):
+        return Spec(kind, tile, weight_major=major)
+    stripe = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
+    return Spec(
+        kind,
+        tile,
+        weight_major=major,
+        scale="float32",
+        activation="swiglu",
+        stripe=stripe,
+        paired=True,
+        keep=name == "glu_keep",
+    )
 
 
 def calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Every product as a function of its tile, None for the table's choice."""
-    ends, scales, swiglu = t["ends"], t["scales"], ("swiglu", 0, 0.0, 0.0, 0.0)
+    ends, scales = t["ends"], t["scales"]
     w1, w2 = [t["w1"]], [t["w2"]]
 
     def wgrad(dy: torch.Tensor, x: torch.Tensor, tile: Tile | None) -> torch.Tensor:
@@ -84,18 +96,16 @@ def calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
         return out
 
     def glu(keep: bool, tile: Tile | None) -> Any:
-        return ops.grouped_gemm_glu(t["x"], w1, ends, None, scales, *swiglu, keep, tile=tile)
+        return ops.grouped_glu(t["x"], w1, ends, scales, Glu(), None, keep, tile=tile)
 
     return {
         "glu_keep": lambda tile: glu(True, tile),
         "glu": lambda tile: glu(False, tile)[1:],
-        "fc2": lambda tile: ops.grouped_gemm(t["act"], w2, ends, None, None, False, tile=tile),
-        "dglu": lambda tile: ops.grouped_gemm_dglu(
-            t["dy"], w2, ends, t["preact"], scales, *swiglu, tile=tile
+        "fc2": lambda tile: ops.grouped_mm(t["act"], w2, ends, None, None, False, tile=tile),
+        "dglu": lambda tile: ops.grouped_dglu(
+            t["dy"], w2, ends, t["preact"], scales, Glu(), tile=tile
         ),
-        "dgrad1": lambda tile: ops.grouped_gemm(
-            t["d_preact"], w1, ends, None, None, True, tile=tile
-        ),
+        "dgrad1": lambda tile: ops.grouped_mm(t["d_preact"], w1, ends, None, None, True, tile=tile),
         "wgrad1": lambda tile: wgrad(t["d_preact"], t["x"], tile),
         "wgrad2": lambda tile: wgrad(t["dy"], t["act"], tile),
     }

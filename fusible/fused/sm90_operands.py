@@ -40,10 +40,10 @@ class CheckedProducts:
     """
 
     of = staticmethod(lambda w: w)
-    ends = staticmethod(lambda *given: grouped.group_ends(*given))
-    glu = staticmethod(lambda *given: grouped.grouped_glu(*given))
-    dglu = staticmethod(lambda *given: grouped.grouped_dglu(*given))
-    wgrad = staticmethod(lambda *given: grouped.grouped_wgrad(*given))
+    ends = staticmethod(grouped.group_ends)
+    glu = staticmethod(grouped.grouped_glu)
+    dglu = staticmethod(grouped.grouped_dglu)
+    wgrad = staticmethod(grouped.grouped_wgrad)
 
     @staticmethod
     def forward(

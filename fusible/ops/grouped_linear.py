@@ -508,11 +508,7 @@ def _product(
     transpose_w: bool,
 ) -> Tensor:
     """The grouped product ``[rows, features]``, in ``out`` ``[..., features]`` if that is given."""
-    if out is None:
-        return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w)
-    rows = out.view(x.shape[0], out.shape[-1])
-    if out.dtype != x.dtype:  # decoded operands
-        return rows.copy_(grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w))
+    rows = None if out is None else out.view(x.shape[0], out.shape[-1])
     return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w, rows)
 
 

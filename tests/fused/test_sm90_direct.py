@@ -1,35 +1,18 @@
 """Plans that run as one node without contexts give what the ops give, and take nothing else."""
 
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import reference as ref
 import torch
+from sm90_launches import sm90_on_cpu
 
 import fusible as fz
-from fusible.fused.sm90_operands import CheckedProducts
 from fusible.fuser import run as fuser_run
-from fusible.kernels import reference
 from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 32, 16, 10
 BF16 = torch.bfloat16
-
-
-class Products(CheckedProducts):
-    """What prepared launches do on a GPU, by the reference."""
-
-    def fits(self, bias):
-        return True
-
-
-def products(rows, *linears):
-    if any(t.dim() != 2 for t in rows):
-        return None
-    return [Products(reference)] * len(linears)
-
-
-PREPARED = SimpleNamespace(**vars(reference) | {"products": products, "fit_again": lambda *_: True})
 
 
 def linear(columns=HIDDEN, out=HIDDEN, **options):
@@ -51,7 +34,7 @@ def inputs(model):
 
 
 def call(model, given, prepared=True, **kwargs):
-    with assume_target("sm90", PREPARED if prepared else reference):
+    with assume_target("sm90"), sm90_on_cpu() if prepared else nullcontext():
         return model(*given, **kwargs)
 
 
@@ -64,7 +47,7 @@ def leaves(model, given):
 
 
 def gradients(model, given, y, prepared=True, **options):
-    with assume_target("sm90", PREPARED if prepared else reference):
+    with assume_target("sm90"), sm90_on_cpu() if prepared else nullcontext():
         return torch.autograd.grad(y, leaves(model, given), torch.ones_like(y), **options)
 
 
@@ -113,7 +96,11 @@ def test_differentiating_twice_is_refused():
     given = inputs(model)
     y = call(model, given)
     dy = torch.ones_like(y, requires_grad=True)
-    with assume_target("sm90", PREPARED), pytest.raises(RuntimeError, match="create_graph must be"):
+    with (
+        assume_target("sm90"),
+        sm90_on_cpu(),
+        pytest.raises(RuntimeError, match="create_graph must be"),
+    ):
         torch.autograd.grad(y, given[0], dy, create_graph=True)
 
 

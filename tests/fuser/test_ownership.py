@@ -5,7 +5,6 @@ Every pipeline is compared with plain PyTorch, which writes to nothing.
 
 import random
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import reference as ref
@@ -14,7 +13,7 @@ from torch import nn
 
 import fusible as fz
 from fusible.fuser import memory
-from fusible.kernels import reference
+from fusible.kernels import grouped
 from fusible.testing import assume_target
 
 WIDTH, ROWS = 8, 6
@@ -611,20 +610,22 @@ def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():
 
 @pytest.mark.parametrize("leading", [(ROWS,), (2, ROWS // 2)], ids=["2-D", "3-D"])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_saved_pre_activation_is_written_to_unless_hooks_hold_it(hooked, leading):
+def test_a_saved_pre_activation_is_written_to_unless_hooks_hold_it(hooked, leading, monkeypatch):
     """The gradient takes its place where autograd frees it after the backward."""
     mlp = ref.grouped_mlp(4, 32, 64, dtype=torch.bfloat16)
     x, splits, scales = ref.grouped_mlp_inputs((3, 0, 2, 1), ROWS, 32, torch.bfloat16)
     x, scales = (t.detach().reshape(*leading, *t.shape[1:]).requires_grad_() for t in (x, scales))
     held, overwritten = [], []
 
-    def dglu(*args, overwrite=False, **options):
-        overwritten.append(overwrite)
-        return reference.grouped_gemm_dglu(*args, **options)
+    own = grouped._grouped_dglu
 
-    kernels = SimpleNamespace(**{**vars(reference), "grouped_gemm_dglu": dglu})
+    def dglu(*args, overwrite):
+        overwritten.append(overwrite)
+        return own(*args)
+
+    monkeypatch.setattr(grouped, "_grouped_dglu", dglu)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
-    with assume_target("sm90", kernels):
+    with assume_target("sm90"):
         with hooks if hooked else nullcontext():
             y = mlp(x, splits, scales, splits)
         assert mlp.plan.fired == ("grouped_mlp_sm90",)

@@ -14,10 +14,12 @@ import torch
 import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
 from fusible import formulas
 from fusible.activations import UNARY
-from fusible.kernels import sm90
+from fusible.kernels import grouped
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
+from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import permute, routing
-from fusible.kernels.sm90 import ops, tiles
+from fusible.kernels.sm90 import implementation as ops
+from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import decode, quantize_for
@@ -40,32 +42,32 @@ def separate(weight: torch.Tensor) -> list[torch.Tensor]:
 def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
     """Every tile of every kernel of `fusible.kernels.sm90`; how many launches that were."""
     for dtype in (torch.int32, torch.int64):
-        ends = sm90.group_ends(torch.tensor(SIZES, device="cuda", dtype=dtype), ROWS)
+        ends = grouped.group_ends(torch.tensor(SIZES, device="cuda", dtype=dtype), ROWS)
     x, dy, scales = random(ROWS, HIDDEN), random(ROWS, HIDDEN), torch.rand(ROWS, device="cuda")
     bias, w1 = random(GROUPS, 2 * INNER), random(GROUPS, 2 * INNER, HIDDEN)
     preact = random(ROWS, 2 * INNER)
     w2, launches = random(GROUPS, HIDDEN, INNER), 0
     columns_first = w1.mT.contiguous().mT
     for interleave, activation in ((0, "swiglu"), (8, "clamped_qgeglu")):
-        glu = (activation, interleave, 1.0, 1.7, 1.0)
+        glu = Glu(activation, interleave, 1.0, 1.7, 1.0)
         for tile in tiles.TILES["glu"]:
             every = (([w1], None), (separate(w1), bias), ([columns_first], None))
             for w, b in every if tile.n <= 128 else (([w1], None), (separate(w1), None)):
                 for keep in (False, True):
-                    _, act = ops.grouped_gemm_glu(x, w, ends, b, scales, *glu, keep, tile=tile)
+                    _, act = ops.grouped_glu(x, w, ends, scales, glu, b, keep, tile=tile)
                     launches += 1
         for tile in tiles.TILES["dglu"]:
             for w in ([w2], separate(w2)):
                 for overwrite in (False, True):
-                    d_preact, act, _ = ops.grouped_gemm_dglu(
-                        dy, w, ends, preact.clone(), scales, *glu, tile=tile, overwrite=overwrite
+                    d_preact, act, _ = ops.grouped_dglu(
+                        dy, w, ends, preact.clone(), scales, glu, overwrite, tile=tile
                     )
                     launches += 2
     for tile in tiles.TILES["store"]:
         for w in ([w2], separate(w2)):
-            ops.grouped_gemm(act, w, ends, None, None, False, tile=tile)
+            ops.grouped_mm(act, w, ends, None, None, False, tile=tile)
         for w in ([w1], separate(w1)):
-            ops.grouped_gemm(d_preact, w, ends, None, None, True, tile=tile)
+            ops.grouped_mm(d_preact, w, ends, None, None, True, tile=tile)
         launches += 4
     for tile in tiles.TILES["wgrad"]:
         for dtype in (torch.bfloat16, torch.float32):

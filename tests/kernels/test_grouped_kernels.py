@@ -7,7 +7,9 @@ import reference as ref
 import torch
 
 import fusible as fz
+from fusible import formulas
 from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
 
 E, K, N = 4, 6, 5
 SPLITS = [
@@ -252,6 +254,42 @@ def test_stacked_copies_what_only_seems_to_abut():
         assert torch.equal(grouped.stacked(weights), torch.stack(weights))
 
 
+@pytest.mark.parametrize("interleave", [0, 2])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu"])
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+def test_products_with_an_activation(sizes, rows, activation, interleave):
+    """Forward, and backward against autograd, in FP64."""
+    clamps = (1.5, 1.702, 1.0) if activation == "clamped_qgeglu" else ()
+    glu, formula = Glu(activation, interleave, *clamps), getattr(formulas, activation)
+    x, dy = (torch.randn(rows, n, dtype=torch.float64) for n in (K, N))
+    w1, w2 = (torch.randn(E, *s, dtype=torch.float64) for s in ((8, K), (N, 4)))
+    bias, scales = torch.randn(E, 8).double(), torch.rand(rows).double().requires_grad_()
+    ends = ends_of(sizes)
+    want = ref.grouped_linear(x, w1, sizes, bias).requires_grad_()
+    act = formula(want, scales, interleave or None, *clamps)
+    live = (torch.arange(rows) < sum(sizes))[:, None]
+    for keep in (True, False):
+        preact, got = grouped.grouped_glu(x, [w1], ends, scales.detach(), glu, bias, keep)
+        torch.testing.assert_close(preact, want.detach() if keep else want.detach()[:0])
+        torch.testing.assert_close(got, (act * live).detach())
+    d = ref.grouped_linear(dy, w2.mT, sizes)
+    dpreact, again, dscales = grouped.grouped_dglu(
+        dy, [w2], ends, want.detach(), scales.detach(), glu
+    )
+    wanted = torch.autograd.grad(act, (want, scales), d)
+    torch.testing.assert_close(again, got)
+    torch.testing.assert_close((dpreact, dscales), wanted)
+
+
+def test_a_weight_gradient_in_another_dtype_is_rounded_once():
+    ends, x, dy = ends_of([3, 0, 4, 1]), torch.randn(9, K).bfloat16(), torch.randn(9, N).bfloat16()
+    exact = grouped.grouped_wgrad(dy.double(), x.double(), ends)
+    for dtype in (torch.float32, torch.float64):
+        got = grouped.grouped_wgrad(dy, x, ends, dtype)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, exact.to(dtype), rtol=1e-5, atol=1e-5)
+
+
 def test_stacked_one():
     w = torch.randn(3, 2, 2)
     assert grouped.stacked([w]) is w
@@ -271,7 +309,13 @@ def opcheck_cases():
     yield "mm, transposed", ops.grouped_mm, (dy, [w], ends, None, None, True)
     yield "mm, no rows", ops.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
     yield "mm_", ops.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False)
-    yield "wgrad", ops.grouped_wgrad, (dy, x, ends)
+    glu = Glu("clamped_qgeglu", 2, 1.5, 1.702, 1.0)
+    w1, w2, preact = torch.randn(E, 8, K), torch.randn(E, N, 4), torch.randn(9, 8)
+    yield "glu", ops.grouped_glu, (x, [w1], ends, scales, *glu, torch.randn(E, 8), True)
+    yield "glu, not kept", ops.grouped_glu, (x, [w1], ends, scales, *Glu(), None, False)
+    yield "dglu", ops.grouped_dglu, (dy, [w2], ends, preact, scales, *glu)
+    yield "wgrad", ops.grouped_wgrad, (dy, x, ends, None)
+    yield "wgrad, in FP64", ops.grouped_wgrad, (dy, x, ends, torch.float64)
     yield "sum", ops.grouped_sum, (dy, ends, None)
     yield "sum, scaled", ops.grouped_sum, (dy, ends, scales)
     yield "dots", ops.grouped_dots, (dy, bias, ends)

@@ -549,7 +549,7 @@ def test_facts_changed_after_the_first_call(make, call, name, value):
 def test_checking_is_a_scope():
     # On the CPU sizes are checked in any case, so a device is imitated: its implementation called
     # as it runs there.
-    from fusible.kernels import grouped
+    from fusible.kernels.grouped import groups
 
     class OnDevice(torch.Tensor):
         """Says that it is not on the CPU."""
@@ -559,7 +559,9 @@ def test_checking_is_a_scope():
             return torch.device("cuda", 0)
 
     def ends(sizes, rows):
-        return grouped._group_ends(torch.tensor(sizes).as_subclass(OnDevice), rows).tolist()
+        return groups.group_ends_definition(
+            torch.tensor(sizes).as_subclass(OnDevice), rows
+        ).tolist()
 
     assert ends([2, -1, 3], 4) == [2, 2, 4]  # clamped: no negative sizes, no more rows than given
     assert ends([5, 5], 4) == [4, 4]

@@ -22,7 +22,6 @@ from training_paths import (
 
 import fusible as fz
 from fusible.fused.grouped_sm90 import GroupedLinearBackwardSm90
-from fusible.kernels import reference
 from fusible.testing import assume_target
 
 UNFUSED = PATHS["unfused"]
@@ -169,7 +168,7 @@ def test_products_of_bf16_reach_fp32_unrounded(single):
     for w in op.weights():
         w.main_grad = torch.zeros(w.shape)
     x, dy = torch.randn(ROWS, 32).to(BF16), torch.randn(ROWS, 64).to(BF16)
-    with assume_target("sm90", reference):
+    with assume_target("sm90"):
         op(x, SIZES).backward(dy)
     assert type(op.plan.backward_ops[0].op) is GroupedLinearBackwardSm90
     got = torch.stack([w.main_grad for w in op.weights()]).view(4, 64, 32)
@@ -441,7 +440,7 @@ def test_the_gradient_is_that_of_the_weight_that_the_forward_used(kind, how, mac
     op.weight = with_main_grad(plain.weight)
     mine, other = op.weight, with_main_grad(op.weight)
     used, unused = (other, mine) if how is called_with else (mine, other)
-    with assume_target(machine, reference):
+    with assume_target(machine):
         how(op, other, x, torch.tensor([4, 2])).backward(dy)
         op.backward_dw()
     assert torch.equal(gradient_of(used, kind), want)

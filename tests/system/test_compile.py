@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import reference as ref
@@ -11,7 +10,6 @@ from every_op import MAKE, extra_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
-from fusible.kernels import reference, sm90
 from fusible.testing import assume_target
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -495,10 +493,7 @@ def test_a_fused_op_of_another_machine_compiles_as_one_graph():
     mlp = ref.grouped_mlp(dtype=torch.bfloat16)
     x, splits, scales = ref.grouped_mlp_inputs(dtype=torch.bfloat16)
     leaves = (x, scales, *mlp.parameters())
-    # The reference computes, but the real kernels say which layouts they read.
-    stand_in = SimpleNamespace(**vars(reference))
-    stand_in.has_matrix_layout = sm90.has_matrix_layout
-    with assume_target("sm90", stand_in):
+    with assume_target("sm90"):
         want = mlp(x, splits, scales, splits)
         assert mlp.plan.fired == ("grouped_mlp_sm90",)
         dy = torch.randn_like(want)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 import fusible as fz
 from fusible import formulas
-from fusible.kernels import grouped
-from fusible.kernels.grouped import bias_gradients, ends
+from fusible.kernels import grouped, sm90
+from fusible.kernels.grouped import bias_gradients, cuda, pytorch
 from fusible.kernels.moe import definitions, permute, routing
 from fusible.testing import assume_target
 
@@ -60,12 +60,11 @@ class NoSync(TorchDispatchMode):
 @pytest.fixture
 def no_sync(monkeypatch):
     """Meta tensors, on which the library ops run their CUDA implementations."""
-    for name in ("grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
-        cuda = {"grouped_wgrad_": "_grouped_wgrad_out_cuda"}.get(name, f"_{name}_cuda")
-        monkeypatch.setattr(grouped, name, getattr(grouped, cuda))
-    monkeypatch.setattr(grouped, "group_ends", ends.group_ends_definition)
+    monkeypatch.setattr(sm90, "supports", lambda *_: False)
+    for name in ("group_ends", "grouped_mm", "grouped_mm_", "grouped_wgrad", "grouped_wgrad_"):
+        monkeypatch.setattr(grouped, f"_{name}", getattr(cuda, name))
     for name in ("grouped_sum", "grouped_dots"):
-        monkeypatch.setattr(grouped, name, getattr(bias_gradients, f"{name}_definition"))
+        monkeypatch.setattr(grouped, f"_{name}", getattr(bias_gradients, f"{name}_definition"))
     with torch.device("meta"), NoSync():
         yield
 
@@ -218,7 +217,7 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
             return y
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
 
-    monkeypatch.setattr(grouped.F, "grouped_mm", loop)
+    monkeypatch.setattr(pytorch.F, "grouped_mm", loop)
     for features, rows in (((16, 24), 10), ((5, 3), 10), ((8, 8), 0)):
         sizes = [3, 0, 4, 1] if rows else [0, 0, 0, 0]
         ends = grouped.group_ends(torch.tensor(sizes), rows)
@@ -228,7 +227,7 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
         bias, scales = torch.randn(4, features[1]).bfloat16(), torch.rand(rows)
         for weights in ([w], list(w.unbind(0)), [m.clone() for m in w]):
             for b, s in ((None, None), (bias, None), (bias, scales)):
-                mine = grouped._grouped_mm_cuda(x, weights, ends, b, s, False)
+                mine = pytorch.grouped_mm(x, weights, ends, b, s, False)
                 exact = ref.grouped_linear(
                     x.double(),
                     w.double(),
@@ -236,13 +235,13 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
                     *(None if t is None else t.double() for t in (b, s)),
                 )
                 ref.assert_accurate(mine, exact)
-            mine = grouped._grouped_mm_cuda(dy, weights, ends, None, None, True)
+            mine = pytorch.grouped_mm(dy, weights, ends, None, None, True)
             ref.assert_accurate(mine, ref.grouped_linear(dy.double(), w.double().mT, sizes))
         expected = grouped.grouped_wgrad(dy, x, ends)
-        torch.testing.assert_close(grouped._grouped_wgrad_cuda(dy, x, ends), expected)
+        torch.testing.assert_close(pytorch.grouped_wgrad(dy, x, ends), expected)
         for accumulate in (False, True):
             out = [torch.ones_like(expected), torch.ones_like(expected)]
-            grouped._grouped_wgrad_out_cuda(out[:1], dy, x, ends, accumulate)
+            pytorch.grouped_wgrad_(out[:1], dy, x, ends, accumulate)
             grouped.grouped_wgrad_(out[1:], dy, x, ends, accumulate)
             torch.testing.assert_close(*out)
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from training_paths import MX, PATHS, ROWS, SIZES, WIDTH, layouts, paths, some_paths
 
 import fusible as fz
-from fusible.kernels import grouped
+from fusible.kernels.grouped import definitions
 
 
 def needing(module, given):
@@ -143,7 +143,7 @@ def keeping_products():
     """A selective checkpoint's contexts: the library's products kept, the rest recomputed."""
 
     def policy(ctx, op, *args, **kwargs):
-        kept = op is torch.ops.fusible.grouped_mm.default
+        kept = op in (torch.ops.fusible.grouped_mm.default, torch.ops.fusible.grouped_glu.default)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -183,13 +183,13 @@ def test_selective_checkpoint(path, monkeypatch):
     """Products kept, the rest recomputed: the library's ops are what a policy can name."""
     module, given = path.build(), path.inputs()
     products = []
-    of_groups = grouped._sizes
+    of_groups = definitions._sizes
 
     def counted(ends):
         products.append(1)
         return of_groups(ends)
 
-    monkeypatch.setattr(grouped, "_sizes", counted)
+    monkeypatch.setattr(definitions, "_sizes", counted)
     counts = []
     with path.on():
         for call in (

@@ -134,8 +134,9 @@ def grouped_mm(
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter. ``bias`` is
     ``[E, N]``, ``row_scale`` has one value for each row.
     """
-    if out is None:
-        return _grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+    if out is None or out.dtype != x.dtype:
+        y = _grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+        return y if out is None else out.copy_(y)
     _grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
     return out
 

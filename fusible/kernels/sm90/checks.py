@@ -90,8 +90,8 @@ class Matrices(NamedTuple):
 
     address: int
     """Of the first."""
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     table: int
     """Address of the table; 0 if the matrices are evenly spaced."""
 
@@ -106,7 +106,7 @@ def matrices_of(name: str, w: Sequence[Tensor], device: torch.device) -> Matrice
     shape, strides, address = tuple(first.shape), first.stride(), first.data_ptr()
     if len(w) == 1 and len(shape) == 3:
         fits = address % limits.ALIGNMENT_BYTES == 0 and layout(shape, strides) is not None
-        return Matrices(address, shape, strides, 0) if fits else None  # type: ignore[arg-type]
+        return Matrices(address, shape, strides, 0) if fits else None
     pointers = _pointers(name, w)
     if pointers is None:
         return None
@@ -115,10 +115,11 @@ def matrices_of(name: str, w: Sequence[Tensor], device: torch.device) -> Matrice
     step = pointers[1] - address if groups > 1 else first.numel() * size
     evenly = step > 0 and pointers == tuple(range(address, address + groups * step, step))
     spaced = evenly and step % (limits.MULTIPLE_OF * size) == 0
-    together = (groups, *shape), (step // size, *strides)
+    together = (groups, *shape), (step // size if spaced else 0, *strides)
     if layout(*together, spaced=spaced) is None:
         return None
-    return Matrices(address, *together, 0 if spaced else pointer_table(pointers, device).data_ptr())  # type: ignore[arg-type]
+    table = 0 if spaced else pointer_table(pointers, device).data_ptr()
+    return Matrices(address, *together, table)
 
 
 def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -40,7 +40,7 @@ class _Wgrad(NamedTuple):
     columns: int
     depth: int
     pitches: tuple[int, int]
-    out: tuple[tuple[int, int, int], torch.dtype, bool] | None
+    out: tuple[tuple[int, ...], torch.dtype, bool] | None
     accumulate: bool
 
 
@@ -70,8 +70,8 @@ class Products:
         self,
         device: torch.device,
         dtype: torch.dtype,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int, int],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
         separate: bool,
         many_rows: bool,
         tile: Tile | None = None,
@@ -342,8 +342,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may hold anything
 def products_of(
     device: torch.device,
     dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
     separate: bool,
     many_rows: bool,
     tile: Tile | None = None,
@@ -358,7 +358,7 @@ def products_of(
 
 
 def products(
-    rows: Sequence[Tensor], *linears: tuple[tuple[int, int, int], Sequence[Tensor]]
+    rows: Sequence[Tensor], *linears: tuple[tuple[int, ...], Sequence[Tensor]]
 ) -> list[Products] | None:
     """The products of grouped linears; None if these operands take more to run.
 
@@ -384,7 +384,7 @@ def products(
 
 
 def fit_again(
-    rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]]
+    rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
     """Whether `products` of operands with the same dtype and device would find what it has found.
 
@@ -419,14 +419,14 @@ def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _strides(
-    w: Sequence[Tensor], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> tuple[int, int, int] | None:
+    w: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[int, ...] | None:
     """Strides of a weight as one tensor, if it is one or its matrices lie side by side."""
     first, (groups, rows, columns) = w[0], shape
     if len(w) == 1:
         aligned = first.data_ptr() % limits.ALIGNMENT_BYTES == 0
         fits = type(first) in _PLAIN and first.dtype == dtype and first.device == device
-        return first.stride() if aligned and fits and first.shape == shape else None  # type: ignore[return-value]
+        return first.stride() if aligned and fits and first.shape == shape else None
     if not _is_plain(first, dtype) or first.device != device or len(w) != groups:
         return None
     start, step = first.data_ptr(), rows * columns * dtype.itemsize

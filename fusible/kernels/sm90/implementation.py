@@ -51,11 +51,6 @@ class _Operands(NamedTuple):
     matrices: Matrices
     products: Products
 
-    @property
-    def features(self) -> tuple[int, int]:
-        """``N`` and ``K`` of the weights."""
-        return self.matrices.shape[1:]
-
 
 def _operands(
     name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, transpose: bool, tile: Tile | None
@@ -66,11 +61,11 @@ def _operands(
         raise ValueError(f"w must have {name}'s dtype {x.dtype}, got {w[0].dtype}")
     if matrices is None:
         # The copy of one tensor is at an address of its own, also where it was contiguous.
-        w = [
+        one = (
             w[0].clone(memory_format=torch.contiguous_format) if len(w) == 1 else torch.stack([*w])
-        ]
-        matrices = matrices_of("w", w, x.device)
-        assert matrices is not None
+        )
+        one = one.view(-1, *one.shape[-2:])
+        w, matrices = [one], Matrices(one.data_ptr(), tuple(one.shape), one.stride(), 0)
     groups, *features = matrices.shape
     if x.shape[1] != features[not transpose]:
         raise ValueError(
@@ -98,8 +93,8 @@ def grouped_mm(
     tile: Tile | None = None,
 ) -> Tensor:
     """See `fusible.kernels.grouped.grouped_mm`."""
-    x, pitch, w, matrices, products = given = _operands("x", x, w, ends, transpose_w, tile)
-    shape = x.shape[0], given.features[transpose_w]
+    x, pitch, w, matrices, products = _operands("x", x, w, ends, transpose_w, tile)
+    shape = x.shape[0], matrices.shape[2 if transpose_w else 1]
     if bias is not None:
         check_tensor("bias", bias, (matrices.shape[0], shape[1]), x)
         bias = bias.contiguous()
@@ -221,8 +216,8 @@ def grouped_wgrad_(
         )
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
     shape = groups, dy.shape[1], x.shape[1]
-    check_ends(ends, groups, x.device)
     grads = matrices_of("out", out, x.device)
+    check_ends(ends, groups, x.device)
     if out[0].shape[-2:] != shape[1:]:
         raise ValueError(f"out must hold matrices of shape {shape[1:]}, got {tuple(out[0].shape)}")
     # Only the gradients' shape counts.

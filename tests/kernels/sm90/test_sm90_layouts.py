@@ -1,48 +1,23 @@
 """What a plan for Hopper accepts, its kernels take: operands that lie as callers may have them.
 
-The kernels' entries check what they are given, as on a GPU; the reference computes.
+The kernels' launches run on the CPU, from the addresses and pitches that they are given.
 """
 
-from types import SimpleNamespace
-from unittest.mock import patch
+from contextlib import nullcontext
 
 import pytest
 import reference as ref
 import torch
+from sm90_launches import sm90_on_cpu
 
 import fusible as fz
-from fusible.kernels import reference, sm90
-from fusible.kernels.sm90 import ops
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
+from fusible.kernels.sm90 import implementation
 from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 16, 8, 12
 SIZES = (3, 0, 5, 1)
-ENTRIES = {
-    **{name: getattr(sm90, name) for name in ("grouped_gemm", "grouped_gemm_glu")},
-    **{name: getattr(sm90, name) for name in ("grouped_gemm_dglu", "grouped_wgrad")},
-    "grouped_wgrad_": ops.grouped_wgrad_,  # not through PyTorch's dispatcher
-}
-
-
-@pytest.fixture
-def strict(monkeypatch):
-    """The reference's functions behind the checks of the entries, which start nothing."""
-    for name in ("_multiply", "launch_tile_sums"):
-        monkeypatch.setattr(ops, name, lambda *_, **__: None)
-    monkeypatch.setattr(ops, "launch_of", lambda *_, **__: lambda *_, **__: None)
-    monkeypatch.setattr(ops, "pointer_table", lambda *_: torch.empty(0))
-
-    def checked(name, entry):
-        def call(*args, **options):
-            with patch.object(torch.Tensor, "is_cuda", True), torch.no_grad():
-                entry(*args, **options)
-            return getattr(reference, name)(*args, **options)
-
-        return call
-
-    functions = {name: checked(name, entry) for name, entry in ENTRIES.items()}
-    of_layouts = {name: getattr(sm90, name) for name in ("has_matrix_layout", "takes_wgrad")}
-    return SimpleNamespace(**{**vars(reference), **functions, **of_layouts})
 
 
 def spread(t, before, after):
@@ -100,7 +75,7 @@ def build(operand, layout):
     return mlp
 
 
-def outcome(kernels, operand, layout, parts):
+def outcome(operand, layout, parts):
     """Output and gradients, those of the weights where they are."""
     mlp = build(operand, layout)
     x = torch.randn(ROWS, HIDDEN).bfloat16().requires_grad_()
@@ -110,7 +85,7 @@ def outcome(kernels, operand, layout, parts):
         given[operand] = laid_out(given[operand], layout)
     x, dy, scales = given.values()
     sizes = torch.tensor(SIZES)
-    with assume_target("sm90", kernels):
+    with assume_target("sm90"):
         y = mlp(x, sizes, scales, sizes.clone() if parts else sizes, scales)
         assert all("sm90" in name for name in mlp.plan.fired)
         y.backward(dy)
@@ -121,18 +96,20 @@ def outcome(kernels, operand, layout, parts):
 @pytest.mark.parametrize("parts", [False, True], ids=["mlp", "parts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operand", OPERANDS)
-def test_the_same_in_any_layout(strict, operand, layout, parts):
-    got = outcome(strict, operand, layout, parts)
-    for mine, theirs in zip(got, outcome(reference, operand, None, parts), strict=True):
+def test_the_same_in_any_layout(operand, layout, parts):
+    with sm90_on_cpu() as loaded:
+        got = outcome(operand, layout, parts)
+    assert {spec.kind for spec in loaded if not isinstance(spec, str)} >= {"store", "glu", "wgrad"}
+    for mine, theirs in zip(got, outcome(operand, None, parts), strict=True):
         # FC1, the activation and FC2 forward; FC2, the activation and FC1 backward.
         ref.assert_equal_but_for_rounding(mine, theirs, roundings=6, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("gap", [0, 4, 8])
-def test_main_grads_in_one_buffer(strict, gap):
+def test_main_grads_in_one_buffer(gap):
     """Slices of a flat buffer, evenly spaced by what may be no multiple of 32 bytes."""
     results = []
-    for kernels in (strict, reference):
+    for kernels in (sm90_on_cpu, nullcontext):
         mlp = build("main_grad1", None)
         for fc in (mlp[0], mlp[2]):
             size = fc.weights()[0].numel()
@@ -145,7 +122,7 @@ def test_main_grads_in_one_buffer(strict, gap):
             torch.tensor(SIZES),
             torch.rand(ROWS),
         )
-        with assume_target("sm90", kernels):
+        with assume_target("sm90"), kernels():
             mlp(x, sizes, scales, sizes, scales).sum().backward()
         results.append([w.main_grad for fc in (mlp[0], mlp[2]) for w in fc.weights()])
     for mine, theirs in zip(*results, strict=True):
@@ -153,19 +130,19 @@ def test_main_grads_in_one_buffer(strict, gap):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_few_rows_anywhere(strict, rows):
+def test_few_rows_anywhere(rows):
     """A single row is contiguous wherever it starts."""
     mlp = build("x", None)
     x = torch.randn(rows * HIDDEN + 1).bfloat16()[1:].view(rows, HIDDEN)
     sizes, scales = torch.tensor([0, rows, 0, 0]), torch.rand(rows)
     results = []
-    for kernels, given in ((strict, x), (reference, x.clone())):
-        with assume_target("sm90", kernels):
+    for kernels, given in ((sm90_on_cpu, x), (nullcontext, x.clone())):
+        with assume_target("sm90"), kernels():
             results.append(mlp(given, sizes, scales, sizes, scales))
     ref.assert_equal_but_for_rounding(*results, roundings=3)
 
 
-# --- what no plan gives them ----------------------------------------------------------------------
+# --- operands of the ops themselves ---------------------------------------------------------------
 
 
 def good():
@@ -179,50 +156,87 @@ def good():
     scales, ends = torch.rand(ROWS), rows["ends"]
     of_grads = {"dy": x, "w": [w2], "ends": ends, "preact": preact, "scales": scales}
     return {
-        "grouped_gemm": {**rows, "bias": bias, "row_scale": scales, "out": preact.clone()},
-        "grouped_gemm_glu": {**rows, "scales": scales, "bias": bias, "interleave": 8},
-        "grouped_gemm_dglu": {**of_grads, "activation": "clamped_qgeglu", "interleave": 1},
+        "grouped_mm": {**rows, "bias": bias, "row_scale": scales, "out": preact.clone()},
+        "grouped_glu": {**rows, "scales": scales, "glu": Glu(interleave=8), "bias": bias},
+        "grouped_dglu": {**of_grads, "glu": Glu("clamped_qgeglu", 1, 7.0, 1.702, 1.0)},
         "grouped_wgrad_": {"out": [dw], "dy": preact, "x": x, "ends": ends, "accumulate": True},
     }
 
 
+def layouts_of(value):
+    """Of a tensor or of weights, one of which has a layout of its own where they are separate."""
+    for name in LAYOUTS:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield name, lambda t, name=name: laid_out(t, name)
+        elif isinstance(value, list):
+            yield name, lambda w, name=name: [laid_out(w[0], name)]
+            yield (
+                f"one {name}",
+                lambda w, name=name: [
+                    laid_out(t, name) if i == 1 else t.clone() for i, t in enumerate(w[0])
+                ],
+            )
+
+
+CASES = [
+    pytest.param(entry, argument, change, id=f"{entry}-{argument}-{name}")
+    for entry, arguments in good().items()
+    for argument, value in arguments.items()
+    for name, change in layouts_of(value)
+]
+
+
+@pytest.mark.parametrize(("entry", "argument", "change"), CASES)
+def test_an_operand_in_any_layout(entry, argument, change):
+    """Or what is written to."""
+    want, given = good()[entry], good()[entry]
+    given[argument] = change(given[argument])
+
+    def results(arguments):
+        made = getattr(grouped, entry)(**arguments)
+        made = arguments["out"] if made is None else made
+        made = made if isinstance(made, list | tuple) else [made]
+        return [torch.stack([*made])] if made[0].dim() == 2 and len(made) == GROUPS else made
+
+    with sm90_on_cpu():
+        got = results(given)
+    for mine, theirs in zip(got, results(want), strict=True):
+        ref.assert_equal_but_for_rounding(mine, theirs, roundings=3, dtype=torch.bfloat16)
+
+
 MATRIX = {
     "a device": (lambda t: t.to("meta"), "must|got meta"),
-    "a dtype": (lambda t: t.float(), "BF16|bfloat16"),
+    "a dtype": (lambda t: t.float(), "must have|must be a|must share dtype"),
     "a row less": (lambda t: t[:-1], "rows|shape"),
-    "odd columns": (lambda t: t[:, :-3].contiguous(), "multiple of 8|shape|the last dimension"),
-    "features first": (LAYOUTS["turned"], "contiguous"),
+    "odd columns": (lambda t: t[:, :-3].contiguous(), "multiples of 8|shape|share the reduced"),
     "three dimensions": (lambda t: t[None], "2 dimensions|shape"),
 }
 VECTOR = {
     "a dtype": (lambda t: t.to(torch.int16), "must be a"),
     "a value less": (lambda t: t[:-1], "one value for each"),
-    "a stride": (lambda t: t.repeat_interleave(2)[::2], "contiguous"),
 }
 WEIGHTS = {
     "none": (lambda w: [], "at least one group"),
     "a dtype": (lambda w: [w[0].half()], "must"),
     "a group less": (lambda w: [w[0][1:]], "one value for each"),
     "other features": (lambda w: [torch.cat((w[0], w[0]), 2)], "share the reduced|of shape"),
-    "odd features": (lambda w: [w[0][:, :-3]], "multiples of 8"),
-    "an odd pitch": (lambda w: [spread(w[0], 0, 3)], "multiples of 8"),
-    "oddly apart": (lambda w: [apart(w[0], 3)], "start at a multiple of 16 bytes"),
-    "an odd address": (lambda w: [LAYOUTS["not on 16 bytes"](w[0])], "multiple of 16 bytes"),
-    "uneven": (lambda w: [w[0][0], *w[0][1:, :-8]], "must share shape, strides and dtype"),
+    "odd features": (lambda w: [w[0][:, :-3]], "multiples of 8|of shape|share the reduced"),
+    "uneven": (lambda w: [w[0][0], *w[0][1:, :-8]], "must share shape and dtype"),
     "vectors": (lambda w: list(w[0][:, 0]), "1 dimensions"),
 }
 ROLES = {
     **dict.fromkeys(("x", "dy", "preact"), MATRIX),
     **dict.fromkeys(("row_scale", "scales", "ends"), VECTOR),
-    **dict.fromkeys(("w", "out"), WEIGHTS),
+    "w": WEIGHTS,
+    "out": {what: case for what, case in WEIGHTS.items() if what != "a dtype"},
     "bias": {
-        "a dtype": (lambda t: t.float(), "bias must be a contiguous"),
-        "a column less": (lambda t: t[:, 1:], "bias must be a contiguous"),
+        "a dtype": (lambda t: t.float(), "bias must be a"),
+        "a column less": (lambda t: t[:, 1:], "bias must be a"),
     },
-    "activation": {"another": (lambda _: "gelu", "activation must be one of")},
-    "interleave": {
-        "no power of two": (lambda _: 3, "a power of two that divides"),
-        "too wide": (lambda _: 16, "divides the 8 activation columns"),
+    "glu": {
+        "another": (lambda _: Glu("gelu"), "activation must be one of"),
+        "no power of two": (lambda _: Glu(interleave=3), "a power of two up to 1024"),
+        "too wide": (lambda _: Glu(interleave=16), "of interleave each, got .*16 columns together"),
     },
 }
 BAD = [
@@ -236,17 +250,16 @@ BAD = [
 ]
 
 
-@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(("entry", "argument", "change", "said"), BAD)
 def test_what_the_entries_refuse(entry, argument, change, said):
     """Each argument alone, before anything starts."""
-    arguments = good()[entry]
-
-    def call():
-        with patch.object(torch.Tensor, "is_cuda", True), torch.no_grad():
-            ENTRIES[entry](**arguments)
-
-    call()
-    arguments[argument] = change(arguments[argument])
-    with pytest.raises(ValueError, match=said):
-        call()
+    defaults = {"grouped_mm": {"transpose_w": False}, "grouped_glu": {"keep": True}}.get(entry, {})
+    arguments = good()[entry] | defaults
+    call = getattr(implementation, entry)
+    with sm90_on_cpu() as loaded:
+        call(**arguments)
+        loaded.clear()
+        arguments[argument] = change(arguments[argument])
+        with pytest.raises(ValueError, match=said):
+            call(**arguments)
+        assert loaded == []

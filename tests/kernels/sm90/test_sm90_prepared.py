@@ -1,4 +1,4 @@
-"""A grouped linear's prepared launches are those that the checked entries make; nothing runs."""
+"""Launches over plain operands are those of the checked entries; nothing runs."""
 
 import sys
 import threading
@@ -10,13 +10,14 @@ import torch
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
-from fusible.kernels import sm90
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime import workspaces
-from fusible.kernels.sm90 import launch, ops, prepared
+from fusible.kernels.sm90 import grouped_products, implementation, launch
 from fusible.testing import assume_target
 
-SWIGLU = prepared.Glu()
-QGEGLU = prepared.Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
+SWIGLU = Glu()
+QGEGLU = Glu("clamped_qgeglu", 32, 7.0, 1.702, 1.0)
 OUTPUTS = {"out", "d_preact", "partials"}
 ADDRESSES = ("a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials")
 
@@ -37,12 +38,11 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(ops, "check_matrix", lambda _, x: (*x.shape, x.stride(0)))
-    monkeypatch.setattr(prepared, "_runs_as_is", lambda x: x.shape[0] > 0)
+    monkeypatch.setattr(grouped_products, "supports", lambda *_: True)
+    monkeypatch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
-    launch.launch_of.cache_clear()
     launch._vector_kernel.cache_clear()
-    prepared._products.cache_clear()
+    grouped_products.products_of.cache_clear()
 
 
 def equal(one, other):
@@ -66,22 +66,22 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
     b = random(groups, outer) if bias else None
     row_scale = random(rows) if bias else None
-    (it,) = prepared.products([x, dy], ((groups, outer, inner), w))
+    (it,) = grouped_products.products([x, dy], ((groups, outer, inner), w))
     at = it.of(w)
     assert b is None or it.fits(b)
-    dglu = (dy, w, ends, preact, scales, *act)
+    checked, dglu = implementation, (dy, w, ends, preact, scales, act)
     pairs = (
-        (it.forward(x, at, ends, b, row_scale), ops.grouped_gemm(x, w, ends, b, row_scale, False)),
+        (it.forward(x, at, ends, b, row_scale),
+         checked.grouped_mm(x, w, ends, b, row_scale, False)),
         (it.glu(x, at, ends, scales, act, b, True),
-         ops.grouped_gemm_glu(x, w, ends, b, scales, *act, True)),
+         checked.grouped_glu(x, w, ends, scales, act, b, True)),
         (it.glu(x, at, ends, scales, act, b, False),
-         ops.grouped_gemm_glu(x, w, ends, b, scales, *act, False)),
-        (it.dgrad(dy, at, ends), ops.grouped_gemm(dy, w, ends, None, None, True)),
-        (it.dglu(dy, at, ends, preact, scales, act), ops.grouped_gemm_dglu(*dglu)),
-        (it.dglu(dy, at, ends, preact, scales, act, True),
-         ops.grouped_gemm_dglu(*dglu, overwrite=True)),
-        (it.wgrad(dy, x, ends), ops.grouped_wgrad(dy, x, ends, None)),
-        (it.wgrad(x, dy, ends), ops.grouped_wgrad(x, dy, ends, None)),
+         checked.grouped_glu(x, w, ends, scales, act, b, False)),
+        (it.dgrad(dy, at, ends), checked.grouped_mm(dy, w, ends, None, None, True)),
+        (it.dglu(dy, at, ends, preact, scales, act), checked.grouped_dglu(*dglu)),
+        (it.dglu(dy, at, ends, preact, scales, act, True), checked.grouped_dglu(*dglu, True)),
+        (it.wgrad(dy, x, ends), checked.grouped_wgrad(dy, x, ends)),
+        (it.wgrad(x, dy, ends), checked.grouped_wgrad(x, dy, ends)),
     )  # fmt: skip
     assert len(launches) == 2 * len(pairs)
     for i, results in enumerate(pairs):
@@ -127,10 +127,10 @@ def _as_tuple(result):
 )  # fmt: skip
 def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
     def products(w, rows):
-        return prepared.products(rows, ((2, 64, 32), w))
+        return grouped_products.products(rows, ((2, 64, 32), w))
 
     def fit_again(w, rows):
-        return prepared.fit_again(rows, w, [(2, 64, 32)])
+        return grouped_products.fit_again(rows, w, [(2, 64, 32)])
 
     given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
     assert products(**given) is not None
@@ -141,7 +141,7 @@ def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
 
 
 def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
-    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
     assert it.fits(random(2, 64))
     assert not it.fits(random(64, 2).t())
     assert not it.fits(random(2, 64).float())
@@ -150,9 +150,9 @@ def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_prepared_ends_are_the_checked_ones(launches, dtype):
-    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
     sizes = torch.tensor([9, 7], dtype=dtype)
-    one, other = it.ends(sizes, 16), ops.group_ends(sizes, 16)
+    one, other = it.ends(sizes, 16), implementation.group_ends(sizes, 16)
     (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
     assert (kind, source, counts) == (kind2, source2, counts2)
     assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -167,10 +167,14 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
     model = fz.Sequential(linear, *rest)
     x, splits = random(16, 32).requires_grad_(), torch.tensor([9, 7])
     given = (x, splits, torch.rand(16, requires_grad=True), splits) if whole else (x, splits)
-    monkeypatch.setattr(sm90, "group_ends", ops.group_ends)
+    for name in ("group_ends", "grouped_mm", "grouped_wgrad"):
+        monkeypatch.setattr(grouped, f"_{name}", getattr(implementation, name))
+    for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
+        entry = grouped._of_glu(getattr(implementation, name), at)
+        monkeypatch.setattr(grouped, f"_{name}", entry)
 
     def step():
-        with assume_target("sm90", sm90):
+        with assume_target("sm90"):
             y = model(*given)
             y.backward(torch.ones_like(y))
         made = [(spec, *arguments[len(ADDRESSES) + 1 :]) for spec, arguments in launches]
@@ -188,7 +192,7 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
 
 def test_scales_of_no_known_dtype_are_refused(launches):
     w = weights(2, 64, 32, "single")
-    (it,) = prepared.products([random(16, 32)], ((2, 64, 32), w))
+    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), w))
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
         it.glu(random(16, 32), it.of(w), torch.zeros(2).int(), scales, SWIGLU)

@@ -1,0 +1,141 @@
+"""The SM90 kernels' launches run on the CPU, from the addresses and pitches that they are given."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusible.kernels import grouped
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped import definitions
+from fusible.kernels.sm90 import checks, grouped_products, implementation, launch
+from fusible.kernels.sm90.spec import Spec
+
+# The kernels' arguments: see GroupedGemm.__call__.
+NAMES = (
+    "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "counter",
+    "rows", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch", "preact_pitch",
+    "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha", "offset",
+    "clusters", "stream",
+)  # fmt: skip
+
+
+def tensor_at(
+    address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Tensor:
+    """The tensor that lies at an address, contiguous unless ``strides`` are given."""
+    if strides is None:
+        strides = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+    size = 1 + sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def run_product(spec: Spec, *arguments: float) -> None:
+    """Do what the kernel does, as the definitions do."""
+    k = SimpleNamespace(**dict(zip(NAMES, arguments, strict=True)))
+    dtype, out_dtype = getattr(torch, spec.dtype), getattr(torch, spec.out_dtype)
+    assert all(pitch % 8 == 0 for name, pitch in vars(k).items() if name.endswith("pitch"))
+    assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "d_preact"))
+    ends = tensor_at(k.ends, (k.groups,), torch.int32)
+    features = k.columns * (2 if spec.kind == "glu" else 1)
+
+    def matrices(base: int, rows: int, columns: int, strides: tuple[int, int], dtype: torch.dtype):
+        if spec.table:
+            starts = tensor_at(k.table, (k.groups,), torch.int64).tolist()
+        else:
+            starts = [base + e * k.group_pitch * dtype.itemsize for e in range(k.groups)]
+        return [tensor_at(start, (rows, columns), dtype, strides) for start in starts]
+
+    if spec.kind == "wgrad":
+        dy = tensor_at(k.a, (k.rows, k.columns), dtype, (k.a_pitch, 1))
+        x = tensor_at(k.b, (k.rows, k.depth), dtype, (k.b_pitch, 1))
+        out = matrices(k.out, k.columns, k.depth, (k.out_pitch, 1), out_dtype)
+        definitions.grouped_wgrad_(out, dy, x, ends, spec.accumulate)
+        return
+    x = tensor_at(k.a, (k.rows, k.depth), dtype, (k.a_pitch, 1))
+    strides = (k.b_pitch, 1) if spec.weight_major == "k" else (1, k.b_pitch)
+    w = matrices(k.b, features, k.depth, strides, dtype)
+    bias = tensor_at(k.bias, (k.groups, features), dtype) if spec.bias else None
+    scales = tensor_at(k.scales, (k.rows,), getattr(torch, spec.scale)) if spec.scale else None
+    out = tensor_at(k.out, (k.rows, k.columns), out_dtype, (k.out_pitch, 1))
+    glu = Glu(spec.activation, k.glu_block if k.glu_columns == 2 * k.columns else 0,
+              k.limit, k.alpha, k.offset)  # fmt: skip
+    shape = k.rows, 2 * k.columns
+    if spec.kind == "store":
+        definitions.grouped_mm_(out, x, w, ends, bias, scales, False)
+    elif spec.kind == "glu":
+        preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True)
+        out.copy_(act)
+        if spec.keep:
+            tensor_at(k.d_preact, shape, dtype, (k.d_preact_pitch, 1)).copy_(preact)
+    else:
+        preact = tensor_at(k.preact, shape, dtype, (k.preact_pitch, 1))
+        found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
+        tensor_at(k.d_preact, shape, dtype, (k.d_preact_pitch, 1)).copy_(found[0])
+        out.copy_(found[1])
+        across = -(-k.columns // spec.tile.n)
+        partials = tensor_at(k.partials, (across, k.rows), torch.float32)
+        partials.zero_()[0].copy_(found[2])
+
+
+def load_kernel(compiled, what, _):
+    """A function that does what the kernel does."""
+    if compiled is launch.compile_spec:
+        return lambda *arguments: run_product(*what, *arguments)
+    (name,) = what
+
+    def vector_kernel(source: int, target: int, size: int, rows: int, _: int) -> None:
+        if compiled is launch.compile_group_ends:
+            sizes = tensor_at(source, (size,), getattr(torch, name))
+            ends = sizes.clamp(min=0).cumsum(0).clamp(max=rows)
+            tensor_at(target, (size,), torch.int32).copy_(ends)
+        else:
+            sums = tensor_at(source, (size, rows), torch.float32).sum(0)
+            tensor_at(target, (rows,), getattr(torch, name)).copy_(sums)
+
+    return vector_kernel
+
+
+def pointer_table(pointers: tuple[int, ...], _: torch.device, tables: list[Tensor] = []) -> Tensor:  # noqa: B006
+    """A table that lives as long as the process, as that of a captured graph."""
+    tables.append(torch.tensor(pointers))
+    return tables[-1]
+
+
+@contextmanager
+def sm90_on_cpu() -> Iterator[list[Spec]]:
+    """Let grouped products of CPU tensors be those of SM90; gives the kernels that were loaded."""
+    loaded: list[Spec] = []
+
+    def load(compiled, what, gpu):
+        loaded.append(what[0])
+        return load_kernel(compiled, what, gpu)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "load_kernel", load)
+        patch.setattr(launch, "architecture", lambda _: "sm_90a")
+        patch.setattr(launch, "multiprocessors", lambda _: 132)
+        patch.setattr(launch, "tile_counter", lambda *_: 0)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        patch.setattr(checks, "pointer_table", pointer_table)
+        patch.setattr(grouped_products, "supports", lambda *_: True)
+        patch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
+        for name in ("group_ends", "grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
+            patch.setattr(grouped, f"_{name}", getattr(implementation, name))
+        patch.setattr(grouped, "_grouped_mm_", implementation.grouped_mm_)
+        for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
+            patch.setattr(grouped, f"_{name}", grouped._of_glu(getattr(implementation, name), at))
+        try:
+            yield loaded
+        finally:
+            launch._vector_kernel.cache_clear()
+            grouped_products.products_of.cache_clear()
