@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import fusible as fz
-from fusible.ops import grouped_linear
+from fusible.ops import grouped_kernels
 from fusible.testing import assume_target
 
 PAGE = Path(__file__).parent / "training.md"
@@ -67,7 +67,7 @@ def row(name: str, recipe: fz.recipes.Recipe | None, machine: str) -> str | None
     with (
         assume_target("sm80" if unfused else machine),
         # As on CUDA; on the CPU recipes decode to FP32.
-        patch.object(grouped_linear, "compute_dtype", lambda device: torch.bfloat16),
+        patch.object(grouped_kernels, "compute_dtype", lambda device: torch.bfloat16),
     ):
         per_token, fixed = per_token_and_fixed(module, recipe)
     plan = module.plan

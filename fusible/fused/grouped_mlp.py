@@ -1,14 +1,222 @@
-"""What makes two grouped linears and an activation one grouped MLP, whichever kernels run it."""
+"""Grouped MLPs: two grouped linears with a scaled gated activation between them."""
 
 from __future__ import annotations
 
-from fusible.fuser.conditions import equal, this
-from fusible.ops import ScaledClampedQGeGLU, ScaledSwiGLU
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fused.kernel_selection import needs_sm90, needs_sm100
+from fusible.fused.sm100_kernels import SM100
+from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
+from fusible.fuser.context import OperationContext
+from fusible.fuser.plan import Plan
+from fusible.fuser.rules import rule
+from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
+from fusible.kernels.sm90 import limits as sm90
+from fusible.kernels.sm100 import limits as sm100
+from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops.checks import check_row_scales
+from fusible.ops.grouped_direct import DirectMLP, is_plain
+from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, Rows, glu_of
+from fusible.ops.grouped_linear import SavedLinear
+from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
+from fusible.ops.rows import matrix, with_rows_of
+from fusible.recipes.product import values
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
 """The activations that kernels have."""
 
-GROUPED_MLP = (
+# Layouts of gate and linear columns that the SM90 kernels take: halves, or blocks of these columns.
+_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
+
+
+class _FirstLinear(NamedTuple):
+    """The first linear of a grouped MLP with its activation, computed."""
+
+    activated: Activated
+    groups: Any
+    ends: Tensor
+    scales: Tensor
+    """Of the activation, as the kernels take them."""
+    scales_dtype: torch.dtype
+    """As the caller gave them."""
+
+
+def _linear_glu(
+    kernels: GroupedKernels,
+    linear: GroupedLinear,
+    act: ScaledGLU,
+    ctxs: Sequence[OperationContext],
+    x: Tensor,
+    extra_inputs: ExtraTensors,
+) -> _FirstLinear:
+    """A linear and its activation in one kernel; saves what the linear documents."""
+    ctx, ctx_act = ctxs
+    scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
+    rows, ends, _ = linear.rows(ctx, x, *extra_inputs[0])
+    linear.output_buffer(ctx, x, ctx.kwargs)  # none: it is not the last op
+    groups = kernels.groups(linear, ends, rows.shape[0])
+    prepared = kernels.row_scales(scales, groups)
+    operand = linear.input_rows(kernels, ctx, rows, groups)
+    weights, transposed = kernels.weights(linear, ctx)
+    activated = kernels.glu(
+        linear, ctx, act, operand.row, weights, groups, prepared, ctx_act.requires_grad
+    )
+    linear.save(kernels, ctx, operand.column, ends, None, groups, transposed)
+    return _FirstLinear(activated, groups, ends, prepared, scales.dtype)
+
+
+class GroupedLinearGLU(FusedOperation):
+    """Forward of ``GroupedLinear`` and a scaled gated activation, in the product's epilogue."""
+
+    _basic_ops: tuple[GroupedLinear, ScaledGLU]
+
+    def forward_impl(
+        self,
+        ctxs: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> FusedOutputs:
+        """One launch; the pre-activation is stored only if a backward will read it."""
+        ctx, ctx_act = ctxs
+        made = _linear_glu(LIBRARY, *self._basic_ops, ctxs, x, extra_inputs)
+        ctx_act.dtype = ctx.dtype
+        if ctx_act.requires_grad:
+            preact = with_rows_of(made.activated.preact, x)
+            ctx_act.save_for_backward(preact, extra_inputs[1][0])
+        return with_rows_of(made.activated.output, x), [(), ()]
+
+
+class GroupedMLP(FusedOperation):
+    """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
+
+    The activation is in the epilogue of the first product, its backward in that of the second
+    one's data gradient. Saves what the linears save and the pre-activation; the activation is
+    computed again in the backward where the kernels do that.
+    """
+
+    def __init__(
+        self, kernels: GroupedKernels, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear
+    ) -> None:
+        super().__init__([fc1, act, fc2])
+        self.kernels = kernels
+        self.saves = f"{kernels.saves or fc1.saves}, pre-activation, scales"
+        self._parts = fc1, act, fc2
+
+    def direct(self, plan: Plan) -> DirectMLP | None:
+        """Plain linears, with the library's kernels."""
+        fc1, act, fc2 = self._parts
+        fits = self.kernels is LIBRARY and is_plain(fc1) and is_plain(fc2)
+        return DirectMLP(fc1, glu_of(act), fc2, plan.grad) if fits else None
+
+    def forward_impl(
+        self,
+        ctxs: Sequence[OperationContext],
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+    ) -> FusedOutputs:
+        """Two launches."""
+        fc1, act, fc2 = self._parts
+        _, ctx_act, ctx2 = ctxs
+        split_sizes, *bias_scale = extra_inputs[2]
+        fc2.refuse_tracing()
+        row_scale = fc2.checked_scales(ctx2, x, *bias_scale or [None])
+        output = fc2.output_buffer(ctx2, x, ctx2.kwargs)
+        made = _linear_glu(self.kernels, fc1, act, ctxs[:2], x, extra_inputs[:2])
+        fc2.check_alignment(split_sizes)
+        y = fc2.product(
+            self.kernels,
+            ctx2,
+            made.activated.output,
+            made.ends,
+            made.groups,
+            row_scale,
+            output,
+            save_x=self.kernels.saves_activation(ctx2),
+        )
+        if ctx_act.requires_grad:
+            ctx_act.held, ctx_act.scales_dtype = hooks_hold_saved(), made.scales_dtype
+            ctx_act.save_for_backward(made.activated.preact, made.scales)
+        return with_rows_of(y, x), [(), (), ()]
+
+    def backward_impl(
+        self,
+        ctxs: Sequence[OperationContext],
+        grad_output: Tensor,
+        grad_extra_outputs: ExtraTensors,
+    ) -> FusedGrads:
+        """FC2's data gradient with the activation's, FC1's, two weight gradients."""
+        ctx1, *_ = ctxs
+        fc1, *_ = self._parts
+        second = self.second_backward(ctxs, grad_output)
+        dx = fc1.data_grad(self.kernels, ctx1, second.dpreact, second.saved, grad_output)
+        params1, extra1 = self.first_grads(ctx1, second, second.saved.x, grad_output)
+        return (
+            dx,
+            [params1, (), second.params],
+            [extra1, (with_rows_of(second.dscales, grad_output),), second.extra],
+        )
+
+    def second_backward(
+        self, ctxs: Sequence[OperationContext], grad_output: Tensor
+    ) -> SecondBackward:
+        """The backward of FC2 and of the activation."""
+        fc1, act, fc2 = self._parts
+        ctx1, ctx_act, ctx2 = ctxs
+        dy = matrix(grad_output, ctx2.dtype)
+        saved1 = fc1.restored(self.kernels, ctx1, dy.shape[0])
+        saved2 = fc2.restored(self.kernels, ctx2, dy.shape[0])
+        preact, scales = ctx_act.saved_tensors
+        operand = fc2.grad_rows(self.kernels, ctx2, dy, saved2)
+        d = self.kernels.dglu(
+            ctx2,
+            act,
+            operand.row,
+            saved2.weights,
+            saved2.groups,
+            preact,
+            scales,
+            bias=fc1.needs_bias_grads(ctx1),
+            overwrite=not (ctx_act.held or keeps_graph()),
+        )
+        x2 = saved2.x if d.output is None else d.output
+        params, extra = fc2.grads(self.kernels, ctx2, operand, saved2, x2, values(dy), grad_output)
+        dpreact = fc1.grad_rows(self.kernels, ctx1, d.preact, saved1)
+        if d.bias is not None:
+            dpreact = dpreact._replace(sums=d.bias)
+        plain = d.preact if isinstance(d.preact, Tensor) else None
+        dscales = d.scales.to(ctx_act.scales_dtype)
+        return SecondBackward(dpreact, plain, dscales, params, extra, saved1)
+
+    def first_grads(
+        self, ctx: OperationContext, second: SecondBackward, x: Any, grad_output: Tensor
+    ) -> tuple[Grads, Grads]:
+        """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
+        return self._parts[0].grads(
+            self.kernels, ctx, second.dpreact, second.saved, x, second.values, grad_output
+        )
+
+
+class SecondBackward(NamedTuple):
+    """What the backward of a grouped MLP has computed when FC1's begins."""
+
+    dpreact: Rows
+    """The pre-activation's gradient, for FC1's products."""
+    values: Tensor | None
+    """The same as a tensor, where there is one."""
+    dscales: Tensor
+    params: Grads
+    """Gradients of FC2's parameters."""
+    extra: Grads
+    """Gradients of FC2's extra inputs."""
+    saved: SavedLinear
+    """What FC1 saved."""
+
+
+_MLP = (
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.dtype, this.fc2.dtype),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
@@ -18,3 +226,49 @@ GROUPED_MLP = (
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
 )
+MLP_SM90 = (
+    *needs_sm90(this.fc1, this.fc2),
+    # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
+    where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")),
+    *_MLP,
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+)
+_CONVERT = (
+    "store FC1's weight and bias by fusible.interleave_glu and pass "
+    f"glu_interleave_size={sm100.INTERLEAVE}"
+)
+
+
+@rule(*MLP_SM90)
+def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
+    """Two launches forward, four backward: the activation and its backward are in epilogues."""
+    return GroupedMLP(LIBRARY, fc1, act, fc2)
+
+
+@rule(
+    *needs_sm100(this.fc1, this.fc2),
+    *_MLP,
+    equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _CONVERT),
+    where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
+)
+def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
+    """FC1, activation, scale and quantization in one kernel, whose output is FC2's operand."""
+    return GroupedMLP(SM100, fc1, act, fc2)
+
+
+GROUPED_MLP = (grouped_mlp_sm90, grouped_mlp_sm100)
+"""One rule for each architecture."""
+
+
+@rule(
+    *needs_sm90(this.linear),
+    equal(this.quantizes, False),
+    equal(this.linear.scale_bias, False),
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
+    phase="forward",
+)
+def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLinearGLU:
+    """The activation is in the epilogue, on the FP32 accumulators."""
+    return GroupedLinearGLU([linear, act])

@@ -77,7 +77,8 @@ class Condition:
                 return None
         except TypeError as error:  # the values have no order
             hint = f", which cannot be compared ({type(error).__name__}: {error})"
-        which = "" if self.other is None else f" (which is {other})"
+        said = self.other is None or self.says.endswith(f"{self.other} is {other}")
+        which = "" if said else f" (which is {other})"
         if UNKNOWN in (value, other):
             hint += "; define output_dtypes of the op that gives it"
         return f"{self.subject} must be {self.says}{which}, got {value}{hint}"

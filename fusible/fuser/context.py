@@ -41,6 +41,7 @@ class OperationContext:
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         given_shape: of the first op that a user's op stands for, else None.
+        kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
@@ -62,6 +63,7 @@ class OperationContext:
     floats: list[bool] | None
     given_shape: torch.Size | None
     memo: dict[Any, Any]
+    kernels: Any
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
 
@@ -90,6 +92,7 @@ class OperationContext:
         self.floats = None
         self.given_shape = None
         self.memo = {} if memo is None else memo
+        self.kernels = None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""

@@ -318,7 +318,7 @@ def _blocks(plan: Plan) -> list[list[str]]:
             blocks.append(_op_lines(plan, at))
             at += 1
             continue
-        lines = [f"{type(fusion.op).__name__}, forward and backward"]
+        lines = [f"{type(fusion.op).__name__} by {fusion.name}, forward and backward"]
         lines.extend(f"  [{i}] {plan.basic_ops[i]}" for i in range(at, fusion.stop))
         lines.extend(_saves(plan, fusion.op, at))
         blocks.append(lines)
@@ -336,10 +336,14 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     ]
     quantizes = plan.recipe is not None and plan.recipe.quantizes
     dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
-    notes = [] if fused else [f"  {note}" for note in op.notes(dtype, plan.target)]
+    selected = plan.kernels[at]
+    notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
     if plan.recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
+    if selected is not None:
+        saves = selected.kernels.saves
+        notes.insert(0, f"  kernels: {selected.rule.name}")
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *notes]
 
 
@@ -350,16 +354,10 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
     shown = [r for r in plan.refusals if every_rule or not r.elsewhere]
-    if shown:
-        yield "not fused:"
-    by_reasons: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for refusal in shown:
-        what = f"{refusal.rule.name} ({refusal.rule.phase})"
-        where = f"ops[{refusal.start}:{refusal.start + len(refusal.ops)}]"
-        by_reasons.setdefault(refusal.reasons, {}).setdefault(what, []).append(where)
-    for reasons, refused in by_reasons.items():
-        yield from (f"  {what} for {', '.join(where)}" for what, where in refused.items())
-        yield from (f"    {reason}" for reason in reasons)
+    for heading, selecting in (("not fused:", False), ("kernels not selected:", True)):
+        some = [r for r in shown if (r.rule.phase == "kernels") == selecting]
+        yield from [heading] * bool(some)
+        yield from _reasons(some)
     if elsewhere := {r.rule.name for r in plan.refusals if r not in shown}:
         rules = "rule is" if len(elsewhere) == 1 else "rules are"
         yield (
@@ -367,10 +365,23 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
             "(to_text(every_rule=True))"
         )
     touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
+    touched |= {i for i, selected in enumerate(plan.kernels) if selected is not None}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     for start, stop in _gaps(touched, len(plan.basic_ops)):
         names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])
         yield f"no fusion rule covers {names} (ops[{start}:{stop}])"
+
+
+def _reasons(refusals: Sequence[Refusal]) -> Iterator[str]:
+    """The refusals with their reasons, those with the same ones together."""
+    by_reasons: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for refusal in refusals:
+        what = f"{refusal.rule.name} ({refusal.rule.phase})"
+        where = f"ops[{refusal.start}:{refusal.start + len(refusal.ops)}]"
+        by_reasons.setdefault(refusal.reasons, {}).setdefault(what, []).append(where)
+    for reasons, refused in by_reasons.items():
+        yield from (f"  {what} for {', '.join(where)}" for what, where in refused.items())
+        yield from (f"    {reason}" for reason in reasons)
 
 
 def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:

@@ -96,10 +96,14 @@ def _new_contexts(
 ) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
-    return [
+    contexts = [
         OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own], of_op)
         for needs, own, of_op in zip(plan.grad, schedule.params, kwargs, strict=True)
     ]
+    for context, selected in zip(contexts, plan.kernels, strict=True):
+        if selected is not None:
+            context.kernels = selected.kernels
+    return contexts
 
 
 def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:

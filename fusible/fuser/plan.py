@@ -145,6 +145,13 @@ class Fusion(NamedTuple):
     name: str
 
 
+class Selected(NamedTuple):
+    """The kernels that an op runs on, and the rule that selected them."""
+
+    rule: Rule
+    kernels: Any
+
+
 @dataclass(frozen=True)
 class UserFusions:
     """What the user's fusion functions made of a run, each pass as (op, basic ops) spans."""
@@ -163,6 +170,7 @@ class Plan:
         forward_ops, backward_ops: steps ``(op, basic_ops)`` that cover these in order.
         fusions: the fused ops, each with its phase: ``"joint"``, ``"forward"`` or
             ``"backward"``.
+        kernels: of each basic op the kernels that are selected for it, None for its own default.
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
@@ -172,6 +180,7 @@ class Plan:
     forward_ops: tuple[Step, ...]
     backward_ops: tuple[Step, ...]
     fusions: tuple[tuple[Phase, Fusion], ...]
+    kernels: tuple[Selected | None, ...]
     refusals: tuple[Refusal, ...]
     grad: tuple[GradNeeds, ...]
     recipe: Any
@@ -200,13 +209,15 @@ class Plan:
     def summary(self) -> str:
         """Ops, heading and fusions in one line."""
         fused = [f"{f.name} ({phase}) of ops[{f.start}:{f.stop}]" for phase, f in self.fusions]
+        fused += [f"{s.rule.name} for ops[{i}]" for i, s in enumerate(self.kernels) if s]
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
         return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
 
     @property
     def fired(self) -> tuple[str, ...]:
         """Names of the rules, and of the user's fusion functions, that fired."""
-        return tuple(f.name for _, f in self.fusions)
+        selected = [s.rule.name for s in self.kernels if s is not None]
+        return (*[f.name for _, f in self.fusions], *selected)
 
     def require(self, rules: Sequence[Rule | FusionFunction]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
@@ -259,11 +270,18 @@ def plan(
         *(("forward", f) for f in (*user.forward, *forward) if f not in user.joint),
         *(("backward", f) for f in (*user.backward, *backward) if f not in user.joint),
     ]
+    selecting = [r for r in rules if r.phase == "kernels"]
+    taken = {i for _, fusion in made for i in range(fusion.start, fusion.stop)}
+    kernels = [
+        None if i in taken else _selected(ops, i, selecting, site_of, refusals)
+        for i in range(len(ops))
+    ]
     return Plan(
         tuple(ops),
         _steps(ops, [*user.forward, *joint, *forward]),
         _steps(ops, [*user.backward, *joint, *backward]),
         tuple(made),
+        tuple(kernels),
         tuple(refusals),
         tuple(grad),
         recipe,
@@ -303,6 +321,28 @@ def _scan(
         at += 1
 
 
+def _selected(
+    ops: Sequence[Any],
+    at: int,
+    rules: Sequence[Rule],
+    site_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    refusals: list[Refusal],
+) -> Selected | None:
+    """The kernels of the first rule that fits an op; if none does, their refusals are added."""
+    refused = []
+    for rule in rules:
+        bound = rule.fit(ops[: at + 1], at)
+        if bound is None:
+            continue
+        site = site_of(bound, at)
+        reasons = rule.why_not(bound, site)
+        if not reasons:
+            return Selected(rule, rule.build(**bound))
+        refused.append(Refusal(rule, at, (ops[at],), reasons, not rule.concerns(site)))
+    refusals.extend(refused)
+    return None
+
+
 def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """What the rule makes of the ops; RuntimeError unless it stands for exactly these."""
     op = rule.build(**bound)
@@ -323,6 +363,7 @@ def _site_reader(
     def site_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
         site = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
+            quantizes=recipe is not None and recipe.quantizes,
             format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
@@ -410,6 +451,7 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         grad=tuple(needs for p in plans for needs in p.grad),
         facts=tuple(of_op for p in plans for of_op in p.facts),
         fusions=tuple(fusions),
+        kernels=tuple(selected for p in plans for selected in p.kernels),
         refusals=tuple(refusals),
     )
 

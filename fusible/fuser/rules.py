@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fusible.fuser.conditions import Condition, Path
 
-Phase = Literal["joint", "forward", "backward"]
+Phase = Literal["joint", "forward", "backward", "kernels"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Rule:
     """Replaces a run of ops that fits ``pattern`` where every condition in ``needs`` holds.
 
     ``phase`` is ``"joint"`` (forward and backward together, agreeing only with each other),
-    ``"forward"`` or ``"backward"`` (interchangeable with the ops' own).
+    ``"forward"`` or ``"backward"`` (interchangeable with the ops' own); or ``"kernels"``, which
+    replaces nothing: it selects the kernels of one op that no fusion covers.
     """
 
     name: str

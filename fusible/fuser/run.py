@@ -464,8 +464,8 @@ class Run:
         dtype = plan.facts[0].input.dtype
         if any(of_op.param_dtype not in (None, dtype) for of_op in plan.facts):
             return None  # refused by the op, with its sentence
-        (forward, _), (backward, _) = *plan.forward_ops, *plan.backward_ops
-        return forward.direct(backward, plan.grad)
+        ((forward, _),) = plan.forward_ops
+        return forward.direct(plan)
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -216,9 +217,11 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     """
     plan, wiring, paths, *_ = schedule
     ops = plan.basic_ops
+    plan = replace(plan, kernels=(None,) * len(ops))
     forward = [Step(_Wrapped(op, wrap(op)), (op,)) for op in ops]
     backward = [Step(op, (op,)) for op in ops]
     return schedule._replace(
+        plan=plan,
         forward=scheduled(plan, wiring, paths, forward, "forward"),
         backward=scheduled(plan, wiring, paths, backward, "backward")[::-1],
         direct=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.plan import GradNeeds
+from fusible.fuser.plan import GradNeeds, Plan
 from fusible.kernels import grouped
 from fusible.ops.checks import (
     beside,
@@ -23,41 +23,31 @@ from fusible.ops.checks import (
     product_dtype,
 )
 from fusible.ops.dispatch import Dispatch
+from fusible.ops.grouped_direct import DirectLinear, is_plain
+from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, Rows
 from fusible.ops.op import Grads
-from fusible.ops.rows import as_2d, matrix, with_rows_of
+from fusible.ops.rows import matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
-from fusible.ops.wgrad import grouped_gradient, is_transposed
+from fusible.ops.wgrad import is_transposed
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.matrix import SAVED
-from fusible.recipes.product import (
-    Product,
-    columnwise_only,
-    encode_operand,
-    from_columnwise,
-    is_quantized,
-    operand,
-    values,
-)
-from fusible.recipes.quantize_ops import compute_dtype
+from fusible.recipes.product import Product, is_quantized, values
 
 
-class GradOperands(NamedTuple):
-    """What the backward of a ``GroupedLinear`` reads."""
+class SavedLinear(NamedTuple):
+    """What the backward of a ``GroupedLinear`` reads of its forward."""
 
-    dy: Tensor
-    """``[rows, out_features]``."""
-    rows: Any
-    """``dy`` as the data gradient multiplies it, with ``weights``."""
-    weights: list[Tensor]
-    columns: Any
-    """``dy`` as the weight gradient multiplies it, with ``x``."""
     x: Any
-    ends: Any
+    """The input, as the weight gradient reads it; None where it was not kept."""
+    ends: Tensor
     """End rows of the groups, ``[num_groups]``."""
     row_scale: Tensor | None
     """What multiplied the bias of each row, ``[rows]``."""
+    groups: Any
+    """Of the products' kernels."""
+    weights: Any
+    """As the data gradient reads them."""
 
 
 class GroupedLinear(WeightedOperation):
@@ -79,7 +69,7 @@ class GroupedLinear(WeightedOperation):
     dtype as ``ctx.dtype``, and as ``ctx.transposed`` whether the weights lie so. ``ends`` are the
     int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D ones; the bias
     ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe x and each
-    weight are what ``columnwise_only`` gives of them, ``SAVED`` tensors, all None where no gradient
+    weight are what ``Operand.saved`` gives of them, ``SAVED`` tensors, all None where no gradient
     reads them; the weights are one, unless they are stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
@@ -255,6 +245,12 @@ class GroupedLinear(WeightedOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
+    def direct(self, plan: Plan) -> DirectLinear | None:
+        """A plain linear that the SM90 kernels run."""
+        (selected,) = plan.kernels
+        fits = selected is not None and selected.kernels is LIBRARY and is_plain(self)
+        return DirectLinear(self, plan.grad[0]) if fits else None
+
     def get_grad_output_quantizer(self) -> Any:
         """That of the weights; by this op itself if it has a bias, whose gradients sum values."""
         made = super().get_grad_output_quantizer()
@@ -262,65 +258,83 @@ class GroupedLinear(WeightedOperation):
             made.by_receiver = self.has_bias
         return made
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """One grouped product, of quantized operands under a recipe."""
-        (ctx,) = basic_op_ctxs
-        x, ends, row_scale, weights = self.operands(ctx, input_, *basic_op_extra_inputs[0])
-        bias = self.stacked_bias(ctx, x.dtype)
-        output = self.output_buffer(ctx, input_, basic_op_kwargs[0])
-        y = _product(output, x, weights, ends, bias, row_scale, False)
-        return with_rows_of(cast(y, ctx.dtype), input_), [()]
-
-    def operands(
+    def forward_impl(
         self,
         ctx: OperationContext,
-        input_: Tensor,
+        x: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
+    ) -> Tensor:
+        """One grouped product, of quantized operands under a recipe."""
+        kernels = ctx.kernels or LIBRARY
+        rows, ends, row_scale = self.rows(ctx, x, split_sizes, scales)
+        output = self.output_buffer(ctx, x, ctx.kwargs)
+        groups = kernels.groups(self, ends, rows.shape[0])
+        y = self.product(kernels, ctx, rows, ends, groups, row_scale, output)
+        return with_rows_of(y, x)
+
+    def product(
+        self,
+        kernels: GroupedKernels,
+        ctx: OperationContext,
+        x: Any,
+        ends: Tensor,
+        groups: Any,
+        row_scale: Tensor | None,
+        output: Tensor | None,
         *,
-        ends_of: Callable[[Tensor, int], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Checked ``(x, ends, row_scale, weights)`` of the product, saved as the backward expects.
+        save_x: bool = True,
+    ) -> Tensor:
+        """The output ``[rows, out_features]``; saves what :meth:`restored` reads."""
+        operand = self.input_rows(kernels, ctx, x, groups)
+        weights, transposed = kernels.weights(self, ctx)
+        y = kernels.product(self, ctx, operand.row, weights, groups, row_scale, output)
+        column = operand.column if save_x else None
+        self.save(kernels, ctx, column, ends, row_scale, groups, transposed)
+        return y
 
-        ``x`` is ``[rows, in_features]``; it and the weights are in ``ctx.dtype``, which this sets,
-        decoded if they are quantized. Under a recipe they are what its formats hold, decoded to
-        ``compute_dtype``, and are saved encoded. ``ends_of(split_sizes, rows)`` may compute
-        ``ends`` in the place of ``kernels.grouped.group_ends``.
-        """
-        if ctx.recipe is not None and ctx.recipe.quantizes:
-            x, ends, scales = self.rows(ctx, input_, split_sizes, scales, ends_of=ends_of)
-            return self._encoded(ctx, x, ends, scales)
-        x, ends, scales = self.rows(ctx, values(input_), split_sizes, scales, ends_of=ends_of)
-        weights = self.weights_in(ctx, ctx.dtype)
-        ctx.save_for_backward(x, ends, scales, *weights, self.scaled_bias(ctx))
-        return x, ends, scales, weights
+    def input_rows(
+        self, kernels: GroupedKernels, ctx: OperationContext, x: Any, groups: Any
+    ) -> Rows:
+        """The input for the products that will read it."""
+        products: tuple[Product, ...] = ("forward", "wgrad")
+        return kernels.rows(self, ctx, x, "input", products[: 1 + ctx.needs.params[0]], groups)
 
-    def _encoded(
-        self, ctx: OperationContext, x: Tensor, ends: Tensor, scales: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Operands under a recipe: saved as it encodes them, and given as that decodes."""
-        dgrad, wgrad, compute = ctx.needs.input, ctx.needs.params[0], compute_dtype(x.device)
-        products: tuple[Product, ...] = ("forward", "wgrad") if wgrad else ("forward",)
-        xq = encode_operand(x, ctx.recipe, "input", *products, ends=ends, at_once=("forward",))
-        wqs = self.encoded_weights(ctx)
+    def save(
+        self,
+        kernels: GroupedKernels,
+        ctx: OperationContext,
+        x: Any,
+        ends: Tensor,
+        row_scale: Tensor | None,
+        groups: Any,
+        weights: Any,
+    ) -> None:
+        """Save what the gradients read; ``x`` is `Rows.column`, None if it is not to be kept."""
         ctx.save_for_backward(
-            *columnwise_only(xq, needed=wgrad),
+            *kernels.saved_rows(ctx, x),
             ends,
-            scales,
-            *[t for wq in wqs for t in columnwise_only(wq, needed=dgrad)],
+            row_scale,
+            *kernels.saved_groups(groups),
+            *kernels.saved_weights(ctx, weights),
             self.scaled_bias(ctx),
         )
-        rows = operand(xq, "forward", "input", compute)
-        return rows, ends, scales, [operand(wq, "forward", "weight", compute) for wq in wqs]
+
+    def restored(
+        self, kernels: GroupedKernels, ctx: OperationContext, num_rows: int
+    ) -> SavedLinear:
+        """What :meth:`save` has saved, as the products of the backward read it."""
+        at, tensors = kernels.num_saved_rows(ctx), ctx.saved_tensors
+        ends, row_scale, *rest = tensors[at:-1]
+        count = kernels.num_saved_groups
+        groups = kernels.restored_groups(ends, rest[:count], num_rows)
+        return SavedLinear(
+            kernels.restored_rows(ctx, tensors[:at], groups),
+            ends,
+            row_scale,
+            groups,
+            kernels.restored_weights(ctx, rest[count:], groups),
+        )
 
     def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
         """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
@@ -335,18 +349,21 @@ class GroupedLinear(WeightedOperation):
         input_: Tensor,
         split_sizes: Tensor | None,
         scales: Tensor | None = None,
-        *,
-        ends_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, unless it is quantized."""
+        """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, or quantized as it is."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
-        x = matrix(input_, ctx.dtype)
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo, ends_of)
+        quantizes = ctx.recipe is not None and ctx.recipe.quantizes
+        x = matrix(input_ if quantizes else values(input_), ctx.dtype)
+        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
+        self.check_alignment(split_sizes)
+        return x, ends, scales
+
+    def check_alignment(self, split_sizes: Tensor | None) -> None:
+        """Check the promise of ``split_alignment`` where the host may read the sizes."""
         if self.split_alignment > 1 and split_sizes is not None:
             grouped.check_alignment(split_sizes, self.split_alignment)
-        return x, ends, scales
 
     def checked_scales(
         self, ctx: OperationContext, input_: Tensor, scales: Tensor | None
@@ -389,81 +406,74 @@ class GroupedLinear(WeightedOperation):
                     f"for groups {frozen} only; freeze all groups, or zero their gradients"
                 )
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Grads],
-    ) -> tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]:
+    def backward_impl(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
-        (ctx,) = basic_op_ctxs
-        given = self.grad_operands(ctx, grad_output)
-        dx = None
-        if ctx.needs.input:
-            buffer = self.grad_input_buffer(ctx)
-            dx = _product(buffer, given.rows, given.weights, given.ends, None, None, True)
-            dx = with_rows_of(cast(dx, ctx.dtype), grad_output)
-        gradient = grouped_gradient(given.columns, given.x, given.ends, ctx.transposed)
-        dweights, shape = self.weight_grads(ctx, gradient), grad_output.shape[:-1]
-        params, extra = self.grads(ctx, dweights, given.dy, given.ends, given.row_scale, shape)
-        return dx, [params], [extra]
+        kernels = ctx.kernels or LIBRARY
+        dy = matrix(grad_output, ctx.dtype)
+        saved = self.restored(kernels, ctx, dy.shape[0])
+        operand = self.grad_rows(kernels, ctx, dy, saved)
+        dx = self.data_grad(kernels, ctx, operand, saved, grad_output)
+        params, extra = self.grads(kernels, ctx, operand, saved, saved.x, values(dy), grad_output)
+        return dx, *params, *extra
 
-    def grad_operands(self, ctx: OperationContext, grad_output: Tensor) -> GradOperands:
-        """What the products of the backward multiply: as it is, or as the recipe decodes it."""
-        if ctx.recipe is not None and ctx.recipe.quantizes:
-            return self._encoded_grad(ctx, matrix(grad_output, ctx.dtype))
-        x, ends, row_scale, *weights, _ = ctx.saved_tensors
-        dy = cast(as_2d(grad_output), ctx.dtype)
-        return GradOperands(dy, dy, weights, dy, x, ends, row_scale)
-
-    def _encoded_grad(self, ctx: OperationContext, dy: Tensor) -> GradOperands:
-        saved, recipe, compute = ctx.saved_tensors, ctx.recipe, compute_dtype(dy.device)
-        ends, row_scale = saved[SAVED : SAVED + 2]
-        dgrad, wgrad = ctx.needs.input, ctx.needs.params[0]
-        asked: dict[Product, bool] = {"dgrad": dgrad, "wgrad": wgrad}
+    def grad_rows(
+        self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
+    ) -> Rows:
+        """The output's gradient for the products that will read it."""
+        asked: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
         products = [product for product, needed in asked.items() if needed]
-        dyq = encode_operand(dy, recipe, "grad", *products, ends=ends, at_once=products)
-        rows = columns = x = None
-        weights: list[Tensor] = []
-        if dgrad:
-            rows, fmt = operand(dyq, "dgrad", "grad", compute), recipe.format("weight")
-            parts = [saved[i : i + SAVED] for i in range(SAVED + 2, len(saved) - 1, SAVED)]
-            encoded = [from_columnwise(part, fmt) for part in parts]
-            weights = [operand(wq, "dgrad", "weight", compute) for wq in encoded]
-        if wgrad:
-            columns = operand(dyq, "wgrad", "grad", compute)
-            xq = from_columnwise(saved[:SAVED], recipe.format("input"))
-            x = operand(xq, "wgrad", "input", compute)
-        return GradOperands(values(dy), rows, weights, columns, x, ends, row_scale)
+        return kernels.rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
+
+    def data_grad(
+        self,
+        kernels: GroupedKernels,
+        ctx: OperationContext,
+        dy: Rows,
+        saved: SavedLinear,
+        grad_output: Tensor,
+    ) -> Tensor | None:
+        """The input's gradient with the leading dimensions of ``grad_output``, if it is needed."""
+        if not ctx.needs.input:
+            return None
+        buffer = self.grad_input_buffer(ctx)
+        dx = kernels.data_grad(ctx, dy.row, saved.weights, saved.groups, buffer)
+        return with_rows_of(dx, grad_output)
 
     def grads(
         self,
+        kernels: GroupedKernels,
         ctx: OperationContext,
-        dweights: Grads,
-        dy: Tensor,
-        ends: Tensor,
-        row_scale: Tensor | None,
-        shape: Sequence[int],
+        dy: Rows,
+        saved: SavedLinear,
+        x: Any,
+        dy_values: Tensor | None,
+        grad_output: Tensor,
     ) -> tuple[Grads, Grads]:
-        """Gradients of the parameters, of which those of the weights are given, and of the scales.
+        """Gradients of the parameters and of the extra inputs, from the products' operands.
 
-        ``dy`` is ``[rows, out_features]``, and ``shape`` what the leading dimensions were.
+        ``dy_values`` is the output's gradient ``[rows, out_features]``, None if ``dy.sums`` has
+        what the bias needs of it and no scale multiplies the bias.
         """
-        dbiases = self.bias_grads(ctx, dy, ends, row_scale)
-        return (*dweights, *dbiases), (None, *self.scale_grad(ctx, dy, ends, shape))
+        dweights = self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, saved.groups))
+        dbias = dy.sums
+        if dbias is None and dy_values is not None and self.needs_bias_grads(ctx):
+            dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale)
+        extra: Grads = ()
+        if self.scale_bias:
+            bias, dscales = ctx.saved_tensors[-1], None
+            if bias is not None:
+                assert dy_values is not None
+                dscales = grouped.grouped_dots(dy_values, bias, saved.ends)
+                dscales = dscales.view(grad_output.shape[:-1])
+            extra = (dscales,)
+        return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
 
     def divided(self, gradient: Tensor | None) -> Grads:
         """See :class:`WeightedOperation`."""
         assert gradient is not None
         return (gradient,) if self.single_grouped_weight else gradient.unbind(0)
-
-    def bias_grads(
-        self, ctx: OperationContext, dy: Tensor, ends: Tensor, row_scale: Tensor | None
-    ) -> Grads:
-        """Gradients of the bias parameters."""
-        wanted = self.needs_bias_grads(ctx)
-        return self.as_bias_grads(grouped.grouped_sum(dy, ends, row_scale) if wanted else None)
 
     def needs_bias_grads(self, ctx: OperationContext) -> bool:
         """Whether there are biases, and they need gradients."""
@@ -477,17 +487,6 @@ class GroupedLinear(WeightedOperation):
             return (None,) * (1 if self.single_grouped_bias else self.num_groups)
         return (dbias,) if self.single_grouped_bias else dbias.unbind(0)
 
-    def scale_grad(
-        self, ctx: OperationContext, dy: Tensor, ends: Tensor, shape: Sequence[int]
-    ) -> Grads:
-        """``sum(dy * bias)`` over each row, zero in the tail, in a tuple; empty without scales."""
-        if not self.scale_bias:
-            return ()
-        bias = ctx.saved_tensors[-1]
-        if bias is None:
-            return (None,)
-        return (grouped.grouped_dots(dy, bias, ends).view(shape),)
-
     def extra_repr(self) -> str:
         """Sizes, and the options that are on."""
         options = ("scale_bias", "single_grouped_weight", "single_grouped_bias")
@@ -498,31 +497,12 @@ class GroupedLinear(WeightedOperation):
         )
 
 
-def _product(
-    out: Tensor | None,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    ends: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    transpose_w: bool,
-) -> Tensor:
-    """The grouped product ``[rows, features]``, in ``out`` ``[..., features]`` if that is given."""
-    rows = None if out is None else out.view(x.shape[0], out.shape[-1])
-    return grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w, rows)
-
-
 def group_ends(
-    split_sizes: Tensor | None,
-    x: Tensor,
-    num_groups: int,
-    memo: dict[Any, Any],
-    ends_of: Callable[[Tensor, int], Tensor] | None = None,
+    split_sizes: Tensor | None, x: Tensor, num_groups: int, memo: dict[Any, Any]
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` spares the ops of one call from computing them anew. ``ends_of(split_sizes, rows)``
-    does so in the place of ``kernels.grouped.group_ends``.
+    ``memo`` keeps them for the other ops of the call.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)
@@ -548,6 +528,6 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = beside(x, (ends_of or grouped.group_ends)(split_sizes, rows), "GroupedLinear")
+    ends = beside(x, grouped.group_ends(split_sizes, rows), "GroupedLinear")
     memo[split_sizes] = rows, ends
     return ends

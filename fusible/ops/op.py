@@ -174,8 +174,8 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
-    def direct(self, backward: FusibleOperation, needs: Sequence[GradNeeds]) -> Direct | None:
-        """A shorter way to run a plan of this op alone, ``backward`` being its backward, or None.
+    def direct(self, plan: Plan) -> Direct | None:
+        """A shorter way to run a plan of this op alone, or None.
 
         Asked once for each plan, in high precision and outside of autocast.
         """

@@ -12,9 +12,7 @@ from fusible.recipes.grouped import (
 from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import (
-    columnwise_only,
     encode_operand,
-    from_columnwise,
     operand,
 )
 from fusible.recipes.quantizer import (
@@ -57,10 +55,8 @@ __all__ = [
     "Recipe",
     "Role",
     "autocast",
-    "columnwise_only",
     "current_recipe",
     "encode_operand",
-    "from_columnwise",
     "group",
     "group_dequantize",
     "group_quantize",

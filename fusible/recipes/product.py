@@ -114,16 +114,6 @@ def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch
     return decode(form, dtype)
 
 
-def columnwise_only(x: Operand, *, needed: bool = True) -> tuple[Tensor | None, ...]:
-    """`Operand.saved`."""
-    return x.saved(needed=needed)
-
-
-def from_columnwise(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
-    """`Operand.from_saved`."""
-    return Operand.from_saved(saved, fmt)
-
-
 def is_quantized(x: Tensor) -> TypeGuard[WrapperTensor]:
     """Tell whether ``x`` is one of the tensors of this package, which ops take apart."""
     return isinstance(x, WrapperTensor)

@@ -7,7 +7,7 @@ import pytest
 import reference as ref
 import torch
 from every_op import randomised
-from every_rule import FITS, scope_of
+from every_rule import FITS, rule_of, scope_of
 from torch import Tensor
 
 import fusible as fz
@@ -20,7 +20,7 @@ from fusible.versions import Version
 
 
 def test_every_rule_has_a_case():
-    assert set(FITS) == {r.name for r in RULES}
+    assert set(map(rule_of, FITS)) == {r.name for r in RULES}
 
 
 def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
@@ -30,7 +30,7 @@ def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
 
     def spy(self, bound, site):
         reasons = whole(self, bound, site)
-        if self.name == name and not reasons:
+        if self.name == rule_of(name) and not reasons:
             seen.append((self, bound, site))
         return reasons
 
@@ -39,7 +39,7 @@ def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
     module, inputs = make()
     with scope_of(name):
         plans = fz.explain(module, *inputs, target=target).plans
-    assert name in [n for plan in plans for n in plan.fired]
+    assert rule_of(name) in [n for plan in plans for n in plan.fired]
     monkeypatch.undo()
     return seen[0]
 
@@ -72,6 +72,13 @@ def violations(need, site):
             other = changed(site, path.names, value)
             if need.why_not(other) is not None:
                 yield path, other
+    if need.other is not None:  # one that applies where another fact has some value
+        for applies in candidates(Path(need.other.names).read(site)):
+            where = changed(site, need.other.names, applies)
+            for value in candidates(Path(need.subject.names).read(site)):
+                other = changed(where, need.subject.names, value)
+                if need.why_not(other) is not None:
+                    yield need.subject, other
 
 
 NEEDS = [pytest.param(r.name, i, id=f"{r.name}: {n}") for r in RULES for i, n in enumerate(r.needs)]
@@ -165,7 +172,7 @@ def test_values_and_gradients_no_worse_than_unfused(name, own_fusions):
     with scope_of(name):
         plain = unfused(own_fusions, module, inputs)
         fused = run(module, inputs, target)
-    assert name in module.plan.fired
+    assert rule_of(name) in module.plan.fired
     for mine, theirs, right in zip(fused, plain, exact, strict=True):
         assert mine.dtype == theirs.dtype
         errors = [(t.double() - right).abs().max() for t in (mine, theirs)]

@@ -9,7 +9,7 @@ import torch
 
 import fusible as fz
 from fusible import recipes
-from fusible.fused import RULES, grouped_sm100
+from fusible.fused import RULES, sm100_kernels
 from fusible.kernels import sm100
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
@@ -539,9 +539,9 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     expected = run(module, given, recipe)
     made = []
-    whole = grouped_sm100._quantized_weights
+    whole = sm100_kernels.quantized_weights
     monkeypatch.setattr(
-        grouped_sm100, "_quantized_weights", lambda *given: made.append(given) or whole(*given)
+        sm100_kernels, "quantized_weights", lambda *given: made.append(given) or whole(*given)
     )
     with fz.reuse_quantized_weights(module):
         for _ in range(2):
@@ -623,7 +623,7 @@ def test_explain_shows_it_firing_on_a_laptop(recipe):
     with under(recipe):
         explanation = fz.explain(module, *given, target="sm100")
     assert explanation.fired == ("grouped_mlp_sm100",)
-    assert "GroupedMLPSm100, forward and backward" in str(explanation)
+    assert "GroupedMLP by grouped_mlp_sm100, forward and backward" in str(explanation)
 
 
 def refusal(module, given, recipe, target="sm100"):

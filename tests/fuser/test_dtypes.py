@@ -86,7 +86,7 @@ def test_plans_go_by_what_the_op_gets(case, target):
     with torch.autocast("cpu", autocast, enabled=autocast is not None), assume_target(target):
         seq(x, *[t.clone() for t in extra])
     assert seq.plan.facts[-1].dtype == computes
-    rules = {"sm90": "grouped_linear_forward_sm90", "sm100": "grouped_linear_sm100"}
+    rules = {"sm90": "grouped_linear_sm90", "sm100": "grouped_linear_sm100"}
     assert (rules[target] in seq.plan.fired) == (computes == "bfloat16")
 
 

@@ -72,7 +72,7 @@ def test_grouped_mlp_on_every_target(target):
     explained = fz.explain(mlp, x, splits, scales, splits, target=target)
     text = str(explained)
     assert f"{target or 'cpu'}, recipe none, bfloat16, training" in text
-    assert ("GroupedMLPSm90, forward and backward" in text) == (target == "sm90")
+    assert ("GroupedMLP by grouped_mlp_sm90, forward and backward" in text) == (target == "sm90")
     if target == "sm90":
         assert explained.fired == ("grouped_mlp_sm90",)
 
@@ -102,19 +102,16 @@ def test_rules_for_other_machines_and_recipes_are_counted():
     x, splits, scales = ref.grouped_mlp_inputs()
     explained = fz.explain(mlp, x, splits, scales, splits, target="sm90")
     short, long = str(explained), explained.to_text(every_rule=True)
-    assert "  grouped_linear_forward_sm90 (forward) for ops[0:1], ops[2:3]\n" in short
-    assert "dtype must be one of bfloat16, float16, got float32" in short
-    assert "5 more rules are for other machines or recipes (to_text(every_rule=True))" in short
-    for of_others in ("grouped_mlp_sm100", "sm must be", "recipe_mlp_sm90", "recipe must be"):
+    assert "  grouped_linear_sm90 (kernels) for ops[0:1], ops[2:3]\n" in short
+    assert "dtype must be one of bfloat16, float16 where quantizes is False, got float32" in short
+    assert "2 more rules are for other machines or recipes (to_text(every_rule=True))" in short
+    for of_others in ("grouped_mlp_sm100", "grouped_linear_sm100", "sm must be"):
         assert of_others not in short
         assert of_others in long
     assert "more rules" not in long
     assert {r.rule.name for r in explained.refusals if r.elsewhere} == {
         "grouped_mlp_sm100",
         "grouped_linear_sm100",
-        "recipe_mlp_sm90",
-        "recipe_linear_forward_sm90",
-        "recipe_linear_backward_sm90",
     }
 
 
@@ -547,8 +544,8 @@ def test_a_notebook_shows_what_print_does():
     )
     refusals = fz.explain(fz.GroupedLinear(2, 8, 8), x, [1, 2], target="sm90").refusals
     assert (
-        "grouped_linear_forward_sm90 not used for ops[0:1]: linear.dtype must be one of bfloat16, "
-        "float16, got float32"
+        "grouped_linear_sm90 not used for ops[0:1]: linear.dtype must be one of bfloat16, "
+        "float16 where quantizes is False, got float32"
     ) in [repr(refusal) for refusal in refusals]
 
 

@@ -416,7 +416,7 @@ def test_a_rules_signature_is_a_pattern(function, sentence):
 
 
 def test_a_rules_arguments():
-    with pytest.raises(ValueError, match="phase must be one of joint, forward, backward, got 'bo"):
+    with pytest.raises(ValueError, match="one of joint, forward, backward, kernels, got 'both'"):
         rule(phase="both")
     with pytest.raises(TypeError, match="needs must be conditions made by"):
         rule(equal(this.recipe, "none"), lambda site: True)

@@ -14,8 +14,8 @@ CASES = {
     Case(dtype=BF16, delay=True): "grouped_mlp_sm90",
     Case(mixed=True): "grouped_mlp_sm90",
     Case(dtype=BF16, dispatch=True): "moe_experts_sm90",
-    Case(dtype=BF16, **STORED): "recipe_mlp_sm90",
-    Case(dtype=BF16, **STORED, single=False, delay=True): "recipe_mlp_sm90",
+    Case(dtype=BF16, **STORED): "grouped_mlp_sm90",
+    Case(dtype=BF16, **STORED, single=False, delay=True): "grouped_mlp_sm90",
 }
 
 pytestmark = [

@@ -95,15 +95,11 @@ FITS = {
         ),
         "sm90",
     ),
-    "grouped_linear_forward_sm90": (
+    "grouped_linear_sm90": (
         lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
         "sm90",
     ),
-    "grouped_linear_backward_sm90": (
-        lambda: grouped_case(fz.GroupedLinear(4, 16, 24, **GROUPED)),
-        "sm90",
-    ),
-    "recipe_mlp_sm90": (
+    "grouped_mlp_sm90 mxfp8": (
         lambda: grouped_case(
             fz.GroupedLinear(4, 64, 128, **GROUPED),
             fz.ScaledSwiGLU(),
@@ -111,11 +107,7 @@ FITS = {
         ),
         "sm90",
     ),
-    "recipe_linear_forward_sm90": (
-        lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
-        "sm90",
-    ),
-    "recipe_linear_backward_sm90": (
+    "grouped_linear_sm90 mxfp8": (
         lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
         "sm90",
     ),
@@ -134,7 +126,12 @@ FITS = {
 }
 
 
+def rule_of(name):
+    """The rule that a case is of."""
+    return name.split()[0]
+
+
 def scope_of(name):
-    """The recipe that a rule fires under."""
-    recipe = fz.recipes.MXFP8BlockScaling() if name.startswith("recipe_") else None
+    """The recipe that a case is under."""
+    recipe = fz.recipes.MXFP8BlockScaling() if name.endswith(" mxfp8") else None
     return fz.autocast(enabled=recipe is not None, recipe=recipe)

@@ -96,10 +96,8 @@ class Path:
             ref.assert_near(got, want, 2 * (eps * torch.finfo(BF16).eps) ** 0.5)
 
 
-_PARTS90 = ("grouped_linear_glu_sm90", "grouped_linear_forward_sm90") + 2 * (
-    "grouped_linear_backward_sm90",
-)
-_RECIPE_PARTS90 = 2 * ("recipe_linear_forward_sm90",) + 2 * ("recipe_linear_backward_sm90",)
+_PARTS90 = ("grouped_linear_glu_sm90", "grouped_linear_sm90")
+_RECIPE_PARTS90 = 2 * ("grouped_linear_sm90",)
 
 PATHS = {
     "unfused": Path(dtype=FP32),
@@ -109,11 +107,11 @@ PATHS = {
     "sm90 parts": Path(_PARTS90, machine="sm90", form="parts"),
     "sm90 experts": Path(("moe_experts_sm90",), machine="sm90", form="experts"),
     **{
-        f"sm90 {recipe.name}": Path(("recipe_mlp_sm90",), recipe=recipe, machine="sm90")
+        f"sm90 {recipe.name}": Path(("grouped_mlp_sm90",), recipe=recipe, machine="sm90")
         for recipe in (MX, BLOCK, CURRENT, NV)
     },
     "unfused mxfp8 stored": Path(recipe=MX, stored=True),
-    "sm90 mxfp8 stored": Path(("recipe_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
+    "sm90 mxfp8 stored": Path(("grouped_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
     "sm90 mxfp8 parts": Path(_RECIPE_PARTS90, recipe=MX, machine="sm90", form="parts"),
     "sm100": Path(("grouped_mlp_sm100",), machine="sm100"),
     "sm100 mxfp8": Path(("grouped_mlp_sm100",), recipe=MX, machine="sm100"),

@@ -25,7 +25,7 @@ CASES = {
     Case(**STORED, single=False): None,
     Case(dtype=BF16, machine="sm90"): "grouped_mlp_sm90",
     Case(dtype=BF16, machine="sm90", dispatch=True): "moe_experts_sm90",
-    Case(dtype=BF16, machine="sm90", **STORED): "recipe_mlp_sm90",
+    Case(dtype=BF16, machine="sm90", **STORED): "grouped_mlp_sm90",
     Case(dtype=BF16, machine="sm100", **STORED, single=False): "grouped_mlp_sm100",
 }
 REPLICATED = Case(replicas=2, delay=True, **STORED)

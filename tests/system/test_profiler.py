@@ -109,7 +109,7 @@ def test_a_plan_of_one_op_without_contexts(grad):
 
     with torch.set_grad_enabled(grad):
         passes = ["forward", "backward"] if grad else ["forward"]
-        assert names(step) == [f"fusible::GroupedMLPSm90 [0:3] {p}" for p in passes]
+        assert names(step) == [f"fusible::GroupedMLP [0:3] {p}" for p in passes]
 
 
 def test_without_a_profiler_nothing_is_wrapped(monkeypatch):

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.fused.sm90_operands import prepare, shape_of
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.tracing import keeps_graph
 from fusible.kernels import grouped, sm90
 from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import tiles
-from fusible.ops import GroupedLinear
 
 
-def is_plain(linear: GroupedLinear) -> bool:
+def is_plain(linear: Any) -> bool:
     """Whether a linear is its product, and its gradients are autograd's."""
     return not (
         linear.has_bias
@@ -33,8 +31,11 @@ def is_plain(linear: GroupedLinear) -> bool:
 class _Direct:
     """The products of some linears, found once for few rows and once for many."""
 
-    def __init__(self, *linears: GroupedLinear) -> None:
-        self._linears, self._shapes = linears, [shape_of(linear) for linear in linears]
+    def __init__(self, *linears: Any) -> None:
+        self._linears, self._shapes = (
+            linears,
+            [(linear.num_groups, linear.out_features, linear.in_features) for linear in linears],
+        )
         self._groups, _, self._features = self._shapes[0]
         self._found: dict[bool, Any] = {}
 
@@ -68,13 +69,28 @@ class _Direct:
         found = self._products(rows, weights)
         if found is not None:
             return rows, found
-        return prepare(rows, *zip(self._linears, weights, strict=True))
+        return rows, [(_DISPATCHED, w) for w in weights]
+
+
+class _Dispatched:
+    """The products of a backward by library ops, for operands that must be checked or traced."""
+
+    @staticmethod
+    def dgrad(dy: Tensor, w: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """``dy @ w[e]``."""
+        return grouped.grouped_mm(dy, w, ends, transpose_w=True)
+
+    dglu = staticmethod(grouped.grouped_dglu)
+    wgrad = staticmethod(grouped.grouped_wgrad)
+
+
+_DISPATCHED = _Dispatched()
 
 
 class DirectLinear(_Direct):
     """One ``GroupedLinear``: operands ``x, split_sizes, *weights``."""
 
-    def __init__(self, linear: GroupedLinear, needs: GradNeeds) -> None:
+    def __init__(self, linear: Any, needs: GradNeeds) -> None:
         super().__init__(linear)
         self._needs = needs
 
@@ -106,9 +122,7 @@ class DirectLinear(_Direct):
 class DirectMLP(_Direct):
     """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *weights``."""
 
-    def __init__(
-        self, fc1: GroupedLinear, glu: Glu, fc2: GroupedLinear, needs: Sequence[GradNeeds]
-    ) -> None:
+    def __init__(self, fc1: Any, glu: Glu, fc2: Any, needs: Sequence[GradNeeds]) -> None:
         super().__init__(fc1, fc2)
         self._glu, self._cut = glu, fc1.num_weights
         self._needs1, _, self._needs2 = needs

@@ -1,0 +1,268 @@
+"""The kernels of cuDNN's front end on Blackwell (SM100), over operands in their own layout.
+
+BF16, MXFP8 and NVFP4 share one structure: rows are quantized where the recipe says so and moved
+into groups that are padded to whole 256 rows (`fusible.kernels.sm100.padding`), kernels read what
+other kernels wrote, and the last product's rows are gathered back. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.kernels import sm100
+from fusible.kernels.runtime.launch import aligned
+from fusible.kernels.sm100 import limits
+from fusible.ops import GroupedLinear
+from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, Rows, Saved
+from fusible.ops.rows import as_rows
+from fusible.ops.weights import encode_weights, one_weight
+from fusible.ops.wgrad import WeightGradient, add_or_copy
+from fusible.recipes.matrix import SAVED, Form, Operand, restored_form, saved_form
+from fusible.recipes.product import Product, encode_operand, is_quantized
+from fusible.recipes.recipe import Recipe, Role
+from fusible.recipes.tensor import QuantizedTensor
+
+
+class _Groups(NamedTuple):
+    """The groups as the caller's rows are in, and where the kernels read them."""
+
+    ends: Tensor
+    places: sm100.Places
+
+
+class Sm100Kernels(GroupedKernels):
+    """Saves what the gradients read of the input and of the weights, in the kernels' layouts."""
+
+    name = "sm100"
+    saves = (
+        "x as the weight gradient reads it, end rows and places of the groups, row scales, weights "
+        "as the data gradient reads them"
+    )
+    num_saved_groups = 2
+
+    def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> _Groups:
+        """Each group padded to whole 256 rows, unless the caller promises that they are."""
+        aligned = linear.split_alignment % limits.GROUP_ROWS == 0
+        return _Groups(ends, sm100.places_of(ends, num_rows, aligned))
+
+    def saved_groups(self, groups: _Groups) -> Saved:
+        """The padded end rows, and where each row goes."""
+        return groups.places.ends, groups.places.rows
+
+    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> _Groups:
+        """See `GroupedKernels`."""
+        padded, rows = saved
+        size = num_rows if rows is None else sm100.padded_size(num_rows, ends.shape[0])
+        return _Groups(ends, sm100.Places(padded, rows, size))
+
+    def rows(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        x: Any,
+        role: Role,
+        products: Sequence[Product],
+        groups: _Groups,
+        row_scale: Tensor | None = None,
+    ) -> Rows:
+        """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
+        ends, places = groups
+        if isinstance(x, Operand):  # quantized by the kernel that made it
+            return Rows(x.row, x.column)
+        options: dict[str, Any] = {}
+        if isinstance(x, sm100.Rounded):  # whose rows are padded already
+            options["amax"] = x.amax
+            x, ends, places = x.rows, places.ends, places._replace(rows=None)
+        elif role == "grad" and linear.needs_bias_grads(ctx):
+            options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
+            options["row_scale"] = row_scale
+        fmt = _recipe(ctx).format(role)
+        if fmt is None or is_quantized(x):
+            packed = sm100.pack(_encoded(x, ctx, role, products, ends), places)
+            return Rows(packed.form(False), packed.form(True))
+        columnwise = "wgrad" in products
+        rowwise = len(products) > columnwise
+        packed, sums = sm100.quantize(
+            x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **options
+        )
+        return Rows(packed.row, packed.column, sums)
+
+    def saved_rows(self, ctx: OperationContext, column: Form | None) -> Saved:
+        """The column-wise form, if the weight needs its gradient."""
+        return saved_form(column if ctx.needs.params[0] else None)
+
+    def num_saved_rows(self, ctx: OperationContext) -> int:
+        """See `GroupedKernels`."""
+        return SAVED
+
+    def restored_rows(
+        self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
+    ) -> Form | None:
+        """See `GroupedKernels`."""
+        return restored_form(saved, _recipe(ctx).format("input"))
+
+    def weights(
+        self, linear: GroupedLinear, ctx: OperationContext
+    ) -> tuple[Sequence[Form], Sequence[Form]]:
+        """See `GroupedKernels`."""
+        ctx.bias_dtype = ctx.parameters[-1].dtype
+        if _recipe(ctx).format("weight") is None:
+            plain = [aligned(weight) for weight in linear.weights_in(ctx, ctx.dtype)]
+            return plain, plain
+        weights = linear.encoded_weights(ctx, quantized_weights)
+        return [w.row for w in weights], [w.column for w in weights]
+
+    def saved_weights(self, ctx: OperationContext, weights: Sequence[Form]) -> Saved:
+        """The column-wise forms, if the input needs its gradient."""
+        if not ctx.needs.input:
+            return ()
+        if _recipe(ctx).format("weight") is None:
+            return tuple(weights)  # type: ignore[arg-type]
+        return tuple([t for weight in weights for t in saved_form(weight)])
+
+    def restored_weights(
+        self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
+    ) -> Sequence[Any]:
+        """See `GroupedKernels`."""
+        fmt = _recipe(ctx).format("weight")
+        if fmt is None:
+            return saved
+        return [restored_form(saved[i : i + SAVED], fmt) for i in range(0, len(saved), SAVED)]
+
+    def product(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        x: Form,
+        weights: Sequence[Form],
+        groups: _Groups,
+        row_scale: Tensor | None,
+        output: Tensor | None,
+    ) -> Tensor:
+        """See `GroupedKernels`."""
+        places = groups.places
+        return sm100.gemm(
+            x,
+            weights,
+            places,
+            bias=linear.stacked_bias(ctx, ctx.dtype),
+            row_scale=None if row_scale is None else self.row_scales(row_scale, groups),
+            out=as_rows(output),
+        )
+
+    def data_grad(
+        self,
+        ctx: OperationContext,
+        dy: Form,
+        weights: Sequence[Form],
+        groups: _Groups,
+        output: Tensor | None,
+    ) -> Tensor:
+        """See `GroupedKernels`."""
+        return sm100.gemm(dy, weights, groups.places, transpose_w=True, out=as_rows(output))
+
+    def weight_grad(
+        self, ctx: OperationContext, dy: Form | None, x: Form | None, groups: _Groups
+    ) -> WeightGradient:
+        """See `GroupedKernels`."""
+        places = groups.places
+
+        def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
+            assert dy is not None
+            assert x is not None
+            if out is None:
+                return sm100.wgrad(dy, x, places)
+            if sm100.takes_wgrad(out):
+                sm100.wgrad_(list(out), dy, x, places, accumulate)
+                return None
+            buffers = out[0].unbind(0) if out[0].dim() == 3 else out
+            dw = sm100.wgrad(dy, x, places, torch.float32)
+            add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+            return None
+
+        reads = (*saved_form(dy), *saved_form(x), places.ends, places.rows)
+        return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
+
+    def saves_activation(self, ctx: OperationContext) -> bool:
+        """Always: its kernel quantizes it for both uses."""
+        return True
+
+    def row_scales(self, scales: Tensor, groups: _Groups) -> Tensor:
+        """One FP32 value per padded row, zero for those of padding."""
+        return aligned(sm100.moved(scales.reshape(-1).float(), groups.places))
+
+    def glu(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        act: Any,
+        x: Form,
+        weights: Sequence[Form],
+        groups: _Groups,
+        scales: Tensor,
+        keep: bool,
+    ) -> Activated:
+        """See `GroupedKernels`; the kernel always gives the pre-activation."""
+        bias = linear.stacked_bias(ctx, ctx.dtype)
+        made = sm100.glu(x, weights, groups.places, scales, bias=bias, **_options(act))
+        return Activated(*made)
+
+    def dglu(
+        self,
+        ctx: OperationContext,
+        act: Any,
+        dy: Form,
+        weights: Sequence[Form],
+        groups: _Groups,
+        preact: Tensor,
+        scales: Tensor,
+        *,
+        bias: bool,
+        overwrite: bool,
+    ) -> ActivationGrads:
+        """See `GroupedKernels`; the kernel sums the bias's gradient."""
+        d, dscales, dbias = sm100.dglu(
+            dy, weights, groups.places, preact, scales, bias=bias, **_options(act)
+        )
+        return ActivationGrads(d, None, dscales, dbias if bias else None)
+
+
+SM100 = Sm100Kernels()
+
+
+def _recipe(ctx: OperationContext) -> Recipe:
+    return Recipe() if ctx.recipe is None else ctx.recipe
+
+
+def _options(act: Any) -> dict[str, Any]:
+    formula, _, options = act.glu()
+    return {"activation": formula.__name__, **options}
+
+
+def _encoded(
+    x: Tensor, ctx: OperationContext, role: Role, products: Sequence[Product], ends: Tensor
+) -> Operand:
+    """Rows for products, quantized in PyTorch or by the caller."""
+    recipe = _recipe(ctx)
+    if not isinstance(x, QuantizedTensor) or "wgrad" not in products:
+        return encode_operand(x, recipe, role, *products, ends=ends)
+    # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
+    others = [product for product in products if product != "wgrad"]
+    columns = encode_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
+    return columns._replace(row=encode_operand(x, recipe, role, *others).row)
+
+
+def quantized_weights(
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
+) -> list[Operand]:
+    """Weights as the kernels read them for the forward and, if asked, the data gradient."""
+    fmt = recipe.format("weight")
+    assert fmt is not None
+    if sm100.in_one_pass(weights):
+        return [sm100.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
+    return sm100.pack_weights(encode_weights(weights, recipe, dtype, products))

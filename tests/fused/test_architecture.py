@@ -1,0 +1,101 @@
+"""An architecture of its own: what `GroupedKernels` asks for, and rules that select it."""
+
+import torch
+from torch import Tensor
+
+import fusible as fz
+from fusible.extend import equal, rule, this
+from fusible.fused.grouped_mlp import GroupedMLP
+from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, Rows
+from fusible.ops.wgrad import WeightGradient
+from fusible.testing import assume_target
+
+
+class Batched(GroupedKernels):
+    """Reads ``[E, rows, features]``, of which each matrix has the rows of its group, else zeros."""
+
+    name = "batched"
+
+    def groups(self, linear, ends, num_rows):
+        row, starts = torch.arange(num_rows), torch.cat([ends.new_zeros(1), ends[:-1]])
+        return (row >= starts[:, None]) & (row < ends[:, None])
+
+    def restored_groups(self, ends, saved, num_rows):
+        return self.groups(None, ends, num_rows)
+
+    def rows(self, linear, ctx, x, role, products, groups, row_scale=None):
+        batch = x * groups[..., None]
+        return Rows(batch, batch)
+
+    def weights(self, linear, ctx):
+        return (linear.weights_in(ctx, ctx.dtype),) * 2
+
+    def product(self, linear, ctx, x, weights, groups, row_scale, output):
+        y, bias = (x @ weights[0].mT).sum(0), linear.stacked_bias(ctx, ctx.dtype)
+        return y if bias is None else y + (groups[..., None] * bias[:, None]).sum(0)
+
+    def data_grad(self, ctx, dy, weights, groups, output):
+        return (dy @ weights[0]).sum(0)
+
+    def weight_grad(self, ctx, dy, x, groups):
+        return WeightGradient(lambda out, accumulate: dy.mT @ x, (dy, x))
+
+    def saves_activation(self, ctx):
+        return True
+
+    def glu(self, linear, ctx, act, x, weights, groups, scales, keep):
+        preact = self.product(linear, ctx, x, weights, groups, None, None)
+        return Activated(preact, act.scaled(preact, scales))
+
+    def dglu(self, ctx, act, dy, weights, groups, preact, scales, *, bias, overwrite):
+        d, dscales = act.scaled_grads(
+            self.data_grad(ctx, dy, weights, groups, None), preact, scales
+        )
+        return ActivationGrads(d, None, dscales, None)
+
+
+@rule(equal(this.sm, 70), phase="kernels")
+def grouped_linear_batched(linear: fz.GroupedLinear) -> GroupedKernels:
+    """A test."""
+    return Batched()
+
+
+@rule(equal(this.sm, 70))
+def grouped_mlp_batched(
+    fc1: fz.GroupedLinear, act: fz.ScaledSwiGLU, fc2: fz.GroupedLinear
+) -> GroupedMLP:
+    """A test."""
+    return GroupedMLP(Batched(), fc1, act, fc2)
+
+
+def results(module, inputs) -> list[Tensor]:
+    """The output and all gradients."""
+    leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+    y = module(*inputs)
+    return [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel())).view_as(y))]
+
+
+def test_a_new_architecture(own_fusions):
+    own_fusions.install((grouped_mlp_batched, grouped_linear_batched))
+    options = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": torch.float64}
+    mlp = fz.Sequential(
+        fz.GroupedLinear(4, 8, 32, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(4, 16, 24, **options),
+        fz.GroupedLinear(4, 24, 8, **options),
+    )
+    for bias in (mlp[0].bias, mlp[2].bias, mlp[3].bias):
+        torch.nn.init.normal_(bias)
+    x, splits = torch.randn(12, 8, dtype=torch.float64), torch.tensor([5, 0, 4, 2])
+    scales = torch.rand(12, dtype=torch.float64)
+    inputs = x.requires_grad_(), splits, scales.requires_grad_(), splits, splits
+    with assume_target("sm70"):
+        got = results(mlp, inputs)
+    assert mlp.plan.fired == ("grouped_mlp_batched", "grouped_linear_batched")
+    want = results(mlp, inputs)
+    assert mlp.plan.fired == ()
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    text = str(fz.explain(mlp, *inputs, target="sm70"))
+    assert "GroupedMLP by grouped_mlp_batched, forward and backward" in text
+    assert "kernels: grouped_linear_batched" in text
