@@ -8,7 +8,7 @@ never tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusible.names import did_you_mean
@@ -53,6 +53,16 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """The fact of an op whose attribute raised an error when it was read."""
+
+    error: str
+
+    def __str__(self) -> str:
+        return self.error
+
+
+@dataclass(frozen=True)
 class Condition:
     """``subject`` read from a site must satisfy ``holds``; ``says`` completes the sentence.
 
@@ -66,14 +76,24 @@ class Condition:
     hint: str = ""
     compared: tuple[tuple[Path, Any], ...] = ()
     """Facts and the constants that they are compared with."""
+    only_where: tuple[tuple[Path, Any], ...] = ()
+    """Facts and their values where it is needed; nothing is needed elsewhere."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all facts that it reads."""
+        other = () if self.other is None else (self.other,)
+        return (self.subject, *other, *[fact for fact, _ in self.only_where])
 
     def why_not(self, site: Any) -> str | None:
         """The sentence that is false at ``site``, or None where the condition holds."""
+        if any(fact.read(site) != value for fact, value in self.only_where):
+            return None
         value = self.subject.read(site)
         other = None if self.other is None else self.other.read(site)
         hint = f"; {self.hint}" if self.hint else ""
         try:
-            if self.holds(value, other):
+            if not isinstance(value, Unreadable) and self.holds(value, other):
                 return None
         except TypeError as error:  # the values have no order
             hint = f", which cannot be compared ({type(error).__name__}: {error})"
@@ -129,13 +149,9 @@ def multiple_of(subject: Path, unit: int | Path) -> Condition:
 
 def where(fact: Path, value: Any, need: Condition) -> Condition:
     """``need`` of one fact, where another equals ``value``."""
-    says = f"{need.says} where {fact} is {value}"
-    compared = ((fact, value), *need.compared)
-    return Condition(
-        need.subject,
-        says,
-        lambda a, b: b != value or need.holds(a, None),
-        fact,
-        need.hint,
-        compared,
+    return replace(
+        need,
+        says=f"{need.says} where {fact} is {value}",
+        compared=((fact, value), *need.compared),
+        only_where=((fact, value), *need.only_where),
     )

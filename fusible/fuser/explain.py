@@ -127,9 +127,15 @@ def explain(
         what ops would refuse in this call.
 
     Raises:
+        TypeError: ``module`` is no module.
         ValueError: ``module`` contains no fusible op, or decides by the values of its input; or
             what the module itself would raise where nothing can stand in.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            "explain needs a module, and then the inputs of a call of it, got "
+            f"{type(module).__name__}"
+        )
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
     cut: list[tuple[PlannedRun, Sequence[RunPart]]] = []

@@ -47,6 +47,9 @@ class GradNeeds(NamedTuple):
     extra_inputs: tuple[bool, ...]
 
 
+_FACTS_OF_ALL = ("input", "dtype", "param_dtype", "requires_grad", "params_require_grad")
+
+
 @dataclass(frozen=True)
 class OpFacts:
     """What conditions can read of one basic op: its declared facts, parameters and inputs.
@@ -71,6 +74,12 @@ class OpFacts:
 
     def site(self, needs: GradNeeds) -> SimpleNamespace:
         """The namespace that ``this.<op>`` reads."""
+        for name in self.facts:
+            if name in _FACTS_OF_ALL:
+                raise ValueError(
+                    f"fact_names of an op must not hold what all ops have "
+                    f"({', '.join(_FACTS_OF_ALL)}), got {name!r}; rename the attribute"
+                )
         return SimpleNamespace(
             **self.facts,
             **self.extra_inputs,

@@ -59,8 +59,7 @@ class Rule:
     @property
     def paths(self) -> tuple[Path, ...]:
         """Of all facts that its conditions read."""
-        of_needs = [path for need in self.needs for path in (need.subject, need.other)]
-        return tuple(path for path in of_needs if path is not None)
+        return tuple(path for need in self.needs for path in need.paths)
 
     def concerns(self, site: Any) -> bool:
         """Whether the rule is for this machine and this recipe, whatever else it needs."""

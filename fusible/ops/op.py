@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fusible.fuser.conditions import Unreadable
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.fuser.node import kind_of
@@ -352,7 +353,16 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         """
         self._frozen = True
         self._names = self._find_names()
-        return {name: getattr(self, name) for name in self.fact_names}
+        return {name: self._fact(name) for name in self.fact_names}
+
+    def _fact(self, name: str) -> Any:
+        """An attribute that conditions read, or the error that it raises."""
+        try:
+            return getattr(self, name)
+        except AttributeError:  # of a name that is not the op's
+            raise
+        except Exception as error:
+            return Unreadable(f"{type(error).__name__}: {error}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.fact_names and self.__dict__.get("_frozen"):

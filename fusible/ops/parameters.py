@@ -72,7 +72,9 @@ class OwnParameters(nn.Module):
             return None
         value = operator.attrgetter(name)(self._computing(name))
         if value is None:
-            raise AttributeError(f"{name} of {type(self).__name__} must be a tensor, got None")
+            raise AttributeError(
+                f"{name} of {type(self).__name__} must be a tensor, got None; make an op without it"
+            )
         return value
 
     def _has(self, name: str) -> bool:

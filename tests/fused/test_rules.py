@@ -67,7 +67,7 @@ def candidates(value):
 
 def violations(need, site):
     """The facts with one value changed so that ``need`` is false."""
-    for path in [need.subject, *([] if need.other is None else [need.other])]:
+    for path in need.paths:
         for value in candidates(Path(path.names).read(site)):
             other = changed(site, path.names, value)
             if need.why_not(other) is not None:
@@ -96,7 +96,7 @@ def test_a_violated_condition_is_the_reason(name, index, monkeypatch):
     assert reasons.count(mine) == 1
     assert str(need.subject) in mine
     # Alone, unless another condition reads the very fact that had to change.
-    reading = [n for n in found.needs if path.names in [p.names for p in (n.subject, n.other) if p]]
+    reading = [n for n in found.needs if path.names in [p.names for p in n.paths]]
     assert 1 <= len(reasons) <= len(reading)
     if len(reading) == 1:
         assert reasons == (mine,)

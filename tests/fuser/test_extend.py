@@ -483,3 +483,96 @@ def test_a_packages_failure_is_named_and_not_fatal(package):
     with pytest.warns(RuntimeWarning, match=r"'broken' \(third_party:broken\) .* got TypeError"):
         seq(torch.ones(2))
     assert seq.plan.fired == ("double_rule",)
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+class Sized(fz.BasicOperation):
+    fact_names = ("size",)
+
+    @property
+    def size(self):
+        raise RuntimeError("there is no size yet")
+
+    def formula(self, x):
+        return 2 * x
+
+
+class Named(fz.BasicOperation):
+    fact_names = ("dtype",)
+    dtype = 3
+
+    def formula(self, x):
+        return 2 * x
+
+
+@rule(equal(this.op.size, 3))
+def of_size(op: Sized) -> fz.FusedOperation:
+    """Never fires."""
+    return fz.FusedOperation([op])
+
+
+def test_a_fact_that_raises_is_a_refusal():
+    register_rule(of_size)
+    try:
+        module = fz.Sequential(Sized())
+        assert module(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+        (refusal,) = fz.explain(module, torch.ones(2, 2)).refusals
+    finally:
+        unregister_rule(of_size)
+    assert refusal.reasons == ("op.size must be 3, got RuntimeError: there is no size yet",)
+
+
+def test_a_fact_of_a_name_that_all_ops_have_is_refused():
+    @rule(equal(this.op.dtype, "float32"))
+    def of_dtype(op: Named) -> fz.FusedOperation:
+        """Never fires."""
+        return fz.FusedOperation([op])
+
+    with pytest.raises(ValueError, match="fact_names of an op must not hold what all ops have"):
+        register_rule(of_dtype)
+
+
+def test_a_condition_between_two_facts_holds_where_a_third_has_a_value():
+    need = extend.where(this.a, 3, extend.where(this.d, 4, equal(this.b, this.c)))
+
+    def why_not(**facts):
+        return need.why_not(types.SimpleNamespace(**facts))
+
+    assert why_not(a=3, b=1, c=1, d=4) is None
+    assert why_not(a=2, b=1, c=2, d=4) is None
+    assert why_not(a=3, b=1, c=2, d=5) is None
+    assert why_not(a=3, b=1, c=2, d=4) == (
+        "b must be equal to c where d is 4 where a is 3 (which is 2), got 1"
+    )
+    assert {path.names for path in need.paths} == {("a",), ("b",), ("c",), ("d",)}
+
+
+# --- names of the package -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("fp8_autocast", "autocast"),
+        ("fp8_model_init", "quantized_model_init"),
+        ("recipe", "recipes"),
+        ("LayerNom", "LayerNorm"),
+    ],
+)
+def test_names_that_the_package_has_not(name, near):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean '{near}'"):
+        getattr(fz, name)
+
+
+def test_explain_of_no_module():
+    with pytest.raises(TypeError, match=r"explain needs a module, .* got int"):
+        fz.explain(5)
+
+
+def test_a_bias_set_to_none():
+    linear = fz.Linear(4, 4)
+    linear.bias = None
+    with pytest.raises(AttributeError, match="bias of Bias must be a tensor, got None; make the"):
+        linear(torch.ones(2, 4))
