@@ -574,5 +574,5 @@ def test_explain_of_no_module():
 def test_a_bias_set_to_none():
     linear = fz.Linear(4, 4)
     linear.bias = None
-    with pytest.raises(AttributeError, match="bias of Bias must be a tensor, got None; make the"):
+    with pytest.raises(AttributeError, match="bias of Bias must be a tensor, got None; make an op"):
         linear(torch.ones(2, 4))
