@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,20 +160,13 @@ def explain(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
     parts = [part for _, part in named_modules(module)]
-    with _uncompiled(), leaving_alone(parts, mode), Run.observed(schedule_for):
-        try:
-            module(*fakes, **fake_kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                "explain needs a module that decides nothing by the values of tensors, of which it "
-                f"knows only shapes, got {_caller(error, module)}, which reads one ({error}); "
-                f"{_ran(planned)}; explain its parts"
-            ) from error
-        except Exception as error:
-            error.add_note(
-                f"explain called {_caller(error, module)} with fake tensors; {_ran(planned)}"
-            )
-            raise
+    with (
+        _named_errors(module, planned),
+        _uncompiled(),
+        leaving_alone(parts, mode),
+        Run.observed(schedule_for),
+    ):
+        module(*fakes, **fake_kwargs)
     if not planned:
         raise ValueError(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
@@ -182,6 +175,24 @@ def explain(
     for whole, of_run in reversed(cut):  # a part may be cut again
         _join(planned, whole, of_run)
     return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused.values()))
+
+
+@contextmanager
+def _named_errors(module: nn.Module, planned: Sequence[PlannedRun]) -> Iterator[None]:
+    """Errors of a call with fake tensors name the part that raised them."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            "explain needs a module that decides nothing by the values of tensors, of which it "
+            f"knows only shapes, got {_caller(error, module)}, which reads one ({error}); "
+            f"{_ran(planned)}; explain its parts"
+        ) from error
+    except Exception as error:
+        error.add_note(
+            f"explain called {_caller(error, module)} with fake tensors; {_ran(planned)}"
+        )
+        raise
 
 
 def _note_refusals(refused: dict[Any, str], names: dict[Any, str], plan: Plan) -> None:
