@@ -718,18 +718,13 @@ def test_several_recipes_need_keep_recipe(reentrant):
 def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
     module = fz.Sequential(fz.Linear(32, 32))
 
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            with fz.autocast(recipe=MX):
-                return module(dy)
+    def under_a_recipe(dy):
+        with fz.autocast(recipe=MX):
+            return module(dy)
 
     module(torch.randn(32, 32))
-    Backward.apply(torch.randn(32, 32, requires_grad=True)).sum().backward()
+    copied = ref.in_backward(under_a_recipe)
+    copied(torch.randn(32, 32, requires_grad=True)).sum().backward()
     assert module.plan.recipe == MX
 
 

@@ -245,16 +245,7 @@ def test_evaluation_under_another_recipe_does_not_confuse_a_checkpoint():
 def test_a_module_that_runs_in_backward_only_follows_the_scope():
     model = Rounds()
 
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            return model(dy)
-
-    gradient(lambda x: Backward.apply(x), plain, MX, backward_scope=BLOCK)  # noqa: PLW0108
+    gradient(ref.in_backward(model), plain, MX, backward_scope=BLOCK)
     assert model.seen == [BLOCK]
 
 
