@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fusible import formulas
+from fusible.activations import GATED
 
 
 class Glu(NamedTuple):
-    """The formula of a gated activation, the layout of its columns, and the formula's constants.
+    """A gated activation of `fusible.activations`, the layout of its columns, and its options.
 
     Gates are the first half of the pre-activation's columns, or the even ones of its blocks of
-    ``interleave`` columns. The constants belong to ``clamped_qgeglu``.
+    ``interleave`` columns. The options belong to ``clamped_qgeglu``.
     """
 
     activation: str = "swiglu"
@@ -24,13 +24,14 @@ class Glu(NamedTuple):
 
     def forward(self, preact: Tensor, scales: Tensor) -> Tensor:
         """The activation times the scale of each row."""
-        return getattr(formulas, self.activation)(preact, scales, *self._options())
+        row = GATED[self.activation]
+        return row.forward(preact, scales, self.interleave or None, **self._options())
 
-    def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of the pre-activation and of the scales."""
-        formula = getattr(formulas, f"{self.activation}_backward")
-        return formula(dy, preact, scales, *self._options())
+        row = GATED[self.activation]
+        return row.backward(dy, preact, scales, self.interleave or None, **self._options())
 
-    def _options(self) -> tuple[Any, ...]:
-        clamps = () if self.activation == "swiglu" else self[2:]
-        return self.interleave or None, *clamps
+    def _options(self) -> dict[str, float]:
+        options = GATED[self.activation].options
+        return {option.keyword: getattr(self, option.keyword) for option in options}

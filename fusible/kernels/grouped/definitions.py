@@ -106,6 +106,7 @@ def grouped_dglu(
     """
     d = product(dy, w, ends, None, None, True)
     dpreact, dscales = glu.backward(d, preact, scales)
+    assert dscales is not None
     act = glu.forward(preact, scales)
     return _without_tail(dpreact, ends), _without_tail(act, ends), _without_tail(dscales, ends)
 
