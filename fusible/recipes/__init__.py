@@ -1,4 +1,4 @@
-"""What numbers look like: formats, quantizers, quantized tensors, recipes."""
+"""Number formats, quantization, quantized tensors and recipes."""
 
 from fusible.recipes.autocast import autocast, current_recipe, keep_recipe
 from fusible.recipes.checkpoint_state import register_state_hooks, tensor_from_state, tensor_state

@@ -1,4 +1,4 @@
-"""The recipe in force on this thread, and the recipe of a forward that checkpointing runs again."""
+"""The current recipe of a thread, also in a forward that activation checkpointing runs again."""
 
 from __future__ import annotations
 

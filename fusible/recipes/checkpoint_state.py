@@ -190,7 +190,7 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             parts = tensor_state(saved)
             state.update({f"{prefix}{name}.{suffix}": part for suffix, part in parts.items()})
             for suffix in parts:
-                # torch.distributed.checkpoint.state_dict asks for what every name stands for.
+                # torch.distributed.checkpoint.state_dict looks up the attribute of every key.
                 if not hasattr(parameter, suffix):
                     setattr(parameter, suffix, None)
 

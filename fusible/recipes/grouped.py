@@ -1,4 +1,4 @@
-"""``GroupedTensor``: several matrices that differ in rows only, in one buffer, sizes on the device.
+"""``GroupedTensor``: matrices of the same columns in one buffer, with their sizes on the device.
 
 Nothing here reads a size on the host except ``split``, which says so.
 """
@@ -160,10 +160,10 @@ def group_quantize(
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows apart: what a grouped op asks of others.
+    """Quantizes each of ``num_groups`` groups of rows apart, for a grouped op.
 
-    ``by_receiver``: the op that asks reads the values before quantization too, and so is handed
-    those; it quantizes them itself, to the same bits.
+    ``by_receiver``: the grouped op also reads the values before quantization. It gets those, and
+    quantizes them itself, to the same bits.
     """
 
     def __init__(

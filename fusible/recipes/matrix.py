@@ -113,8 +113,8 @@ class Uses(NamedTuple):
     """It is quantized,"""
     column: bool
     row_values: bool = False
-    """and dequantized to ``compute_dtype``; the quantized one is not written where only its
-    values are asked for."""
+    """and dequantized to ``compute_dtype``. Where only its values are wanted, the quantized matrix
+    is not written."""
     column_values: bool = False
 
     @property

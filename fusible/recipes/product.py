@@ -1,4 +1,4 @@
-"""The quantized matrix product, stated once: which operand is quantized along which dimension.
+"""The quantized matrix products: which operand is quantized along which dimension.
 
 With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
 
@@ -6,9 +6,9 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
     data gradient    dx = q(dy) q(w)        reduced over out:    dy row-wise,    w column-wise
     weight gradient  dw = q(dy)^T q(x)      reduced over tokens: dy column-wise, x column-wise
 
-An op quantizes each operand once, for the products that will read it (``encode_operand``), hands
-``operand`` of both to its matrix product, which accumulates in FP32, and saves what the backward
-reads, which is column-wise of ``x`` and of ``w`` (``Operand.saved``).
+An op quantizes each operand once, for the products that will read it (``encode_operand``). Its
+matrix product takes ``operand`` of both and accumulates in FP32. It saves what the backward reads,
+the column-wise use of ``x`` and of ``w`` (``Operand.saved``).
 """
 
 from __future__ import annotations

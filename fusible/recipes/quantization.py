@@ -38,7 +38,7 @@ def quantize(
     that no size depends on the data.
 
     ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
-    a format with a scale on top. It may leave out NaN and what lies beside it: a block that is too
+    a format with a scale on top. It may leave out NaN and neighbours of NaN: a block that is too
     large for it is NaN.
 
     NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays

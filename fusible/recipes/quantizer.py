@@ -1,4 +1,4 @@
-"""Quantizers: a format and the uses wanted of it; what ops hand to each other."""
+"""Quantizers: a format, and the uses for which tensors are quantized to it."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ class NVFP4Quantizer(Quantizer):
             "with_random_sign_mask": with_random_sign_mask,
         }
         check_bools("NVFP4Quantizer", **options)
-        asked = [name for name, on in options.items() if on]
-        if asked:
+        enabled = [name for name, on in options.items() if on]
+        if enabled:
             raise ValueError(
-                f"NVFP4Quantizer must have {' and '.join(asked)} False, got True; nearest rounding "
-                "in 1-D blocks without a Hadamard transform is what there is"
+                f"NVFP4Quantizer must have {' and '.join(enabled)} False, got True; nearest "
+                "rounding in 1-D blocks without a Hadamard transform is what there is"
             )
         super().__init__(nvfp4(), rowwise=rowwise, columnwise=columnwise)

@@ -1,4 +1,4 @@
-"""Quantized tensors cut into shards and put together again, as FSDP2 does with parameters.
+"""Sharding and all-gathering of quantized tensors, as FSDP2 does with parameters.
 
 FSDP2 cuts a parameter along its first dimension: a 3-D weight between groups, a 2-D one between
 rows, where whole blocks must stay together. It gathers what is stored, not the values.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def rows_per_entry(fmt: NumberFormat) -> dict[str, int]:
-    """Return how many rows of a tensor one row of each of its pieces stands for."""
+    """Return how many rows of a tensor each row of its pieces holds."""
     across, along = (1, 1) if fmt.block is None else fmt.block
     return {"scale_inv": across, "columnwise_scale_inv": along}
 

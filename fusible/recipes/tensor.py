@@ -1,4 +1,4 @@
-"""``QuantizedTensor``: a tensor stored in a number format, small on purpose.
+"""``QuantizedTensor``: a tensor stored in a number format.
 
 It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. Elementwise
 operations and reductions that read it work on its values; in-place ones requantize and return it;
@@ -110,8 +110,8 @@ class WrapperTensor(torch.Tensor):
     ) -> Tensor:
         """Return the values as an ordinary tensor, by default of the nominal dtype.
 
-        Of the row-wise data if there are any, or of the use that is asked for. Rows past the last
-        group are zero. The gradient passes through unchanged.
+        From the row-wise data if there are any, unless ``columnwise`` says which. Rows past the
+        last group are zero. The gradient passes through unchanged.
         """
         if columnwise is None:
             columnwise = not self.has_rowwise
@@ -198,8 +198,8 @@ class QuantizedTensor(WrapperTensor):
     """Values in ``format``, for row-wise use, column-wise use or both, of nominal ``dtype``.
 
     ``dtype`` is the one of gradients and of ``dequantize()``; ``fp8_dtype`` that of the elements.
-    What one op hands to the next was quantized as one matrix of all rows: the pieces are then of
-    ``[rows, columns]`` whatever the shape.
+    An output that an op quantizes for the next one is quantized as one matrix of all rows: its
+    pieces are then of ``[rows, columns]`` whatever the shape.
     """
 
     format: NumberFormat

@@ -167,16 +167,16 @@ def _to_copy(
 
 def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
     if _is_quantized(source):
-        mine, theirs = target.pieces(), source.pieces()
-        if source.format == target.format and mine.keys() <= theirs.keys():
+        old, new = target.pieces(), source.pieces()
+        if source.format == target.format and old.keys() <= new.keys():
             if source.shape != target.shape:
                 raise ValueError(
                     f"copy_ needs the shape {tuple(target.shape)}, got {tuple(source.shape)}; "
                     "nothing was written"
                 )
-            if all(theirs[name].shape == piece.shape for name, piece in mine.items()):
-                for name, piece in mine.items():
-                    overwrite(piece, theirs[name], non_blocking)
+            if all(new[name].shape == piece.shape for name, piece in old.items()):
+                for name, piece in old.items():
+                    overwrite(piece, new[name], non_blocking)
                 return target
         source = _value(source, torch.float32)
     with suppress(RuntimeError):  # of other sizes, which requantize_ refuses
