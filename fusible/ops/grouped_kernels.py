@@ -108,8 +108,8 @@ class GroupedKernels:
             x = values(x)
             return Rows(x, x)
         # An input's column-wise form is saved for the backward, encoded.
-        at_once = ("forward",) if role == "input" else products
-        encoded = encode_operand(x, ctx.recipe, role, *products, ends=groups, at_once=at_once)
+        as_values = ("forward",) if role == "input" else products
+        encoded = encode_operand(x, ctx.recipe, role, *products, ends=groups, as_values=as_values)
         compute, row = compute_dtype(x.device), None
         for product in ("forward", "dgrad"):
             if product in products:

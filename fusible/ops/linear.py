@@ -132,7 +132,7 @@ class BasicLinear(WeightedOperation):
         needs, compute = ctx.needs, compute_dtype(input_.device)
         products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
         rows = matrix(input_, ctx.dtype)
-        x = encode_operand(rows, ctx.recipe, "input", *products, at_once=("forward",))
+        x = encode_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
         (weight,) = self.encoded_weights(ctx)
         y = (
             operand(x, "forward", "input", compute)
@@ -167,7 +167,7 @@ class BasicLinear(WeightedOperation):
         if needs.params[0]:
             products.append("wgrad")
         rows = matrix(grad_output, ctx.dtype)
-        dy = encode_operand(rows, recipe, "grad", *products, at_once=products)
+        dy = encode_operand(rows, recipe, "grad", *products, as_values=products)
         saved = ctx.saved_tensors
         dx = None
         if needs.input:

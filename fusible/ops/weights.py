@@ -334,7 +334,7 @@ class WeightedOperation(BasicOperation):
         weights = list(ctx.parameters[: self.num_weights])
         products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
         if torch.compiler.is_compiling() or self._reused is None or capturing():
-            encode = encode or partial(encode_weights, at_once=("forward",))
+            encode = encode or partial(encode_weights, as_values=("forward",))
             return encode(weights, ctx.recipe, ctx.dtype, products)
         encode = encode or encode_weights
         key = ctx.recipe, ctx.dtype, products, encode
@@ -366,17 +366,17 @@ def encode_weights(
     recipe: Recipe,
     dtype: torch.dtype,
     products: Sequence[Product],
-    at_once: Sequence[Product] = (),
+    as_values: Sequence[Product] = (),
 ) -> list[Operand]:
     """Weights for ``products``: one operand, or one for each that is stored quantized.
 
-    ``at_once`` is that of ``encode_operand``.
+    ``as_values`` is that of ``encode_operand``.
     """
     if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
         given = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
         return [encode_operand(w, recipe, "weight", *products) for w in given]
     weight = one_weight(weights, dtype)
-    return [encode_operand(weight, recipe, "weight", *products, at_once=at_once)]
+    return [encode_operand(weight, recipe, "weight", *products, as_values=as_values)]
 
 
 def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

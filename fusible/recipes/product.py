@@ -54,12 +54,12 @@ def encode_operand(
     role: Role,
     *products: Product,
     ends: Tensor | None = None,
-    at_once: Sequence[Product] = (),
+    as_values: Sequence[Product] = (),
 ) -> Operand:
     """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
 
-    Of those ``at_once`` nothing will be asked for but ``operand``, in ``compute_dtype``, which is
-    made in the launch that encodes where a kernel can.
+    Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
+    that quantizes, where a kernel can, and the matrix that they are of is not kept.
 
     A quantized ``x`` is taken as it is. Raises what ``quantization.quantize`` raises, TypeError if
     ``x`` is quantized in another format than the recipe's for this role, and ValueError if it lacks
@@ -74,8 +74,8 @@ def encode_operand(
     if not is_quantized(x):
         if not products:
             return Operand()
-        quantized = _uses(role, [product for product in products if product not in at_once])
-        return quantize_for(x, fmt, Uses(*quantized, *_uses(role, at_once)), ends)
+        quantized = _uses(role, [product for product in products if product not in as_values])
+        return quantize_for(x, fmt, Uses(*quantized, *_uses(role, as_values)), ends)
     # By constants, whose integers may be symbolic where this is traced.
     if x.format is None or x.format.as_constants() != fmt.as_constants():
         raise TypeError(

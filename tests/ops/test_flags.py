@@ -20,8 +20,6 @@ REQUIRED = {
     "format": nvfp4(),
     "func": lambda ops, *, recipe: ops,
 }
-# Called for every operand of a linear's backward, by the ops alone.
-SKIPPED = {"columnwise_only"}
 
 
 def flags():
@@ -29,7 +27,7 @@ def flags():
     for module in (fz, recipes):
         for name in module.__all__:
             what = getattr(module, name)
-            if name in SKIPPED or not callable(what):
+            if not callable(what):
                 continue
             if isinstance(what, type):
                 what = what.__init__

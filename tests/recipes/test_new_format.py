@@ -11,6 +11,7 @@ from fusible import recipes
 from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
 from fusible.recipes.formats import E2M1, E4M3, E5M2, NumberFormat
 from fusible.recipes.quantization import dequantize, quantize
+from fusible.testing import assume_target
 
 ROWS = {
     "FP8, FP32 scales": NumberFormat("e4m3_1x64", E4M3, (1, 64), "fp32"),
@@ -81,6 +82,40 @@ def test_a_grouped_linear_multiplies_what_the_row_holds(row):
         want = held(dy[of], True).mT @ held(x[of], True)
         torch.testing.assert_close(op.weight.grad[group], want)
         start += size
+
+
+def mlp():
+    fc1, fc2 = (
+        fz.GroupedLinear(
+            len(SIZES), *f, bias=False, dtype=torch.bfloat16, single_grouped_weight=True
+        )
+        for f in ((128, 256), (128, 128))
+    )
+    return fz.Sequential(fc1, fz.ScaledSwiGLU(), fc2)
+
+
+def step(module, recipe, x, *extra):
+    x = x.detach().requires_grad_()
+    with fz.autocast(recipe=recipe):
+        y = module(x, *extra)
+        plan = fz.explain(module, x, *extra)
+    return [y, *torch.autograd.grad(y.float().square().sum(), (x, *module.parameters()))], plan
+
+
+@each_row
+def test_hopper_fuses_it_as_it_does_the_others(row):
+    torch.manual_seed(0)
+    module, sizes = mlp(), torch.tensor(SIZES)
+    given = torch.randn(sum(SIZES), 128, dtype=torch.bfloat16), sizes, torch.rand(sum(SIZES)), sizes
+    want, _ = step(module, OfRows(row), *given)
+    exact, _ = step(module.float(), None, given[0].float(), *given[1:])
+    module.bfloat16()
+    with assume_target("sm90"):
+        got, plan = step(module, OfRows(row), *given)
+        _, known = step(module, recipes.Float8CurrentScaling(), *given)
+    assert plan.fired == known.fired != ()
+    for a, b, e in zip(got, want, exact, strict=True):
+        assert (a.float() - b.float()).norm() < (b.float() - e).norm()
 
 
 @each_row

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fusible import recipes
 from fusible.recipes.autocast import Forward
 from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.matrix import SAVED
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -281,9 +282,9 @@ def exact_products(x, w, dy, recipe):
 
 
 def saved_and_restored(x, recipe, role):
-    saved = recipes.columnwise_only(x)
-    assert len(saved) == recipes.SAVED
-    return recipes.from_columnwise(saved, recipe.format(role))
+    saved = x.saved()
+    assert len(saved) == SAVED
+    return recipes.Operand.from_saved(saved, recipe.format(role))
 
 
 @each_recipe
@@ -341,8 +342,8 @@ def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
     kept = recipes.encode_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
     assert recipes.operand(kept, "forward", "input", torch.float64) is x
-    assert recipes.columnwise_only(kept)[0] is x
-    assert recipes.columnwise_only(kept, needed=False) == (None,) * recipes.SAVED
+    assert kept.saved()[0] is x
+    assert kept.saved(needed=False) == (None,) * SAVED
     with pytest.raises(ValueError, match="got role 'grad'"):
         recipes.encode_operand(x, MX, "grad", "forward")
 
