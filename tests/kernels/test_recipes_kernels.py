@@ -8,7 +8,16 @@ pytest.importorskip("cutlass")
 
 from fusible.kernels.quantize import launch
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
-from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
 
 # Every format with every input type, and every use and grouping of each at least once.
 ENCODERS = [
@@ -25,6 +34,11 @@ ENCODERS = [
     EncodeSpec(nvfp4(), "bf16", True, False, True, True),
     EncodeSpec(nvfp4(), "f16", False, False, True, False),
     EncodeSpec(nvfp4(), "f32", False, False, False, True),
+    # Formats of one's own, of the smallest block and of others.
+    EncodeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True, True),
+    EncodeSpec(NumberFormat("own", E4M3, (1, 64), "fp32"), "f32", True, False, True, True),
+    EncodeSpec(NumberFormat("own", E2M1, (1, 32), "e4m3"), "bf16", True, False, True, True),
+    EncodeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "f16", False, False, True, False),
     # With values, of one use and of both.
     EncodeSpec(mxfp8(), "bf16", True, False, False, True, True, False),
     EncodeSpec(mxfp8(E5M2), "bf16", True, False, False, False, True, True),
@@ -45,6 +59,8 @@ DECODERS = [
     DecodeSpec(fp8_tensor(), "bf16", True, False, False),
     DecodeSpec(nvfp4(), "bf16", True, False, True),
     DecodeSpec(nvfp4(), "f32", False, False, False),
+    DecodeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True),
+    DecodeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "bf16", False, False, False),
 ]
 KERNELS = [
     *[("encode", spec) for spec in ENCODERS],

@@ -84,7 +84,7 @@ class EncodeSpec(NamedTuple):
     def resident(self) -> int:
         """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
         if self.format.element.per_byte == 2:
-            return 2 if self.dtype == "f32" else 3
+            return 2 if self.dtype == "f32" or self.rows > 16 else 3
         return 2 if self.format.directional and (self.row_values or self.col_values) else 3
 
     @property
