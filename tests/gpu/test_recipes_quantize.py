@@ -4,7 +4,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting
-from number_formats import FORMATS, GROUPED
+from number_formats import FORMATS, GROUPED, OWN
 
 from fusible.kernels.quantize import takes
 from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
@@ -28,12 +28,14 @@ ENDS = {
 
 def formats(*names):
     """Tests of each format on one worker of ``pytest -n 8 --dist loadgroup``, which compiles it."""
-    params = [pytest.param(FORMATS[n], marks=pytest.mark.xdist_group(n), id=n) for n in names]
+    params = [
+        pytest.param((FORMATS | OWN)[n], marks=pytest.mark.xdist_group(n), id=n) for n in names
+    ]
     return pytest.mark.parametrize("fmt", params)
 
 
-each_format = formats(*FORMATS)
-each_format_with_groups = formats(*GROUPED)
+each_format = formats(*FORMATS, *OWN)
+each_format_with_groups = formats(*GROUPED, *OWN)
 four_formats = formats("mxfp8_e4m3", "fp8_1x128_e4m3", "fp8_tensor_e4m3", "nvfp4")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 

@@ -5,21 +5,17 @@ from typing import ClassVar
 
 import pytest
 import torch
+from number_formats import OWN
 
 import fusible as fz
 from fusible import recipes
 from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
-from fusible.recipes.formats import E2M1, E4M3, E5M2, NumberFormat
+from fusible.recipes.formats import E2M1, E4M3, NumberFormat
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
 
-ROWS = {
-    "FP8, FP32 scales": NumberFormat("e4m3_1x64", E4M3, (1, 64), "fp32"),
-    "FP8, powers of two": NumberFormat("e5m2_1x16", E5M2, (1, 16), "e8m0_up"),
-    "FP4, FP8 scales": NumberFormat("e2m1_1x32", E2M1, (1, 32), "e4m3"),
-}
 SIZES = [37, 0, 20, 5]
-each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+each_row = pytest.mark.parametrize("row", OWN.values(), ids=OWN)
 
 
 @dataclass(frozen=True)

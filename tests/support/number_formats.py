@@ -3,7 +3,16 @@
 import pytest
 
 from fusible import recipes
-from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
 
 RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
@@ -34,6 +43,13 @@ FORMATS = {
     "fp8_tensor_e5m2_power": fp8_tensor(E5M2, power_of_two=True),
     "nvfp4": nvfp4(),
 }
+OWN = {
+    "e4m3_1x64": NumberFormat("e4m3_1x64", E4M3, (1, 64), "fp32"),
+    "e5m2_1x16": NumberFormat("e5m2_1x16", E5M2, (1, 16), "e8m0_up"),
+    "e2m1_1x32": NumberFormat("e2m1_1x32", E2M1, (1, 32), "e4m3"),
+}
+"""Formats that no recipe of the package has: rows of known elements and kinds of scale."""
+
 GROUPED = {name: fmt for name, fmt in FORMATS.items() if fmt.block != (128, 128)}
 """Formats whose blocks are of one row, so that groups of rows are quantized together."""
 
