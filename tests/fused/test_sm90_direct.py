@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import reference as ref
 import torch
-from sm90_launches import sm90_on_cpu
+from sm90_launches import is_direct, sm90_on_cpu
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
@@ -21,9 +21,7 @@ def linear(columns=HIDDEN, out=HIDDEN, **options):
 
 
 def mlp(**options):
-    return fz.Sequential(
-        linear(HIDDEN, 2 * INNER, **options), fz.ScaledSwiGLU(), linear(INNER, HIDDEN, **options)
-    )
+    return ref.grouped_mlp(GROUPS, HIDDEN, INNER, BF16, **options)
 
 
 def inputs(model):
@@ -36,10 +34,6 @@ def inputs(model):
 def call(model, given, prepared=True, **kwargs):
     with assume_target("sm90"), sm90_on_cpu() if prepared else nullcontext():
         return model(*given, **kwargs)
-
-
-def is_direct(y):
-    return type(y.grad_fn).__name__ == "_DirectFunctionBackward"
 
 
 def leaves(model, given):

@@ -139,3 +139,8 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
         finally:
             launch._vector_kernel.cache_clear()
             grouped_products.products_of.cache_clear()
+
+
+def is_direct(y: Tensor) -> bool:
+    """Whether a plan of one op gave ``y`` by the autograd function that has no contexts."""
+    return type(y.grad_fn).__name__ == "_DirectFunctionBackward"

@@ -65,6 +65,12 @@ def test_the_emulator_shares_no_code_with_what_it_checks() -> None:
         assert all(name.startswith("fusible.testing.emulator_sm100") for name in ours), path
 
 
+def test_tests_of_two_folders_share_helpers_only() -> None:
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        modules = re.findall(r"^(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert all((path.parent / f"{module}.py").exists() for module in modules), path
+
+
 def test_no_modules_import_each_other() -> None:
     """Not for types either, nor inside functions."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES}

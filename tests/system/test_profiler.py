@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import reference as ref
 import torch
-from test_sm90_direct import call, inputs, is_direct, mlp
+from sm90_launches import is_direct, sm90_on_cpu
 from torch.profiler import profile
 
 import fusible as fz
@@ -95,13 +96,18 @@ def test_the_fused_experts():
     ]
 
 
+def direct_call():
+    """A grouped MLP planned as one op for Hopper."""
+    module = ref.grouped_mlp(hidden=32, dtype=torch.bfloat16)
+    x, splits, scales = ref.grouped_mlp_inputs(hidden=32, dtype=torch.bfloat16)
+    with assume_target("sm90"), sm90_on_cpu():
+        return module(x, splits, scales, splits)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_plan_of_one_op_without_contexts(grad):
-    module = mlp()
-    given = inputs(module)
-
     def step():
-        y = call(module, given)
+        y = direct_call()
         if grad:
             assert is_direct(y)
             with assume_target("sm90"):
@@ -116,8 +122,7 @@ def test_without_a_profiler_nothing_is_wrapped(monkeypatch):
     monkeypatch.setattr(node, "record_function", None)
     seq, x = model(), torch.randn(3, 8, requires_grad=True)
     seq(x).sum().backward()
-    module = mlp()
-    call(module, inputs(module))
+    direct_call()
 
 
 def test_compiled_code_runs_under_a_profiler(fresh_compiler):
