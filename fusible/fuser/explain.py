@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
+from fusible.fuser.parts import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.run import Run
-from fusible.fuser.schedule import RunPart, Schedule, unfused
+from fusible.fuser.schedule import Schedule, unfused
 from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
 from fusible.fuser.te_ops import call_fuser_forward
@@ -138,7 +139,7 @@ def explain(
         )
     on = None if target is None else Target.parse(target)
     planned: list[PlannedRun] = []
-    cut: list[tuple[PlannedRun, Sequence[RunPart]]] = []
+    cut: list[tuple[PlannedRun, Sequence[Part]]] = []
     names: dict[Any, str] = {}
     refused: dict[Any, str] = {}  # by op
 
@@ -230,11 +231,11 @@ def _check_initialized(module: nn.Module) -> None:
             )
 
 
-def _join(planned: list[PlannedRun], whole: PlannedRun, parts: Sequence[RunPart]) -> None:
+def _join(planned: list[PlannedRun], whole: PlannedRun, parts: Sequence[Part]) -> None:
     """Put one plan in the place of those of a run's parts."""
     plans, at = [], None
     for part in parts:
-        found = next((p for p in planned if p.run is part.run), None)
+        found = next((p for p in planned if p.run is part.call), None)
         if found is None:  # a part that the call did not come to
             return
         at = planned.index(found) if at is None else at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ def facts_of_ops(
     ``inputs`` and ``dtypes`` are those of the run, from its callers.
     """
     made: list[OpFacts] = []
-    derive = any(True for _ in _fits(ops, rules))  # else nothing reads them
+    derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
     propagated = list(_propagated(ops, wiring, dtypes, params, derive))
     device = inputs[0].device
     for i, (op, facts, of_op) in enumerate(zip(ops, declared, propagated, strict=True)):
@@ -98,9 +97,9 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
         for i, (op, of_op) in enumerate(zip(ops, wiring.sources, strict=True))
     ]
     read: set[int] = set()
-    for found, at, bound in _fits(ops, rules):
+    for rule, at, bound in [(r, *found) for r in rules for found in r.places(ops)]:
         present = [name for name, op in bound.items() if op is not None]
-        for path in found.paths:
+        for path in rule.paths:
             names, i = path.names, at
             if names and names[0] in present:
                 names, i = names[1:], at + present.index(names[0])
@@ -109,14 +108,6 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
             elif names[0] in callers[i] and names[1:] in ((), ("features",)):
                 read.add(callers[i][names[0]])
     return tuple(sorted(read))
-
-
-def _fits(ops: Sequence[Any], rules: Iterable[Rule]) -> Iterator[tuple[Rule, int, dict[str, Any]]]:
-    """Where the patterns of rules fit, with the ops that they bind."""
-    for found, at in product(rules, range(len(ops))):
-        bound = found.fit(ops, at)
-        if bound is not None:
-            yield found, at, bound
 
 
 def declares(kind: type) -> bool:

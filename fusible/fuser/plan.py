@@ -133,9 +133,9 @@ class FusionFunction:
         function = getattr(self.function, "func", self.function)  # of functools.partial
         return getattr(function, "__name__", type(function).__name__)
 
-    def fit(self, ops: Sequence[Any], at: int) -> dict[str, Any] | None:
-        """Fits any ops: a function decides when it is called."""
-        return {"ops": ops}
+    def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Any ops: a function decides when it is called."""
+        yield 0, {"ops": ops}
 
     def __str__(self) -> str:
         return "any ops"

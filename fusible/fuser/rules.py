@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,6 +55,13 @@ class Rule:
             else:
                 return None
         return bound
+
+    def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Where the pattern fits among ``ops``, with the ops by slot name."""
+        for at in range(len(ops)):
+            bound = self.fit(ops, at)
+            if bound is not None:
+                yield at, bound
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -7,7 +7,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
@@ -21,15 +20,15 @@ from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
-from fusible.fuser.ownership import check_apart
+from fusible.fuser.parts import Part, parts_of, run_parts
 from fusible.fuser.places import note_op, outermost_call
 from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, of_parts, plan
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, RunPart, Schedule, scheduled
+from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
-from fusible.fuser.wiring import CALLER, Wiring, wire
+from fusible.fuser.wiring import CALLER, Output, Wiring, wire
 from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.recipe import Recipe
@@ -119,7 +118,7 @@ class Run:
         self.require = tuple(require)
         self.num_extra_inputs = self.wiring.num_caller_inputs
         self._schedule: Schedule | None = None  # of the last call
-        self._parts: dict[tuple[int, ...], tuple[RunPart, ...]] = {}
+        self._cuts: dict[tuple[int, ...], tuple[Part, ...]] = {}
         self._written = self.wiring.written_inputs(self.ops)
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
@@ -136,6 +135,8 @@ class Run:
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
         inputs = self._tensors((x, *extra_inputs))
+        if kwargs is not None and not torch.compiler.is_compiling():
+            check_buffers(self.ops, inputs, kwargs, self.ops)
         if (self.has_user_ops or registry.has_users) and self._parametrized():
             # A user's code may read parameters from the module: they must be these tensors.
             with _parametrize_cached():
@@ -158,8 +159,6 @@ class Run:
         of_ops = given[len(inputs) :]
         key = self._key(inputs, of_ops, counts, recipe)
         tracing = torch.compiler.is_compiling()
-        if kwargs is not None and not tracing:
-            check_buffers(self.ops, inputs, kwargs, self.ops)
         if tracing:
             if of_ops or self.has_user_ops:
                 _fix_features(inputs)
@@ -206,34 +205,19 @@ class Run:
         recipe: Recipe | None,
     ) -> Any:
         """Run the parts of a schedule, each with a plan of its own."""
-        x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
-        for run, ops, places, copied, outputs in schedule.parts:
-            if self._written and not torch.compiler.is_compiling():
-                self._check_written(ops, inputs, held)
-            given = [held[place] for place in places]
-            for n in copied:
-                given[n] = given[n].clone()
-            x = run._execute((x, *given), kwargs and kwargs[ops], params[ops], recipe)
-            if outputs:
-                x, *made = x
-                held.extend(made)
-        public = [held[len(inputs) - 1 + n] for n in schedule.public]
-        return (x, *public) if public else x
 
-    def _check_written(self, ops: slice, inputs: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-        """Refuse that ``ops`` write to what later ones read, or the caller gets."""
-        made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
-        for i, who, k, readers in self._written:
-            if ops.start <= i < ops.stop:
-                read = [(what, inputs[1 + n]) for what, n in readers]
-                check_apart(who, inputs[1 + k], [*read, *made], self.ops)
+        def call(part: Part, x: Tensor, given: Sequence[Tensor]) -> Any:
+            of_ops = kwargs and kwargs[part.ops]
+            return part.call._execute((x, *given), of_ops, params[part.ops], recipe)
+
+        return run_parts(schedule.parts, inputs, call, self._written, self.ops)
 
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as; None before the first."""
         if self._schedule is None:
             return None
-        plans = [part.run.plan for part in self._schedule.parts]
+        plans = [part.call.plan for part in self._schedule.parts]
         return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
@@ -413,7 +397,6 @@ class Run:
         formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1
         parts = () if is_formula else self._cut(formulas)
-        held = [o for part in parts for o in part.outputs]
         return Schedule(
             plan,
             self.wiring,
@@ -428,33 +411,29 @@ class Run:
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
             parts=parts,
-            public=[held.index(output) for output in self.wiring.public] if parts else (),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
             diagnostics=Diagnostics(outermost_call()),
         )
 
-    def _cut(self, formulas: Sequence[int]) -> tuple[RunPart, ...]:
+    def _cut(self, formulas: Sequence[int]) -> tuple[Part, ...]:
         """The run in parts, of which each of the ops ``formulas`` is one; empty without any."""
         if not formulas:
             return ()
-        ends = tuple(sorted({0, len(self.ops), *formulas, *[i + 1 for i in formulas]}))
-        if ends not in self._parts:
-            places = {(CALLER, k): k for k in range(self.num_extra_inputs)}
-            made = []
-            for start, stop in pairwise(ends):
-                ops, part = slice(start, stop), self.wiring.part(self.ops, start, stop)
-                run = Run(self.ops[ops], self._required_of(self.ops[ops]), part.wiring)
-                run.paths = self.paths[ops]
-                inputs = tuple([places[source] for source in part.inputs])
-                places.update({o: n for n, o in enumerate(part.outputs, len(places))})
-                made.append(RunPart(run, ops, inputs, part.copied, part.outputs))
-            keep(self._parts, ends, tuple(made), MOST_PLANS)
-        return self._parts[ends]
+        stops = tuple(sorted({len(self.ops), *formulas, *[i + 1 for i in formulas]} - {0}))
+        if stops not in self._cuts:
+            parts = parts_of(self.ops, self.wiring, stops, self._part)
+            keep(self._cuts, stops, parts, MOST_PLANS)
+        return self._cuts[stops]
 
-    def _required_of(self, ops: Sequence[Any]) -> list[Rule]:
-        """The required rules whose pattern fits somewhere in ``ops``."""
+    def _part(
+        self, _: int, ops: slice, wiring: Wiring, outputs: Sequence[Output]
+    ) -> tuple[dict[str, Any], Sequence[Output]]:
+        """A run of some of the ops, with the required rules that fit there."""
         rules = [rule for rule in self.require if isinstance(rule, Rule)]
-        return [rule for rule in rules if any(map(partial(rule.fit, ops), range(len(ops))))]
+        required = [rule for rule in rules if any(rule.places(self.ops[ops]))]
+        run = Run(self.ops[ops], required, wiring)
+        run.paths = self.paths[ops]
+        return {"call": run}, outputs
 
     def _direct(self, plan: Plan) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import declares
+from fusible.fuser.parts import Part
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
 from fusible.fuser.wiring import Wiring
@@ -123,21 +124,6 @@ class Diagnostics:
         self.expected: dict[Any, Expected] = {}
 
 
-class RunPart(NamedTuple):
-    """Consecutive ops of a run that run by themselves.
-
-    The whole run holds its extra inputs, then those extra outputs of its parts that are needed
-    elsewhere, in order. ``inputs`` are places among these; ``copied`` as in ``wiring.Part``.
-    """
-
-    run: Any
-    ops: slice
-    inputs: tuple[int, ...]
-    copied: tuple[int, ...]
-    outputs: tuple[tuple[int, int], ...]
-    """By op of the whole run, and slot."""
-
-
 class Schedule(NamedTuple):
     """A plan with all that its execution looks up."""
 
@@ -157,10 +143,8 @@ class Schedule(NamedTuple):
     """Whether an op of the backward writes to gradients, if they are the run's own."""
     is_formula: bool
     """Whether it is one op with a formula and nothing else, which autograd differentiates."""
-    parts: tuple[RunPart, ...]
+    parts: tuple[Part, ...]
     """What runs in the place of all the ops: such formulas, and the runs between them."""
-    public: Sequence[int]
-    """Which of the parts' extra outputs the caller gets."""
     accumulating: Sequence[int]
     """Indices of the ops that add to their parameters' gradients themselves."""
     diagnostics: Diagnostics

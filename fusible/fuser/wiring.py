@@ -11,6 +11,9 @@ from fusible.names import did_you_mean
 
 CALLER = -1
 
+Output = tuple[int, int]
+"""An extra output, by op and slot, or an extra input of the caller."""
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -38,8 +41,13 @@ class Wiring:
         uses = self.consumers.get(output, ())
         return output in self.public or any(not start <= op < stop for op in uses)
 
-    def part(self, ops: Sequence[Any], start: int, stop: int) -> Part:
-        """The wiring of ops[start:stop], whose caller gives what comes from outside of them."""
+    def part(
+        self, ops: Sequence[Any], start: int, stop: int
+    ) -> tuple[Wiring, Sequence[Output], Sequence[Output]]:
+        """The wiring of ops[start:stop], and what enters and leaves them.
+
+        Their caller gives what comes from outside of them, and gets what is needed there.
+        """
         inputs: list[tuple[int, int]] = []
         names = []
         sources = []
@@ -67,7 +75,7 @@ class Wiring:
         }
         public = tuple((op - start, slot) for op, slot in outputs)
         wiring = Wiring(tuple(sources), tuple(names), public, consumers, tuple(copied))
-        return Part(wiring, tuple(inputs), tuple(outputs), wiring.copies)
+        return wiring, inputs, outputs
 
     def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
         """The caller's extra inputs that ops write to."""
@@ -123,18 +131,6 @@ class WrittenInput(NamedTuple):
     who: str
     number: int
     readers: tuple[tuple[str, int], ...]
-
-
-class Part(NamedTuple):
-    """Some of the ops of a wiring: their own wiring, and what enters and leaves it.
-
-    ``copied`` says which inputs an op may write to though they are not the caller's.
-    """
-
-    wiring: Wiring
-    inputs: tuple[tuple[int, int], ...]
-    outputs: tuple[tuple[int, int], ...]
-    copied: tuple[int, ...]
 
 
 def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:

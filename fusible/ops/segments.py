@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from fusible.fuser.parts import Part, parts_of
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
-from fusible.fuser.wiring import CALLER, Part, Wiring, WrittenInput, wire
+from fusible.fuser.wiring import Output, Wiring, WrittenInput, wire
 
 
 class Unit(NamedTuple):
@@ -46,31 +48,10 @@ class Opaque:
         return f"extra input {slot} of {self.kind}"
 
 
-class Segment(NamedTuple):
-    """A run of ops or a module that is called, and its extra tensors.
-
-    A Sequential holds its extra inputs, then what each segment gives, in order. ``inputs`` are the
-    places of what the segment takes; ``copied`` says which of these (0 for the first) it might
-    write to though they are not the caller's. Of its ``num_outputs`` extra outputs (None: as many
-    as come, all for the caller) ``public`` go to the caller. ``division`` is that of a nested
-    Sequential whose ops are wired to others outside of it; ``why`` as in :class:`Unit`.
-    """
-
-    call: Run | nn.Module
-    division: Division | None
-    ops: tuple[Any, ...]
-    why: str | None
-    nested: bool
-    inputs: tuple[int, ...]
-    copied: tuple[int, ...]
-    num_outputs: int | None
-    public: tuple[int, ...]
-
-
 class Division(NamedTuple):
-    """The segments of a Sequential, and its ops and their wiring as a whole."""
+    """The parts of a Sequential, and its ops and their wiring as a whole."""
 
-    segments: tuple[Segment, ...]
+    parts: tuple[Part, ...]
     ops: tuple[Any, ...]
     wiring: Wiring
     only: Run | None
@@ -94,28 +75,24 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
     ops = tuple(op for unit in units for op in unit.ops)
     wiring = wire(ops) if wiring is None else wiring
     rules = [registry.rule(name) for name in require]
-    places = {(CALLER, k): k for k in range(wiring.num_caller_inputs)}
-    segments: list[Segment] = []
-    start = 0
-    for group in _groups(units):
-        stop = start + sum(len(unit.ops) for unit in group)
-        part = wiring.part(ops, start, stop)
-        outputs = _outputs(group[0], part, ops, start)
-        segments.append(
-            Segment(
-                *_call(group[0], part, ops[start:stop], rules),
-                ops=ops[start:stop],
-                why=group[0].why,
-                nested=bool(group[0].inside),
-                inputs=tuple(places[source] for source in part.inputs),
-                copied=part.copied,
-                num_outputs=None if outputs is None else len(outputs),
-                public=tuple(n for n, o in enumerate(outputs or ()) if o in wiring.public),
-            )
-        )
-        places.update({output: n for n, output in enumerate(outputs or (), len(places))})
-        start = stop
-    runs = [segment.call for segment in segments if isinstance(segment.call, Run)]
+    groups = list(_groups(units))
+    stops = accumulate(sum(len(unit.ops) for unit in group) for group in groups)
+
+    def make(
+        number: int, at: slice, own: Wiring, needed: Sequence[Output]
+    ) -> tuple[dict[str, Any], Sequence[Output] | None]:
+        first, *_ = groups[number]
+        call, division = _call(first, own, ops[at], rules)
+        fields = {
+            "call": call,
+            "division": division,
+            "why": first.why,
+            "nested": bool(first.inside),
+        }
+        return fields, _outputs(first, needed, ops, at.start)
+
+    parts = parts_of(ops, wiring, stops, make)
+    runs = [part.call for part in parts if isinstance(part.call, Run)]
     for rule in rules:
         if not any(rule in run.require for run in runs):
             raise NotFused(
@@ -123,10 +100,10 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
                 f"modules are {', '.join(map(_told, units))}"
             )
     return Division(
-        tuple(segments),
+        parts,
         ops,
         wiring,
-        runs[0] if len(segments) == len(runs) == 1 else None,
+        runs[0] if len(parts) == len(runs) == 1 else None,
         wiring.written_inputs(ops),
     )
 
@@ -152,22 +129,22 @@ def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 def _call(
-    unit: Unit, part: Part, ops: tuple[Any, ...], rules: Sequence[Rule]
+    unit: Unit, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
 ) -> tuple[Run | nn.Module, Division | None]:
-    """What a segment that starts with ``unit`` calls, and the division that it is called with."""
+    """What a part that starts with ``unit`` calls, and the division that it is called with."""
     if unit.why is None:
-        return Run(ops, [rule for rule in rules if _fits(rule, ops)], part.wiring), None
-    if unit.inside and not _is_wired_alone(ops, part.wiring):
-        return unit.module, divide(unit.inside, unit.require, part.wiring)
+        return Run(ops, [rule for rule in rules if any(rule.places(ops))], wiring), None
+    if unit.inside and not _is_wired_alone(ops, wiring):
+        return unit.module, divide(unit.inside, unit.require, wiring)
     return unit.module, None
 
 
 def _outputs(
-    unit: Unit, part: Part, ops: tuple[Any, ...], start: int
-) -> tuple[tuple[int, int], ...] | None:
-    """The extra outputs that a segment gives; None if nobody knows which."""
+    unit: Unit, needed: Sequence[Output], ops: tuple[Any, ...], start: int
+) -> Sequence[Output] | None:
+    """The extra outputs that a part gives; None if nobody knows which."""
     if unit.why is None or unit.inside:
-        return part.outputs
+        return needed
     if any(isinstance(op, Opaque) and not op.counts_outputs for op in unit.ops):
         return None
     # An op that is called gives all its extra outputs.
@@ -177,11 +154,6 @@ def _outputs(
         for i, op in enumerate(ops[start:stop], start)
         for slot in range(len(op.extra_output_channels))
     )
-
-
-def _fits(rule: Rule, ops: Sequence[Any]) -> bool:
-    """Whether the rule's pattern fits somewhere in a run of ops."""
-    return any(rule.fit(ops, at) for at in range(len(ops)))
 
 
 def _is_wired_alone(ops: Sequence[Any], wiring: Wiring) -> bool:
@@ -197,42 +169,42 @@ def ends_of_runs(division: Division) -> list[tuple[nn.Module, str, tuple[str, ..
 
     These are rules whose pattern takes one of its ops with others beside it.
     """
-    if len(division.segments) < 2:
+    if len(division.parts) < 2:
         return []
     ends: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    stretches = _stretches(division.segments)
-    for segment in division.segments:
-        if segment.why is not None and isinstance(segment.call, nn.Module):
-            stretch = next((s for s in stretches if any(segment is of for of in s)), [])
-            ends.append((segment.call, segment.why, _kept_out(segment, stretch)))
-        if segment.division is not None:
-            ends.extend(ends_of_runs(segment.division))
+    stretches = _stretches(division)
+    for part in division.parts:
+        if part.why is not None and isinstance(part.call, nn.Module):
+            stretch = next((s for s in stretches if any(part is of for of in s)), [])
+            ends.append((part.call, part.why, _kept_out(part, stretch, division.ops)))
+        if part.division is not None:
+            ends.extend(ends_of_runs(part.division))
     return ends
 
 
-def _stretches(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Neighbouring segments of basic ops, with no other module between them."""
-    stretches: list[list[Segment]] = [[]]
-    for segment in segments:
-        if segment.ops and not isinstance(segment.ops[0], Opaque):
-            stretches[-1].append(segment)
+def _stretches(division: Division) -> list[list[Part]]:
+    """Neighbouring parts of basic ops, with no other module between them."""
+    stretches: list[list[Part]] = [[]]
+    for part in division.parts:
+        ops = division.ops[part.ops]
+        if ops and not isinstance(ops[0], Opaque):
+            stretches[-1].append(part)
         else:
             stretches.append([])
     return stretches
 
 
-def _kept_out(segment: Segment, stretch: Sequence[Segment]) -> tuple[str, ...]:
-    """Names of the rules that fit over a segment and its neighbours."""
-    ops = [op for of in stretch for op in of.ops]
-    owners = [i for i, of in enumerate(stretch) for _ in of.ops]
-    at = next((i for i, of in enumerate(stretch) if of is segment), None)
+def _kept_out(part: Part, stretch: Sequence[Part], ops: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the rules that fit over a part and its neighbours."""
+    if part not in stretch:
+        return ()
+    first = stretch[0].ops.start
+    own = {i - first for i in range(part.ops.start, part.ops.stop)}
     names = []
     for rule in registry.rules:
-        for first in range(len(ops)):
-            bound = rule.fit(ops, first)
-            if bound is not None:
-                stop = first + sum(op is not None for op in bound.values())
-                if at in owners[first:stop] and len({*owners[first:stop]}) > 1:
-                    names.append(rule.name)
-                    break
+        for at, bound in rule.places(ops[first : stretch[-1].ops.stop]):
+            covered = {*range(at, at + sum(op is not None for op in bound.values()))}
+            if covered & own and covered - own:
+                names.append(rule.name)
+                break
     return tuple(names)

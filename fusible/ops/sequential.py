@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.node import kind_of
-from fusible.fuser.ownership import check_apart
+from fusible.fuser.parts import Part, run_parts
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
@@ -22,7 +22,7 @@ from fusible.ops.channels import channels
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
-from fusible.ops.segments import Division, Opaque, Segment, Unit, divide, ends_of_runs
+from fusible.ops.segments import Division, Opaque, Unit, divide, ends_of_runs
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -112,22 +112,15 @@ class Sequential(PatchesCounted, nn.Sequential):
             return division.only(input, *extra_inputs, kwargs=of_ops)
         if len(extra_inputs) != len(division.wiring.names):
             division.wiring.check_number(division.ops, len(extra_inputs))
-        if (kwargs or division.written) and not torch.compiler.is_compiling():
-            _check_memory(self, division, (input, *extra_inputs), kwargs)
-        x, held, given = input, [*extra_inputs], []
-        for segment in division.segments:
-            taken = [held[place] for place in segment.inputs]
-            for n in segment.copied:
-                taken[n] = taken[n].clone()
-            x = _run_segment(segment, x, taken, kwargs)
-            if segment.num_outputs:
-                x, *outputs = _checked(segment, x)
-                held.extend(outputs)
-                given.extend([outputs[n] for n in segment.public])
-            elif segment.num_outputs is None and isinstance(x, tuple):
-                x, *outputs = x
-                given.extend(outputs)
-        return (x, *given) if given else x
+        modules = tuple(self) if kwargs or division.written else ()
+        if kwargs and not torch.compiler.is_compiling():
+            check_buffers(tuple(kwargs), (input, *extra_inputs), tuple(kwargs.values()), modules)
+
+        def call(part: Part, x: Any, given: list[Any]) -> Any:
+            returned = _call_part(part, division, x, given, kwargs)
+            return _checked(part, returned) if part.num_outputs else returned
+
+        return run_parts(division.parts, (input, *extra_inputs), call, division.written, modules)
 
     @property
     def num_extra_inputs(self) -> int:
@@ -149,7 +142,7 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     def segments(self) -> tuple[Run | nn.Module, ...]:
         """The runs of ops and the other modules, in order."""
-        return tuple(segment.call for segment in self._divided().segments)
+        return tuple(part.call for part in self._divided().parts)
 
     @property
     def as_sequential(self) -> Sequential:
@@ -285,11 +278,11 @@ def _name_places(sequential: Sequential, division: Division) -> None:
         for name, module in sequential.named_modules()
         for op in getattr(module, "basic_ops", ())
     }
-    for segment in division.segments:
-        if isinstance(segment.call, Run):
-            segment.call.paths = tuple(paths[op] for op in segment.ops)
-        if segment.division is not None:
-            _name_places(sequential, segment.division)
+    for part in division.parts:
+        if isinstance(part.call, Run):
+            part.call.paths = tuple(paths[op] for op in part.call.ops)
+        if part.division is not None:
+            _name_places(sequential, part.division)
 
 
 def _read_hooks(sequential: Sequential) -> None:
@@ -387,58 +380,46 @@ def _check_owns_parameters(op: Any) -> None:
 # --- execution -----------------------------------------------------------------------------------
 
 
-def _check_memory(
-    sequential: Sequential,
+def _call_part(
+    part: Part,
     division: Division,
-    inputs: tuple[Any, ...],
+    x: Any,
+    inputs: list[Any],
     kwargs: dict[nn.Module, dict[str, Any]] | None,
-) -> None:
-    """Refuse that one segment writes to what another one reads, as within one run."""
-    modules = tuple(sequential)
-    if kwargs:
-        check_buffers(tuple(kwargs), inputs, tuple(kwargs.values()), modules)
-    for _, who, k, readers in division.written:
-        read = [(what, t) for what, n in readers if isinstance(t := inputs[1 + n], Tensor)]
-        if isinstance(inputs[1 + k], Tensor):
-            check_apart(who, inputs[1 + k], read, modules)
-
-
-def _run_segment(
-    segment: Segment, x: Any, inputs: list[Any], kwargs: dict[nn.Module, dict[str, Any]] | None
 ) -> Any:
-    """What a segment makes of its input and extra inputs."""
-    call = segment.call
-    if isinstance(call, Run):
-        of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in segment.ops]
-        return call(x, *inputs, kwargs=of_ops)
+    """What a part makes of its input and extra inputs."""
+    ops = division.ops[part.ops]
+    if isinstance(part.call, Run):
+        of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in ops]
+        return part.call(x, *inputs, kwargs=of_ops)
     given: dict[str, Any] = {}
-    if segment.division is not None:
-        given["_division"] = segment.division
-    mine = {op: kwargs[op] for op in segment.ops if op in kwargs} if kwargs else {}
-    if mine and segment.nested:
-        given["op_kwargs"] = mine
-    elif mine:
-        given = mine[segment.ops[0]]
-    return call(x, *inputs, **given)
+    if part.division is not None:
+        given["_division"] = part.division
+    own = {op: kwargs[op] for op in ops if op in kwargs} if kwargs else {}
+    if own and part.nested:
+        given["op_kwargs"] = own
+    elif own:
+        given = own[ops[0]]
+    return part.call(x, *inputs, **given)
 
 
-def _checked(segment: Segment, returned: Any) -> Sequence[Any]:
-    """What a segment returned: its output and its extra outputs."""
-    if not isinstance(returned, tuple | list) or len(returned) != 1 + (segment.num_outputs or 0):
+def _checked(part: Part, returned: Any) -> Sequence[Any]:
+    """What a part returned: its output and its extra outputs."""
+    if not isinstance(returned, tuple | list) or len(returned) != 1 + (part.num_outputs or 0):
         raise TypeError(
-            f"a call of {type(segment.call).__name__}, which {segment.why}, must return its output "
-            f"and {segment.num_outputs} extra outputs, got {kind_of(returned)}; a hook may replace "
+            f"a call of {type(part.call).__name__}, which {part.why}, must return its output "
+            f"and {part.num_outputs} extra outputs, got {kind_of(returned)}; a hook may replace "
             "them, not leave them out"
         )
     return returned
 
 
 def _plans(division: Division) -> list[Any]:
-    """The plans of all segments."""
+    """The plans of all parts."""
     plans: list[Any] = []
-    for segment in division.segments:
-        nested = segment.division
-        plans.extend([getattr(segment.call, "plan", None)] if nested is None else _plans(nested))
+    for part in division.parts:
+        nested = part.division
+        plans.extend([getattr(part.call, "plan", None)] if nested is None else _plans(nested))
     return plans
 
 
@@ -474,10 +455,10 @@ def _by_op(
             )
         check_kwargs(op, kwargs)
         by_op[op] = kwargs
-    for segment in division.segments:
-        if segment.nested or not segment.ops:
+    for part in division.parts:
+        run = division.ops[part.ops]
+        if part.nested or not run:
             continue
-        run = segment.ops
         for name, at in zip(buffers.NAMES, (run[-1], run[0]), strict=True):
             if any(name in by_op.get(op, {}) for op in run if op is not at):
                 raise ValueError(

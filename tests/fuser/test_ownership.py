@@ -605,6 +605,21 @@ def test_a_delayed_gradient_of_a_parametrized_weight_is_refused():
         op(new(), SIZES).sum().backward()
 
 
+def test_what_an_op_hands_across_modules_is_not_written_to():
+    """The fork's output is the caller's tensor, which a later run adds to and a last one reads."""
+    seq = fz.Sequential(
+        hidden(fz.MakeExtraOutput()),
+        nn.Tanh(),
+        fz.AddExtraInput(in_place=True),
+        nn.Tanh(),
+        reading(fz.AddExtraInput()),
+    )
+    x = torch.randn(4, 8)
+    assert torch.equal(seq(x, x.clone()), (x.tanh() + x).tanh() + x)
+    with pytest.raises(ValueError, match="memory of an extra output of an earlier op"):
+        seq(x, x)
+
+
 # --- what was saved ------------------------------------------------------------------------------
 
 

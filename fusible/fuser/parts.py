@@ -1,0 +1,123 @@
+"""Parts of a sequence of ops that run one after the other, and what each hands to later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.ownership import check_apart
+from fusible.fuser.wiring import CALLER, Output, Wiring, WrittenInput
+
+
+class Part(NamedTuple):
+    """Consecutive ops that run by themselves, or a module that is called.
+
+    Its caller holds the extra inputs of the whole, then the extra outputs of each part, in order.
+    """
+
+    call: Any
+    """A run of the ops, or a module."""
+    ops: slice
+    inputs: tuple[int, ...]
+    """The places of its extra inputs among the tensors held."""
+    copied: tuple[int, ...]
+    """Which of these (0 for the first) it might write to though they are not the caller's."""
+    num_outputs: int | None
+    """Of its extra outputs; None: as many as come, all for the caller."""
+    public: tuple[int, ...]
+    """Which of its extra outputs the caller gets."""
+    why: str | None = None
+    """Why a module is called."""
+    nested: bool = False
+    """Whether it is a Sequential that is called."""
+    division: Any = None
+    """That of a nested Sequential whose ops are wired to others outside of it."""
+
+
+def parts_of(
+    ops: Sequence[Any],
+    wiring: Wiring,
+    stops: Iterable[int],
+    make: Callable[[int, slice, Wiring, Sequence[Output]], tuple[dict[str, Any], Any]],
+) -> tuple[Part, ...]:
+    """The ops cut into parts that end before each of ``stops``.
+
+    ``make(number, ops, wiring, outputs)`` gives the other fields of a part, and the extra outputs
+    that it returns, None if nobody knows which: from its own wiring, and those that are needed.
+    """
+    places: dict[Output, int] = {(CALLER, k): k for k in range(wiring.num_caller_inputs)}
+    parts: list[Part] = []
+    start = 0
+    for number, stop in enumerate(stops):
+        own, inputs, needed = wiring.part(ops, start, stop)
+        fields, outputs = make(number, slice(start, stop), own, needed)
+        parts.append(
+            Part(
+                ops=slice(start, stop),
+                inputs=tuple([places[source] for source in inputs]),
+                copied=own.copies,
+                num_outputs=None if outputs is None else len(outputs),
+                public=tuple([k for k, o in enumerate(outputs or ()) if o in wiring.public]),
+                **fields,
+            )
+        )
+        places.update({output: k for k, output in enumerate(outputs or (), len(places))})
+        start = stop
+    return tuple(parts)
+
+
+def run_parts(
+    parts: Sequence[Part],
+    inputs: Sequence[Any],
+    call: Callable[[Part, Any, list[Any]], Any],
+    written: Sequence[WrittenInput],
+    modules: Sequence[Any],
+) -> Any:
+    """The output of the last part, with the extra outputs that the caller gets if there are any.
+
+    Args:
+        parts: in order.
+        inputs: of the caller.
+        call: gives what a part returns for its input and its extra inputs.
+        written: the caller's extra inputs that ops write to.
+        modules: may read these too.
+
+    Raises:
+        ValueError: a part is about to write to what something else reads.
+    """
+    x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
+    given: list[Any] = []
+    for part in parts:
+        if written and not torch.compiler.is_compiling():
+            _check_written(part, inputs, held, written, modules)
+        taken = [held[place] for place in part.inputs]
+        for n in part.copied:
+            taken[n] = taken[n].clone()
+        x = call(part, x, taken)
+        if part.num_outputs:
+            x, *outputs = x
+            held.extend(outputs)
+            given.extend([outputs[n] for n in part.public])
+        elif part.num_outputs is None and isinstance(x, tuple):
+            x, *outputs = x
+            given.extend(outputs)
+    return (x, *given) if given else x
+
+
+def _check_written(
+    part: Part,
+    inputs: Sequence[Any],
+    held: Sequence[Any],
+    written: Sequence[WrittenInput],
+    modules: Sequence[Any],
+) -> None:
+    """Refuse that a part writes to what later ones read, or the caller gets."""
+    made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
+    for i, who, k, readers in written:
+        if part.ops.start <= i < part.ops.stop and isinstance(inputs[1 + k], Tensor):
+            read = [*((what, inputs[1 + n]) for what, n in readers), *made]
+            reads = [(what, t) for what, t in read if isinstance(t, Tensor)]
+            check_apart(who, inputs[1 + k], reads, modules)
