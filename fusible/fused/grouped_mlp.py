@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible import activations
 from fusible.fused.kernel_selection import needs_sm90, needs_sm100
 from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
@@ -17,7 +18,13 @@ from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
-from fusible.ops import FusedOperation, GroupedLinear, ScaledClampedQGeGLU, ScaledSwiGLU
+from fusible.ops import (
+    FusedOperation,
+    GroupedLinear,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSwiGLU,
+)
 from fusible.ops.checks import check_row_scales
 from fusible.ops.grouped_direct import DirectMLP, is_plain
 from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, Rows, glu_of
@@ -26,8 +33,8 @@ from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.ops.rows import matrix, with_rows_of
 from fusible.recipes.product import values
 
-ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU
-"""The activations that kernels have."""
+ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU
+"""Scaled gated activations; the rules' conditions say which ones kernels have."""
 
 # Layouts of gate and linear columns that the SM90 kernels take: halves, or blocks of these columns.
 _INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
@@ -231,6 +238,7 @@ MLP_SM90 = (
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
     where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")),
     *_MLP,
+    one_of(this.act.activation, *activations.SM90),
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
@@ -249,6 +257,7 @@ def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> 
 @rule(
     *needs_sm100(this.fc1, this.fc2),
     *_MLP,
+    one_of(this.act.activation, *activations.SM100),
     equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _CONVERT),
     where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
 )
@@ -265,6 +274,7 @@ GROUPED_MLP = (grouped_mlp_sm90, grouped_mlp_sm100)
     *needs_sm90(this.linear),
     equal(this.quantizes, False),
     equal(this.linear.scale_bias, False),
+    one_of(this.act.activation, *activations.SM90),
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",

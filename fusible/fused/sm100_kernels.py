@@ -240,8 +240,7 @@ def _recipe(ctx: OperationContext) -> Recipe:
 
 
 def _options(act: Any) -> dict[str, Any]:
-    formula, _, options = act.glu()
-    return {"activation": formula.__name__, **options}
+    return {"activation": act.activation, **act.glu()[2]}
 
 
 def _encoded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,8 @@ class Glu(NamedTuple):
     """A gated activation of `fusible.activations`, the layout of its columns, and its options.
 
     Gates are the first half of the pre-activation's columns, or the even ones of its blocks of
-    ``interleave`` columns. The options belong to ``clamped_qgeglu``.
+    ``interleave`` columns. ``limit``, ``alpha`` and ``offset`` are the options of its row in
+    :data:`fusible.activations.GATED`, in order; what the row has none for is not read.
     """
 
     activation: str = "swiglu"
@@ -24,14 +25,14 @@ class Glu(NamedTuple):
 
     def forward(self, preact: Tensor, scales: Tensor) -> Tensor:
         """The activation times the scale of each row."""
-        row = GATED[self.activation]
-        return row.forward(preact, scales, self.interleave or None, **self._options())
+        return GATED[self.activation].forward(preact, scales, *self._options())
 
-    def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the pre-activation and of the scales."""
-        row = GATED[self.activation]
-        return row.backward(dy, preact, scales, self.interleave or None, **self._options())
+        dpreact, dscales = GATED[self.activation].backward(dy, preact, scales, *self._options())
+        assert dscales is not None
+        return dpreact, dscales
 
-    def _options(self) -> dict[str, float]:
-        options = GATED[self.activation].options
-        return {option.keyword: getattr(self, option.keyword) for option in options}
+    def _options(self) -> tuple[Any, ...]:
+        constants = self[2 : 2 + len(GATED[self.activation].options)]
+        return self.interleave or None, *constants

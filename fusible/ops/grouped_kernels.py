@@ -252,8 +252,8 @@ LIBRARY = GroupedKernels()
 
 def glu_of(act: Any) -> Glu:
     """A scaled gated activation as the library's kernels take it."""
-    formula, _, options = act.glu()
-    return Glu(formula.__name__, act.glu_interleave_size or 0, **options)
+    _, _, constants = act.glu()
+    return Glu(act.activation, act.glu_interleave_size or 0, *constants.values())
 
 
 def _quantizes(ctx: OperationContext) -> bool:

@@ -6,6 +6,7 @@ import torch
 import fusible as fz
 from fusible import activations
 from fusible.activations import GATED, UNARY
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import limits
 
 VALUES = {"limit": 0.5, "alpha": 1.3, "offset": 0.25, "beta1": 0.7, "beta2": 1.5}
@@ -65,3 +66,16 @@ def test_options_are_checked_by_their_row(value):
             fz.SiTUGLU(beta2=beta)
     with pytest.raises(TypeError, match="glu_linear_offset of ClampedSwiGLU must be a number"):
         fz.ClampedSwiGLU(glu_linear_offset="1")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_grouped_products_give_a_row_its_options_in_order(name):
+    row = GATED[name]
+    x, scales, dy = torch.randn(5, 12), torch.rand(5), torch.randn(5, 6)
+    options = {option.keyword: VALUES[option.keyword] for option in row.options}
+    glu = Glu(name, 3, *options.values())
+    assert torch.equal(glu.forward(x, scales), row.forward(x, scales, 3, **options))
+    for mine, theirs in zip(
+        glu.backward(dy, x, scales), row.backward(dy, x, scales, 3, **options), strict=True
+    ):
+        assert torch.equal(mine, theirs)
