@@ -22,6 +22,8 @@ UNKNOWN = 0.25
 SLOW = 2.0
 """Seconds of a test that is chosen after all others."""
 CACHED = "fusible/seconds"
+FIRST = (False, -1, 0)
+"""What `order` gives to a test of each file."""
 
 
 class Durations:
@@ -58,18 +60,20 @@ class Quick:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Keep, in their order, what the time suffices for and the machine can run."""
+        """Keep what the time suffices for and the machine can run, a test of each file in front."""
         possible = [item for item in items if not item.get_closest_marker("skip")]
         chosen, left = set(), 0.8 * SECONDS * self.workers
         seconds = self.seconds(possible)
-        for item in sorted(possible, key=order(possible, seconds).__getitem__):
+        rank = order(possible, seconds)
+        for item in sorted(possible, key=rank.__getitem__):
             left -= seconds[item]
             if left < 0:
                 break
             chosen.add(item)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         self.left_out = Counter(item.location[0] for item in possible if item not in chosen)
-        items[:] = [item for item in items if item in chosen]
+        kept = [item for item in items if item in chosen]
+        items[:] = sorted(kept, key=lambda item: rank[item] != FIRST)
 
     def seconds(self, items: Iterable[pytest.Item]) -> dict[pytest.Item, float]:
         """Of each test; one that shares a fixture with its module may have to make it."""
@@ -128,7 +132,7 @@ def order(items: Iterable[pytest.Item], seconds: dict[pytest.Item, float]) -> di
         quickest = files.setdefault(item.location[0], item)
         if seconds[item] < seconds[quickest]:
             files[item.location[0]] = item
-    return found | dict.fromkeys(files.values(), (False, -1, 0))
+    return found | dict.fromkeys(files.values(), FIRST)
 
 
 def shares(item: pytest.Item) -> bool:

@@ -16,7 +16,7 @@ RECIPES = {"bf16": None, "mxfp8": MXFP8, "nvfp4": NVFP4}
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
 SWIGLU = fz.ScaledSwiGLU(glu_interleave_size=32)
 GEGLU = fz.ScaledClampedQGeGLU(glu_interleave_size=32)
-MLP_CALLS = ["glu", "quant", "dglu", "quant", "wgrad", "wgrad"]
+MLP_CALLS = ["glu", "quant", "dglu", "wgrad", "quant", "wgrad"]
 
 # Arguments that change no kernel: compiled once for all of their values.
 _FREE = {"n", "m_aligned", "descriptor_workspace", "linear_offset", "geglu_alpha", "glu_clamp_max",
