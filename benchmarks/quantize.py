@@ -128,17 +128,17 @@ def placed(rows: int, columns: int) -> list[dict[str, Any]]:
     for groups in (8, 128):
         ends = torch.randint(0, rows, (groups - 1,), device="cuda", dtype=torch.int32)
         ends = torch.cat((ends.sort().values, ends.new_tensor([rows])))
-        places = padding.places_of(ends, rows, aligned=False)
+        padded = padding.pad_groups(ends, rows, aligned=False)
         for name in ("mxfp8", "nvfp4"):
-            make = partial(quantized, x, FORMATS[name], ends, places, True, True)
+            make = partial(quantized, x, FORMATS[name], ends, padded, True, True)
             useful = size_of([x, *make()])
             calls = {
                 "one kernel": make,
                 "with sums": partial(make, torch.bfloat16),
-                "in parts": partial(_in_parts, x, FORMATS[name], ends, places),
+                "in parts": partial(_in_parts, x, FORMATS[name], ends, padded),
             }
             for what, call in calls.items():
-                case = _row(f"{name} into places, {groups} groups, {what}", useful, seconds(call))
+                case = _row(f"{name} into padded, {groups} groups, {what}", useful, seconds(call))
                 case["of_copy"] = case["tb_s"] * 1e12 / copy
                 _print(case)
                 table.append(case)
@@ -151,13 +151,13 @@ def placed(rows: int, columns: int) -> list[dict[str, Any]]:
 
 
 def _in_parts(
-    x: torch.Tensor, fmt: NumberFormat, ends: torch.Tensor, places: padding.Places
+    x: torch.Tensor, fmt: NumberFormat, ends: torch.Tensor, padded: padding.PaddedGroups
 ) -> list[torch.Tensor]:
     row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
     assert row is not None
     assert column is not None
-    columns = padding.packed_columns(column, places)
-    return [*padding.packed_rows(row, places), *columns]
+    columns = padding.packed_columns(column, padded)
+    return [*padding.packed_rows(row, padded), *columns]
 
 
 def _row(case: str, size: int, time: float) -> dict[str, Any]:

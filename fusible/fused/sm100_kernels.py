@@ -32,7 +32,7 @@ class _Groups(NamedTuple):
     """The groups as the caller's rows are in, and where the kernels read them."""
 
     ends: Tensor
-    places: sm100.Places
+    padded: sm100.PaddedGroups
 
 
 class Sm100Kernels(GroupedKernels):
@@ -40,25 +40,25 @@ class Sm100Kernels(GroupedKernels):
 
     name = "sm100"
     saves = (
-        "x as the weight gradient reads it, end rows and places of the groups, row scales, weights "
-        "as the data gradient reads them"
+        "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
+        "weights as the data gradient reads them"
     )
     num_saved_groups = 2
 
     def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> _Groups:
         """Each group padded to whole 256 rows, unless the caller promises that they are."""
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
-        return _Groups(ends, sm100.places_of(ends, num_rows, aligned))
+        return _Groups(ends, sm100.pad_groups(ends, num_rows, aligned))
 
     def saved_groups(self, groups: _Groups) -> Saved:
         """The padded end rows, and where each row goes."""
-        return groups.places.ends, groups.places.rows
+        return groups.padded.ends, groups.padded.rows
 
     def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> _Groups:
         """See `GroupedKernels`."""
-        padded, rows = saved
+        padded_ends, rows = saved
         size = num_rows if rows is None else sm100.padded_size(num_rows, ends.shape[0])
-        return _Groups(ends, sm100.Places(padded, rows, size))
+        return _Groups(ends, sm100.PaddedGroups(padded_ends, rows, size))
 
     def rows(
         self,
@@ -71,24 +71,24 @@ class Sm100Kernels(GroupedKernels):
         row_scale: Tensor | None = None,
     ) -> Rows:
         """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
-        ends, places = groups
+        ends, padded = groups
         if isinstance(x, Operand):  # quantized by the kernel that made it
             return Rows(x.row, x.column)
         options: dict[str, Any] = {}
         if isinstance(x, sm100.Rounded):  # whose rows are padded already
             options["amax"] = x.amax
-            x, ends, places = x.rows, places.ends, places._replace(rows=None)
+            x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
         elif role == "grad" and linear.needs_bias_grads(ctx):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
         fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
-            packed = sm100.pack(_encoded(x, ctx, role, products, ends), places)
+            packed = sm100.pack(_encoded(x, ctx, role, products, ends), padded)
             return Rows(packed.form(False), packed.form(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
         packed, sums = sm100.quantize(
-            x, fmt, ends, places, rowwise=rowwise, columnwise=columnwise, **options
+            x, fmt, ends, padded, rowwise=rowwise, columnwise=columnwise, **options
         )
         return Rows(packed.row, packed.column, sums)
 
@@ -145,11 +145,11 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        places = groups.places
+        padded = groups.padded
         return sm100.gemm(
             x,
             weights,
-            places,
+            padded,
             bias=linear.stacked_bias(ctx, ctx.dtype),
             row_scale=None if row_scale is None else self.row_scales(row_scale, groups),
             out=as_rows(output),
@@ -164,28 +164,28 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return sm100.gemm(dy, weights, groups.places, transpose_w=True, out=as_rows(output))
+        return sm100.gemm(dy, weights, groups.padded, transpose_w=True, out=as_rows(output))
 
     def weight_grad(
         self, ctx: OperationContext, dy: Form | None, x: Form | None, groups: _Groups
     ) -> WeightGradient:
         """See `GroupedKernels`."""
-        places = groups.places
+        padded = groups.padded
 
         def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
             assert dy is not None
             assert x is not None
             if out is None:
-                return sm100.wgrad(dy, x, places)
+                return sm100.wgrad(dy, x, padded)
             if sm100.takes_wgrad(out):
-                sm100.wgrad_(list(out), dy, x, places, accumulate)
+                sm100.wgrad_(list(out), dy, x, padded, accumulate)
                 return None
             buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-            dw = sm100.wgrad(dy, x, places, torch.float32)
+            dw = sm100.wgrad(dy, x, padded, torch.float32)
             add_or_copy(buffers, dw, [not accumulate] * len(buffers))
             return None
 
-        reads = (*saved_form(dy), *saved_form(x), places.ends, places.rows)
+        reads = (*saved_form(dy), *saved_form(x), padded.ends, padded.rows)
         return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
 
     def saves_activation(self, ctx: OperationContext) -> bool:
@@ -194,7 +194,7 @@ class Sm100Kernels(GroupedKernels):
 
     def row_scales(self, scales: Tensor, groups: _Groups) -> Tensor:
         """One FP32 value per padded row, zero for those of padding."""
-        return aligned(sm100.moved(scales.reshape(-1).float(), groups.places))
+        return aligned(sm100.pad_rows(scales.reshape(-1).float(), groups.padded))
 
     def glu(
         self,
@@ -209,7 +209,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = linear.stacked_bias(ctx, ctx.dtype)
-        made = sm100.glu(x, weights, groups.places, scales, bias=bias, **_options(act))
+        made = sm100.glu(x, weights, groups.padded, scales, bias=bias, **_options(act))
         return Activated(*made)
 
     def dglu(
@@ -227,7 +227,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         d, dscales, dbias = sm100.dglu(
-            dy, weights, groups.places, preact, scales, bias=bias, **_options(act)
+            dy, weights, groups.padded, preact, scales, bias=bias, **_options(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 

@@ -38,10 +38,10 @@ SPECIAL = {
 
 
 def groups_of(splits):
-    """``(rows, ends, places)``; a kernel's rows lie in their places."""
+    """``(rows, ends, padded)``; a kernel's rows lie in their padded."""
     rows, sizes = SPLITS[splits]
     ends = torch.tensor(sizes).cumsum(0).int()
-    return rows, sizes, padding.places_of(ends, rows, splits == "whole tiles")
+    return rows, sizes, padding.pad_groups(ends, rows, splits == "whole tiles")
 
 
 def bytes_of(pieces):
@@ -52,12 +52,12 @@ def bytes_of(pieces):
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("splits", SPLITS)
 def test_the_same_bits_as_with_a_pass_of_its_own(splits, special, parts):
-    rows, sizes, places = groups_of(splits)
+    rows, sizes, padded = groups_of(splits)
     ends = torch.tensor(sizes).cumsum(0).int()
     d = SPECIAL[special](torch.randn(rows, COLUMNS) * torch.randn(rows, 1).exp())
     d[sum(sizes) :] = NAN  # rows of no group, which no kernel has computed
     amax = largest_of_groups(d, sizes, parts)
-    rest = nvfp4(), ends, places, True, True, BF16
+    rest = nvfp4(), ends, padded, True, True, BF16
     want = quantizer.quantized(d.to(BF16), *rest)
     mine = quantizer.quantized(d.to(BF16), *rest, amax=amax)
     ref.assert_equal(bytes_of(mine), bytes_of(want))
@@ -87,11 +87,11 @@ def test_no_nan_becomes_a_number_and_no_number_is_cut(columnwise):
 def test_what_amax_must_be():
     x = torch.randn(256, COLUMNS, dtype=BF16)
     ends = torch.tensor([100, 256], dtype=torch.int32)
-    places = padding.Places(ends, None, 256)
+    padded = padding.PaddedGroups(ends, None, 256)
 
     def made(amax, fmt=None):
         return operands.quantize(
-            x, fmt or nvfp4(), ends, places, rowwise=True, columnwise=False, amax=amax
+            x, fmt or nvfp4(), ends, padded, rowwise=True, columnwise=False, amax=amax
         )
 
     for wrong in (
@@ -117,10 +117,10 @@ def test_the_launches(given, monkeypatch):
     monkeypatch.setattr(quantizer, "launch", lambda kernel, *rest: launched.append((kernel, rest)))
     found = torch.zeros(3, dtype=torch.int32)
     monkeypatch.setattr(quantizer, "largest_magnitudes", lambda *_: launched.append("a") or found)
-    rows, sizes, places = groups_of("ragged")
+    rows, sizes, padded = groups_of("ragged")
     x, ends = torch.randn(rows, COLUMNS, dtype=BF16), torch.tensor(sizes).cumsum(0).int()
     amax = torch.ones(3, 2) if given else None
-    quantizer._cuda(x, ends, *places, "nvfp4", True, True, None, None, amax)
+    quantizer._cuda(x, ends, *padded, "nvfp4", True, True, None, None, amax)
     *before, (kernel, (_, _, *arguments)) = launched
     assert before == ([] if given else ["a"])
     assert kernel is quantizer.compiled

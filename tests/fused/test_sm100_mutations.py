@@ -174,23 +174,23 @@ def groups_of_128(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def padding_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows between groups hold what memory held."""
-    whole = padding.moved
+    whole = padding.pad_rows
 
-    def moved(t: Tensor, places: Any) -> Tensor:
-        out = whole(t, places)
-        if t.dtype.is_floating_point and t.dim() == 2 and places.rows is not None:
+    def pad_rows(t: Tensor, padded: Any) -> Tensor:
+        out = whole(t, padded)
+        if t.dtype.is_floating_point and t.dim() == 2 and padded.rows is not None:
             stale = torch.ones(len(out), dtype=torch.bool)
-            stale[places.rows[places.rows < len(out)]] = False
+            stale[padded.rows[padded.rows < len(out)]] = False
             out[stale] = torch.nan
         return out
 
-    monkeypatch.setattr(operands, "moved", moved)
+    monkeypatch.setattr(operands, "pad_rows", pad_rows)
 
 
 def tails_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that rows of no group are read from is not cleared."""
-    whole = operands.returned
-    monkeypatch.setattr(operands, "returned", lambda t, places, out=None: whole(t + 1e-3, places))
+    whole = operands.unpad_rows
+    monkeypatch.setattr(operands, "unpad_rows", lambda t, padded, out=None: whole(t + 1e-3, padded))
 
 
 def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:

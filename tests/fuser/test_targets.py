@@ -14,7 +14,7 @@ from fusible.kernels.provider import provided
 from fusible.kernels.runtime import gpu
 from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
-from fusible.kernels.sm100.padding import Places, packed_rows
+from fusible.kernels.sm100.padding import PaddedGroups, packed_rows
 from fusible.recipes.formats import nvfp4
 from fusible.recipes.quantize_ops import encode
 from fusible.testing import assume_target
@@ -148,7 +148,7 @@ def test_fp4_elements_begin_where_the_kernels_read_them():
     room = torch.empty(row.data.numel() + 64, dtype=FP4)
     start = -room.data_ptr() % 32 + 16
     moved = room[start : start + row.data.numel()].view(row.data.shape).copy_(row.data)
-    places = Places(torch.tensor([256], dtype=torch.int32), None, 256)
+    places = PaddedGroups(torch.tensor([256], dtype=torch.int32), None, 256)
     data, _ = packed_rows(row._replace(data=moved), places)
     assert address_unit(data.dtype) == 32
     assert data.data_ptr() % 32 == 0

@@ -44,10 +44,10 @@ class OnHost:
 def packed(device, fmt, x):
     ends = torch.tensor(SIZES, device=device).cumsum(0).int()
     x = x.to(device)
-    places = padding.places_of(ends, ROWS, aligned=False)
+    padded = padding.pad_groups(ends, ROWS, aligned=False)
     row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-    made = (*padding.packed_rows(row, places), *padding.packed_columns(column, places))
-    return [t.view(torch.uint8).cpu() for t in (*made, places.ends, places.rows)]
+    made = (*padding.packed_rows(row, padded), *padding.packed_columns(column, padded))
+    return [t.view(torch.uint8).cpu() for t in (*made, padded.ends, padded.rows)]
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -66,7 +66,7 @@ ROWS_OF_GROUPS = {
 
 
 def of_groups(splits, columns, device, special=True):
-    """Values of many magnitudes, end rows and places; NaN past the groups."""
+    """Values of many magnitudes, end rows and padded; NaN past the groups."""
     sizes, rows = ROWS_OF_GROUPS[splits]
     torch.manual_seed(0)
     x = torch.randn(rows, columns, dtype=BF16) * torch.randn(rows, 1).exp().to(BF16)
@@ -74,8 +74,8 @@ def of_groups(splits, columns, device, special=True):
         x[300, 5], x[520, 6], x[3] = float("nan"), float("inf"), 0
     x[sum(sizes) :] = float("nan")
     ends = torch.tensor(sizes, device=device).cumsum(0).int()
-    places = padding.places_of(ends, rows, splits == "whole tiles")
-    return x.to(device), ends, places
+    padded = padding.pad_groups(ends, rows, splits == "whole tiles")
+    return x.to(device), ends, padded
 
 
 def poison(device):
@@ -116,10 +116,10 @@ def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
     """Compare what both devices make, with largest magnitudes of ``parts`` if there are any."""
     made = []
     for device in ("cpu", "cuda"):
-        x, ends, places = of_groups(splits, columns, device, special)
+        x, ends, padded = of_groups(splits, columns, device, special)
         amax = given_of(x, splits, parts) if parts else None
         poison(device)
-        pieces = quantized(x, fmt, ends, places, *uses, amax=amax)
+        pieces = quantized(x, fmt, ends, padded, *uses, amax=amax)
         made.append([piece.cpu() for piece in pieces])
     mine, theirs = (list(pieces[:4]) for pieces in made)
     assert torch.equal(made[0][4].isnan(), made[1][4].isnan())
@@ -128,7 +128,7 @@ def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
         # Padding under a scale that is NaN has the value NaN, whatever its element.
         sizes = ROWS_OF_GROUPS[splits][0]
         for elements in (mine, theirs):
-            elements[2] = without_padding(elements[2], fmt, sizes, places.ends.tolist())
+            elements[2] = without_padding(elements[2], fmt, sizes, padded.ends.tolist())
     ref.assert_same_bits(mine, theirs)
 
 
@@ -152,14 +152,14 @@ def without_padding(data, fmt, sizes, ends):
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
-    x, ends, places = of_groups(splits, columns, "cuda", special=False)
+    x, ends, padded = of_groups(splits, columns, "cuda", special=False)
     scale = torch.rand(len(x), device="cuda", dtype=BF16) if scaled else None
     options = {"rowwise": True, "columnwise": True, "sums": dtype, "row_scale": scale}
     poison("cuda")
-    first = quantized(x, FORMATS[fmt], ends, places, **options)
-    plain = quantized(x, FORMATS[fmt], ends, places, rowwise=True, columnwise=True)
+    first = quantized(x, FORMATS[fmt], ends, padded, **options)
+    plain = quantized(x, FORMATS[fmt], ends, padded, rowwise=True, columnwise=True)
     ref.assert_same_bits(first[:5], plain[:5])
-    again = quantized(x, FORMATS[fmt], ends, places, **options)
+    again = quantized(x, FORMATS[fmt], ends, padded, **options)
     assert torch.equal(first[-1], again[-1])
     assert first[-1].dtype == dtype
     sizes = ROWS_OF_GROUPS[splits][0]
@@ -191,14 +191,14 @@ def test_packing_waits_for_nothing_and_is_captured():
 
     def work():
         ends = sizes.cumsum(0).int()
-        places = padding.places_of(ends, ROWS, aligned=False)
+        padded = padding.pad_groups(ends, ROWS, aligned=False)
         row, column = encode(x, mxfp8(), rowwise=True, columnwise=True, ends=ends)
         return (
-            *padding.packed_rows(row, places),
-            *padding.packed_columns(column, places),
-            *quantized(x, mxfp8(), ends, places, **everything),
-            *quantized(x, nvfp4(), ends, places, **everything),
-            *quantized(x, nvfp4(), ends, places, **everything, amax=amax),
+            *padding.packed_rows(row, padded),
+            *padding.packed_columns(column, padded),
+            *quantized(x, mxfp8(), ends, padded, **everything),
+            *quantized(x, nvfp4(), ends, padded, **everything),
+            *quantized(x, nvfp4(), ends, padded, **everything, amax=amax),
         )
 
     work()

@@ -23,26 +23,32 @@ from fusible.kernels.sm100.operands import (
     wgrad,
     wgrad_,
 )
-from fusible.kernels.sm100.padding import Places, moved, padded_size, places_of, returned
+from fusible.kernels.sm100.padding import (
+    PaddedGroups,
+    pad_groups,
+    pad_rows,
+    padded_size,
+    unpad_rows,
+)
 
 __all__ = [
-    "Places",
+    "PaddedGroups",
     "Rounded",
     "dglu",
     "gemm",
     "glu",
     "in_one_pass",
     "limits",
-    "moved",
     "ops",
     "pack",
     "pack_weights",
+    "pad_groups",
+    "pad_rows",
     "padded_size",
-    "places_of",
     "quantize",
     "quantize_weights",
-    "returned",
     "takes_wgrad",
+    "unpad_rows",
     "wgrad",
     "wgrad_",
 ]

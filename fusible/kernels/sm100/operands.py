@@ -11,12 +11,12 @@ from torch import Tensor
 from fusible.kernels.runtime.launch import aligned, begins_aligned
 from fusible.kernels.sm100.checks import FP8, address_unit
 from fusible.kernels.sm100.padding import (
-    Places,
-    moved,
+    PaddedGroups,
     packed_columns,
     packed_rows,
     packed_scales,
-    returned,
+    pad_rows,
+    unpad_rows,
 )
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
@@ -35,15 +35,15 @@ class Rounded(NamedTuple):
     """FP32 ``[E, parts]``, the largest magnitudes before they were rounded, where it gave them."""
 
 
-def pack(x: Operand, places: Places) -> Operand:
+def pack(x: Operand, padded: PaddedGroups) -> Operand:
     """Rows ``x``, quantized by group, as the kernels read them."""
     if x.row_values is not None:
-        rows = aligned(moved(x.row_values, places))
+        rows = aligned(pad_rows(x.row_values, padded))
         return Operand(row_values=rows, column_values=rows)
     row, column = x.row, x.column
     return Operand(
-        None if row is None else _packed(row, *packed_rows(row, places)),
-        None if column is None else _packed(column, *packed_columns(column, places)),
+        None if row is None else _packed(row, *packed_rows(row, padded)),
+        None if column is None else _packed(column, *packed_columns(column, padded)),
     )
 
 
@@ -55,7 +55,7 @@ def quantize(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,
-    places: Places,
+    padded: PaddedGroups,
     *,
     rowwise: bool,
     columnwise: bool,
@@ -69,7 +69,7 @@ def quantize(
     ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
     """
     row, row_scales, column, column_scales, factors, summed = quantized(
-        x, fmt, ends, places, rowwise, columnwise, sums, row_scale, amax
+        x, fmt, ends, padded, rowwise, columnwise, sums, row_scale, amax
     )
     top = factors if fmt.has_tensor_scale else None
     operand = Operand(
@@ -93,8 +93,8 @@ def quantize_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
     rows = w.reshape(-1, k)
     size = rows.shape[0]
     ends = torch.arange(n, size + 1, n, dtype=torch.int32, device=w.device)
-    places = Places(ends, None, size)
-    packed, _ = quantize(rows, fmt, ends, places, rowwise=True, columnwise=transposed)
+    padded = PaddedGroups(ends, None, size)
+    packed, _ = quantize(rows, fmt, ends, padded, rowwise=True, columnwise=transposed)
     per_byte = fmt.element.per_byte
     return Operand(
         _of_matrices(packed.row, (n, k // per_byte)),
@@ -145,7 +145,7 @@ def _alpha(x: QuantizedMatrix, w: Sequence[Any]) -> Tensor | None:
 def glu(
     x: Form,
     w: Sequence[Form],
-    places: Places,
+    padded: PaddedGroups,
     prob: Tensor,
     *,
     bias: Tensor | None,
@@ -162,7 +162,7 @@ def glu(
     """
     bias = None if bias is None else aligned(bias)
     c, *d = _ops.sm100_glu.default(
-        *_product(x, w, places), bias, prob, activation, limit, alpha, offset
+        *_product(x, w, padded), bias, prob, activation, limit, alpha, offset
     )
     return c, _written(_format_of(x), *d)
 
@@ -191,7 +191,7 @@ def _format_of(x: Form) -> NumberFormat | None:
 def dglu(
     dy: Form,
     w: Sequence[Form],
-    places: Places,
+    padded: PaddedGroups,
     c: Tensor,
     prob: Tensor,
     *,
@@ -207,16 +207,16 @@ def dglu(
     gives ``d``; without ``bias`` the third has no rows.
     """
     *d, dprob, dbias = _ops.sm100_dglu.default(
-        *_product(dy, w, places), c, prob, bias, activation, limit, alpha, offset
+        *_product(dy, w, padded), c, prob, bias, activation, limit, alpha, offset
     )
-    dprob = dprob[:-1] if places.rows is None else returned(dprob, places)
+    dprob = dprob[:-1] if padded.rows is None else unpad_rows(dprob, padded)
     return _written(_format_of(dy), *d), dprob, dbias
 
 
 def gemm(
     x: Form,
     w: Sequence[Form],
-    places: Places,
+    padded: PaddedGroups,
     *,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
@@ -228,24 +228,26 @@ def gemm(
     With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """
     bias = None if bias is None else aligned(bias)
-    y = _ops.sm100_gemm.default(*_product(x, w, places), bias, row_scale, transpose_w)
-    if places.rows is not None:
-        return returned(y, places, out)
+    y = _ops.sm100_gemm.default(*_product(x, w, padded), bias, row_scale, transpose_w)
+    if padded.rows is not None:
+        return unpad_rows(y, padded, out)
     # The kernel has left the rows past the last group as they were.
-    live = torch.arange(places.size, device=y.device)[:, None] < places.ends[-1]
+    live = torch.arange(padded.size, device=y.device)[:, None] < padded.ends[-1]
     if out is None:
         return torch.where(live, y[:-1], 0)
     return torch.where(live, y[:-1], y.new_zeros(()), out=out)
 
 
-def wgrad(dy: Form, x: Form, places: Places, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def wgrad(
+    dy: Form, x: Form, padded: PaddedGroups, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return _ops.sm100_wgrad.default(*_columns(dy, x, places), out_dtype)
+    return _ops.sm100_wgrad.default(*_columns(dy, x, padded), out_dtype)
 
 
-def wgrad_(out: list[Tensor], dy: Form, x: Form, places: Places, accumulate: bool) -> None:
+def wgrad_(out: list[Tensor], dy: Form, x: Form, padded: PaddedGroups, accumulate: bool) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    _ops.sm100_wgrad_.default(out, *_columns(dy, x, places), accumulate)
+    _ops.sm100_wgrad_.default(out, *_columns(dy, x, padded), accumulate)
 
 
 def takes_wgrad(out: Sequence[Tensor]) -> bool:
@@ -256,14 +258,14 @@ def takes_wgrad(out: Sequence[Tensor]) -> bool:
     )
 
 
-def _product(x: Form, w: Sequence[Any], places: Places) -> tuple[Any, ...]:
+def _product(x: Form, w: Sequence[Any], padded: PaddedGroups) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
-        return x, None, list(w), [], places.ends, None
+        return x, None, list(w), [], padded.ends, None
     data, scales = [weight.data for weight in w], [weight.scale for weight in w]
-    return x.data, x.scale, data, scales, places.ends, _alpha(x, w)
+    return x.data, x.scale, data, scales, padded.ends, _alpha(x, w)
 
 
-def _columns(dy: Form, x: Form, places: Places) -> tuple[Any, ...]:
+def _columns(dy: Form, x: Form, padded: PaddedGroups) -> tuple[Any, ...]:
     (*dy_tensors, dy_top, _), (*x_tensors, x_top, _) = saved_form(dy), saved_form(x)
     factors = [None if top is None else top.flatten() for top in (dy_top, x_top)]
-    return *dy_tensors, *x_tensors, places.ends, *factors
+    return *dy_tensors, *x_tensors, padded.ends, *factors

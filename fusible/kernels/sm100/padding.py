@@ -1,4 +1,4 @@
-"""Where the rows of ragged groups lie for the SM100 kernels, and operands brought there.
+"""Groups padded to whole 256 rows for the SM100 kernels, and operands packed so.
 
 The kernels take groups of whole 256 rows. Each group of a matrix of ``rows`` rows is followed by
 rows of zeros, and the matrix by as many more as its static size needs: at most 255 a group, rounded
@@ -24,7 +24,7 @@ from fusible.recipes.matrix import QuantizedMatrix
 _ops = torch.ops.fusible
 
 
-class Places(NamedTuple):
+class PaddedGroups(NamedTuple):
     """Groups of rows as the kernels see them."""
 
     ends: Tensor
@@ -32,19 +32,19 @@ class Places(NamedTuple):
     rows: Tensor | None
     """Int64 ``[rows]``, where each row goes, ``size`` for rows of no group; None: nowhere else."""
     size: int
-    """The number of rows there are places for, a multiple of 256."""
+    """The number of rows with padding, a multiple of 256."""
 
 
-def places_of(ends: Tensor, rows: int, aligned: bool) -> Places:
-    """The places of ``rows`` rows in groups up to ``ends``, of which some may belong to no group.
+def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
+    """Groups up to ``ends`` of ``rows`` rows, of which some may belong to no group, padded.
 
     ``aligned`` promises that every group has a multiple of 256 rows, so that they need not move.
     """
     if aligned and rows % limits.GROUP_ROWS == 0:
-        return Places(ends, None, rows)
+        return PaddedGroups(ends, None, rows)
     size = padded_size(rows, ends.shape[0])
-    padded, place = torch.ops.fusible.sm100_places.default(ends, rows)
-    return Places(padded, place, size)
+    ends_padded, place = torch.ops.fusible.sm100_pad_groups.default(ends, rows)
+    return PaddedGroups(ends_padded, place, size)
 
 
 def padded_size(rows: int, groups: int) -> int:
@@ -60,62 +60,62 @@ def padded_ends(ends: Tensor) -> Tensor:
     return ((sizes + unit - 1) // unit * unit).cumsum(0, dtype=torch.int32)
 
 
-def _places(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    padded = padded_ends(ends)
+def _pad_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    ends_padded = padded_ends(ends)
     group = group_of_row(ends, rows)
     row = torch.arange(rows, device=ends.device)
-    place = row + (group_starts(padded) - group_starts(ends))[group]
-    return padded, torch.where(row < ends[-1], place, padded_size(rows, ends.shape[0]))
+    place = row + (group_starts(ends_padded) - group_starts(ends))[group]
+    return ends_padded, torch.where(row < ends[-1], place, padded_size(rows, ends.shape[0]))
 
 
-def _places_fake(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _pad_groups_fake(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)
 
 
-def moved(t: Tensor, places: Places) -> Tensor:
-    """The rows of ``t`` in their places, zeros elsewhere; of any dtype."""
-    if places.rows is None:
+def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
+    """The rows of ``t`` with padding of zeros between groups; of any dtype."""
+    if padded.rows is None:
         return t
     # One row more, which takes the rows of no group.
     bits = t.view(torch.uint8) if t.element_size() == 1 else t
-    out = bits.new_zeros(places.size + 1, *t.shape[1:])
-    return out.index_copy_(0, places.rows, bits)[: places.size].view(t.dtype)
+    out = bits.new_zeros(padded.size + 1, *t.shape[1:])
+    return out.index_copy_(0, padded.rows, bits)[: padded.size].view(t.dtype)
 
 
-def returned(t: Tensor, places: Places, out: Tensor | None = None) -> Tensor:
-    """The rows from their places; ``t`` has one row more, of what rows of no group shall get."""
-    if places.rows is None:
+def unpad_rows(t: Tensor, padded: PaddedGroups, out: Tensor | None = None) -> Tensor:
+    """The rows without padding; ``t`` has one row more, which rows of no group get."""
+    if padded.rows is None:
         return t
     if out is None:
-        return t.index_select(0, places.rows)
-    return torch.index_select(t, 0, places.rows, out=out)
+        return t.index_select(0, padded.rows)
+    return torch.index_select(t, 0, padded.rows, out=out)
 
 
-def moved_blocks(scale: Tensor, ends: Tensor, places: Places, along: int) -> Tensor:
+def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) -> Tensor:
     """Column-wise scales ``[blocks, columns]`` of groups up to ``ends``, where their rows are."""
-    if places.rows is None:
-        return scale[: places.size // along]
+    if padded.rows is None:
+        return scale[: padded.size // along]
     blocks = column_block_ends(ends, along)
     block = torch.arange(scale.shape[0], device=ends.device)
     group = torch.searchsorted(blocks, block, right=True).clamp(max=len(ends) - 1)
-    place = block + (group_starts(places.ends) // along - group_starts(blocks))[group]
-    spare = places.size // along
+    place = block + (group_starts(padded.ends) // along - group_starts(blocks))[group]
+    spare = padded.size // along
     place = torch.where(block < blocks[-1], place, spare)
     bits = scale.view(torch.uint8)
     out = bits.new_zeros(spare + 1, scale.shape[1])
     return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
 
 
-def packed_rows(encoded: QuantizedMatrix, places: Places) -> tuple[Tensor, Tensor]:
+def packed_rows(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
     """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
-    if places.rows is None:
+    if padded.rows is None:
         # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
         unit = address_unit(encoded.data.dtype)
         return aligned(encoded.data, unit), packed_scales(encoded.scale)
-    return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, places.rows, places.size)
+    return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, padded.rows, padded.size)
 
 
-def packed_columns(encoded: QuantizedMatrix, places: Places) -> tuple[Tensor, Tensor]:
+def packed_columns(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
     """Data and packed scales of column-wise ``encoded`` groups.
 
     MXFP8: data ``[size, K]`` as the rows lie. NVFP4: ``[K, size / 2]``, which only contains the
@@ -126,9 +126,9 @@ def packed_columns(encoded: QuantizedMatrix, places: Places) -> tuple[Tensor, Te
     assert fmt.block is not None
     pairs = fmt.element.per_byte == 2
     data, scales = _ops.sm100_pack_columns.default(
-        encoded.data, encoded.scale, encoded.ends, *places, fmt.block[1], pairs
+        encoded.data, encoded.scale, encoded.ends, *padded, fmt.block[1], pairs
     )
-    return aligned(encoded.data) if places.rows is None and not pairs else data, scales
+    return aligned(encoded.data) if padded.rows is None and not pairs else data, scales
 
 
 def packed_scales(scale: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def packed_scales(scale: Tensor) -> Tensor:
 
 
 def _pack_rows(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    places = Places(rows, rows, size)
-    return moved(data, places), swizzle_scales(moved(scale, places))
+    padded = PaddedGroups(rows, rows, size)
+    return pad_rows(data, padded), swizzle_scales(pad_rows(scale, padded))
 
 
 def _pack_rows_fake(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -160,15 +160,15 @@ def _pack_columns(
     along: int,
     pairs: bool,
 ) -> tuple[Tensor, Tensor]:
-    places = Places(placed_ends, rows, size)
-    scale = moved_blocks(scale, ends, places, along)
+    padded = PaddedGroups(placed_ends, rows, size)
+    scale = pad_scales(scale, ends, padded, along)
     lines, blocks = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
     scales = swizzle_group_scales(scale, size, placed_ends, along)
     scales = scales[: lines * blocks].view(lines, blocks)
     if pairs:
-        return _pairs_of_rows(moved(data, places), placed_ends), scales
+        return _pairs_of_rows(pad_rows(data, padded), placed_ends), scales
     # An op returns no tensor that it was given.
-    return moved(data, places) if rows is not None else data.new_empty(0), scales
+    return pad_rows(data, padded) if rows is not None else data.new_empty(0), scales
 
 
 def _pack_columns_fake(
@@ -209,7 +209,11 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
 
 # torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
 for _schema, _function, _fake in (
-    ("sm100_places(Tensor ends, SymInt rows) -> (Tensor, Tensor)", _places, _places_fake),
+    (
+        "sm100_pad_groups(Tensor ends, SymInt rows) -> (Tensor, Tensor)",
+        _pad_groups,
+        _pad_groups_fake,
+    ),
     (
         "sm100_pack_scales(Tensor scale) -> Tensor",
         swizzle_scales,

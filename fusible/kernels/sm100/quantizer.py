@@ -22,7 +22,7 @@ from fusible.kernels.runtime.launch import compile_kernel, launch
 from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import require
-from fusible.kernels.sm100.padding import Places, packed_columns, packed_rows
+from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
@@ -42,14 +42,14 @@ def quantized(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,
-    places: Places,
+    padded: PaddedGroups,
     rowwise: bool,
     columnwise: bool,
     sums: torch.dtype | None = None,
     row_scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Pieces:
-    """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, in their places and packed.
+    """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, padded and packed.
 
     The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
     ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32. ``amax``, FP32 ``[groups, 1 or 2]``,
@@ -61,7 +61,7 @@ def quantized(
         _check_amax(amax, x, ends, fmt)
     uses = rowwise, columnwise
     quantize = torch.ops.fusible.sm100_quantize.default
-    return quantize(x, ends, *places, fmt.name, *uses, sums, row_scale, amax)
+    return quantize(x, ends, *padded, fmt.name, *uses, sums, row_scale, amax)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -87,13 +87,13 @@ def _quantize(
     row_scale: Tensor | None,
     amax: Tensor | None,
 ) -> Pieces:
-    places, fmt = Places(placed_ends, rows, size), FORMATS[name]
+    padded, fmt = PaddedGroups(placed_ends, rows, size), FORMATS[name]
     row, column = _encoded(x, fmt, ends, rowwise, columnwise, amax)
     pieces = [*_empty(x, 0, ends, fmt, False, False, None)]
     if row is not None:
-        pieces[0:2] = packed_rows(row, places)
+        pieces[0:2] = packed_rows(row, padded)
     if column is not None:
-        pieces[2:4] = packed_columns(column, places)
+        pieces[2:4] = packed_columns(column, padded)
     for matrix in (row, column):
         if matrix is not None and matrix.tensor_scale is not None:
             pieces[4] = matrix.tensor_scale

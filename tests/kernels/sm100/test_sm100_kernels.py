@@ -1,4 +1,4 @@
-"""The typed SM100 kernels: what they refuse, in our own words and first; places; fakes."""
+"""The typed SM100 kernels: what they refuse, in our own words and first; padded groups; fakes."""
 
 import re
 
@@ -231,7 +231,7 @@ def test_another_stream_waits_for_the_last(monkeypatch):
     assert waited == [(second, first), (first, second)]
 
 
-# --- places ---------------------------------------------------------------------------------------
+# --- padded groups --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,23 +240,23 @@ def test_another_stream_waits_for_the_last(monkeypatch):
 )
 def test_places_are_whole_tiles_and_cover_every_row(sizes, rows):
     end_rows = torch.tensor(sizes).cumsum(0).int()
-    places = padding.places_of(end_rows, rows, aligned=False)
-    padded = [-(-size // 256) * 256 for size in sizes]
-    assert places.ends.tolist() == torch.tensor(padded).cumsum(0).tolist()
-    assert places.size % 256 == 0
-    assert places.size <= rows + 255 * len(sizes)
-    assert places.ends[-1] <= places.size
+    padded = padding.pad_groups(end_rows, rows, aligned=False)
+    rooms = [-(-size // 256) * 256 for size in sizes]
+    assert padded.ends.tolist() == torch.tensor(rooms).cumsum(0).tolist()
+    assert padded.size % 256 == 0
+    assert padded.size <= rows + 255 * len(sizes)
+    assert padded.ends[-1] <= padded.size
     expected, start = [], 0
-    for size, room in zip(sizes, padded, strict=True):
+    for size, room in zip(sizes, rooms, strict=True):
         expected += range(start, start + size)
         start += room
-    expected += [places.size] * (rows - sum(sizes))
-    assert places.rows.tolist() == expected
+    expected += [padded.size] * (rows - sum(sizes))
+    assert padded.rows.tolist() == expected
     x = torch.randn(rows, 3)
-    there = padding.moved(x, places)
-    assert there.shape == (places.size, 3)
+    there = padding.pad_rows(x, padded)
+    assert there.shape == (padded.size, 3)
     assert there.any(1).sum() == sum(sizes)
-    back = padding.returned(torch.cat((there, torch.zeros(1, 3))), places)
+    back = padding.unpad_rows(torch.cat((there, torch.zeros(1, 3))), padded)
     assert torch.equal(back[: sum(sizes)], x[: sum(sizes)])
     assert not back[sum(sizes) :].any()
 
@@ -273,14 +273,14 @@ def test_packed_columns_are_those_of_each_group_alone(fmt, columns):
     sizes, rows = [300, 0, 20], 330
     end_rows = torch.tensor(sizes).cumsum(0).int()
     x = torch.randn(rows, columns, dtype=BF16)
-    places = padding.places_of(end_rows, rows, aligned=False)
+    padded = padding.pad_groups(end_rows, rows, aligned=False)
     along, per_byte = fmt.block[1], fmt.element.per_byte
     _, column = encode(x, fmt, rowwise=False, columnwise=True, ends=end_rows)
-    data, packed = padding.packed_columns(column, places)
-    assert packed.shape == (-(-columns // 128) * 128, places.size // along)
+    data, packed = padding.packed_columns(column, padded)
+    assert packed.shape == (-(-columns // 128) * 128, padded.size // along)
     start = 0
-    for size, end in zip(sizes, places.ends.tolist(), strict=True):
-        first = int(group_starts(places.ends)[sizes.index(size)])
+    for size, end in zip(sizes, padded.ends.tolist(), strict=True):
+        first = int(group_starts(padded.ends)[sizes.index(size)])
         room = end - first
         alone = torch.zeros(room, columns, dtype=BF16)
         alone[:size] = x[start : start + size]
@@ -304,11 +304,11 @@ def test_packed_rows_are_swizzled_where_they_lie():
     sizes = [300, 0, 20]
     end_rows = torch.tensor(sizes).cumsum(0).int()
     x = torch.randn(330, 192, dtype=BF16)
-    places = padding.places_of(end_rows, 330, aligned=False)
+    padded = padding.pad_groups(end_rows, 330, aligned=False)
     row, _ = encode(x, mxfp8(), rowwise=True, columnwise=False, ends=end_rows)
-    data, packed = padding.packed_rows(row, places)
+    data, packed = padding.packed_rows(row, padded)
     x[320:] = 0
-    there = quantize(padding.moved(x, places), mxfp8())
+    there = quantize(padding.pad_rows(x, padded), mxfp8())
     assert torch.equal(data.view(torch.uint8), there.data.view(torch.uint8))
     assert torch.equal(packed.view(torch.uint8), swizzle_scales(there.scale).view(torch.uint8))
 
@@ -367,17 +367,17 @@ def test_meta_tensors_have_no_values_to_read(recipe):
 
 def test_aligned_groups_stay_where_they_are():
     given = ends()
-    places = sm100.places_of(given, M, aligned=True)
-    assert places.rows is None
-    assert places.ends is given
-    assert places.size == M
+    padded = sm100.pad_groups(given, M, aligned=True)
+    assert padded.rows is None
+    assert padded.ends is given
+    assert padded.size == M
     # Other rows than whole tiles cannot be promised: they are padded.
-    assert sm100.places_of(given, M + 1, aligned=True).size == 768
+    assert sm100.pad_groups(given, M + 1, aligned=True).size == 768
 
 
 def test_pack_keeps_what_is_not_quantized():
     x = torch.randn(5, 64, dtype=BF16)
-    places = padding.places_of(ends(2, 5), 5, aligned=False)
-    packed = sm100.pack(Operand(row_values=x, column_values=x), places)
+    padded = padding.pad_groups(ends(2, 5), 5, aligned=False)
+    packed = sm100.pack(Operand(row_values=x, column_values=x), padded)
     assert packed.row_values is packed.column_values
-    assert torch.equal(packed.row_values[places.rows], x)
+    assert torch.equal(packed.row_values[padded.rows], x)
