@@ -121,7 +121,6 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "load_kernel", load)
-        patch.setattr(launch, "architecture", lambda _: "sm_90a")
         patch.setattr(launch, "multiprocessors", lambda _: 132)
         patch.setattr(launch, "tile_counter", lambda *_: 0)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)

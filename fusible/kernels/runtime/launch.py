@@ -58,14 +58,13 @@ def launch(
     device: torch.device,
     *args: Tensor | int | None,
 ) -> None:
-    """Launch the kernel that ``compiled(*what, options)`` makes on a device's current stream."""
-    run(load_kernel(compiled, what, architecture(device)), device, *args)
+    """Launch the kernel that ``compiled(*what, options)`` makes on a device's current stream.
 
-
-def run(kernel: Callable[..., Any], device: torch.device, *args: Tensor | int | None) -> None:
-    """Launch a kernel on a device's current stream; tensors go by address, None as address 0."""
+    Tensors go by address, None as address 0.
+    """
     given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
-    call(device.index, kernel, (*given, torch._C._cuda_getCurrentRawStream(device.index)))
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    call(device.index, load_kernel(compiled, what, architecture(device)), (*given, stream))
 
 
 def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from fusible.kernels.runtime.gpu import architecture, multiprocessors
-from fusible.kernels.runtime.launch import call, compile_kernel, load_kernel, run
+from fusible.kernels.runtime.gpu import multiprocessors
+from fusible.kernels.runtime.launch import call, compile_kernel, load_kernel
 from fusible.kernels.runtime.workspaces import tile_counter
 from fusible.kernels.sm90.spec import Spec
+
+_GPU = "sm_90a"
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
@@ -76,7 +78,7 @@ class Launch:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
         self._index, self._dynamic, self._groups = device.index, tile.dynamic, groups
-        self._function = load_kernel(compile_spec, (spec,), architecture(device))
+        self._function = load_kernel(compile_spec, (spec,), _GPU)
         self._constant = (
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
             d_preact_pitch, *glu_layout, *constants,
@@ -122,19 +124,29 @@ launch_of = functools.lru_cache(maxsize=4096)(Launch)
 
 
 @functools.cache
-def _vector_kernel(compiled: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    return load_kernel(compiled, (str(dtype).removeprefix("torch."),), architecture(device))
+def _vector_kernel(compiled: Any, dtype: torch.dtype) -> Any:
+    return load_kernel(compiled, (str(dtype).removeprefix("torch."),), _GPU)
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
     """Write the groups' end rows on the device's current stream."""
-    device = ends.device
-    kernel = _vector_kernel(compile_group_ends, sizes.dtype, device)
-    run(kernel, device, sizes, ends, sizes.shape[0], rows)
+    _launch(compile_group_ends, sizes.dtype, sizes, ends, sizes.shape[0], rows)
 
 
 def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
     """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
-    rows, device = sums.shape[0], sums.device
-    kernel = _vector_kernel(compile_tile_sums, sums.dtype, device)
-    run(kernel, device, partials, sums, partials.shape[0] // rows, rows)
+    rows = sums.shape[0]
+    _launch(compile_tile_sums, sums.dtype, partials, sums, partials.shape[0] // rows, rows)
+
+
+def _launch(
+    compiled: Any,
+    dtype: torch.dtype,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *sizes: int,
+) -> None:
+    index = target.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    arguments = source.data_ptr(), target.data_ptr(), *sizes, stream
+    call(index, _vector_kernel(compiled, dtype), arguments)

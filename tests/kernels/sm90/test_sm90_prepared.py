@@ -33,7 +33,6 @@ def launches(monkeypatch):
         return lambda *arguments: made.append((*what, arguments))
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "architecture", lambda _: "sm_90a")
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
