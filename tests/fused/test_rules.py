@@ -72,13 +72,14 @@ def violations(need, site):
             other = changed(site, path.names, value)
             if need.why_not(other) is not None:
                 yield path, other
-    if need.other is not None:  # one that applies where another fact has some value
-        for applies in candidates(Path(need.other.names).read(site)):
-            where = changed(site, need.other.names, applies)
-            for value in candidates(Path(need.subject.names).read(site)):
-                other = changed(where, need.subject.names, value)
-                if need.why_not(other) is not None:
-                    yield need.subject, other
+    if need.only_where:
+        where = site
+        for fact, value in need.only_where:
+            where = changed(where, fact.names, value)
+        for value in candidates(need.subject.read(where)):
+            other = changed(where, need.subject.names, value)
+            if need.why_not(other) is not None:
+                yield need.subject, other
 
 
 NEEDS = [pytest.param(r.name, i, id=f"{r.name}: {n}") for r in RULES for i, n in enumerate(r.needs)]
