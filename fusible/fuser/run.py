@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, count, pairwise
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
 from fusible.fuser.parts import Part, parts_of, run_parts
 from fusible.fuser.places import note_op, outermost_call
-from fusible.fuser.plan import GradNeeds, Plan, TensorFacts, UserFusions, dtype_name, of_parts, plan
+from fusible.fuser.plan import GradNeeds, Plan, UserFusions, of_parts, plan
+from fusible.fuser.plan_key import PlanKey, TensorKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
@@ -34,47 +35,6 @@ from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
-
-
-class _PlanKey(NamedTuple):
-    """The plan key: all that a plan may depend on in one call, hashable.
-
-    Without the ops' own facts, which are frozen when a run captures its ops.
-    """
-
-    recipe: Any
-    autocast_dtype: torch.dtype | None
-    grad_enabled: bool
-    device: torch.device
-    assumed: str | None
-    registry_version: int
-    sources: tuple[int, ...]
-    """The first place of each input among the inputs: equal for the same tensor."""
-    inputs: tuple[_TensorKey, ...]
-    features: tuple[int | None, ...]
-    """Of each input that a rule may read them of, None for the others; empty where none does."""
-    param_counts: tuple[int, ...]
-    """How many parameters each op has."""
-    param_dtypes: tuple[torch.dtype, ...]
-    params_require_grad: tuple[bool, ...]
-
-    def params(self) -> list[tuple[tuple[torch.dtype, bool], ...]]:
-        """Dtype and ``requires_grad`` of each op's parameters."""
-        of_all = list(zip(self.param_dtypes, self.params_require_grad, strict=True))
-        return [tuple(of_all[own]) for own in _slices(0, self.param_counts)]
-
-
-class _TensorKey(NamedTuple):
-    """The part of the plan key that is of one input."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def facts(self, features: int | None, source: int, target: Target) -> TensorFacts:
-        """What conditions read; for a target with a GPU, of tensors on that GPU."""
-        device = "cpu" if self.device.type == "cpu" else target.device
-        return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
 
 
 MOST_PLANS = 256
@@ -161,7 +121,7 @@ class Run:
         tracing = torch.compiler.is_compiling()
         if tracing:
             if of_ops or self.has_user_ops:
-                _fix_features(inputs)
+                fix_features(inputs)
             constants = None if recipe is None else recipe.as_constants()
             schedule = getattr(self._traced, self._trace_schedule(constants, key[1:]))
         elif _observation.schedule_for is not None:
@@ -273,7 +233,7 @@ class Run:
         param_counts: tuple[int, ...],
         recipe: Recipe | None,
     ) -> tuple[Any, ...]:
-        """The fields of a :class:`_PlanKey`, in plain tuples, which ``torch.compile`` can trace."""
+        """The fields of a :class:`PlanKey`, in plain tuples, which ``torch.compile`` can trace."""
         x = inputs[0]
         device = x.device
         kind = device.type
@@ -287,7 +247,7 @@ class Run:
             device,
             targets.assumed_target(),
             registry.version,
-            _first_places(inputs),
+            first_places(inputs),
             tuple([(t.dtype, t.device, t.requires_grad) for t in inputs]),
             self._features(inputs),
             param_counts,
@@ -322,7 +282,7 @@ class Run:
         """The schedule for a call on this machine; checked for required rules and cached."""
         schedule = self._schedules.get(key)
         if schedule is None:
-            call = _PlanKey(*key)
+            call = PlanKey(*key)
             made = self.plan_for(key, targets.target_of(call.device))
             made.require(self.require)
             self._check(made)
@@ -390,7 +350,7 @@ class Run:
 
     def scheduled(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
         """A plan of a call with all that its execution looks up."""
-        call = _PlanKey(*key)
+        call = PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops, "backward")
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops, "forward")
         own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
@@ -403,8 +363,8 @@ class Run:
             self.paths,
             forward=forward,
             backward=backward[::-1],
-            dtypes=(*[_TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes),
-            params=_slices(len(call.inputs), call.param_counts),
+            dtypes=(*[TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes),
+            params=slices(len(call.inputs), call.param_counts),
             no_kwargs=self.no_kwargs,
             direct=self._direct(plan),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
@@ -448,8 +408,8 @@ class Run:
 
     def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
-        call = _PlanKey(*key)
-        inputs = [_TensorKey(*t) for t in call.inputs]
+        call = PlanKey(*key)
+        inputs = [TensorKey(*t) for t in call.inputs]
         params = call.params()
         grad = self._gradient_needs(call.grad_enabled, inputs, params)
         user_key = (call.recipe, grad, call.registry_version)
@@ -479,7 +439,7 @@ class Run:
         )
 
     def _gradient_needs(
-        self, enabled: bool, inputs: Sequence[_TensorKey], params: Sequence[Sequence[Any]]
+        self, enabled: bool, inputs: Sequence[TensorKey], params: Sequence[Sequence[Any]]
     ) -> tuple[GradNeeds, ...]:
         """Which gradients each op has to give, from what requires one."""
         needs: list[GradNeeds] = []
@@ -505,30 +465,6 @@ def _log_plan(plan: Plan) -> None:
         log_once(logger, logging.INFO, "planned %s", summary)
         for refusal in plan.refusals:
             log_once(logger, logging.DEBUG, "planned %s: %s", summary, str(refusal))
-
-
-def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The index of the first tensor that is the same, for each of the tensors."""
-    if torch.compiler.is_compiling():  # which does not know ids
-        places: dict[Tensor, int] = {}
-        return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
-    ids = list(map(id, tensors))
-    return tuple(map(ids.index, ids))
-
-
-def _fix_features(inputs: Sequence[Tensor]) -> None:
-    """Make the last sizes constants where they are traced, which ops compare with their own.
-
-    torch 2.11 cannot trace an autograd function in which a symbolic size becomes a constant.
-    """
-    for t in inputs:
-        if t.dim() > 1:
-            operator.index(t.shape[-1])
-
-
-def _slices(start: int, counts: Iterable[int]) -> tuple[slice, ...]:
-    """Consecutive slices of these lengths."""
-    return tuple([slice(*ends) for ends in pairwise(accumulate(counts, initial=start))])
 
 
 _parametrize_lock = threading.Lock()

@@ -1,0 +1,79 @@
+"""The plan key: what the plan of a call may depend on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.fuser.plan import TensorFacts, dtype_name
+from fusible.fuser.target import Target
+
+
+class PlanKey(NamedTuple):
+    """The plan key: all that a plan may depend on in one call, hashable.
+
+    Without the ops' own facts, which are frozen when a run captures its ops.
+    """
+
+    recipe: Any
+    autocast_dtype: torch.dtype | None
+    grad_enabled: bool
+    device: torch.device
+    assumed: str | None
+    registry_version: int
+    sources: tuple[int, ...]
+    """The first place of each input among the inputs: equal for the same tensor."""
+    inputs: tuple[TensorKey, ...]
+    features: tuple[int | None, ...]
+    """Of each input that a rule may read them of, None for the others; empty where none does."""
+    param_counts: tuple[int, ...]
+    """How many parameters each op has."""
+    param_dtypes: tuple[torch.dtype, ...]
+    params_require_grad: tuple[bool, ...]
+
+    def params(self) -> list[tuple[tuple[torch.dtype, bool], ...]]:
+        """Dtype and ``requires_grad`` of each op's parameters."""
+        of_all = list(zip(self.param_dtypes, self.params_require_grad, strict=True))
+        return [tuple(of_all[own]) for own in slices(0, self.param_counts)]
+
+
+class TensorKey(NamedTuple):
+    """The part of the plan key that is of one input."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def facts(self, features: int | None, source: int, target: Target) -> TensorFacts:
+        """What conditions read; for a target with a GPU, of tensors on that GPU."""
+        device = "cpu" if self.device.type == "cpu" else target.device
+        return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
+
+
+def first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The index of the first tensor that is the same, for each of the tensors."""
+    if torch.compiler.is_compiling():  # which does not know ids
+        places: dict[Tensor, int] = {}
+        return tuple([places.setdefault(t, i) for i, t in enumerate(tensors)])
+    ids = list(map(id, tensors))
+    return tuple(map(ids.index, ids))
+
+
+def slices(start: int, counts: Iterable[int]) -> tuple[slice, ...]:
+    """Consecutive slices of these lengths."""
+    return tuple([slice(*ends) for ends in pairwise(accumulate(counts, initial=start))])
+
+
+def fix_features(inputs: Sequence[Tensor]) -> None:
+    """Make the last sizes constants where they are traced, which ops compare with their own.
+
+    torch 2.11 cannot trace an autograd function in which a symbolic size becomes a constant.
+    """
+    for t in inputs:
+        if t.dim() > 1:
+            operator.index(t.shape[-1])
