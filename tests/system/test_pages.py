@@ -26,6 +26,15 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    if page.name in ("CHANGELOG.md", "NOTES.md"):
+        return  # of their time
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:fusible|tests|docs|examples|benchmarks)/[\w./*]+)`", text)
+    assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub and the site give to a page's headings."""
     headings = re.findall(
