@@ -112,10 +112,10 @@ class DirectLinear(_Direct):
         """The gradients of the operands; ``held`` says that others may read what was saved."""
         x, ends, *weights = saved
         (dy, x), ((product, w),) = self._prepare([grad_output, x], [weights])
+        dx = product.dgrad(dy, w, ends) if self._needs.input else None
         dweights: Sequence[Tensor | None] = [None] * len(weights)
         if self._needs.params[0]:
             dweights = self._linears[0].divided(product.wgrad(dy, x, ends))
-        dx = product.dgrad(dy, w, ends) if self._needs.input else None
         return dx, None, *dweights
 
 
@@ -165,7 +165,7 @@ class DirectMLP(_Direct):
         if self._needs2.params[0]:
             dweights[cut:] = fc2.divided(second.wgrad(dy, hidden, ends))
         del hidden  # its memory serves what follows
+        dx = first.dgrad(dpreact, w1, ends) if self._needs1.input else None
         if self._needs1.params[0]:
             dweights[:cut] = fc1.divided(first.wgrad(dpreact, x, ends))
-        dx = first.dgrad(dpreact, w1, ends) if self._needs1.input else None
         return dx, None, dscales, None, *dweights

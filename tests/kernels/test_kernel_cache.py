@@ -47,7 +47,7 @@ def test_every_source_of_a_kernel_is_told_apart():
         if path.exists() and path not in seen:
             seen.add(path)
             waiting.extend(imported(path))
-    assert PACKAGE / "recipes" / "rows.py" in seen
+    assert PACKAGE / "recipes" / "formats.py" in seen
     assert seen <= sources
 
 
