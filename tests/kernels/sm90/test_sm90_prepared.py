@@ -185,7 +185,8 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
     model[0]._run, model._captured, model._known = None, None, ()
     other, general = step()
     assert (node, other) == ("_DirectFunctionBackward", "RunFunctionBackward")
-    assert direct == general
+    # FC1's two gradients, which need nothing of each other, come in either order.
+    assert sorted(map(repr, direct)) == sorted(map(repr, general))
     assert len(direct) == (7 if whole else 4)
 
 
