@@ -360,7 +360,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
     if selected is not None:
-        saves = selected.kernels.saves
+        saves = getattr(selected.kernels, "saves", "")
         notes.insert(0, f"  kernels: {selected.rule.name}")
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *notes]
 

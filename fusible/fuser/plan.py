@@ -346,10 +346,22 @@ def _selected(
         site = site_of(bound, at)
         reasons = rule.why_not(bound, site)
         if not reasons:
-            return Selected(rule, rule.build(**bound))
+            return Selected(rule, _built_kernels(rule, bound, ops[at]))
         refused.append(Refusal(rule, at, (ops[at],), reasons, not rule.concerns(site)))
     refusals.extend(refused)
     return None
+
+
+def _built_kernels(rule: Rule, bound: dict[str, Any], op: Any) -> Any:
+    """What the rule returns; RuntimeError unless it is kernels that the op runs on."""
+    kernels = rule.build(**bound)
+    if kernels is None or not isinstance(kernels, op.kernels_type):
+        raise RuntimeError(
+            f"{rule.name} must return kernels of {type(op).__name__}"
+            f"{'' if op.kernels_type is object else f', a {op.kernels_type.__name__}'}, "
+            f"got {kernels!r}"
+        )
+    return kernels
 
 
 def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:

@@ -98,7 +98,8 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
     Its docstring says what the fusion is worth.
 
     Raises:
-        TypeError: a need is no condition, or the signature no pattern.
+        TypeError: a need is no condition, or the signature no pattern, or one of several ops with
+            ``phase="kernels"``.
         ValueError: there is no such phase.
     """
     if phase not in typing.get_args(Phase):
@@ -116,6 +117,10 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
         if all(slot.optional for slot in pattern):
             raise TypeError(
                 f"{build.__name__} must take an op that is not optional, got {[*names]}"
+            )
+        if phase == "kernels" and len(pattern) > 1:
+            raise TypeError(
+                f"{build.__name__} must take one op, whose kernels it selects, got {[*names]}"
             )
         worth = inspect.cleandoc(build.__doc__ or "")
         return Rule(build.__name__, phase, pattern, needs, build, worth)

@@ -110,6 +110,7 @@ class GroupedLinear(WeightedOperation):
     num_groups: int
     extra_input_names = ("split_sizes", "scales")
     saves = "x, end rows of the groups, row scales, weights"
+    kernels_type = GroupedKernels
     fact_names = (
         "num_groups",
         "in_features",

@@ -274,6 +274,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         buffer_keywords: those that are the caller's memory for results; it must overlap nothing
             that the run reads.
+        kernels_type: what rules with ``phase="kernels"`` must return for the op to run on.
         saves: what the op saves for its backward, as ``explain`` prints it.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
             its parameters are from: that op, for which fusion rules take it. Not inherited.
@@ -287,6 +288,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     parameter_names: tuple[str, ...] | None = None
     keywords: ClassVar[tuple[str, ...] | None] = None
     buffer_keywords: ClassVar[tuple[str, ...]] = ()
+    kernels_type: ClassVar[type] = object
     saves: str = "x, parameters"
 
     # The module that this op is a part of, and that holds its parameters (a weak reference).

@@ -400,6 +400,49 @@ def test_the_check_of_a_users_fused_op_changes_nothing_in_the_basic_ops(own_fusi
     assert all(now is then and now == 0 for now, then in zip(seq.buffers(), held, strict=True))
 
 
+class Powered(fz.BasicOperation):
+    """x to the power that the selected kernels give."""
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        return input_ ** (1 if ctx.kernels is None else ctx.kernels.power)
+
+
+def test_kernels_that_have_only_what_their_op_reads(own_fusions):
+    @rule(phase="kernels")
+    def squares(op: Powered) -> types.SimpleNamespace:
+        """As a square."""
+        return types.SimpleNamespace(power=2)
+
+    register_rule(squares)
+    op, x = fz.Sequential(Powered(), require=["squares"]), torch.randn(3)
+    torch.testing.assert_close(op(x), x.square())
+    text = str(fz.explain(op, x.requires_grad_()))
+    assert "kernels: squares" in text
+    assert "saves x, parameters" in text
+
+
+@pytest.mark.parametrize("made", [None, 5])
+def test_kernels_that_an_op_cannot_run_on_are_named(made, own_fusions):
+    @rule(phase="kernels")
+    def others(linear: fz.GroupedLinear) -> object:
+        """Nothing of use."""
+        return made
+
+    register_rule(others)
+    linear = fz.GroupedLinear(2, 4, 4)
+    message = f"others must return kernels of GroupedLinear, a GroupedKernels, got {made}"
+    with pytest.raises(RuntimeError, match=message):
+        linear(torch.randn(3, 4), torch.tensor([1, 2]))
+
+
+def test_kernels_are_selected_for_one_op():
+    with pytest.raises(TypeError, match=r"of_two must take one op.*\['a', 'b'\]"):
+
+        @rule(phase="kernels")
+        def of_two(a: Powered, b: fz.Bias) -> None:
+            """Of two."""
+
+
 def test_ops_that_read_values_are_not_checked(own_fusions):
     class Reads(fz.BasicOperation):
         def op_forward(self, ctx, input_, **_):
