@@ -38,7 +38,6 @@ class _Groups(NamedTuple):
 class Sm100Kernels(GroupedKernels):
     """Saves what the gradients read of the input and of the weights, in the kernels' layouts."""
 
-    name = "sm100"
     saves = (
         "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
         "weights as the data gradient reads them"

@@ -69,7 +69,6 @@ class GroupedKernels:
     what their operands need.
     """
 
-    name = "library"
     saves = ""
     """What a linear saves with these kernels, for ``explain``; its own text if empty."""
 

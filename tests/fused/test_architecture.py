@@ -14,8 +14,6 @@ from fusible.testing import assume_target
 class Batched(GroupedKernels):
     """Reads ``[E, rows, features]``, of which each matrix has the rows of its group, else zeros."""
 
-    name = "batched"
-
     def groups(self, linear, ends, num_rows):
         row, starts = torch.arange(num_rows), torch.cat([ends.new_zeros(1), ends[:-1]])
         return (row >= starts[:, None]) & (row < ends[:, None])

@@ -172,12 +172,6 @@ class Products:
         launch_group_ends(split_sizes, ends, rows)
         return ends
 
-    def fits(self, bias: Tensor) -> bool:
-        """Whether the kernels read a bias as it lies."""
-        shape = self._groups, self._columns
-        fits = bias.shape == shape and bias.device == self._device
-        return fits and _is_plain(bias, self._dtype)
-
     def forward(
         self,
         x: Tensor,
@@ -213,11 +207,11 @@ class Products:
         )
         return y
 
-    def dgrad(self, dy: Tensor, w: int, ends: Tensor, out: Tensor | None = None) -> Tensor:
+    def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
         product = "store", True, False, None, None, False, 0, 0
         launch = self._launches.get(product) or self._by_rows(*product)
-        dx = dy.new_empty(dy.shape[0], self._depth) if out is None else out
+        dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
         return dx
 

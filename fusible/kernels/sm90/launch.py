@@ -119,10 +119,6 @@ class Launch:
         ))  # fmt: skip
 
 
-launch_of = functools.lru_cache(maxsize=4096)(Launch)
-"""A :class:`Launch`, made once for the same arguments."""
-
-
 @functools.cache
 def _vector_kernel(compiled: Any, dtype: torch.dtype) -> Any:
     return load_kernel(compiled, (str(dtype).removeprefix("torch."),), _GPU)

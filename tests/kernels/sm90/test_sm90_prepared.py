@@ -67,7 +67,6 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     row_scale = random(rows) if bias else None
     (it,) = grouped_products.products([x, dy], ((groups, outer, inner), w))
     at = it.of(w)
-    assert b is None or it.fits(b)
     checked, dglu = implementation, (dy, w, ends, preact, scales, act)
     pairs = (
         (it.forward(x, at, ends, b, row_scale),
@@ -137,14 +136,6 @@ def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
     assert fit_again(**given)
     assert not fit_again(**change(given))
     assert not fit_again(**given | {"w": weights(2, 64, 32, "transposed")})
-
-
-def test_a_bias_must_be_laid_out_as_the_kernels_read_it(launches):
-    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
-    assert it.fits(random(2, 64))
-    assert not it.fits(random(64, 2).t())
-    assert not it.fits(random(2, 64).float())
-    assert not it.fits(random(2, 72)[:, :64])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
