@@ -41,6 +41,7 @@ class OperationContext:
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         given_shape: of the first op that a user's op stands for, else None.
+        quantizes: whether the recipe quantizes operands of matrix products.
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
@@ -64,6 +65,7 @@ class OperationContext:
     given_shape: torch.Size | None
     memo: dict[Any, Any]
     kernels: Any
+    quantizes: bool
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
 
@@ -80,6 +82,7 @@ class OperationContext:
         memo: dict[Any, Any] | None = None,
         parameters: Sequence[Tensor] = (),
         kwargs: dict[str, Any] | None = None,
+        quantizes: bool | None = None,
     ) -> None:
         self.requires_grad = needs.requires_grad
         self.needs = needs
@@ -93,6 +96,9 @@ class OperationContext:
         self.given_shape = None
         self.memo = {} if memo is None else memo
         self.kernels = None
+        if quantizes is None:
+            quantizes = recipe is not None and recipe.quantizes
+        self.quantizes = quantizes
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors for the backward; called in the forward, the last call counts."""
@@ -110,6 +116,7 @@ class OperationContext:
         context.forward = self
         context.requires_grad = self.requires_grad
         context.needs = self.needs
+        context.quantizes = self.quantizes
         context.saved_tensors = saved_tensors
         return context
 

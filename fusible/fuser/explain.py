@@ -262,6 +262,7 @@ def _forward_or_note(
         refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
         (context,) = contexts
         context.recipe = context.next_quantizer = None
+        context.quantizes = False
         for features in (x.shape[-1:], *_features(op)):
             dtype = context.parameters[0].dtype if context.parameters else x.dtype
             with suppress(TypeError, ValueError):
@@ -352,8 +353,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         for phase, f in plan.fusions
         if phase != "joint" and f.start <= at < f.stop
     ]
-    quantizes = plan.recipe is not None and plan.recipe.quantizes
-    dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
+    dtype = "bfloat16" if plan.quantizes else plan.facts[at].dtype  # of the products, on CUDA
     selected = plan.kernels[at]
     notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
     if plan.recipe is not None:

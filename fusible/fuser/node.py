@@ -96,8 +96,9 @@ def _new_contexts(
 ) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
+    recipe, autocast, quantizes = plan.recipe, plan.autocast_dtype, plan.quantizes
     contexts = [
-        OperationContext(needs, plan.recipe, plan.autocast_dtype, memo, given[own], of_op)
+        OperationContext(needs, recipe, autocast, memo, given[own], of_op, quantizes)
         for needs, own, of_op in zip(plan.grad, schedule.params, kwargs, strict=True)
     ]
     for context, selected in zip(contexts, plan.kernels, strict=True):

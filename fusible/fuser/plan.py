@@ -183,6 +183,7 @@ class Plan:
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
+        quantizes: whether the recipe quantizes operands of matrix products.
     """
 
     basic_ops: tuple[Any, ...]
@@ -196,6 +197,7 @@ class Plan:
     autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
+    quantizes: bool
 
     def __repr__(self) -> str:
         """The target, the recipe, and the ops of each pass."""
@@ -297,6 +299,7 @@ def plan(
         autocast_dtype,
         target,
         facts,
+        recipe is not None and recipe.quantizes,
     )
 
 

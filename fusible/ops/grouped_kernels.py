@@ -103,7 +103,7 @@ class GroupedKernels:
         ``x`` is in ``ctx.dtype``, or quantized, or what another kernel gave. ``row_scale`` is that
         of the bias, for sums of a gradient's rows.
         """
-        if not _quantizes(ctx):
+        if not ctx.quantizes:
             x = values(x)
             return Rows(x, x)
         # An input's column-wise form is saved for the backward, encoded.
@@ -119,17 +119,17 @@ class GroupedKernels:
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """What is saved of an input, given its `Rows.column`, or None if it is not kept."""
-        if _quantizes(ctx):
+        if ctx.quantizes:
             return column.saved(needed=ctx.needs.params[0])
         return (column,)
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """How many tensors `saved_rows` gives."""
-        return SAVED if _quantizes(ctx) else 1
+        return SAVED if ctx.quantizes else 1
 
     def restored_rows(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
         """The input as `weight_grad` reads it."""
-        if not _quantizes(ctx):
+        if not ctx.quantizes:
             return saved[0]
         if not ctx.needs.params[0]:
             return None
@@ -138,7 +138,7 @@ class GroupedKernels:
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
         """The weights for the forward, and for the data gradient as `saved_weights` takes them."""
-        if not _quantizes(ctx):
+        if not ctx.quantizes:
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
         encoded = linear.encoded_weights(ctx)
@@ -147,14 +147,14 @@ class GroupedKernels:
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """What is saved of the weights."""
-        if not _quantizes(ctx):
+        if not ctx.quantizes:
             return tuple(weights)
         dgrad = ctx.needs.input
         return tuple([t for w in weights for t in w.saved(needed=dgrad)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
         """The weights as `data_grad` and `dglu` read them."""
-        if not _quantizes(ctx):
+        if not ctx.quantizes:
             return list(saved)
         if not ctx.needs.input:
             return []
@@ -198,7 +198,7 @@ class GroupedKernels:
 
     def saves_activation(self, ctx: OperationContext) -> bool:
         """Whether the second linear saves the activation; otherwise `dglu` computes it again."""
-        return _quantizes(ctx)
+        return ctx.quantizes
 
     def row_scales(self, scales: Tensor, groups: Any) -> Tensor:
         """Scales of the activation's rows as `glu` and `dglu` take them, and as they are saved."""
@@ -253,10 +253,6 @@ def glu_of(act: Any) -> Glu:
     """A scaled gated activation as the library's kernels take it."""
     _, _, constants = act.glu()
     return Glu(act.activation, act.glu_interleave_size or 0, *constants.values())
-
-
-def _quantizes(ctx: OperationContext) -> bool:
-    return ctx.recipe is not None and ctx.recipe.quantizes
 
 
 def _vector(t: Tensor) -> Tensor:

@@ -355,8 +355,7 @@ class GroupedLinear(WeightedOperation):
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.checked_scales(ctx, input_, scales)
-        quantizes = ctx.recipe is not None and ctx.recipe.quantizes
-        x = matrix(input_ if quantizes else values(input_), ctx.dtype)
+        x = matrix(input_ if ctx.quantizes else values(input_), ctx.dtype)
         ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
         return x, ends, scales

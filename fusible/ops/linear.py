@@ -102,7 +102,7 @@ class BasicLinear(WeightedOperation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x @ weight.T``, of quantized operands under a recipe."""
-        if ctx.recipe is not None and ctx.recipe.quantizes:
+        if ctx.quantizes:
             return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
         output = self.output_buffer(ctx, input_, ctx.kwargs)
@@ -149,7 +149,7 @@ class BasicLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
-        if ctx.recipe is not None and ctx.recipe.quantizes:
+        if ctx.quantizes:
             return self._quantized_backward(ctx, grad_output)
         weight = ctx.saved_tensors[1]
         dy = cast(grad_output, ctx.dtype)

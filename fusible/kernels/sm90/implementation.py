@@ -193,10 +193,31 @@ def grouped_wgrad(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `fusible.kernels.grouped.grouped_wgrad`."""
-    shape, dtype = (ends.shape[0], dy.shape[1], x.shape[1]), out_dtype or x.dtype
+    groups, dtype = ends.shape[0], out_dtype or x.dtype
+    if dtype == x.dtype and x.shape[0]:
+        dy, x, products, pitches = _gradient_operands(dy, x, ends, groups, None)
+        return products.wgrad(dy, x, ends, pitches=pitches)  # type: ignore[return-value]
+    shape = groups, dy.shape[1], x.shape[1]
     out = x.new_empty(shape, dtype=dtype if dtype == x.dtype else torch.float32)
     grouped_wgrad_([out], dy, x, ends, False)
     return out.to(dtype)
+
+
+def _gradient_operands(
+    dy: Tensor, x: Tensor, ends: Tensor, groups: int, tile: Tile | None
+) -> tuple[Tensor, Tensor, Products, tuple[int, int]]:
+    """What a weight gradient multiplies, as TMA reads it, the launches, and the row pitches."""
+    (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
+    if dy.dtype != x.dtype or dy.shape[0] != x.shape[0] or dy.device != x.device:
+        raise ValueError(
+            f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
+            f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {x.device}"
+        )
+    check_ends(ends, groups, x.device)
+    shape = groups, dy.shape[1], x.shape[1]
+    # Only the gradients' shape counts.
+    like = Matrices(0, shape, (shape[1] * shape[2], shape[2], 1), 0)
+    return dy, x, _products(x, like, tile), (dy_pitch, x_pitch)
 
 
 def grouped_wgrad_(
@@ -208,21 +229,12 @@ def grouped_wgrad_(
     tile: Tile | None = None,
 ) -> None:
     """See `fusible.kernels.grouped.grouped_wgrad_`."""
-    (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
-    if dy.dtype != x.dtype or dy.shape[0] != x.shape[0] or dy.device != x.device:
-        raise ValueError(
-            f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
-            f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {x.device}"
-        )
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
-    shape = groups, dy.shape[1], x.shape[1]
     grads = matrices_of("out", out, x.device)
-    check_ends(ends, groups, x.device)
-    if out[0].shape[-2:] != shape[1:]:
-        raise ValueError(f"out must hold matrices of shape {shape[1:]}, got {tuple(out[0].shape)}")
-    # Only the gradients' shape counts.
-    like = Matrices(0, shape, (shape[1] * shape[2], shape[2], 1), 0)
-    products, pitches = _products(x, like, tile), (dy_pitch, x_pitch)
+    dy, x, products, pitches = _gradient_operands(dy, x, ends, groups, tile)
+    shape = dy.shape[1], x.shape[1]
+    if out[0].shape[-2:] != shape:
+        raise ValueError(f"out must hold matrices of shape {shape}, got {tuple(out[0].shape)}")
     if x.shape[0] == 0:
         for one in () if accumulate else out:
             one.zero_()
