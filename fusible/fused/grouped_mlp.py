@@ -276,6 +276,7 @@ GROUPED_MLP = (grouped_mlp_sm90, grouped_mlp_sm100)
     equal(this.linear.scale_bias, False),
     one_of(this.act.activation, *activations.SM90),
     one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.linear.out_features, 2 * sm90.MULTIPLE_OF),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )

@@ -267,7 +267,7 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
     ) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        kernels = ctx.kernels or LIBRARY
+        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         rows, ends, row_scale = self.rows(ctx, x, split_sizes, scales)
         output = self.output_buffer(ctx, x, ctx.kwargs)
         groups = kernels.groups(self, ends, rows.shape[0])
@@ -410,7 +410,7 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
-        kernels = ctx.kernels or LIBRARY
+        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         dy = matrix(grad_output, ctx.dtype)
         saved = self.restored(kernels, ctx, dy.shape[0])
         operand = self.grad_rows(kernels, ctx, dy, saved)

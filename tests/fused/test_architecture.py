@@ -97,3 +97,24 @@ def test_a_new_architecture(own_fusions):
     text = str(fz.explain(mlp, *inputs, target="sm70"))
     assert "GroupedMLP by grouped_mlp_batched, forward and backward" in text
     assert "kernels: grouped_linear_batched" in text
+
+
+def test_kernels_that_are_falsy_run(own_fusions):
+    class Empty(Batched):
+        def __len__(self):
+            return 0
+
+        def product(self, *given):
+            return 2 * super().product(*given)
+
+    @rule(equal(this.sm, 70), phase="kernels")
+    def twice(linear: fz.GroupedLinear) -> GroupedKernels:
+        """A test."""
+        return Empty()
+
+    own_fusions.install((twice,))
+    linear = fz.GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=True)
+    x, splits = torch.randn(5, 8), torch.tensor([3, 2])
+    want = 2 * linear(x, splits)
+    with assume_target("sm70"):
+        torch.testing.assert_close(linear(x, splits), want)
