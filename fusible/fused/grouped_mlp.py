@@ -26,8 +26,8 @@ from fusible.ops import (
     ScaledSwiGLU,
 )
 from fusible.ops.checks import check_row_scales
-from fusible.ops.grouped_direct import DirectMLP, is_plain
-from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, Rows, glu_of
+from fusible.ops.grouped_direct import DirectMLP, has_default_gradients
+from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand, glu_of
 from fusible.ops.grouped_linear import SavedLinear
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 from fusible.ops.rows import matrix, with_rows_of
@@ -63,7 +63,7 @@ def _linear_glu(
     """A linear and its activation in one kernel; saves what the linear documents."""
     ctx, ctx_act = ctxs
     scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
-    rows, ends, _ = linear.rows(ctx, x, *extra_inputs[0])
+    rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
     linear.output_buffer(ctx, x, ctx.kwargs)  # none: it is not the last op
     groups = kernels.groups(linear, ends, rows.shape[0])
     prepared = kernels.row_scales(scales, groups)
@@ -116,7 +116,7 @@ class GroupedMLP(FusedOperation):
     def direct(self, plan: Plan) -> DirectMLP | None:
         """Plain linears, with the library's kernels."""
         fc1, act, fc2 = self._parts
-        fits = self.kernels is LIBRARY and is_plain(fc1) and is_plain(fc2)
+        fits = self.kernels is LIBRARY and has_default_gradients(fc1) and has_default_gradients(fc2)
         return DirectMLP(fc1, glu_of(act), fc2, plan.grad) if fits else None
 
     def forward_impl(
@@ -130,7 +130,7 @@ class GroupedMLP(FusedOperation):
         _, ctx_act, ctx2 = ctxs
         split_sizes, *bias_scale = extra_inputs[2]
         fc2.refuse_tracing()
-        row_scale = fc2.checked_scales(ctx2, x, *bias_scale or [None])
+        row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x, ctx2.kwargs)
         made = _linear_glu(self.kernels, fc1, act, ctxs[:2], x, extra_inputs[:2])
         fc2.check_alignment(split_sizes)
@@ -210,7 +210,7 @@ class GroupedMLP(FusedOperation):
 class SecondBackward(NamedTuple):
     """What the backward of a grouped MLP has computed when FC1's begins."""
 
-    dpreact: Rows
+    dpreact: GroupedOperand
     """The pre-activation's gradient, for FC1's products."""
     values: Tensor | None
     """The same as a tensor, where there is one."""

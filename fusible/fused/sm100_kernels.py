@@ -18,7 +18,13 @@ from fusible.kernels import sm100
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits
 from fusible.ops import GroupedLinear
-from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, Rows, Saved
+from fusible.ops.grouped_kernels import (
+    Activated,
+    ActivationGrads,
+    GroupedKernels,
+    GroupedOperand,
+    Saved,
+)
 from fusible.ops.rows import as_rows
 from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import WeightGradient, add_or_copy
@@ -59,7 +65,7 @@ class Sm100Kernels(GroupedKernels):
         size = num_rows if rows is None else sm100.padded_size(num_rows, ends.shape[0])
         return _Groups(ends, sm100.PaddedGroups(padded_ends, rows, size))
 
-    def rows(
+    def prepare_rows(
         self,
         linear: GroupedLinear,
         ctx: OperationContext,
@@ -68,11 +74,11 @@ class Sm100Kernels(GroupedKernels):
         products: Sequence[Product],
         groups: _Groups,
         row_scale: Tensor | None = None,
-    ) -> Rows:
+    ) -> GroupedOperand:
         """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
         ends, padded = groups
         if isinstance(x, Operand):  # quantized by the kernel that made it
-            return Rows(x.row, x.column)
+            return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
         if isinstance(x, sm100.Rounded):  # whose rows are padded already
             options["amax"] = x.amax
@@ -83,13 +89,13 @@ class Sm100Kernels(GroupedKernels):
         fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
             packed = sm100.pack(_encoded(x, ctx, role, products, ends), padded)
-            return Rows(packed.form(False), packed.form(True))
+            return GroupedOperand(packed.form(False), packed.form(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
         packed, sums = sm100.quantize(
             x, fmt, ends, padded, rowwise=rowwise, columnwise=columnwise, **options
         )
-        return Rows(packed.row, packed.column, sums)
+        return GroupedOperand(packed.row, packed.column, sums)
 
     def saved_rows(self, ctx: OperationContext, column: Form | None) -> Saved:
         """The column-wise form, if the weight needs its gradient."""

@@ -16,7 +16,7 @@ from fusible.names import did_you_mean
 
 @dataclass(frozen=True)
 class Path:
-    """A fact to read from a site later, times an integer factor: ``2 * this.fc2.in_features``."""
+    """A fact to read later, times an integer factor: ``2 * this.fc2.in_features``."""
 
     names: tuple[str, ...] = ()
     factor: int = 1
@@ -33,17 +33,17 @@ class Path:
         path = ".".join(self.names)
         return path if self.factor == 1 else f"{self.factor} * {path}"
 
-    def read(self, site: Any) -> Any:
-        """The fact's value at ``site``; ``AttributeError`` names the facts there are."""
+    def read(self, facts: Any) -> Any:
+        """The fact's value in ``facts``; ``AttributeError`` lists the facts there are."""
         for name in self.names:
-            if not hasattr(site, name):
-                known = sorted(getattr(site, "_fields", getattr(site, "__dict__", {})))
+            if not hasattr(facts, name):
+                known = sorted(getattr(facts, "_fields", getattr(facts, "__dict__", {})))
                 raise AttributeError(
                     f"{'.'.join(self.names)} is not a fact: there is no {name!r} among "
                     f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
                 )
-            site = getattr(site, name)
-        return site if site is None or self.factor == 1 else self.factor * site
+            facts = getattr(facts, name)
+        return facts if facts is None or self.factor == 1 else self.factor * facts
 
 
 this = Path()
@@ -64,7 +64,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Condition:
-    """``subject`` read from a site must satisfy ``holds``; ``says`` completes the sentence.
+    """``subject`` must satisfy ``holds``; ``says`` completes the sentence.
 
     ``hint`` tells the user what can be done where it does not.
     """
@@ -85,12 +85,12 @@ class Condition:
         other = () if self.other is None else (self.other,)
         return (self.subject, *other, *[fact for fact, _ in self.only_where])
 
-    def why_not(self, site: Any) -> str | None:
-        """The sentence that is false at ``site``, or None where the condition holds."""
-        if any(fact.read(site) != value for fact, value in self.only_where):
+    def why_not(self, facts: Any) -> str | None:
+        """The sentence that is false of ``facts``, or None where the condition holds."""
+        if any(fact.read(facts) != value for fact, value in self.only_where):
             return None
-        value = self.subject.read(site)
-        other = None if self.other is None else self.other.read(site)
+        value = self.subject.read(facts)
+        other = None if self.other is None else self.other.read(facts)
         hint = f"; {self.hint}" if self.hint else ""
         try:
             if not isinstance(value, Unreadable) and self.holds(value, other):

@@ -41,14 +41,14 @@ def derived_dtypes(
     sizes = [size for t in stored for size in reversed(t.shape)]
     device = stored[0].device if stored else torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for size, beside in product(
+    for size, extra_dims in product(
         dict.fromkeys([*sizes, _FEATURES]), (2, 1)[: 1 + bool(extra_dtypes)]
     ):
         try:
             with leaving_alone(op.modules(), mode, all_attributes=True), torch.no_grad():
                 x, *extra = [
                     torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
-                    for dims, dtype in ((2, input_dtype), *[(beside, t) for t in extra_dtypes])
+                    for dims, dtype in ((2, input_dtype), *[(extra_dims, t) for t in extra_dtypes])
                 ]
                 return _given(op, x, extra, autocast)
         except Exception as error:  # it wants another shape, or values

@@ -285,7 +285,7 @@ def _ends(module: nn.Module) -> Iterator[str]:
     names.update({part: name for name, part in parts})
     root = type(getattr(module, "_orig_mod", module)).__name__
     for part in [*names][::-1]:
-        ask = getattr(type(part), "ends_of_runs", None)
+        ask = getattr(type(part), "run_boundaries", None)
         for called, why, rules in () if ask is None else ask(part):
             tried = f"; rules not tried for that: {', '.join(rules)}" if rules else ""
             yield (
@@ -371,16 +371,15 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
-    shown = [r for r in plan.refusals if every_rule or not r.elsewhere]
+    shown = [r for r in plan.refusals if every_rule or not r.other_target]
     for heading, selecting in (("not fused:", False), ("kernels not selected:", True)):
         some = [r for r in shown if (r.rule.phase == "kernels") == selecting]
         yield from [heading] * bool(some)
         yield from _reasons(some)
-    if elsewhere := {r.rule.name for r in plan.refusals if r not in shown}:
-        rules = "rule is" if len(elsewhere) == 1 else "rules are"
+    if others := {r.rule.name for r in plan.refusals if r not in shown}:
+        rules = "rule is" if len(others) == 1 else "rules are"
         yield (
-            f"{len(elsewhere)} more {rules} for other machines or recipes "
-            "(to_text(every_rule=True))"
+            f"{len(others)} more {rules} for other machines or recipes (to_text(every_rule=True))"
         )
     touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
     touched |= {i for i, selected in enumerate(plan.kernels) if selected is not None}

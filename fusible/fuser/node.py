@@ -13,8 +13,8 @@ from torch.autograd.profiler import record_function
 
 from fusible.fuser.callers_buffers import check_grad_input, returned_grad
 from fusible.fuser.context import OperationContext
+from fusible.fuser.error_notes import note_place
 from fusible.fuser.ownership import InputOwner, Owner, owned_grads
-from fusible.fuser.places import note_place
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep
 from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
 from fusible.fuser.tracing import hooks_hold_saved
@@ -56,7 +56,7 @@ def run_forward(
         if is_users:
             _note_inputs(own, x, inputs)
         if owner is not None:
-            owner.before(x, inputs, produced, start, stop)
+            owner.before(x, inputs, produced, start)
         try:
             returned = _forward_of(step, x, profiled)(own, x, inputs)
             _check_returned(schedule, step, returned, own)

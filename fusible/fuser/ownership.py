@@ -104,9 +104,8 @@ class InputOwner:
         inputs: Sequence[Tensors],
         produced: Sequence[Tensors],
         start: int,
-        stop: int,
     ) -> None:
-        """Note on the contexts of ops[start:stop], which are about to run, what they may write to.
+        """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
 
         Raises:
             ValueError: a tensor of the caller is to be written to that something else reads, whose

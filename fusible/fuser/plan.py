@@ -70,9 +70,9 @@ class OpFacts:
         names = {*extra, *kind.extra_input_names}
         facts = dict.fromkeys(kind.fact_names)
         op = OpFacts(facts, None, dict.fromkeys(names, blank), blank, "")
-        return op.site(GradNeeds(False, False, (), ()))
+        return op.namespace(GradNeeds(False, False, (), ()))
 
-    def site(self, needs: GradNeeds) -> SimpleNamespace:
+    def namespace(self, needs: GradNeeds) -> SimpleNamespace:
         """The namespace that ``this.<op>`` reads."""
         for name in self.facts:
             if name in _FACTS_OF_ALL:
@@ -106,14 +106,14 @@ class Step(NamedTuple):
 class Refusal:
     """A rule whose pattern fits the ops from ``start``, and the conditions that were false.
 
-    ``elsewhere`` says that it is for other machines or recipes.
+    ``other_target``: whether the rule is for other machines or recipes.
     """
 
     rule: Rule
     start: int
     ops: tuple[Any, ...]
     reasons: tuple[str, ...]
-    elsewhere: bool = False
+    other_target: bool = False
 
     def __repr__(self) -> str:
         where = f"ops[{self.start}:{self.start + len(self.ops)}]"
@@ -264,11 +264,11 @@ def plan(
     """
     user = user or UserFusions()
     refusals: list[Refusal] = []
-    site_of = _site_reader(facts, recipe, target, grad)
+    facts_of = _facts_reader(facts, recipe, target, grad)
 
     def scan(phase: Phase, taken: Sequence[Fusion]) -> list[Fusion]:
         chosen = [r for r in rules if r.phase == phase]
-        return list(_scan(ops, chosen, taken, site_of, refusals))
+        return list(_scan(ops, chosen, taken, facts_of, refusals))
 
     joint = scan("joint", [*user.joint, *user.forward, *user.backward])
     forward = scan("forward", [*joint, *user.forward])
@@ -284,7 +284,7 @@ def plan(
     selecting = [r for r in rules if r.phase == "kernels"]
     taken = {i for _, fusion in made for i in range(fusion.start, fusion.stop)}
     kernels = [
-        None if i in taken else _selected(ops, i, selecting, site_of, refusals)
+        None if i in taken else _selected(ops, i, selecting, facts_of, refusals)
         for i in range(len(ops))
     ]
     return Plan(
@@ -307,7 +307,7 @@ def _scan(
     ops: Sequence[Any],
     rules: Sequence[Rule],
     taken: Sequence[Fusion],
-    site_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    facts_of: Callable[[dict[str, Any], int], SimpleNamespace],
     refusals: list[Refusal],
 ) -> Iterator[Fusion]:
     """Walk the ops once and take the first rule that fits; refusals are added to a list."""
@@ -322,10 +322,10 @@ def _scan(
             if bound is None:
                 continue
             stop = at + sum(op is not None for op in bound.values())
-            site = site_of(bound, at)
-            if reasons := rule.why_not(bound, site):
-                elsewhere = not rule.concerns(site)
-                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, elsewhere))
+            this = facts_of(bound, at)
+            if reasons := rule.why_not(bound, this):
+                other_target = not rule.applies_to_target(this)
+                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, other_target))
                 continue
             yield Fusion(at, stop, _built(rule, bound, ops[at:stop]), rule, rule.name)
             at = stop - 1
@@ -337,7 +337,7 @@ def _selected(
     ops: Sequence[Any],
     at: int,
     rules: Sequence[Rule],
-    site_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    facts_of: Callable[[dict[str, Any], int], SimpleNamespace],
     refusals: list[Refusal],
 ) -> Selected | None:
     """The kernels of the first rule that fits an op; if none does, their refusals are added."""
@@ -346,11 +346,11 @@ def _selected(
         bound = rule.fit(ops[: at + 1], at)
         if bound is None:
             continue
-        site = site_of(bound, at)
-        reasons = rule.why_not(bound, site)
+        this = facts_of(bound, at)
+        reasons = rule.why_not(bound, this)
         if not reasons:
             return Selected(rule, _built_kernels(rule, bound, ops[at]))
-        refused.append(Refusal(rule, at, (ops[at],), reasons, not rule.concerns(site)))
+        refused.append(Refusal(rule, at, (ops[at],), reasons, not rule.applies_to_target(this)))
     refusals.extend(refused)
     return None
 
@@ -379,13 +379,13 @@ def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     return op
 
 
-def _site_reader(
+def _facts_reader(
     facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]
 ) -> Callable[[dict[str, Any], int], SimpleNamespace]:
     """A function that makes the namespace ``this`` of ops that fit a pattern from an index on."""
 
-    def site_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
-        site = SimpleNamespace(
+    def facts_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
+        this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,
             format=SimpleNamespace(**_format_names(recipe)),
@@ -400,11 +400,11 @@ def _site_reader(
         )
         for name, op in bound.items():
             if op is not None:
-                setattr(site, name, facts[at].site(grad[at]))
+                setattr(this, name, facts[at].namespace(grad[at]))
                 at += 1
-        return site
+        return this
 
-    return site_of
+    return facts_of
 
 
 def check_facts(rule: Rule) -> None:
@@ -415,18 +415,18 @@ def check_facts(rule: Rule) -> None:
     """
     blank = TensorFacts("", "", None, False, 0)
     for kinds in product(*[slot.types for slot in rule.pattern]):
-        site = _site_reader((OpFacts({}, None, {}, blank, ""),), None, Target("cpu"), ())({}, 0)
+        this = _facts_reader((OpFacts({}, None, {}, blank, ""),), None, Target("cpu"), ())({}, 0)
         for slot, kind in zip(rule.pattern, kinds, strict=True):
-            if hasattr(site, slot.name):
+            if hasattr(this, slot.name):
                 raise ValueError(
                     f"the ops of the rule {rule.name} must not be called as what conditions read "
-                    f"({', '.join(sorted(vars(site)))}), got {slot.name!r}"
+                    f"({', '.join(sorted(vars(this)))}), got {slot.name!r}"
                 )
             if not slot.optional:  # which has no facts where it is left out
-                setattr(site, slot.name, OpFacts.of_type(kind, blank))
+                setattr(this, slot.name, OpFacts.of_type(kind, blank))
         for path in rule.paths:
             try:
-                path.read(site)
+                path.read(this)
             except AttributeError as error:
                 raise ValueError(
                     f"the conditions of the rule {rule.name} must read facts: {error}"

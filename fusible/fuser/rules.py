@@ -68,13 +68,13 @@ class Rule:
         """Of all facts that its conditions read."""
         return tuple(path for need in self.needs for path in need.paths)
 
-    def concerns(self, site: Any) -> bool:
+    def applies_to_target(self, facts: Any) -> bool:
         """Whether the rule is for this machine and this recipe, whatever else it needs."""
-        about = [need for need in self.needs if need.subject.names in _SURROUNDINGS]
-        return all(need.why_not(site) is None for need in about)
+        about = [need for need in self.needs if need.subject.names in _TARGET_FACTS]
+        return all(need.why_not(facts) is None for need in about)
 
-    def why_not(self, bound: dict[str, Any], site: Any) -> tuple[str, ...]:
-        """Every sentence that is false at ``site``; empty where the rule applies."""
+    def why_not(self, bound: dict[str, Any], facts: Any) -> tuple[str, ...]:
+        """Every sentence that is false of ``facts``; empty where the rule applies."""
         reasons = []
         for slot in self.pattern:
             op = bound[slot.name]
@@ -83,7 +83,7 @@ class Rule:
                     f"{slot.name} must be {slot} itself, got its subclass {type(op).__name__}, "
                     "whose math may differ"
                 )
-        reasons.extend(r for need in self.needs if (r := need.why_not(site)) is not None)
+        reasons.extend(r for need in self.needs if (r := need.why_not(facts)) is not None)
         return tuple(reasons)
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
 
 
 # Facts of the machine and the recipe, which users rarely change to get a fusion.
-_SURROUNDINGS = (("sm",), ("device",), ("recipe",))
+_TARGET_FACTS = (("sm",), ("device",), ("recipe",))
 
 
 def _computes_as(op: Any) -> type:

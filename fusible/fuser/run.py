@@ -17,11 +17,11 @@ from torch.nn.utils import parametrize
 from fusible.caches import keep
 from fusible.fuser import target as targets
 from fusible.fuser.callers_buffers import check_buffers
+from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
 from fusible.fuser.parts import Part, parts_of, run_parts
-from fusible.fuser.places import note_op, outermost_call
 from fusible.fuser.plan import GradNeeds, Plan, UserFusions, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, TensorKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry

@@ -114,8 +114,8 @@ def _lanes(wiring: Wiring) -> dict[tuple[int, int], int]:
     ends = {source: max(ops) for source, ops in wiring.consumers.items() if ops}
     lanes: dict[tuple[int, int], int] = {}
     for source in sorted(ends, key=lambda s: ends[s] - s[0]):
-        beside = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
-        lanes[source] = next(x for x in count() if x not in beside)
+        taken = {x for s, x in lanes.items() if s[0] <= ends[source] and source[0] <= ends[s]}
+        lanes[source] = next(x for x in count() if x not in taken)
     return lanes
 
 

@@ -58,7 +58,7 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def beside(x: Tensor, sizes: Tensor, who: str) -> Tensor:
+def on_device_of(x: Tensor, sizes: Tensor, who: str) -> Tensor:
     """What says how many rows each group has, on the device of the rows.
 
     Raises:

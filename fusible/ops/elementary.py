@@ -147,17 +147,17 @@ class AddExtraInput(BasicOperation):
         return f"in_place={self.in_place}"
 
 
-def check_addend(addend: Tensor | None, shape: Sequence[int], beside: Tensor) -> Tensor:
+def check_addend(addend: Tensor | None, shape: Sequence[int], input_: Tensor) -> Tensor:
     """The extra input of ``AddExtraInput``, refused unless it has ``shape`` and the right device.
 
     Raises:
         ValueError: it does not.
     """
-    if addend is None or addend.shape != shape or addend.device != beside.device:
+    if addend is None or addend.shape != shape or addend.device != input_.device:
         got = None if addend is None else f"{tuple(addend.shape)} on {addend.device}"
         raise ValueError(
             f"extra input of AddExtraInput must have shape {tuple(shape)} and lie on "
-            f"{beside.device}, as what it is added to, got {got}"
+            f"{input_.device}, as what it is added to, got {got}"
         )
     return addend
 

@@ -1,6 +1,6 @@
-"""Grouped linears and grouped MLPs on Hopper as one autograd node each: least work for the host.
+"""Grouped linears and grouped MLPs on Hopper as one autograd node each, with the least host time.
 
-They take what asks for nothing but the kernels; all else goes the fused ops' own way.
+They run calls that need nothing but the kernels; the fused ops run all others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import tiles
 
 
-def is_plain(linear: Any) -> bool:
-    """Whether a linear is its product, and its gradients are autograd's."""
+def has_default_gradients(linear: Any) -> bool:
+    """Whether a linear is its product alone and hands all its gradients to autograd."""
     return not (
         linear.has_bias
         or linear.accumulate_into_main_grad
@@ -32,15 +32,15 @@ class _Direct:
     """The products of some linears, found once for few rows and once for many."""
 
     def __init__(self, *linears: Any) -> None:
-        self._linears, self._shapes = (
-            linears,
-            [(linear.num_groups, linear.out_features, linear.in_features) for linear in linears],
-        )
+        self._linears = linears
+        self._shapes = [
+            (linear.num_groups, linear.out_features, linear.in_features) for linear in linears
+        ]
         self._groups, _, self._features = self._shapes[0]
-        self._found: dict[bool, Any] = {}
+        self._by_row_count: dict[bool, Any] = {}
 
     def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
-        """Whether these are the input and the groups' sizes, which nothing asks to read."""
+        """Whether these are the input and the groups' sizes, whose values no check reads."""
         return (
             x.shape[-1] == self._features
             and split_sizes.shape == (self._groups,)
@@ -53,26 +53,28 @@ class _Direct:
     def _products(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
         """The products, each with its weight, that run these operands, or None."""
         many = tiles.has_many_rows(rows[0].shape[0], self._groups)
-        found = self._found.get(many)
+        found = self._by_row_count.get(many)
         if found is None or not sm90.fit_again(
             rows, [w[0] for w in weights if len(w) == 1], self._shapes
         ):
             found = sm90.products(rows, *zip(self._shapes, weights, strict=True))
-            # A gradient lies as its weight does, which is not a product's business.
+            # A weight gradient has its weight's layout; these products write contiguous ones only.
             if found is None or not all([w[0].is_contiguous() for w in weights]):
                 return None
-            self._found[many] = found
+            self._by_row_count[many] = found
         return [(product, product.of(w)) for product, w in zip(found, weights, strict=True)]
 
-    def _prepare(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
-        """The rows as the products take them, and these, for any operands of a backward."""
+    def _backward_products(
+        self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]
+    ) -> Any:
+        """The rows and the products, by library ops where no other runs these operands."""
         found = self._products(rows, weights)
         if found is not None:
             return rows, found
-        return rows, [(_DISPATCHED, w) for w in weights]
+        return rows, [(_LIBRARY_PRODUCTS, w) for w in weights]
 
 
-class _Dispatched:
+class _LibraryProducts:
     """The products of a backward by library ops, for operands that must be checked or traced."""
 
     @staticmethod
@@ -84,7 +86,7 @@ class _Dispatched:
     wgrad = staticmethod(grouped.grouped_wgrad)
 
 
-_DISPATCHED = _Dispatched()
+_LIBRARY_PRODUCTS = _LibraryProducts()
 
 
 class DirectLinear(_Direct):
@@ -111,7 +113,7 @@ class DirectLinear(_Direct):
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands; ``held`` says that others may read what was saved."""
         x, ends, *weights = saved
-        (dy, x), ((product, w),) = self._prepare([grad_output, x], [weights])
+        (dy, x), ((product, w),) = self._backward_products([grad_output, x], [weights])
         dx = product.dgrad(dy, w, ends) if self._needs.input else None
         dweights: Sequence[Tensor | None] = [None] * len(weights)
         if self._needs.params[0]:
@@ -155,7 +157,7 @@ class DirectMLP(_Direct):
         """The gradients of the operands; ``held`` says that others may read what was saved."""
         x, ends, scales, preact, *weights = saved
         (fc1, fc2), cut = self._linears, self._cut
-        (dy, x, preact), ((first, w1), (second, w2)) = self._prepare(
+        (dy, x, preact), ((first, w1), (second, w2)) = self._backward_products(
             [grad_output, x, preact], [weights[:cut], weights[cut:]]
         )
         dpreact, hidden, dscales = second.dglu(

@@ -28,45 +28,47 @@ from fusible.recipes.recipe import Role
 Saved = tuple[Tensor | None, ...]
 
 
-class Rows(NamedTuple):
-    """Rows of groups as the kernels read them."""
+class GroupedOperand(NamedTuple):
+    """Rows ``[rows, features]`` of all groups in the kernels' format, opaque to the caller."""
 
     row: Any
-    """For the forward and the data gradient, which reduce along the features."""
+    """For `product`, `glu`, `data_grad` and `dglu`, which reduce along the features."""
     column: Any
-    """For the weight gradient, which reduces along the rows; what `saved_rows` takes."""
+    """For `saved_rows` and `weight_grad`, which reduces along the rows."""
     sums: Tensor | None = None
-    """FP32 or BF16 ``[E, features]``, the sums of each group's rows, where they came for free."""
+    """FP32 or BF16 ``[E, features]``, the sums of each group's rows, where quantizing made them."""
 
 
 class Activated(NamedTuple):
-    """What the kernel of the first linear and the activation gives."""
+    """The outputs of `GroupedKernels.glu`."""
 
     preact: Tensor
-    """``[rows, 2 * features]``, without rows if it is not kept."""
+    """``[rows, 2 * features]``, without rows if it is not saved."""
     output: Any
-    """The activation ``[rows, features]``, as `GroupedKernels.rows` takes it."""
+    """The activation ``[rows, features]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
 
 
 class ActivationGrads(NamedTuple):
-    """What the kernel of the second linear's data gradient and the activation's backward gives."""
+    """The outputs of `GroupedKernels.dglu`."""
 
     preact: Any
-    """The pre-activation's gradient, as `GroupedKernels.rows` takes it."""
+    """Gradient ``[rows, 2 * features]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
     output: Any | None
-    """The activation once more, as a weight gradient reads it; None where it was saved."""
+    """The activation ``[rows, features]`` as `weight_grad` reads it; None where it was saved."""
     scales: Tensor
-    """``[rows]``."""
+    """Gradient of the row scales, ``[rows]``."""
     bias: Tensor | None
-    """``[E, 2 * features]``, where the kernel gives it and it was asked for."""
+    """Gradient ``[E, 2 * features]`` of the first linear's bias, if requested and fused."""
 
 
 class GroupedKernels:
     """Grouped products of one architecture, over rows ``[rows, features]`` sorted by group.
 
-    ``ends`` are the groups' int32 end rows. The methods read the recipe, the dtype and which
-    gradients are needed from the op's context. None may wait for the device. Subclasses override
-    what their operands need.
+    ``ends``, int32 ``[E]``, are the groups' end rows. The methods read the recipe, the dtype and
+    which gradients are needed from the op's context. None may synchronise with the device. An
+    argument or result of type ``Any`` is opaque to the caller, which only passes it to the methods
+    named here: groups, rows, weights and activations in the format of these kernels. A subclass
+    for other formats overrides the methods that make and read them.
     """
 
     saves = ""
@@ -75,20 +77,20 @@ class GroupedKernels:
     # --- operands --------------------------------------------------------------------------------
 
     def groups(self, linear: Any, ends: Tensor, num_rows: int) -> Any:
-        """What the products are told of the groups."""
+        """The groups as all other methods take them, for rows ``[num_rows, features]``."""
         return ends
 
     def saved_groups(self, groups: Any) -> Saved:
-        """What is saved of the groups beside ``ends``."""
+        """The tensors to save of `groups`, besides ``ends``: ``num_saved_groups`` many."""
         return ()
 
     def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> Any:
-        """Undo `saved_groups`."""
+        """The `groups` in the backward, from ``ends`` and the tensors of `saved_groups`."""
         return ends
 
     num_saved_groups = 0
 
-    def rows(
+    def prepare_rows(
         self,
         linear: Any,
         ctx: OperationContext,
@@ -97,15 +99,15 @@ class GroupedKernels:
         products: Sequence[Product],
         groups: Any,
         row_scale: Tensor | None = None,
-    ) -> Rows:
-        """``x`` for ``products``: quantized where the recipe says so, each group apart.
+    ) -> GroupedOperand:
+        """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
 
-        ``x`` is in ``ctx.dtype``, or quantized, or what another kernel gave. ``row_scale`` is that
-        of the bias, for sums of a gradient's rows.
+        ``x`` is ``[rows, features]`` in ``ctx.dtype``, or quantized, or an output of `glu` or
+        `dglu`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the sums for the bias.
         """
         if not ctx.quantizes:
             x = values(x)
-            return Rows(x, x)
+            return GroupedOperand(x, x)
         # An input's column-wise form is saved for the backward, encoded.
         as_values = ("forward",) if role == "input" else products
         encoded = encode_operand(x, ctx.recipe, role, *products, ends=groups, as_values=as_values)
@@ -114,21 +116,21 @@ class GroupedKernels:
             if product in products:
                 row = operand(encoded, product, role, compute)
         if role == "input" or "wgrad" not in products:
-            return Rows(row, encoded)
-        return Rows(row, operand(encoded, "wgrad", role, compute))
+            return GroupedOperand(row, encoded)
+        return GroupedOperand(row, operand(encoded, "wgrad", role, compute))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
-        """What is saved of an input, given its `Rows.column`, or None if it is not kept."""
+        """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
         if ctx.quantizes:
             return column.saved(needed=ctx.needs.params[0])
         return (column,)
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
-        """How many tensors `saved_rows` gives."""
+        """How many tensors `saved_rows` returns."""
         return SAVED if ctx.quantizes else 1
 
     def restored_rows(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
-        """The input as `weight_grad` reads it."""
+        """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
         if not ctx.quantizes:
             return saved[0]
         if not ctx.needs.params[0]:
@@ -137,7 +139,7 @@ class GroupedKernels:
         return operand(encoded, "wgrad", "input", compute_dtype(groups.device))
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
-        """The weights for the forward, and for the data gradient as `saved_weights` takes them."""
+        """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
         if not ctx.quantizes:
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
@@ -146,14 +148,14 @@ class GroupedKernels:
         return [operand(w, "forward", "weight", compute) for w in encoded], encoded
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
-        """What is saved of the weights."""
+        """The tensors to save of the weights, the second result of `weights`."""
         if not ctx.quantizes:
             return tuple(weights)
         dgrad = ctx.needs.input
         return tuple([t for w in weights for t in w.saved(needed=dgrad)])
 
     def restored_weights(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
-        """The weights as `data_grad` and `dglu` read them."""
+        """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
         if not ctx.quantizes:
             return list(saved)
         if not ctx.needs.input:
@@ -175,7 +177,11 @@ class GroupedKernels:
         row_scale: Tensor | None,
         output: Tensor | None,
     ) -> Tensor:
-        """``x @ w[e].T + bias[e] * row_scale`` in ``ctx.dtype``, in ``output`` if it is given."""
+        """``x @ w[e].T + bias[e] * row_scale``, ``[rows, out_features]`` in ``ctx.dtype``.
+
+        ``x`` is `GroupedOperand.row`, ``row_scale`` ``[rows]`` or None; the result is written to
+        ``output`` ``[..., out_features]`` if that is given.
+        """
         bias = linear.stacked_bias(ctx, x.dtype)
         return _multiplied(ctx, x, weights, groups, bias, row_scale, False, output)
 
@@ -187,21 +193,28 @@ class GroupedKernels:
         groups: Any,
         output: Tensor | None,
     ) -> Tensor:
-        """``dy @ w[e]`` in ``ctx.dtype``, in ``output`` if it is given."""
+        """``dy @ w[e]``, ``[rows, in_features]`` in ``ctx.dtype``.
+
+        ``dy`` is `GroupedOperand.row`; the result is written to ``output`` ``[..., in_features]``
+        if that is given.
+        """
         return _multiplied(ctx, dy, weights, groups, None, None, True, output)
 
     def weight_grad(self, ctx: OperationContext, dy: Any, x: Any, groups: Any) -> WeightGradient:
-        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet."""
+        """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
+
+        ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
+        """
         return grouped_gradient(dy, x, groups, ctx.transposed)
 
     # --- the activation between two linears ------------------------------------------------------
 
     def saves_activation(self, ctx: OperationContext) -> bool:
-        """Whether the second linear saves the activation; otherwise `dglu` computes it again."""
+        """Whether the second linear saves the activation; otherwise `dglu` recomputes it."""
         return ctx.quantizes
 
     def row_scales(self, scales: Tensor, groups: Any) -> Tensor:
-        """Scales of the activation's rows as `glu` and `dglu` take them, and as they are saved."""
+        """Row scales of the activation as `glu` and `dglu` take them and as they are saved."""
         return scales if scales.dim() == 1 and scales.is_contiguous() else _vector(scales)
 
     def glu(
@@ -215,7 +228,10 @@ class GroupedKernels:
         scales: Tensor,
         keep: bool,
     ) -> Activated:
-        """``glu(x @ w[e].T + bias[e]) * scales``; ``keep`` the pre-activation."""
+        """``glu(x @ w[e].T + bias[e]) * scales``, ``[rows, features]``.
+
+        ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`. ``keep`` the pre-activation.
+        """
         bias = linear.stacked_bias(ctx, x.dtype)
         preact, out = grouped.grouped_glu(x, weights, groups, scales, glu_of(act), bias, keep)
         return Activated(preact, cast(out, ctx.dtype))
@@ -235,8 +251,9 @@ class GroupedKernels:
     ) -> ActivationGrads:
         """The activation's backward in the data gradient of the second linear, whose ``ctx`` it is.
 
-        ``bias`` asks for the gradient of the first linear's bias, which the kernel may give.
-        ``overwrite`` allows to write into ``preact``.
+        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, 2 * features]``
+        and ``scales`` those of `glu`. ``bias`` requests the gradient of the first linear's bias,
+        if these kernels fuse it. ``overwrite``: ``preact`` may be written to.
         """
         dpreact, act_again, dscales = grouped.grouped_dglu(
             dy, weights, groups, preact, scales, glu_of(act), overwrite
@@ -246,11 +263,11 @@ class GroupedKernels:
 
 
 LIBRARY = GroupedKernels()
-"""What runs where no other kernels are selected."""
+"""The default: kernels of the library ops, where kernel selection finds no others."""
 
 
 def glu_of(act: Any) -> Glu:
-    """A scaled gated activation as the library's kernels take it."""
+    """The parameters of a scaled gated activation for the library ops."""
     _, _, constants = act.glu()
     return Glu(act.activation, act.glu_interleave_size or 0, *constants.values())
 

@@ -15,16 +15,16 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.kernels import grouped
 from fusible.ops.checks import (
-    beside,
     check_features,
     check_row_scales,
     check_sizes,
     described,
+    on_device_of,
     product_dtype,
 )
 from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_direct import DirectLinear, is_plain
-from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, Rows
+from fusible.ops.grouped_direct import DirectLinear, has_default_gradients
+from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
 from fusible.ops.op import Grads
 from fusible.ops.rows import matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
@@ -39,7 +39,7 @@ class SavedLinear(NamedTuple):
     """What the backward of a ``GroupedLinear`` reads of its forward."""
 
     x: Any
-    """The input, as the weight gradient reads it; None where it was not kept."""
+    """The input, as the weight gradient reads it; None where it was not saved."""
     ends: Tensor
     """End rows of the groups, ``[num_groups]``."""
     row_scale: Tensor | None
@@ -249,7 +249,7 @@ class GroupedLinear(WeightedOperation):
     def direct(self, plan: Plan) -> DirectLinear | None:
         """A plain linear that the SM90 kernels run."""
         (selected,) = plan.kernels
-        fits = selected is not None and selected.kernels is LIBRARY and is_plain(self)
+        fits = selected is not None and selected.kernels is LIBRARY and has_default_gradients(self)
         return DirectLinear(self, plan.grad[0]) if fits else None
 
     def get_grad_output_quantizer(self) -> Any:
@@ -268,7 +268,7 @@ class GroupedLinear(WeightedOperation):
     ) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
         kernels = LIBRARY if ctx.kernels is None else ctx.kernels
-        rows, ends, row_scale = self.rows(ctx, x, split_sizes, scales)
+        rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
         output = self.output_buffer(ctx, x, ctx.kwargs)
         groups = kernels.groups(self, ends, rows.shape[0])
         y = self.product(kernels, ctx, rows, ends, groups, row_scale, output)
@@ -296,10 +296,12 @@ class GroupedLinear(WeightedOperation):
 
     def input_rows(
         self, kernels: GroupedKernels, ctx: OperationContext, x: Any, groups: Any
-    ) -> Rows:
+    ) -> GroupedOperand:
         """The input for the products that will read it."""
         products: tuple[Product, ...] = ("forward", "wgrad")
-        return kernels.rows(self, ctx, x, "input", products[: 1 + ctx.needs.params[0]], groups)
+        return kernels.prepare_rows(
+            self, ctx, x, "input", products[: 1 + ctx.needs.params[0]], groups
+        )
 
     def save(
         self,
@@ -311,7 +313,7 @@ class GroupedLinear(WeightedOperation):
         groups: Any,
         weights: Any,
     ) -> None:
-        """Save what the gradients read; ``x`` is `Rows.column`, None if it is not to be kept."""
+        """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
         ctx.save_for_backward(
             *kernels.saved_rows(ctx, x),
             ends,
@@ -344,7 +346,7 @@ class GroupedLinear(WeightedOperation):
             return [cast(values(weight), dtype) for weight in weights]
         return weights
 
-    def rows(
+    def prepare_input(
         self,
         ctx: OperationContext,
         input_: Tensor,
@@ -354,7 +356,7 @@ class GroupedLinear(WeightedOperation):
         """Checked ``(x, ends, row_scale)``; x as rows in ``ctx.dtype``, or quantized as it is."""
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
-        scales = self.checked_scales(ctx, input_, scales)
+        scales = self.prepare_scales(ctx, input_, scales)
         x = matrix(input_ if ctx.quantizes else values(input_), ctx.dtype)
         ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
@@ -365,7 +367,7 @@ class GroupedLinear(WeightedOperation):
         if self.split_alignment > 1 and split_sizes is not None:
             grouped.check_alignment(split_sizes, self.split_alignment)
 
-    def checked_scales(
+    def prepare_scales(
         self, ctx: OperationContext, input_: Tensor, scales: Tensor | None
     ) -> Tensor | None:
         """The row scales of the bias, contiguous ``[rows]``; checks all but the input's features.
@@ -420,17 +422,17 @@ class GroupedLinear(WeightedOperation):
 
     def grad_rows(
         self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
-    ) -> Rows:
+    ) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
         asked: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
         products = [product for product, needed in asked.items() if needed]
-        return kernels.rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
+        return kernels.prepare_rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
 
     def data_grad(
         self,
         kernels: GroupedKernels,
         ctx: OperationContext,
-        dy: Rows,
+        dy: GroupedOperand,
         saved: SavedLinear,
         grad_output: Tensor,
     ) -> Tensor | None:
@@ -445,7 +447,7 @@ class GroupedLinear(WeightedOperation):
         self,
         kernels: GroupedKernels,
         ctx: OperationContext,
-        dy: Rows,
+        dy: GroupedOperand,
         saved: SavedLinear,
         x: Any,
         dy_values: Tensor | None,
@@ -528,6 +530,6 @@ def group_ends(
             f"split_sizes of GroupedLinear must be on {device} with the input, or on the CPU, "
             f"got {split_sizes.device}; move them"
         )
-    ends = beside(x, grouped.group_ends(split_sizes, rows), "GroupedLinear")
+    ends = on_device_of(x, grouped.group_ends(split_sizes, rows), "GroupedLinear")
     memo[split_sizes] = rows, ends
     return ends

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import beside, check_sizes
+from fusible.ops.checks import check_sizes, on_device_of
 from fusible.ops.handover import hand_over
 from fusible.ops.op import BasicOperation
 from fusible.recipes.grouped import GroupedQuantizer
@@ -86,7 +86,7 @@ class Quantize(BasicOperation):
 
 def _on_device(sizes: Tensor | None, x: Tensor) -> Tensor | None:
     """Row counts where the rows are; negative ones count as zero, as in ``GroupedLinear``."""
-    return None if sizes is None else beside(x, sizes, "Quantize").clamp(min=0)
+    return None if sizes is None else on_device_of(x, sizes, "Quantize").clamp(min=0)
 
 
 def _required(quantizer: Any, which: str, what: str, groups: Sequence[Any]) -> Any:

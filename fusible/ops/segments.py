@@ -97,7 +97,7 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
         if not any(rule in run.require for run in runs):
             raise NotFused(
                 f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
-                f"modules are {', '.join(map(_told, units))}"
+                f"modules are {', '.join(map(_describe, units))}"
             )
     return Division(
         parts,
@@ -108,7 +108,7 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
     )
 
 
-def _told(unit: Unit) -> str:
+def _describe(unit: Unit) -> str:
     name = type(unit.module).__name__
     return f"{name}, which {unit.why}" if unit.ops and unit.why else name
 
@@ -164,45 +164,45 @@ def _is_wired_alone(ops: Sequence[Any], wiring: Wiring) -> bool:
         return False
 
 
-def ends_of_runs(division: Division) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
-    """The modules that are called beside runs or ops: each with why, and the rules it kept out.
+def run_boundaries(division: Division) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
+    """The modules between runs that are called: each with why, and the rules that it blocked.
 
-    These are rules whose pattern takes one of its ops with others beside it.
+    These are the rules whose patterns fit some of its ops together with ops of its neighbours.
     """
     if len(division.parts) < 2:
         return []
     ends: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    stretches = _stretches(division)
+    adjacent = _adjacent_parts(division)
     for part in division.parts:
         if part.why is not None and isinstance(part.call, nn.Module):
-            stretch = next((s for s in stretches if any(part is of for of in s)), [])
-            ends.append((part.call, part.why, _kept_out(part, stretch, division.ops)))
+            neighbours = next((s for s in adjacent if any(part is of for of in s)), [])
+            ends.append((part.call, part.why, _blocked_rules(part, neighbours, division.ops)))
         if part.division is not None:
-            ends.extend(ends_of_runs(part.division))
+            ends.extend(run_boundaries(part.division))
     return ends
 
 
-def _stretches(division: Division) -> list[list[Part]]:
+def _adjacent_parts(division: Division) -> list[list[Part]]:
     """Neighbouring parts of basic ops, with no other module between them."""
-    stretches: list[list[Part]] = [[]]
+    adjacent: list[list[Part]] = [[]]
     for part in division.parts:
         ops = division.ops[part.ops]
         if ops and not isinstance(ops[0], Opaque):
-            stretches[-1].append(part)
+            adjacent[-1].append(part)
         else:
-            stretches.append([])
-    return stretches
+            adjacent.append([])
+    return adjacent
 
 
-def _kept_out(part: Part, stretch: Sequence[Part], ops: Sequence[Any]) -> tuple[str, ...]:
+def _blocked_rules(part: Part, neighbours: Sequence[Part], ops: Sequence[Any]) -> tuple[str, ...]:
     """Names of the rules that fit over a part and its neighbours."""
-    if part not in stretch:
+    if part not in neighbours:
         return ()
-    first = stretch[0].ops.start
+    first = neighbours[0].ops.start
     own = {i - first for i in range(part.ops.start, part.ops.stop)}
     names = []
     for rule in registry.rules:
-        for at, bound in rule.places(ops[first : stretch[-1].ops.stop]):
+        for at, bound in rule.places(ops[first : neighbours[-1].ops.stop]):
             covered = {*range(at, at + sum(op is not None for op in bound.values()))}
             if covered & own and covered - own:
                 names.append(rule.name)

@@ -22,7 +22,7 @@ from fusible.ops.channels import channels
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
-from fusible.ops.segments import Division, Opaque, Unit, divide, ends_of_runs
+from fusible.ops.segments import Division, Opaque, Unit, divide, run_boundaries
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -149,9 +149,9 @@ class Sequential(PatchesCounted, nn.Sequential):
         """The module itself, also where it is asked of a wrapper that passes attributes on."""
         return self
 
-    def ends_of_runs(self) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
-        """What the last call called between or beside runs, why, and the rules this kept out."""
-        return [] if self._captured is None else ends_of_runs(self._captured.division)
+    def run_boundaries(self) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
+        """Modules between runs in the last call, why each was called, and the rules it blocked."""
+        return [] if self._captured is None else run_boundaries(self._captured.division)
 
     def _divided(self) -> Division:
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""An architecture of its own: what `GroupedKernels` asks for, and rules that select it."""
+"""An architecture of its own: the methods of `GroupedKernels`, and rules that select it."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 import fusible as fz
 from fusible.extend import equal, rule, this
 from fusible.fused.grouped_mlp import GroupedMLP
-from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, Rows
+from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
 
@@ -21,9 +21,9 @@ class Batched(GroupedKernels):
     def restored_groups(self, ends, saved, num_rows):
         return self.groups(None, ends, num_rows)
 
-    def rows(self, linear, ctx, x, role, products, groups, row_scale=None):
+    def prepare_rows(self, linear, ctx, x, role, products, groups, row_scale=None):
         batch = x * groups[..., None]
-        return Rows(batch, batch)
+        return GroupedOperand(batch, batch)
 
     def weights(self, linear, ctx):
         return (linear.weights_in(ctx, ctx.dtype),) * 2

@@ -19,7 +19,7 @@ class GroupedLinearSwiGLU(FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         (linear, act), (ctx, ctx_act) = self.basic_ops, basic_op_ctxs
-        x, ends, _ = linear.rows(ctx, input_, *basic_op_extra_inputs[0])
+        x, ends, _ = linear.prepare_input(ctx, input_, *basic_op_extra_inputs[0])
         weights, bias = linear.weights_in(ctx, ctx.dtype), linear.stacked_bias(ctx, ctx.dtype)
         ones = torch.ones(x.shape[0], device=x.device)
         glu = Glu("swiglu", act.glu_interleave_size or 0)

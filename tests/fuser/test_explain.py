@@ -109,7 +109,7 @@ def test_rules_for_other_machines_and_recipes_are_counted():
         assert of_others not in short
         assert of_others in long
     assert "more rules" not in long
-    assert {r.rule.name for r in explained.refusals if r.elsewhere} == {
+    assert {r.rule.name for r in explained.refusals if r.other_target} == {
         "grouped_mlp_sm100",
         "grouped_linear_sm100",
     }
