@@ -102,7 +102,9 @@ def fusible_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {
         "fc1": lambda: grouped.grouped_mm(t["x"], [t["w1"]], ends),
         "glu_keep": lambda: grouped.grouped_glu(t["x"], [t["w1"]], ends, scales, Glu()),
-        "glu": lambda: grouped.grouped_glu(t["x"], [t["w1"]], ends, scales, Glu(), keep=False),
+        "glu": lambda: grouped.grouped_glu(
+            t["x"], [t["w1"]], ends, scales, Glu(), save_preact=False
+        ),
         "fc2": lambda: grouped.grouped_mm(t["act"], [t["w2"]], ends),
         "dglu": lambda: grouped.grouped_dglu(t["dy"], [t["w2"]], ends, t["preact"], scales, Glu()),
         "dgrad1": lambda: grouped.grouped_mm(t["d_preact"], [t["w1"]], ends, transpose_w=True),

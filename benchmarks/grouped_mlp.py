@@ -190,8 +190,8 @@ def host_phases(problem: Problem) -> dict[str, float]:
     rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
 
     with torch.no_grad():
-        first, second = sm90.products([x], (w1.shape, [w1]), (w2.shape, [w2]))
-        at1, at2 = first.of([w1]), second.of([w2])
+        first, second = sm90.find_products([x], (w1.shape, [w1]), (w2.shape, [w2]))
+        at1, at2 = first.weight_address([w1]), second.weight_address([w2])
 
     def autograd() -> None:
         torch.autograd.grad(Idle.apply(like, *problem.leaves), problem.leaves, dy)

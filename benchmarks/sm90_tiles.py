@@ -20,7 +20,7 @@ from grouped_gemm_sm90 import CONFIGS, environment, measure, quack_calls, tensor
 
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime.launch import load_kernel
-from fusible.kernels.sm90 import implementation as ops
+from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.launch import compile_spec
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -81,7 +81,7 @@ def spec_of(name: str, tile: Tile) -> Spec:
         activation="swiglu",
         stripe=stripe,
         paired=True,
-        keep=name == "glu_keep",
+        save_preact=name == "glu_keep",
     )
 
 

@@ -210,7 +210,7 @@ class Sm100Kernels(GroupedKernels):
         weights: Sequence[Form],
         groups: _Groups,
         scales: Tensor,
-        keep: bool,
+        save_preact: bool,
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = linear.stacked_bias(ctx, ctx.dtype)

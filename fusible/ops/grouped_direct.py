@@ -54,15 +54,15 @@ class _Direct:
         """The products, each with its weight, that run these operands, or None."""
         many = tiles.has_many_rows(rows[0].shape[0], self._groups)
         found = self._by_row_count.get(many)
-        if found is None or not sm90.fit_again(
+        if found is None or not sm90.still_fits(
             rows, [w[0] for w in weights if len(w) == 1], self._shapes
         ):
-            found = sm90.products(rows, *zip(self._shapes, weights, strict=True))
+            found = sm90.find_products(rows, *zip(self._shapes, weights, strict=True))
             # A weight gradient has its weight's layout; these products write contiguous ones only.
             if found is None or not all([w[0].is_contiguous() for w in weights]):
                 return None
             self._by_row_count[many] = found
-        return [(product, product.of(w)) for product, w in zip(found, weights, strict=True)]
+        return [(p, p.weight_address(w)) for p, w in zip(found, weights, strict=True)]
 
     def _backward_products(
         self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]
@@ -147,8 +147,8 @@ class DirectMLP(_Direct):
         x, split_sizes, scales, _, *weights = operands
         (first, w1), (second, w2) = prepared
         ends = first.ends(split_sizes, x.shape[0])
-        keep = self._needs2.requires_grad
-        preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, keep)
+        save_preact = self._needs2.requires_grad
+        preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, save_preact)
         return second.forward(hidden, w2, ends), (x, ends, scales, preact, *weights)
 
     def backward(

@@ -226,14 +226,17 @@ class GroupedKernels:
         weights: Any,
         groups: Any,
         scales: Tensor,
-        keep: bool,
+        save_preact: bool,
     ) -> Activated:
         """``glu(x @ w[e].T + bias[e]) * scales``, ``[rows, features]``.
 
-        ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`. ``keep`` the pre-activation.
+        ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`. The
+        pre-activation has no rows without ``save_preact``.
         """
         bias = linear.stacked_bias(ctx, x.dtype)
-        preact, out = grouped.grouped_glu(x, weights, groups, scales, glu_of(act), bias, keep)
+        preact, out = grouped.grouped_glu(
+            x, weights, groups, scales, glu_of(act), bias, save_preact
+        )
         return Activated(preact, cast(out, ctx.dtype))
 
     def dglu(

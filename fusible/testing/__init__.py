@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fusible.fuser.target import Target, assume
-from fusible.kernels.provider import provided
+from fusible.kernels.runtime.provider import use_provider
 
-# What computes as another package's kernels for a family of architectures, in plain PyTorch.
-_STAND_INS = {"sm100": "fusible.testing.emulator_sm100"}
+# Modules that emulate the kernels of another package in plain PyTorch, by architecture family.
+_EMULATORS = {"sm100": "fusible.testing.emulator_sm100"}
 
 
 @contextmanager
@@ -18,10 +18,11 @@ def assume_target(target: Target | str, provider: object | None = None) -> Itera
 
     Args:
         target: such as ``"sm100"``.
-        provider: stands in for another package's kernels for that architecture, with the same
-            functions; by default what computes the same in plain PyTorch, which runs on any device.
+        provider: replaces the kernels of another package for that architecture, with the same
+            functions; by default an emulator in plain PyTorch, which runs on any device.
     """
     on = Target.parse(target)
-    stand_in = _STAND_INS.get(on.family) if provider is None else provider
-    with assume(on), provided(on.family, stand_in):
+    if provider is None:
+        provider = _EMULATORS.get(on.family)
+    with assume(on), use_provider(on.family, provider):
         yield on

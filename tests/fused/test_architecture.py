@@ -41,7 +41,7 @@ class Batched(GroupedKernels):
     def saves_activation(self, ctx):
         return True
 
-    def glu(self, linear, ctx, act, x, weights, groups, scales, keep):
+    def glu(self, linear, ctx, act, x, weights, groups, scales, save_preact):
         preact = self.product(linear, ctx, x, weights, groups, None, None)
         return Activated(preact, act.scaled(preact, scales))
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import fusible as fz
 from fusible.fuser.conditions import at_least, equal, this
 from fusible.fuser.rules import rule
-from fusible.kernels.provider import provider
+from fusible.kernels.runtime.provider import provider
 from fusible.testing import assume_target
 
 # --- fused ops as Transformer Engine's users write them -------------------------------------------

@@ -10,8 +10,8 @@ import torch
 
 import fusible as fz
 from fusible.fuser import target as targets
-from fusible.kernels.provider import provided
 from fusible.kernels.runtime import gpu
+from fusible.kernels.runtime.provider import use_provider
 from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import PaddedGroups, packed_rows
@@ -112,7 +112,7 @@ def test_a_compilation_is_logged_at_the_first_launch_of_a_configuration(monkeypa
     monkeypatch.setattr(launches, "_last_streams", {})
     kernels = SimpleNamespace(grouped_gemm_wrapper_sm100=lambda: None)
     told = []
-    with provided("sm100", kernels), caplog.at_level(logging.INFO, "fusible"):
+    with use_provider("sm100", kernels), caplog.at_level(logging.INFO, "fusible"):
         for device, size in ((GPU, 1), (GPU, 1), (GPU, 2), (torch.device("cuda", 1), 1), (CPU, 3)):
             caplog.clear()
             ops._run(device, "grouped_gemm", ("gemm", size))

@@ -18,7 +18,7 @@ from fusible.kernels import grouped
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
 from fusible.kernels.moe import permute, routing
-from fusible.kernels.sm90 import implementation as ops
+from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses

@@ -9,8 +9,8 @@ from checks import graph_of, hopper, never_waiting
 
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
+from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import grouped_products, tiles
-from fusible.kernels.sm90 import implementation as ops
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
 

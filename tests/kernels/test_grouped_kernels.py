@@ -268,9 +268,9 @@ def test_products_with_an_activation(sizes, rows, activation, interleave):
     want = ref.grouped_linear(x, w1, sizes, bias).requires_grad_()
     act = formula(want, scales, interleave or None, *clamps)
     live = (torch.arange(rows) < sum(sizes))[:, None]
-    for keep in (True, False):
-        preact, got = grouped.grouped_glu(x, [w1], ends, scales.detach(), glu, bias, keep)
-        torch.testing.assert_close(preact, want.detach() if keep else want.detach()[:0])
+    for save_preact in (True, False):
+        preact, got = grouped.grouped_glu(x, [w1], ends, scales.detach(), glu, bias, save_preact)
+        torch.testing.assert_close(preact, want.detach() if save_preact else want.detach()[:0])
         torch.testing.assert_close(got, (act * live).detach())
     d = ref.grouped_linear(dy, w2.mT, sizes)
     dpreact, again, dscales = grouped.grouped_dglu(

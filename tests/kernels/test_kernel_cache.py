@@ -217,7 +217,7 @@ def test_what_others_could_have_written_is_not_run(monkeypatch, folder, unsafe, 
     UNSAFE[unsafe](folder)
     assert kept_twice(monkeypatch) == 2
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "not kept on disk" in line
+    assert "not cached on disk" in line
     assert "can be written by others" in line or "belongs to user 12345" in line
 
 

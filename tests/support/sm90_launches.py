@@ -15,7 +15,7 @@ from torch import Tensor
 from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
-from fusible.kernels.sm90 import checks, grouped_products, implementation, launch
+from fusible.kernels.sm90 import checked_products, checks, grouped_products, launch
 from fusible.kernels.sm90.spec import Spec
 
 # The kernels' arguments: see GroupedGemm.__call__.
@@ -74,7 +74,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
     elif spec.kind == "glu":
         preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True)
         out.copy_(act)
-        if spec.keep:
+        if spec.save_preact:
             tensor_at(k.d_preact, shape, dtype, (k.d_preact_pitch, 1)).copy_(preact)
     else:
         preact = tensor_at(k.preact, shape, dtype, (k.preact_pitch, 1))
@@ -129,15 +129,15 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
         patch.setattr(grouped_products, "supports", lambda *_: True)
         patch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
         for name in ("group_ends", "grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
-            patch.setattr(grouped, f"_{name}", getattr(implementation, name))
-        patch.setattr(grouped, "_grouped_mm_", implementation.grouped_mm_)
+            patch.setattr(grouped, f"_{name}", getattr(checked_products, name))
+        patch.setattr(grouped, "_grouped_mm_", checked_products.grouped_mm_)
         for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
-            patch.setattr(grouped, f"_{name}", grouped._of_glu(getattr(implementation, name), at))
+            patch.setattr(grouped, f"_{name}", grouped._of_glu(getattr(checked_products, name), at))
         try:
             yield loaded
         finally:
             launch._vector_kernel.cache_clear()
-            grouped_products.products_of.cache_clear()
+            grouped_products.cached_products.cache_clear()
 
 
 def is_direct(y: Tensor) -> bool:

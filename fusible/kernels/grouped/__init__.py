@@ -155,14 +155,14 @@ def _of_glu(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 
 def _grouped_glu_fake(x: Tensor, w: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, keep = rest
+    *_, save_preact = rest
     rows, features = x.shape[0], w[0].shape[-2]
-    return x.new_empty(rows if keep else 0, features), x.new_empty(rows, features // 2)
+    return x.new_empty(rows if save_preact else 0, features), x.new_empty(rows, features // 2)
 
 
 _grouped_glu = define(
     f"grouped_glu(Tensor x, Tensor[] w, Tensor ends, Tensor scales, {_GLU}, Tensor? bias, "
-    "bool keep) -> (Tensor, Tensor)",
+    "bool save_preact) -> (Tensor, Tensor)",
     _grouped_glu_fake,
     _of_glu(definitions.grouped_glu, 4),
     _of_glu(cuda.grouped_glu, 4),
@@ -177,13 +177,13 @@ def grouped_glu(
     scales: Tensor,
     glu: Glu,
     bias: Tensor | None = None,
-    keep: bool = True,
+    save_preact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, one scale for each row.
 
-    Without ``keep`` the first result has no rows.
+    Without ``save_preact`` the first result has no rows.
     """
-    return _grouped_glu(x, w, ends, scales, *glu, bias, keep)
+    return _grouped_glu(x, w, ends, scales, *glu, bias, save_preact)
 
 
 def _grouped_dglu_fake(

@@ -63,15 +63,15 @@ def grouped_glu(
     scales: Tensor,
     glu: Glu,
     bias: Tensor | None,
-    keep: bool,
+    save_preact: bool,
 ) -> tuple[Tensor, Tensor]:
     """`definitions.grouped_glu`."""
     features = w[0].shape[-2]
     if sm90.supports(x.device, x.dtype, *w[0].shape[-2:]) and sm90.limits.takes_glu(
         glu.activation, glu.interleave, features
     ):
-        return sm90.grouped_glu(x, w, ends, scales, glu, bias, keep)
-    return definitions.grouped_glu(x, w, ends, scales, glu, bias, keep, grouped_mm)
+        return sm90.grouped_glu(x, w, ends, scales, glu, bias, save_preact)
+    return definitions.grouped_glu(x, w, ends, scales, glu, bias, save_preact, grouped_mm)
 
 
 def grouped_dglu(

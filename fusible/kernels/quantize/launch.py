@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec, serves
 from fusible.kernels.runtime.gpu import architecture, capability, has_cutlass
-from fusible.kernels.runtime.launch import aligned, call, compile_kernel, launch, load_kernel
+from fusible.kernels.runtime.launch import (
+    aligned,
+    call_on_device,
+    compile_kernel,
+    launch,
+    load_kernel,
+)
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import group_offsets
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
@@ -162,7 +168,7 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
     scan = load_kernel(compiled_offsets, (first_dims.dtype,), architecture(first_dims.device))
-    call(first_dims.device.index, scan, (first_dims, offsets, ends, columns))
+    call_on_device(first_dims.device.index, scan, (first_dims, offsets, ends, columns))
     return offsets, ends
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels kept on disk, for the next process."""
+"""The cache on disk of compiled kernels, for later processes."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def _load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
             log_once(
                 logger,
                 logging.WARNING,
-                "compiled kernels are not kept on disk, where they would be run as they lie: %s; "
-                "make it yours alone (chmod go-w) to compile each once",
+                "compiled kernels are not cached on disk, where others could replace them: %s; "
+                "make the directory yours alone (chmod go-w), to compile each once",
                 problem,
             )
             return compiled
         try:
             # Written under another name first: another process may be looking.
             handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".o")
-        except OSError:  # nowhere to keep it
+        except OSError:  # the directory cannot be written
             return compiled
         os.close(handle)
         compiled.export_to_c(object_file_path=partial, function_name="launch")
@@ -82,7 +82,7 @@ def _problem(path: Path) -> str | None:
     try:
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The folders that links lie in, and those that they lead to.
+        # The directories of symbolic links, and those of their targets.
         real = Path(os.path.realpath(path))
         for place in dict.fromkeys((real, *real.parents, *path.parents)):
             if place.exists() and (problem := _writable_by_others(place, real)):
@@ -107,7 +107,7 @@ def _writable_by_others(place: Path, kernel: Path) -> str | None:
 
 @functools.cache
 def directory() -> Path:
-    """Where kernels are kept: a folder for each version of their sources and of the compiler."""
+    """The directory of cached kernels, one for each version of the sources and of the compiler."""
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
@@ -117,7 +117,7 @@ def directory() -> Path:
 
 
 def sources() -> list[Path]:
-    """Every file that may shape a kernel: more than do, so that none is forgotten."""
+    """Every file that a kernel may depend on; a superset, so that none is forgotten."""
     package = Path(__file__).parents[2]
     return [
         path

@@ -1,4 +1,4 @@
-"""Compiles kernels of addresses and sizes, keeps them, and launches them on the current stream.
+"""Compiles kernels of addresses and sizes, caches them, and launches them on the current stream.
 
 Nothing here reads a tensor's values: group ends, scales and pointers stay on the device.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from fusible.kernels.runtime.cache import load_or_compile
 from fusible.kernels.runtime.gpu import architecture
 
-_ALIGNMENT_BYTES = 16  # of addresses: what a thread moves at once
+_ALIGNMENT_BYTES = 16  # of addresses: the widest load of a thread
 
 
 def compile_kernel(
@@ -45,8 +45,8 @@ def compile_kernel(
 def load_kernel(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
     """The kernel that ``compiled(*what, options)`` makes for a GPU, such as ``"sm_90a"``.
 
-    From memory, disk or the compiler; the ``repr`` of ``what`` tells all of it. Kept as long as the
-    process: a captured graph may run it at any time.
+    From memory, disk or the compiler; the ``repr`` of ``what`` must identify it. It is cached
+    until the process ends: a captured graph may run it at any time.
     """
     name = f"{compiled.__module__}.{compiled.__name__}{what} {gpu}"
     return load_or_compile(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))
@@ -64,11 +64,12 @@ def launch(
     """
     given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    call(device.index, load_kernel(compiled, what, architecture(device)), (*given, stream))
+    kernel = load_kernel(compiled, what, architecture(device))
+    call_on_device(device.index, kernel, (*given, stream))
 
 
-def call(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call what launches on the device of that index while it is current."""
+def call_on_device(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call ``function``, which launches a kernel, with the device of that index current."""
     if index == torch._C._cuda_getDevice():
         function(*arguments)
         return
@@ -83,5 +84,5 @@ def aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> Tensor:
 
 
 def begins_aligned(t: Tensor, unit: int = _ALIGNMENT_BYTES) -> bool:
-    """Whether ``t`` begins there; a traced tensor, whose address is not known, counts."""
+    """Whether ``t`` begins at a multiple of ``unit`` bytes; True of traced tensors."""
     return torch.compiler.is_compiling() or t.data_ptr() % unit == 0

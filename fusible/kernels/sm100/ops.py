@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fusible import activations
 from fusible.kernels import grouped
-from fusible.kernels.provider import provider
 from fusible.kernels.runtime.library import define
+from fusible.kernels.runtime.provider import provider
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import (

@@ -8,9 +8,7 @@ launch.
 """
 
 from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.checks import supports
-from fusible.kernels.sm90.grouped_products import fit_again, products
-from fusible.kernels.sm90.implementation import (
+from fusible.kernels.sm90.checked_products import (
     group_ends,
     grouped_dglu,
     grouped_glu,
@@ -19,9 +17,11 @@ from fusible.kernels.sm90.implementation import (
     grouped_wgrad,
     grouped_wgrad_,
 )
+from fusible.kernels.sm90.checks import supports
+from fusible.kernels.sm90.grouped_products import find_products, still_fits
 
 __all__ = [
-    "fit_again",
+    "find_products",
     "group_ends",
     "grouped_dglu",
     "grouped_glu",
@@ -30,6 +30,6 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_",
     "limits",
-    "products",
+    "still_fits",
     "supports",
 ]

@@ -1,6 +1,6 @@
 """The SM90 grouped products with a weight of one layout: every launch is assembled here, once.
 
-Nothing here checks or copies an operand; `implementation` does, for operands of any layout.
+Nothing here checks or copies an operand; `checked_products` does, for operands of any layout.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_tile_s
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
 
-class _ByRows(NamedTuple):
-    """A product of grouped rows: all that tells its launch from others with the same weight."""
+class _RowsKey(NamedTuple):
+    """The key of the launch of a product of grouped rows, among those with the same weight."""
 
     kind: str
     transpose: bool
     bias: bool
     scale: torch.dtype | None
     glu: Glu | None
-    keep: bool
+    save_preact: bool
     pitch: int
     preact_pitch: int
 
 
-class _Wgrad(NamedTuple):
-    """A weight gradient, which reduces grouped rows; ``out``: strides, dtype, whether separate."""
+class _WgradKey(NamedTuple):
+    """The key of the launch of a weight gradient; ``out``: strides, dtype, whether separate."""
 
     columns: int
     depth: int
@@ -44,11 +44,11 @@ class _Wgrad(NamedTuple):
     accumulate: bool
 
 
-class Products:
-    """The products with a weight ``[groups, N, K]``, over operands that need no check any more.
+class WeightProducts:
+    """The products with a weight ``[groups, N, K]``, of operands that are already checked.
 
-    Rows are ``[rows, K]`` and ``[rows, N]``, contiguous unless their pitch is given, and there are
-    some; scales are contiguous, one for each. ``w`` is the weight's address, ``table`` that of the
+    Rows are ``[rows, K]`` and ``[rows, N]``, contiguous unless their pitch is given, at least one;
+    scales are contiguous, one for each. ``w`` is the weight's address, ``table`` that of the
     table of its matrices' addresses if these are not evenly spaced. Each method is one launch,
     `dglu` with one more for its sums, and equals the function of `fusible.kernels.grouped` of that
     name.
@@ -60,7 +60,7 @@ class Products:
         strides: in elements.
         separate: whether the matrices are behind a table.
         many_rows: whether groups have many rows, which decides the tiles.
-        tile: that of every product, rather than the table's.
+        tile: of every product, instead of the one that `tiles` chooses.
 
     Raises:
         ValueError: TMA cannot read the weight.
@@ -95,9 +95,10 @@ class Products:
     def _choose(self, kind: str, columns: int, rows: int = 0, wide: bool = True) -> Tile:
         return self._tile or tiles.choose(kind, self._many_rows, columns, rows, wide)
 
-    def _by_rows(self, *product: object) -> Launch:
+    def _rows_launch(self, *key: object) -> Launch:
         """The launch of a product of rows, made once."""
-        kind, transpose, bias, scale, glu, keep, pitch, preact_pitch = given = _ByRows(*product)  # type: ignore[arg-type]
+        given = _RowsKey(*key)  # type: ignore[arg-type]
+        kind, transpose, bias, scale, glu, save_preact, pitch, preact_pitch = given
         if scale is not None:
             check_scale("scales", scale)
         weight = self._layouts[transpose]
@@ -116,7 +117,7 @@ class Products:
             activation="" if glu is None else glu.activation,
             stripe=stripe,
             paired=paired,
-            keep=keep,
+            save_preact=save_preact,
             out_dtype=dtype,
         )
         launch = self._launches[given] = Launch(
@@ -136,9 +137,9 @@ class Products:
         )
         return launch
 
-    def _wgrad(self, *gradient: object) -> Launch:
+    def _wgrad_launch(self, *key: object) -> Launch:
         """The launch of a weight gradient, made once."""
-        columns, depth, pitches, out, accumulate = given = _Wgrad(*gradient)  # type: ignore[arg-type]
+        columns, depth, pitches, out, accumulate = given = _WgradKey(*key)  # type: ignore[arg-type]
         strides, out_dtype, separate = out or ((columns * depth, depth, 1), self._dtype, False)
         spec = Spec(
             "wgrad",
@@ -162,8 +163,8 @@ class Products:
         return launch
 
     @staticmethod
-    def of(w: Sequence[Tensor]) -> int:
-        """A weight as the methods take it."""
+    def weight_address(w: Sequence[Tensor]) -> int:
+        """The ``w`` of the methods for a weight of one tensor, or of matrices side by side."""
         return w[0].data_ptr()
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
@@ -188,8 +189,8 @@ class Products:
         if bias is None:
             row_scale = None  # it multiplies the bias only
         scale = None if row_scale is None else row_scale.dtype
-        product = "store", transpose, bias is not None, scale, None, False, pitch, 0
-        launch = self._launches.get(product) or self._by_rows(*product)
+        key = "store", transpose, bias is not None, scale, None, False, pitch, 0
+        launch = self._launches.get(key) or self._rows_launch(*key)
         y = (
             x.new_empty(x.shape[0], self._depth if transpose else self._columns)
             if out is None
@@ -209,8 +210,8 @@ class Products:
 
     def dgrad(self, dy: Tensor, w: int, ends: Tensor) -> Tensor:
         """`grouped_mm` with ``transpose_w``."""
-        product = "store", True, False, None, None, False, 0, 0
-        launch = self._launches.get(product) or self._by_rows(*product)
+        key = "store", True, False, None, None, False, 0, 0
+        launch = self._launches.get(key) or self._rows_launch(*key)
         dx = dy.new_empty(dy.shape[0], self._depth)
         launch(dy.shape[0], dy.data_ptr(), w, dx.data_ptr(), ends.data_ptr())
         return dx
@@ -223,22 +224,23 @@ class Products:
         scales: Tensor,
         glu: Glu,
         bias: Tensor | None = None,
-        keep: bool = True,
+        save_preact: bool = True,
         table: int = 0,
         pitch: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
-        product = "glu", False, bias is not None, scales.dtype, glu, keep, pitch, 0
-        launch = self._launches.get(product) or self._by_rows(*product)
+        key = "glu", False, bias is not None, scales.dtype, glu, save_preact, pitch, 0
+        launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
-        preact, out = x.new_empty(rows if keep else 0, columns), x.new_empty(rows, columns // 2)
+        preact = x.new_empty(rows if save_preact else 0, columns)
+        out = x.new_empty(rows, columns // 2)
         launch(
             rows,
             x.data_ptr(),
             w,
             out.data_ptr(),
             ends.data_ptr(),
-            d_preact=(preact if keep else out).data_ptr(),
+            d_preact=(preact if save_preact else out).data_ptr(),
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
             scales=scales.data_ptr(),
@@ -259,8 +261,8 @@ class Products:
         preact_pitch: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
-        product = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
-        launch = self._launches.get(product) or self._by_rows(*product)
+        key = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
+        launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
@@ -297,8 +299,8 @@ class Products:
         (rows, columns), depth, into = a.shape, b.shape[1], None
         if out is not None:
             into = out.strides, out_dtype, out.table != 0
-        gradient = columns, depth, pitches, into, accumulate
-        launch = self._launches.get(gradient) or self._wgrad(*gradient)
+        key = columns, depth, pitches, into, accumulate
+        launch = self._launches.get(key) or self._wgrad_launch(*key)
         if out is not None:
             launch(rows, a.data_ptr(), b.data_ptr(), out.address, ends.data_ptr(), table=out.table)
             return None
@@ -333,11 +335,11 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 # --- products of given operands -------------------------------------------------------------------
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may hold anything
+_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
 
 
 @functools.lru_cache(maxsize=1024)
-def products_of(
+def cached_products(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -345,28 +347,30 @@ def products_of(
     separate: bool,
     many_rows: bool,
     tile: Tile | None = None,
-) -> Products | None:
-    """The products with weights of that layout, None if the kernels do not take them."""
+) -> WeightProducts | None:
+    """The products with weights of this layout, None if the kernels do not support it."""
     if (
         not supports(device, dtype, *shape[1:])
         or layout(shape, strides, False, not separate) is None
     ):
         return None
-    return Products(device, dtype, shape, strides, separate, many_rows, tile)
+    return WeightProducts(device, dtype, shape, strides, separate, many_rows, tile)
 
 
-def products(
+def find_products(
     rows: Sequence[Tensor], *linears: tuple[tuple[int, ...], Sequence[Tensor]]
-) -> list[Products] | None:
-    """The products of grouped linears; None if these operands take more to run.
+) -> list[WeightProducts] | None:
+    """The products of grouped linears; None if these operands must be checked or copied first.
 
-    ``rows`` are the operands at hand, matrices with the same number of rows. Each linear is the
+    ``rows`` are the row operands, matrices with the same number of rows. Each linear is the
     shape of its weight, ``[groups, N, K]``, and the tensors that it is made of. Gradients are not
     recorded, whether they are enabled or not.
     """
     x = rows[0]
     dtype, device = x.dtype, x.device
-    if not (_runs_as_is(x) and all([_is_plain(t, dtype) and t.dim() == 2 for t in rows])):
+    if not _runs_as_is(x):
+        return None
+    if not all([_is_contiguous_and_aligned(t, dtype) and t.dim() == 2 for t in rows]):
         return None
     found = []
     for shape, w in linears:
@@ -374,45 +378,46 @@ def products(
         if strides is None:
             return None
         many = tiles.has_many_rows(x.shape[0], shape[0])
-        product = products_of(device, dtype, shape, strides, False, many)
-        if product is None:
+        products = cached_products(device, dtype, shape, strides, False, many)
+        if products is None:
             return None
-        found.append(product)
+        found.append(products)
     return found
 
 
-def fit_again(
+def still_fits(
     rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether `products` of operands with the same dtype and device would find what it has found.
+    """Whether a cached result of `find_products` holds for these operands.
 
-    So it is for matrices on one device, and contiguous weights of these shapes.
+    It does for matrices on one device and contiguous weights of these shapes, in the dtype and on
+    the device that it was found for.
     """
     x = rows[0]
     dtype, device = x.dtype, x.device
     if len(weights) != len(shapes) or not _runs_as_is(x):
         return False
     for t in rows:
-        if not (_is_plain(t, dtype) and t.dim() == 2):
+        if not (_is_contiguous_and_aligned(t, dtype) and t.dim() == 2):
             return False
     for w, shape in zip(weights, shapes, strict=True):
-        if not (_is_plain(w, dtype) and w.shape == shape and w.device == device):
+        if not (_is_contiguous_and_aligned(w, dtype) and w.shape == shape and w.device == device):
             return False
     return True
 
 
 def _runs_as_is(x: Tensor) -> bool:
-    """Whether there is something to run, and nothing traces, transforms or intercepts it."""
+    """Whether ``x`` is on CUDA and has rows, and no tracing or functorch transform is active."""
     return x.is_cuda and x.shape[0] > 0 and not (is_traced() or is_transformed())
 
 
-def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel reads memory as an array's, and nothing but memory makes up the tensor."""
+def _is_contiguous_and_aligned(t: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel can read ``t`` in place: contiguous, aligned, and no tensor subclass."""
     return (
         t.is_contiguous()
         and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
         and t.dtype == dtype
-        and type(t) in _PLAIN
+        and type(t) in _TYPES
     )
 
 
@@ -423,13 +428,13 @@ def _strides(
     first, (groups, rows, columns) = w[0], shape
     if len(w) == 1:
         aligned = first.data_ptr() % limits.ALIGNMENT_BYTES == 0
-        fits = type(first) in _PLAIN and first.dtype == dtype and first.device == device
+        fits = type(first) in _TYPES and first.dtype == dtype and first.device == device
         return first.stride() if aligned and fits and first.shape == shape else None
-    if not _is_plain(first, dtype) or first.device != device or len(w) != groups:
+    if not _is_contiguous_and_aligned(first, dtype) or first.device != device or len(w) != groups:
         return None
     start, step = first.data_ptr(), rows * columns * dtype.itemsize
     if [t.data_ptr() for t in w] != list(range(start, start + groups * step, step)):
         return None
     matrix = rows, columns
     alike = all([t.shape == matrix and t.is_contiguous() and t.dtype == dtype for t in w])
-    return (rows * columns, columns, 1) if alike and all([type(t) in _PLAIN for t in w]) else None
+    return (rows * columns, columns, 1) if alike and all([type(t) in _TYPES for t in w]) else None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusible.kernels.runtime.gpu import multiprocessors
-from fusible.kernels.runtime.launch import call, compile_kernel, load_kernel
+from fusible.kernels.runtime.launch import call_on_device, compile_kernel, load_kernel
 from fusible.kernels.runtime.workspaces import tile_counter
 from fusible.kernels.sm90.spec import Spec
 
@@ -113,7 +113,7 @@ class Launch:
         clusters = min(self._clusters, tiles * self._across)
         stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the public call's time
         counter = tile_counter(index, stream) if self._dynamic else 0
-        call(index, self._function, (
+        call_on_device(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
             total_rows, *self._constant, clusters, stream,
         ))  # fmt: skip
@@ -145,4 +145,4 @@ def _launch(
     index = target.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     arguments = source.data_ptr(), target.data_ptr(), *sizes, stream
-    call(index, _vector_kernel(compiled, dtype), arguments)
+    call_on_device(index, _vector_kernel(compiled, dtype), arguments)

@@ -63,7 +63,7 @@ class Spec(NamedTuple):
     activation: str = ""
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
-    keep: bool = False  # glu: the pre-activation is stored as well
+    save_preact: bool = False  # glu: the pre-activation is stored as well
     out_dtype: str = "bfloat16"
     accumulate: bool = False
 

@@ -26,13 +26,13 @@ def variants(kind, tile):
     elif tile.n > 128 and kind == "glu":
         for stripe in (0, 8, 32):
             layout = {"paired": False, "stripe": stripe} if stripe else halves
-            yield {**QGEGLU, **layout, "keep": False, "table": True}
-            yield {**SWIGLU, **layout, "keep": True}
+            yield {**QGEGLU, **layout, "save_preact": False, "table": True}
+            yield {**SWIGLU, **layout, "save_preact": True}
     elif kind == "glu":
-        yield {**SWIGLU, **halves, "keep": True}
-        yield {**SWIGLU, **BLOCKS_OF_16, "keep": False, "weight_major": "n"}
-        yield {**QGEGLU, **BLOCKS_OF_16, "keep": True, "bias": True, "table": True}
-        yield {**QGEGLU, **SINGLE_COLUMNS, "keep": True, "bias": True, "weight_major": "n"}
+        yield {**SWIGLU, **halves, "save_preact": True}
+        yield {**SWIGLU, **BLOCKS_OF_16, "save_preact": False, "weight_major": "n"}
+        yield {**QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True, "table": True}
+        yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
     elif kind == "dglu":
         yield {**SWIGLU, **halves, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "table": True}

@@ -13,7 +13,7 @@ from sm90_launches import sm90_on_cpu
 import fusible as fz
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
-from fusible.kernels.sm90 import implementation
+from fusible.kernels.sm90 import checked_products
 from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 16, 8, 12
@@ -253,9 +253,11 @@ BAD = [
 @pytest.mark.parametrize(("entry", "argument", "change", "said"), BAD)
 def test_what_the_entries_refuse(entry, argument, change, said):
     """Each argument alone, before anything starts."""
-    defaults = {"grouped_mm": {"transpose_w": False}, "grouped_glu": {"keep": True}}.get(entry, {})
+    defaults = {"grouped_mm": {"transpose_w": False}, "grouped_glu": {"save_preact": True}}.get(
+        entry, {}
+    )
     arguments = good()[entry] | defaults
-    call = getattr(implementation, entry)
+    call = getattr(checked_products, entry)
     with sm90_on_cpu() as loaded:
         call(**arguments)
         loaded.clear()

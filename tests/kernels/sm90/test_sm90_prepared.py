@@ -13,7 +13,7 @@ from fusible.fuser import run as fuser_run
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime import workspaces
-from fusible.kernels.sm90 import grouped_products, implementation, launch
+from fusible.kernels.sm90 import checked_products, grouped_products, launch
 from fusible.testing import assume_target
 
 SWIGLU = Glu()
@@ -41,7 +41,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
     yield made
     launch._vector_kernel.cache_clear()
-    grouped_products.products_of.cache_clear()
+    grouped_products.cached_products.cache_clear()
 
 
 def equal(one, other):
@@ -65,9 +65,9 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
     b = random(groups, outer) if bias else None
     row_scale = random(rows) if bias else None
-    (it,) = grouped_products.products([x, dy], ((groups, outer, inner), w))
-    at = it.of(w)
-    checked, dglu = implementation, (dy, w, ends, preact, scales, act)
+    (it,) = grouped_products.find_products([x, dy], ((groups, outer, inner), w))
+    at = it.weight_address(w)
+    checked, dglu = checked_products, (dy, w, ends, preact, scales, act)
     pairs = (
         (it.forward(x, at, ends, b, row_scale),
          checked.grouped_mm(x, w, ends, b, row_scale, False)),
@@ -124,25 +124,27 @@ def _as_tuple(result):
     ],
 )  # fmt: skip
 def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
-    def products(w, rows):
-        return grouped_products.products(rows, ((2, 64, 32), w))
+    def find_products(w, rows):
+        return grouped_products.find_products(rows, ((2, 64, 32), w))
 
-    def fit_again(w, rows):
-        return grouped_products.fit_again(rows, w, [(2, 64, 32)])
+    def still_fits(w, rows):
+        return grouped_products.still_fits(rows, w, [(2, 64, 32)])
 
     given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
-    assert products(**given) is not None
-    assert products(**change(given)) is None
-    assert fit_again(**given)
-    assert not fit_again(**change(given))
-    assert not fit_again(**given | {"w": weights(2, 64, 32, "transposed")})
+    assert find_products(**given) is not None
+    assert find_products(**change(given)) is None
+    assert still_fits(**given)
+    assert not still_fits(**change(given))
+    assert not still_fits(**given | {"w": weights(2, 64, 32, "transposed")})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_prepared_ends_are_the_checked_ones(launches, dtype):
-    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single")))
+    (it,) = grouped_products.find_products(
+        [random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single"))
+    )
     sizes = torch.tensor([9, 7], dtype=dtype)
-    one, other = it.ends(sizes, 16), implementation.group_ends(sizes, 16)
+    one, other = it.ends(sizes, 16), checked_products.group_ends(sizes, 16)
     (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
     assert (kind, source, counts) == (kind2, source2, counts2)
     assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -158,9 +160,9 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
     x, splits = random(16, 32).requires_grad_(), torch.tensor([9, 7])
     given = (x, splits, torch.rand(16, requires_grad=True), splits) if whole else (x, splits)
     for name in ("group_ends", "grouped_mm", "grouped_wgrad"):
-        monkeypatch.setattr(grouped, f"_{name}", getattr(implementation, name))
+        monkeypatch.setattr(grouped, f"_{name}", getattr(checked_products, name))
     for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
-        entry = grouped._of_glu(getattr(implementation, name), at)
+        entry = grouped._of_glu(getattr(checked_products, name), at)
         monkeypatch.setattr(grouped, f"_{name}", entry)
 
     def step():
@@ -183,10 +185,10 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
 
 def test_scales_of_no_known_dtype_are_refused(launches):
     w = weights(2, 64, 32, "single")
-    (it,) = grouped_products.products([random(16, 32)], ((2, 64, 32), w))
+    (it,) = grouped_products.find_products([random(16, 32)], ((2, 64, 32), w))
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
-        it.glu(random(16, 32), it.of(w), torch.zeros(2).int(), scales, SWIGLU)
+        it.glu(random(16, 32), it.weight_address(w), torch.zeros(2).int(), scales, SWIGLU)
 
 
 # --- tables of separate weights' addresses --------------------------------------------------------

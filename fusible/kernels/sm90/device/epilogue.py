@@ -161,7 +161,7 @@ class Epilogue:
     def _blocks_of_slab(self):
         """Blocks written for each 64 rows of a warpgroup, but for dglu's."""
         if self.spec.kind == "glu":
-            kept = self.tile.n if self.spec.keep else 0
+            kept = self.tile.n if self.spec.save_preact else 0
             return (kept + self.tile.n // 2) // self.columns
         return self.tile.n // self.columns
 
@@ -233,7 +233,7 @@ class Epilogue:
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
         write_block, settle = self._glu_block, writer.settle
-        blocks = const_expr(3 if self.spec.keep else 1)
+        blocks = const_expr(3 if self.spec.save_preact else 1)
         for index in cutlass.range_constexpr(self.tile.n // 2 // self.columns):
             column = place.column + index * self.columns
             # Besides work it saves registers: the compiler begins no block before its turn.
@@ -254,7 +254,7 @@ class Epilogue:
         spec, glu_block = self.spec, self.problem.glu_block
         activation = FORWARD[spec.activation]
         half = self.tile.n // 2
-        if const_expr(spec.keep):
+        if const_expr(spec.save_preact):
             for side in cutlass.range_constexpr(2):
                 whole = index + side * half // self.columns if spec.paired else 2 * index + side
                 block = writer.block(count + side)
@@ -263,7 +263,7 @@ class Epilogue:
                 at = gate_column(spec, place.column, glu_block)
                 at += whole * self.columns - view * half
                 writer.write([(*both[view], slab, at, block)])
-        block = writer.block(count + (2 if spec.keep else 0))
+        block = writer.block(count + (2 if spec.save_preact else 0))
         for piece in cutlass.range_constexpr(self.columns // PIECE):
             values = []
             for j in cutlass.range_constexpr(2):

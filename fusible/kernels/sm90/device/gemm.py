@@ -119,7 +119,7 @@ class GroupedGemm:
                 self._load(view, layout_preact, self.block, 1)
                 for view in self._views(preact, glu_block, (total_rows, glu_columns), preact_pitch)
             )
-        if const_expr(spec.kind == "dglu" or spec.keep):
+        if const_expr(spec.kind == "dglu" or spec.save_preact):
             store_preact = tuple(
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),

@@ -1,7 +1,7 @@
 """The grouped products on SM90, of operands in any layout: checked, or copied where TMA needs it.
 
 The functions are those of `fusible.kernels.grouped`; a ``tile`` is for tests and measurements. None
-synchronises with the host. Each finds the `Products` of its operands' layouts and calls them.
+synchronises with the host. Each calls the `WeightProducts` of its operands' layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusible.kernels.sm90.checks import (
     layout,
     matrices_of,
 )
-from fusible.kernels.sm90.grouped_products import Products, products_of
+from fusible.kernels.sm90.grouped_products import WeightProducts, cached_products
 from fusible.kernels.sm90.launch import launch_group_ends
 from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.stacking import write
@@ -42,14 +42,14 @@ def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
 
 
 class _Operands(NamedTuple):
-    """Rows and weights that can be multiplied."""
+    """Checked rows and weights, and the launches of their products."""
 
     x: Tensor
     pitch: int
     w: Sequence[Tensor]
-    """Which are read at the addresses."""
+    """The tensors behind the addresses of ``matrices``."""
     matrices: Matrices
-    products: Products
+    products: WeightProducts
 
 
 def _operands(
@@ -76,10 +76,10 @@ def _operands(
     return _Operands(x, pitch, w, matrices, _products(x, matrices, tile))
 
 
-def _products(x: Tensor, matrices: Matrices, tile: Tile | None) -> Products:
+def _products(x: Tensor, matrices: Matrices, tile: Tile | None) -> WeightProducts:
     many = tiles.has_many_rows(x.shape[0], matrices.shape[0])
     kind = x.device, x.dtype, matrices.shape, matrices.strides, matrices.table != 0, many, tile
-    return products_of(*kind) or Products(*kind)  # which says what it does not take
+    return cached_products(*kind) or WeightProducts(*kind)  # raises, naming what is not supported
 
 
 def grouped_mm(
@@ -132,7 +132,7 @@ def grouped_glu(
     scales: Tensor,
     glu: Glu,
     bias: Tensor | None,
-    keep: bool,
+    save_preact: bool,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `fusible.kernels.grouped.grouped_glu`."""
@@ -146,7 +146,7 @@ def grouped_glu(
     if x.shape[0] == 0:
         return x.new_empty(0, features), x.new_empty(0, features // 2)
     address, *_, table = matrices
-    return products.glu(x, address, ends, scales, glu, bias, keep, table, pitch)
+    return products.glu(x, address, ends, scales, glu, bias, save_preact, table, pitch)
 
 
 def _check_glu(glu: Glu, features: int) -> None:
@@ -205,7 +205,7 @@ def grouped_wgrad(
 
 def _gradient_operands(
     dy: Tensor, x: Tensor, ends: Tensor, groups: int, tile: Tile | None
-) -> tuple[Tensor, Tensor, Products, tuple[int, int]]:
+) -> tuple[Tensor, Tensor, WeightProducts, tuple[int, int]]:
     """What a weight gradient multiplies, as TMA reads it, the launches, and the row pitches."""
     (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
     if dy.dtype != x.dtype or dy.shape[0] != x.shape[0] or dy.device != x.device:
