@@ -28,8 +28,8 @@ from fusible.ops.grouped_kernels import (
 from fusible.ops.rows import as_rows
 from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import WeightGradient, add_or_copy
-from fusible.recipes.matrix import SAVED, Form, Operand, restored_form, saved_form
-from fusible.recipes.product import Product, encode_operand, is_quantized
+from fusible.recipes.matrix import SAVED, Operand, OperandData, restored_data, saved_data
+from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
@@ -71,7 +71,7 @@ class Sm100Kernels(GroupedKernels):
         ctx: OperationContext,
         x: Any,
         role: Role,
-        products: Sequence[Product],
+        products: Sequence[ProductKind],
         groups: _Groups,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
@@ -89,7 +89,7 @@ class Sm100Kernels(GroupedKernels):
         fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
             packed = sm100.pack(_encoded(x, ctx, role, products, ends), padded)
-            return GroupedOperand(packed.form(False), packed.form(True))
+            return GroupedOperand(packed.data_for(False), packed.data_for(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
         packed, sums = sm100.quantize(
@@ -97,9 +97,9 @@ class Sm100Kernels(GroupedKernels):
         )
         return GroupedOperand(packed.row, packed.column, sums)
 
-    def saved_rows(self, ctx: OperationContext, column: Form | None) -> Saved:
+    def saved_rows(self, ctx: OperationContext, column: OperandData | None) -> Saved:
         """The column-wise form, if the weight needs its gradient."""
-        return saved_form(column if ctx.needs.params[0] else None)
+        return saved_data(column if ctx.needs.params[0] else None)
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
@@ -107,13 +107,13 @@ class Sm100Kernels(GroupedKernels):
 
     def restored_rows(
         self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
-    ) -> Form | None:
+    ) -> OperandData | None:
         """See `GroupedKernels`."""
-        return restored_form(saved, _recipe(ctx).format("input"))
+        return restored_data(saved, _recipe(ctx).format("input"))
 
     def weights(
         self, linear: GroupedLinear, ctx: OperationContext
-    ) -> tuple[Sequence[Form], Sequence[Form]]:
+    ) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
         """See `GroupedKernels`."""
         ctx.bias_dtype = ctx.parameters[-1].dtype
         if _recipe(ctx).format("weight") is None:
@@ -122,13 +122,13 @@ class Sm100Kernels(GroupedKernels):
         weights = linear.encoded_weights(ctx, quantized_weights)
         return [w.row for w in weights], [w.column for w in weights]
 
-    def saved_weights(self, ctx: OperationContext, weights: Sequence[Form]) -> Saved:
+    def saved_weights(self, ctx: OperationContext, weights: Sequence[OperandData]) -> Saved:
         """The column-wise forms, if the input needs its gradient."""
         if not ctx.needs.input:
             return ()
         if _recipe(ctx).format("weight") is None:
             return tuple(weights)  # type: ignore[arg-type]
-        return tuple([t for weight in weights for t in saved_form(weight)])
+        return tuple([t for weight in weights for t in saved_data(weight)])
 
     def restored_weights(
         self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
@@ -137,14 +137,14 @@ class Sm100Kernels(GroupedKernels):
         fmt = _recipe(ctx).format("weight")
         if fmt is None:
             return saved
-        return [restored_form(saved[i : i + SAVED], fmt) for i in range(0, len(saved), SAVED)]
+        return [restored_data(saved[i : i + SAVED], fmt) for i in range(0, len(saved), SAVED)]
 
     def product(
         self,
         linear: GroupedLinear,
         ctx: OperationContext,
-        x: Form,
-        weights: Sequence[Form],
+        x: OperandData,
+        weights: Sequence[OperandData],
         groups: _Groups,
         row_scale: Tensor | None,
         output: Tensor | None,
@@ -163,8 +163,8 @@ class Sm100Kernels(GroupedKernels):
     def data_grad(
         self,
         ctx: OperationContext,
-        dy: Form,
-        weights: Sequence[Form],
+        dy: OperandData,
+        weights: Sequence[OperandData],
         groups: _Groups,
         output: Tensor | None,
     ) -> Tensor:
@@ -172,7 +172,7 @@ class Sm100Kernels(GroupedKernels):
         return sm100.gemm(dy, weights, groups.padded, transpose_w=True, out=as_rows(output))
 
     def weight_grad(
-        self, ctx: OperationContext, dy: Form | None, x: Form | None, groups: _Groups
+        self, ctx: OperationContext, dy: OperandData | None, x: OperandData | None, groups: _Groups
     ) -> WeightGradient:
         """See `GroupedKernels`."""
         padded = groups.padded
@@ -190,7 +190,7 @@ class Sm100Kernels(GroupedKernels):
             add_or_copy(buffers, dw, [not accumulate] * len(buffers))
             return None
 
-        reads = (*saved_form(dy), *saved_form(x), padded.ends, padded.rows)
+        reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)
         return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
 
     def saves_activation(self, ctx: OperationContext) -> bool:
@@ -206,8 +206,8 @@ class Sm100Kernels(GroupedKernels):
         linear: GroupedLinear,
         ctx: OperationContext,
         act: Any,
-        x: Form,
-        weights: Sequence[Form],
+        x: OperandData,
+        weights: Sequence[OperandData],
         groups: _Groups,
         scales: Tensor,
         save_preact: bool,
@@ -221,8 +221,8 @@ class Sm100Kernels(GroupedKernels):
         self,
         ctx: OperationContext,
         act: Any,
-        dy: Form,
-        weights: Sequence[Form],
+        dy: OperandData,
+        weights: Sequence[OperandData],
         groups: _Groups,
         preact: Tensor,
         scales: Tensor,
@@ -249,20 +249,20 @@ def _options(act: Any) -> dict[str, Any]:
 
 
 def _encoded(
-    x: Tensor, ctx: OperationContext, role: Role, products: Sequence[Product], ends: Tensor
+    x: Tensor, ctx: OperationContext, role: Role, products: Sequence[ProductKind], ends: Tensor
 ) -> Operand:
     """Rows for products, quantized in PyTorch or by the caller."""
     recipe = _recipe(ctx)
     if not isinstance(x, QuantizedTensor) or "wgrad" not in products:
-        return encode_operand(x, recipe, role, *products, ends=ends)
+        return quantize_operand(x, recipe, role, *products, ends=ends)
     # Quantized as a whole, so that its column-wise blocks cross the groups: those are made anew.
     others = [product for product in products if product != "wgrad"]
-    columns = encode_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
-    return columns._replace(row=encode_operand(x, recipe, role, *others).row)
+    columns = quantize_operand(x.dequantize(), recipe, role, "wgrad", ends=ends)
+    return columns._replace(row=quantize_operand(x, recipe, role, *others).row)
 
 
 def quantized_weights(
-    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[Product]
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
 ) -> list[Operand]:
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")

@@ -21,7 +21,7 @@ from fusible.kernels.grouped import Glu
 from fusible.ops.rows import as_rows
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import Product, encode_operand, operand, values
+from fusible.recipes.product import ProductKind, operand_values, quantize_operand, values
 from fusible.recipes.quantize_ops import compute_dtype
 from fusible.recipes.recipe import Role
 
@@ -96,7 +96,7 @@ class GroupedKernels:
         ctx: OperationContext,
         x: Any,
         role: Role,
-        products: Sequence[Product],
+        products: Sequence[ProductKind],
         groups: Any,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
@@ -110,14 +110,14 @@ class GroupedKernels:
             return GroupedOperand(x, x)
         # An input's column-wise form is saved for the backward, encoded.
         as_values = ("forward",) if role == "input" else products
-        encoded = encode_operand(x, ctx.recipe, role, *products, ends=groups, as_values=as_values)
+        encoded = quantize_operand(x, ctx.recipe, role, *products, ends=groups, as_values=as_values)
         compute, row = compute_dtype(x.device), None
         for product in ("forward", "dgrad"):
             if product in products:
-                row = operand(encoded, product, role, compute)
+                row = operand_values(encoded, product, role, compute)
         if role == "input" or "wgrad" not in products:
             return GroupedOperand(row, encoded)
-        return GroupedOperand(row, operand(encoded, "wgrad", role, compute))
+        return GroupedOperand(row, operand_values(encoded, "wgrad", role, compute))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
@@ -136,7 +136,7 @@ class GroupedKernels:
         if not ctx.needs.params[0]:
             return None
         encoded = Operand.from_saved(saved, ctx.recipe.format("input"))
-        return operand(encoded, "wgrad", "input", compute_dtype(groups.device))
+        return operand_values(encoded, "wgrad", "input", compute_dtype(groups.device))
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
@@ -145,7 +145,7 @@ class GroupedKernels:
             return plain, plain
         encoded = linear.encoded_weights(ctx)
         compute = compute_dtype(ctx.parameters[0].device)
-        return [operand(w, "forward", "weight", compute) for w in encoded], encoded
+        return [operand_values(w, "forward", "weight", compute) for w in encoded], encoded
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
@@ -163,7 +163,9 @@ class GroupedKernels:
         fmt = ctx.recipe.format("weight")
         parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
         compute = compute_dtype(groups.device)
-        return [operand(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts]
+        return [
+            operand_values(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts
+        ]
 
     # --- products --------------------------------------------------------------------------------
 

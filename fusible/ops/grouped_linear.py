@@ -32,7 +32,7 @@ from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_transposed
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.product import Product, is_quantized, values
+from fusible.recipes.product import ProductKind, is_quantized, values
 
 
 class SavedLinear(NamedTuple):
@@ -298,7 +298,7 @@ class GroupedLinear(WeightedOperation):
         self, kernels: GroupedKernels, ctx: OperationContext, x: Any, groups: Any
     ) -> GroupedOperand:
         """The input for the products that will read it."""
-        products: tuple[Product, ...] = ("forward", "wgrad")
+        products: tuple[ProductKind, ...] = ("forward", "wgrad")
         return kernels.prepare_rows(
             self, ctx, x, "input", products[: 1 + ctx.needs.params[0]], groups
         )
@@ -424,7 +424,7 @@ class GroupedLinear(WeightedOperation):
         self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
     ) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
-        asked: dict[Product, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
+        asked: dict[ProductKind, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
         products = [product for product, needed in asked.items() if needed]
         return kernels.prepare_rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
 

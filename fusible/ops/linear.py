@@ -33,7 +33,7 @@ from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import Product, encode_operand, operand, values
+from fusible.recipes.product import ProductKind, operand_values, quantize_operand, values
 from fusible.recipes.quantize_ops import compute_dtype
 
 
@@ -130,13 +130,15 @@ class BasicLinear(WeightedOperation):
         self._check(ctx, input_)
         output = self.output_buffer(ctx, input_, ctx.kwargs)
         needs, compute = ctx.needs, compute_dtype(input_.device)
-        products: tuple[Product, ...] = ("forward", "wgrad") if needs.params[0] else ("forward",)
+        products: tuple[ProductKind, ...] = (
+            ("forward", "wgrad") if needs.params[0] else ("forward",)
+        )
         rows = matrix(input_, ctx.dtype)
-        x = encode_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
+        x = quantize_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
         (weight,) = self.encoded_weights(ctx)
         y = (
-            operand(x, "forward", "input", compute)
-            @ operand(weight, "forward", "weight", compute).t()
+            operand_values(x, "forward", "input", compute)
+            @ operand_values(weight, "forward", "weight", compute).t()
         )
         ctx.save_for_backward(
             *x.saved(needed=needs.params[0]),
@@ -163,24 +165,26 @@ class BasicLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
-        products: list[Product] = ["dgrad"] if needs.input else []
+        products: list[ProductKind] = ["dgrad"] if needs.input else []
         if needs.params[0]:
             products.append("wgrad")
         rows = matrix(grad_output, ctx.dtype)
-        dy = encode_operand(rows, recipe, "grad", *products, as_values=products)
+        dy = quantize_operand(rows, recipe, "grad", *products, as_values=products)
         saved = ctx.saved_tensors
         dx = None
         if needs.input:
             weight = Operand.from_saved(saved[SAVED:], recipe.format("weight"))
-            dx = operand(dy, "dgrad", "grad", compute) @ operand(weight, "dgrad", "weight", compute)
+            dx = operand_values(dy, "dgrad", "grad", compute) @ operand_values(
+                weight, "dgrad", "weight", compute
+            )
             dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
             buffer = self.grad_input_buffer(ctx)
             dx = dx if buffer is None else buffer.copy_(dx)
         if not needs.params[0]:
             return dx, None
         x = Operand.from_saved(saved[:SAVED], recipe.format("input"))
-        left = operand(dy, "wgrad", "grad", compute)
-        right = operand(x, "wgrad", "input", compute)
+        left = operand_values(dy, "wgrad", "grad", compute)
+        right = operand_values(x, "wgrad", "input", compute)
         return dx, *self.weight_grads(ctx, dense_gradient(left, right))
 
     def extra_repr(self) -> str:

@@ -34,13 +34,13 @@ from fusible.recipes.formats import misfit
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
 from fusible.recipes.model_init import current_model_init, weight_parameter
-from fusible.recipes.product import Product, encode_operand, quantizer
+from fusible.recipes.product import ProductKind, quantize_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
 _Encoded = tuple[tuple[Tensor, ...], Any]
-Encoder = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[Product]], Any]
+Encoder = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
 
@@ -313,7 +313,7 @@ class WeightedOperation(BasicOperation):
         """Whether the weights do, or what they are computed from."""
         return any(p.requires_grad for p in self.stored(self.own_parameter_names()[0]))
 
-    def _quantizer(self, role: Role, *products: Product) -> Quantizer | None:
+    def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
         recipe = current_recipe()
         made = None if recipe is None else quantizer(recipe, role, *products)
         if made is not None and misfit(self._shape(role), made.format):
@@ -332,7 +332,9 @@ class WeightedOperation(BasicOperation):
         once where weights are encoded once.
         """
         weights = list(ctx.parameters[: self.num_weights])
-        products: tuple[Product, ...] = ("forward", "dgrad") if ctx.needs.input else ("forward",)
+        products: tuple[ProductKind, ...] = (
+            ("forward", "dgrad") if ctx.needs.input else ("forward",)
+        )
         if torch.compiler.is_compiling() or self._reused is None or capturing():
             encode = encode or partial(encode_weights, as_values=("forward",))
             return encode(weights, ctx.recipe, ctx.dtype, products)
@@ -365,18 +367,18 @@ def encode_weights(
     weights: list[Tensor],
     recipe: Recipe,
     dtype: torch.dtype,
-    products: Sequence[Product],
-    as_values: Sequence[Product] = (),
+    products: Sequence[ProductKind],
+    as_values: Sequence[ProductKind] = (),
 ) -> list[Operand]:
     """Weights for ``products``: one operand, or one for each that is stored quantized.
 
-    ``as_values`` is that of ``encode_operand``.
+    ``as_values`` is that of ``quantize_operand``.
     """
     if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
         given = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
-        return [encode_operand(w, recipe, "weight", *products) for w in given]
+        return [quantize_operand(w, recipe, "weight", *products) for w in given]
     weight = one_weight(weights, dtype)
-    return [encode_operand(weight, recipe, "weight", *products, as_values=as_values)]
+    return [quantize_operand(weight, recipe, "weight", *products, as_values=as_values)]
 
 
 def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -11,10 +11,7 @@ from fusible.recipes.grouped import (
 )
 from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
-from fusible.recipes.product import (
-    encode_operand,
-    operand,
-)
+from fusible.recipes.product import operand_values, quantize_operand
 from fusible.recipes.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -56,12 +53,12 @@ __all__ = [
     "Role",
     "autocast",
     "current_recipe",
-    "encode_operand",
     "group",
     "group_dequantize",
     "group_quantize",
     "keep_recipe",
-    "operand",
+    "operand_values",
+    "quantize_operand",
     "quantized_model_init",
     "register_state_hooks",
     "tensor_from_state",

@@ -18,7 +18,7 @@ from fusible.recipes.formats import NumberFormat, check_blocks
 class QuantizedMatrix(NamedTuple):
     """Data and scales of ``[..., rows, columns]`` for one use, row-wise or column-wise.
 
-    Those of the SM100 kernels lie as these read them (``kernels.sm100.padding``).
+    Those of the SM100 kernels are in the layout that these read (``kernels.sm100.padding``).
     """
 
     data: Tensor
@@ -31,9 +31,9 @@ class QuantizedMatrix(NamedTuple):
     """FP32 factor on top, ``[1]`` or ``[groups]``, where the format has one."""
     format: NumberFormat
     columnwise: bool = False
-    """Whether blocks lie along the columns; False where blocks have no direction."""
+    """Whether blocks are along the columns; False where blocks have no direction."""
     ends: Tensor | None = None
-    """Cumulative end rows of the groups that were quantized apart, ``[groups]``."""
+    """Cumulative end rows of the groups, each quantized separately, ``[groups]``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,15 +107,16 @@ def shapes_of(
 
 
 class Uses(NamedTuple):
-    """What is made of a matrix for its row-wise and for its column-wise use."""
+    """The outputs of a quantization: for each use the quantized matrix, its values, or both."""
 
     row: bool
-    """It is quantized,"""
+    """The matrix quantized row-wise."""
     column: bool
+    """The matrix quantized column-wise."""
     row_values: bool = False
-    """and dequantized to ``compute_dtype``. Where only its values are wanted, the quantized matrix
-    is not written."""
+    """The row-wise quantized matrix dequantized to ``compute_dtype``."""
     column_values: bool = False
+    """The column-wise quantized matrix dequantized to ``compute_dtype``."""
 
     @property
     def rowwise(self) -> bool:
@@ -139,8 +140,8 @@ class Operand(NamedTuple):
     row_values: Tensor | None = None
     column_values: Tensor | None = None
 
-    def form(self, columnwise: bool) -> Form | None:
-        """Return what a product reads for one use: the values where they are, or the matrix."""
+    def data_for(self, columnwise: bool) -> OperandData | None:
+        """Return what a product reads for one use: the values if there are any, or the matrix."""
         if columnwise:
             return self.column if self.column_values is None else self.column_values
         return self.row if self.row_values is None else self.row_values
@@ -151,31 +152,31 @@ class Operand(NamedTuple):
         ``SAVED`` tensors, all None if it is not ``needed``.
         """
         column = self.column_values if self.column is None else self.column
-        return saved_form(column if needed else None)
+        return saved_data(column if needed else None)
 
     @staticmethod
     def from_saved(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Operand:
         """Undo ``saved``, for the column-wise use; ``fmt`` is None in high precision."""
-        form = restored_form(saved, fmt)
-        return Operand(column_values=form) if isinstance(form, Tensor) else Operand(column=form)
+        data = restored_data(saved, fmt)
+        return Operand(column_values=data) if isinstance(data, Tensor) else Operand(column=data)
 
 
-Form = QuantizedMatrix | Tensor
-"""A matrix for one use: quantized, or its values."""
+OperandData = QuantizedMatrix | Tensor
+"""An operand for one use: the quantized matrix, or values."""
 
 SAVED = 4
-"""The number of tensors that a form is saved as."""
+"""The number of tensors that an operand for one use is saved as."""
 
 
-def saved_form(form: Form | None) -> tuple[Tensor | None, ...]:
-    """Return a form as ``SAVED`` tensors: data, scale, tensor scale and ends, or the values."""
-    if isinstance(form, QuantizedMatrix):
-        return form.data, form.scale, form.tensor_scale, form.ends
-    return form, *(None,) * (SAVED - 1)
+def saved_data(data: OperandData | None) -> tuple[Tensor | None, ...]:
+    """Return an operand as ``SAVED`` tensors: data, scale, tensor scale, ends, or the values."""
+    if isinstance(data, QuantizedMatrix):
+        return data.data, data.scale, data.tensor_scale, data.ends
+    return data, *(None,) * (SAVED - 1)
 
 
-def restored_form(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> Form | None:
-    """Undo ``saved_form`` for the column-wise use; ``fmt`` is None in high precision."""
+def restored_data(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> OperandData | None:
+    """Undo ``saved_data`` for the column-wise use; ``fmt`` is None in high precision."""
     data, scale, tensor_scale, ends = saved
     if data is None or fmt is None:
         return data

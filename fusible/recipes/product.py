@@ -6,9 +6,9 @@ With ``x`` ``[tokens, in]``, ``w`` ``[out, in]`` and ``dy`` ``[tokens, out]``:
     data gradient    dx = q(dy) q(w)        reduced over out:    dy row-wise,    w column-wise
     weight gradient  dw = q(dy)^T q(x)      reduced over tokens: dy column-wise, x column-wise
 
-An op quantizes each operand once, for the products that will read it (``encode_operand``). Its
-matrix product takes ``operand`` of both and accumulates in FP32. It saves what the backward reads,
-the column-wise use of ``x`` and of ``w`` (``Operand.saved``).
+An op quantizes each operand once, for the products that will read it (``quantize_operand``). Its
+matrix product reads the ``operand_values`` of both and accumulates in FP32. It saves what the
+backward reads, the column-wise use of ``x`` and of ``w`` (``Operand.saved``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import WrapperTensor
 
-Product = Literal["forward", "dgrad", "wgrad"]
+ProductKind = Literal["forward", "dgrad", "wgrad"]
 
-_COLUMNWISE: dict[tuple[Product, Role], bool] = {
+_COLUMNWISE: dict[tuple[ProductKind, Role], bool] = {
     ("forward", "input"): False,
     ("forward", "weight"): False,
     ("dgrad", "grad"): False,
@@ -39,7 +39,7 @@ _COLUMNWISE: dict[tuple[Product, Role], bool] = {
 }
 
 
-def quantizer(recipe: Recipe, role: Role, *products: Product) -> Quantizer | None:
+def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer | None:
     """Return the quantizer of the operand in ``role`` for ``products``, None in high precision."""
     fmt = recipe.format(role)
     if fmt is None:
@@ -48,22 +48,22 @@ def quantizer(recipe: Recipe, role: Role, *products: Product) -> Quantizer | Non
     return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
 
 
-def encode_operand(
+def quantize_operand(
     x: Tensor,
     recipe: Recipe,
     role: Role,
-    *products: Product,
+    *products: ProductKind,
     ends: Tensor | None = None,
-    as_values: Sequence[Product] = (),
+    as_values: Sequence[ProductKind] = (),
 ) -> Operand:
     """Quantize ``x`` ``[..., rows, columns]`` for ``products``, its rows in groups up to ``ends``.
 
     Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
-    that quantizes, where a kernel can, and the matrix that they are of is not kept.
+    that quantizes, where a kernel can, and the quantized matrix is not written.
 
-    A quantized ``x`` is taken as it is. Raises what ``quantization.quantize`` raises, TypeError if
-    ``x`` is quantized in another format than the recipe's for this role, and ValueError if it lacks
-    a use or is of another number of groups.
+    A quantized ``x`` is not quantized again. Raises what ``quantization.quantize`` raises,
+    TypeError if ``x`` is quantized in another format than the recipe's for this role, and
+    ValueError if it lacks a use or is of another number of groups.
     """
     fmt = recipe.format(role)
     if isinstance(x, GroupedTensor) and x.format is None and x.rowwise_data is not None:
@@ -100,39 +100,41 @@ def _checked_matrix(x: WrapperTensor, fmt: NumberFormat, columnwise: bool) -> Qu
     return matrix
 
 
-def operand(x: Operand, product: Product, role: Role, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of ``x``, encoded for ``product`` among others, that it reads."""
+def operand_values(
+    x: Operand, product: ProductKind, role: Role, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the values that ``product`` reads of ``x``, which was quantized for it."""
     columnwise = _use(product, role)
-    form = x.form(columnwise)
-    if isinstance(form, Tensor):
-        return form.to(dtype)
-    if form is None:
+    data = x.data_for(columnwise)
+    if isinstance(data, Tensor):
+        return data.to(dtype)
+    if data is None:
         raise ValueError(
-            f"the {role} of the {product} product must be encoded for it, got an operand without "
-            f"{'column' if columnwise else 'row'}-wise data; name the product in encode_operand"
+            f"the {role} of the {product} product must be quantized for it, got an operand without "
+            f"{'column' if columnwise else 'row'}-wise data; name the product in quantize_operand"
         )
-    return decode(form, dtype)
+    return decode(data, dtype)
 
 
 def is_quantized(x: Tensor) -> TypeGuard[WrapperTensor]:
-    """Tell whether ``x`` is one of the tensors of this package, which ops take apart."""
+    """Return whether ``x`` is a quantized or grouped tensor of this package."""
     return isinstance(x, WrapperTensor)
 
 
 def values(x: Tensor) -> Tensor:
-    """Return ``x`` as an ordinary tensor, decoded if it is quantized."""
+    """Return ``x`` as an ordinary tensor, dequantized if it is quantized."""
     return x.dequantize() if is_quantized(x) else x
 
 
-def _uses(role: Role, products: Sequence[Product]) -> tuple[bool, bool]:
+def _uses(role: Role, products: Sequence[ProductKind]) -> tuple[bool, bool]:
     uses = {_use(product, role) for product in products}
     return False in uses, True in uses
 
 
-def _use(product: Product, role: Role) -> bool:
+def _use(product: ProductKind, role: Role) -> bool:
     if (product, role) not in _COLUMNWISE:
         raise ValueError(
-            f"the {product} product must be given one of "
+            f"the operand's role in the {product} product must be one of "
             f"{sorted(r for p, r in _COLUMNWISE if p == product)}, got role {role!r}"
         )
     return _COLUMNWISE[product, role]

@@ -89,8 +89,8 @@ def test_an_e5m2_tensor_is_never_read_as_e4m3():
     with pytest.raises(TypeError, match="must be in mxfp8_e4m3 or not quantized, got mxfp8_e5m2"):
         recipes.MXFP8Quantizer()(gradient)
     with pytest.raises(TypeError, match="mxfp8_e4m3"):
-        recipes.encode_operand(gradient, MX, "grad", "dgrad")
-    taken = recipes.encode_operand(gradient, HYBRID, "grad", "dgrad")
+        recipes.quantize_operand(gradient, MX, "grad", "dgrad")
+    taken = recipes.quantize_operand(gradient, HYBRID, "grad", "dgrad")
     assert taken.row.data is gradient.rowwise_data
 
 
@@ -170,8 +170,8 @@ class Rounds(torch.nn.Module):
 
 
 def recipe_values(x, recipe):
-    encoded = recipes.encode_operand(x, recipe, "input", "forward")
-    return recipes.operand(encoded, "forward", "input")
+    encoded = recipes.quantize_operand(x, recipe, "input", "forward")
+    return recipes.operand_values(encoded, "forward", "input")
 
 
 def gradient(model, call, recipe, *, backward_scope=None, thread=False):
@@ -290,10 +290,10 @@ def saved_and_restored(x, recipe, role):
 @each_recipe
 def test_operands_of_the_three_products(recipe):
     x, w, dy = torch.randn(64, 128), torch.randn(256, 128), torch.randn(64, 256)
-    xq = recipes.encode_operand(x, recipe, "input", "forward", "wgrad")
-    wq = recipes.encode_operand(w, recipe, "weight", "forward", "dgrad")
-    dyq = recipes.encode_operand(dy, recipe, "grad", "dgrad", "wgrad")
-    read = recipes.operand
+    xq = recipes.quantize_operand(x, recipe, "input", "forward", "wgrad")
+    wq = recipes.quantize_operand(w, recipe, "weight", "forward", "dgrad")
+    dyq = recipes.quantize_operand(dy, recipe, "grad", "dgrad", "wgrad")
+    read = recipes.operand_values
     y = read(xq, "forward", "input") @ read(wq, "forward", "weight").mT
     saved_x, saved_w = (
         saved_and_restored(t, recipe, r) for t, r in ((xq, "input"), (wq, "weight"))
@@ -312,11 +312,13 @@ def test_grouped_operands_are_those_of_each_group(recipe):
     sizes = torch.tensor([5, 0, 43, 16])
     ends = sizes.cumsum(0)
     x = torch.randn(70, 128)
-    both = recipes.encode_operand(x, recipe, "input", "forward", "wgrad", ends=ends)
+    both = recipes.quantize_operand(x, recipe, "input", "forward", "wgrad", ends=ends)
     quantizer = recipes.Quantizer(recipe.format("input"))
     grouped = recipes.group_quantize(x, quantizer, 4, sizes)
-    again = recipes.encode_operand(grouped, recipe, "input", "forward", "wgrad", ends=ends)
-    late = recipes.encode_operand(recipes.group(x, 4, sizes), recipe, "input", "forward", ends=ends)
+    again = recipes.quantize_operand(grouped, recipe, "input", "forward", "wgrad", ends=ends)
+    late = recipes.quantize_operand(
+        recipes.group(x, 4, sizes), recipe, "input", "forward", ends=ends
+    )
     saved = saved_and_restored(both, recipe, "input")
     for product, tensor in (
         ("forward", both),
@@ -325,40 +327,40 @@ def test_grouped_operands_are_those_of_each_group(recipe):
         ("wgrad", again),
         ("forward", late),
     ):
-        values = recipes.operand(tensor, product, "input")
+        values = recipes.operand_values(tensor, product, "input")
         start = 0
         for size in sizes.tolist():
             if size:
-                part = recipes.encode_operand(x[start : start + size], recipe, "input", product)
-                want = recipes.operand(part, product, "input")
+                part = recipes.quantize_operand(x[start : start + size], recipe, "input", product)
+                want = recipes.operand_values(part, product, "input")
                 assert torch.equal(values[start : start + size], want)
             start += size
         assert not values[start:].any()
     with pytest.raises(ValueError, match="must have the product's 3 groups"):
-        recipes.encode_operand(grouped, recipe, "input", "forward", ends=ends[:3])
+        recipes.quantize_operand(grouped, recipe, "input", "forward", ends=ends[:3])
 
 
 def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     x = torch.randn(3, 5, dtype=torch.float64)
-    kept = recipes.encode_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
-    assert recipes.operand(kept, "forward", "input", torch.float64) is x
+    kept = recipes.quantize_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
+    assert recipes.operand_values(kept, "forward", "input", torch.float64) is x
     assert kept.saved()[0] is x
     assert kept.saved(needed=False) == (None,) * SAVED
     with pytest.raises(ValueError, match="got role 'grad'"):
-        recipes.encode_operand(x, MX, "grad", "forward")
+        recipes.quantize_operand(x, MX, "grad", "forward")
 
 
 def test_a_saved_operand_has_no_row_wise_data_to_misread():
-    xq = recipes.encode_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
+    xq = recipes.quantize_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
     with pytest.raises(ValueError, match="without row-wise data; name the product"):
-        recipes.operand(saved_and_restored(xq, MX, "input"), "forward", "input")
+        recipes.operand_values(saved_and_restored(xq, MX, "input"), "forward", "input")
     grouped = recipes.group_quantize(
         torch.randn(32, 32), recipes.MXFP8Quantizer(columnwise=False), 1
     )
     with pytest.raises(ValueError, match="column-wise use needs"):
-        recipes.encode_operand(grouped, MX, "input", "wgrad")
+        recipes.quantize_operand(grouped, MX, "input", "wgrad")
     with pytest.raises(TypeError, match="mxfp8_e5m2"):
-        recipes.encode_operand(grouped, HYBRID, "grad", "dgrad")
+        recipes.quantize_operand(grouped, HYBRID, "grad", "dgrad")
 
 
 def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():

@@ -21,7 +21,7 @@ from fusible.kernels.sm100.padding import (
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
-from fusible.recipes.matrix import Form, Operand, QuantizedMatrix, saved_form
+from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix, saved_data
 from fusible.recipes.product import is_quantized
 
 _ops = torch.ops.fusible
@@ -143,8 +143,8 @@ def _alpha(x: QuantizedMatrix, w: Sequence[Any]) -> Tensor | None:
 
 
 def glu(
-    x: Form,
-    w: Sequence[Form],
+    x: OperandData,
+    w: Sequence[OperandData],
     padded: PaddedGroups,
     prob: Tensor,
     *,
@@ -184,13 +184,13 @@ def _written(
     )
 
 
-def _format_of(x: Form) -> NumberFormat | None:
+def _format_of(x: OperandData) -> NumberFormat | None:
     return None if isinstance(x, Tensor) else x.format
 
 
 def dglu(
-    dy: Form,
-    w: Sequence[Form],
+    dy: OperandData,
+    w: Sequence[OperandData],
     padded: PaddedGroups,
     c: Tensor,
     prob: Tensor,
@@ -214,8 +214,8 @@ def dglu(
 
 
 def gemm(
-    x: Form,
-    w: Sequence[Form],
+    x: OperandData,
+    w: Sequence[OperandData],
     padded: PaddedGroups,
     *,
     bias: Tensor | None = None,
@@ -239,13 +239,15 @@ def gemm(
 
 
 def wgrad(
-    dy: Form, x: Form, padded: PaddedGroups, out_dtype: torch.dtype = torch.bfloat16
+    dy: OperandData, x: OperandData, padded: PaddedGroups, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
     return _ops.sm100_wgrad.default(*_columns(dy, x, padded), out_dtype)
 
 
-def wgrad_(out: list[Tensor], dy: Form, x: Form, padded: PaddedGroups, accumulate: bool) -> None:
+def wgrad_(
+    out: list[Tensor], dy: OperandData, x: OperandData, padded: PaddedGroups, accumulate: bool
+) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     _ops.sm100_wgrad_.default(out, *_columns(dy, x, padded), accumulate)
 
@@ -258,14 +260,14 @@ def takes_wgrad(out: Sequence[Tensor]) -> bool:
     )
 
 
-def _product(x: Form, w: Sequence[Any], padded: PaddedGroups) -> tuple[Any, ...]:
+def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return x, None, list(w), [], padded.ends, None
     data, scales = [weight.data for weight in w], [weight.scale for weight in w]
     return x.data, x.scale, data, scales, padded.ends, _alpha(x, w)
 
 
-def _columns(dy: Form, x: Form, padded: PaddedGroups) -> tuple[Any, ...]:
-    (*dy_tensors, dy_top, _), (*x_tensors, x_top, _) = saved_form(dy), saved_form(x)
+def _columns(dy: OperandData, x: OperandData, padded: PaddedGroups) -> tuple[Any, ...]:
+    (*dy_tensors, dy_top, _), (*x_tensors, x_top, _) = saved_data(dy), saved_data(x)
     factors = [None if top is None else top.flatten() for top in (dy_top, x_top)]
     return *dy_tensors, *x_tensors, padded.ends, *factors
