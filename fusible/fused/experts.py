@@ -23,7 +23,7 @@ class MoEExperts(FusedOperation):
 
     Rows, the ``top_k`` copies of each token, are the largest tensors of a block. Here those of the
     backward live only as long as they are read, and with ``recompute_rows`` those of the forward
-    are not kept for it.
+    are not saved.
     """
 
     saves = "x or tokens, row map, pre-activation, scales, end rows of the groups, weights"
@@ -83,9 +83,9 @@ class MoEExperts(FusedOperation):
         drows = fc1.data_grad(LIBRARY, ctx1, second.dpreact, second.saved, second.dpreact.row)
         assert drows is not None
         dmoved = grad_extra_outputs[0][1]
-        for mine, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
-            if given and mine is not None:
-                dmoved = mine if dmoved is None else mine + dmoved
+        for grad, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
+            if given and grad is not None:
+                dmoved = grad if dmoved is None else grad + dmoved
         dx, *extra0 = dispatch.backward_impl(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x

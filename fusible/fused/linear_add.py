@@ -80,7 +80,7 @@ class BackwardLinearAdd(FusedOperation):
         grad_output: Tensor,
         grad_extra_outputs: ExtraTensors,
     ) -> FusedGrads:
-        """One product that is added to the extra output's gradient, where that lies if it may."""
+        """One product that is added to the extra output's gradient, in its memory if it may."""
         fork, ctx = ctxs
         x, weight = ctx.saved_tensors
         dy = cast(grad_output, ctx.dtype)

@@ -1,4 +1,4 @@
-"""The caller's memory for results: what it must not overlap, and who reads it."""
+"""The caller's memory for results: what it must not overlap, and what reads it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def check_buffers(
     for op, of_op in zip(ops, kwargs, strict=True):
         for name, t in of_op.items():
             if name in op.buffer_keywords and isinstance(t, Tensor):
-                told = f"the caller's {name!r}"
-                _check_buffer(told, t, reads, modules)
-                reads.append((told, t))
+                what = f"the caller's {name!r}"
+                _check_buffer(what, t, reads, modules)
+                reads.append((what, t))
 
 
 def check_grad_input(
@@ -74,10 +74,10 @@ def check_grad_input(
 
 
 def returned_grad(context: OperationContext, grad: Tensor | None, to_leaf: bool) -> Tensor | None:
-    """The input's gradient as autograd gets it: noted, if it lies in the caller's buffer.
+    """The input's gradient as autograd gets it: noted, if it is in the caller's buffer.
 
-    A leaf's is also kept, which makes autograd copy it into ``.grad``: the next backward would
-    write to the buffer before it adds to ``.grad``.
+    A reference to a leaf's is also held, which makes autograd copy it into ``.grad``: the next
+    backward would write to the buffer before it adds to ``.grad``.
     """
     buffer = vars(context.forward).get("grad_input")
     if grad is None or buffer is None or memory(grad) != memory(buffer):

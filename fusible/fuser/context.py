@@ -40,13 +40,13 @@ class OperationContext:
             all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
-        given_shape: of the first op that a user's op stands for, else None.
+        given_shape: of the first op that a user's op replaces, else None.
         quantizes: whether the recipe quantizes operands of matrix products.
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
-            of the run asks (``writes_extra_inputs``, ``writes_grads``), never while compiling.
+            of the run needs it (``writes_extra_inputs``, ``writes_grads``), never while compiling.
         writable_grad_output: whether its backward may write to ``grad_output``; known likewise.
     """
 

@@ -124,7 +124,7 @@ def explain(
         **kwargs: keyword arguments of the call.
 
     Returns:
-        The plans, with the sentence of every condition that kept a candidate rule from firing, and
+        The plans, with the sentence of every condition that blocked a candidate rule, and
         what ops would refuse in this call.
 
     Raises:

@@ -26,7 +26,7 @@ def read_over(
     These are parameters, buffers, and what gradients are added to.
     """
     yield from (what for what, other in reads if overlap(t, other))
-    is_elsewhere = _quick_test(t)
+    is_apart = _quick_test(t)
     for i, module in enumerate(modules):
         for path, part in module.named_modules():
             for name, held in chain(part._parameters.items(), part._buffers.items()):
@@ -35,25 +35,25 @@ def read_over(
                 grad = held.grad if held.is_leaf else None
                 main_grad = getattr(held, "main_grad", None)
                 for of, other in (("", held), ("grad of ", grad), ("main_grad of ", main_grad)):
-                    if other is None or is_elsewhere(other):
+                    if other is None or is_apart(other):
                         continue
                     if isinstance(other, Tensor) and overlap(t, other):
                         yield f"{of}{path and path + '.'}{name} of {named(modules, i)}"
 
 
 def _quick_test(t: Tensor) -> Callable[[Any], bool]:
-    """A function that says of most tensors that lie elsewhere that they do not overlap ``t``."""
+    """A quick test: True only of tensors that do not overlap ``t``, and of most of these."""
     if not (_has_address(t) and t.is_contiguous()):
         return lambda other: False
     start, stop = t.data_ptr(), t.data_ptr() + t.nbytes
 
-    def is_elsewhere(other: Any) -> bool:
+    def is_apart(other: Any) -> bool:
         if type(other) not in _PLAIN:
             return False
         first = other.data_ptr()
         return first >= stop or (first + other.nbytes <= start and other.is_contiguous())
 
-    return is_elsewhere
+    return is_apart
 
 
 def memory(t: Tensor) -> int:
@@ -107,7 +107,7 @@ def _has_address(t: Tensor) -> bool:
 
 
 def _rows(t: Tensor) -> tuple[int, int, int, int]:
-    """Addresses that the elements lie between; pitch and width in bytes of the rows of them."""
+    """Start and end address of the elements; pitch and width in bytes of the rows of them."""
     dims: list[tuple[int, int]] = []  # stride and size, from the innermost on, merged
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if dims and stride == dims[-1][0] * dims[-1][1]:

@@ -40,7 +40,8 @@ def run_forward(
         owner = InputOwner(plan.basic_ops, wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
-        _, start, stop, sources, _, _, quantizers, _, is_users, *_ = step
+        start, stop, sources = step.start, step.stop, step.sources
+        quantizers, is_users = step.quantizers, step.is_users
         own = contexts[start:stop]
         if quantizers is not None:
             own[0].grad_quantizer, own[-1].next_quantizer = quantizers
@@ -118,7 +119,7 @@ def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[...,
 def _backward_of(
     step: ScheduledStep, profiled: bool, owner: Owner | None, read: Sequence[Tensor | None]
 ) -> Callable[..., Any]:
-    """The backward of a step's op, in a profiler's range and told what it may write to.
+    """The backward of a step's op, in a profiler's range; its contexts say what it may write to.
 
     ``read`` are the gradients that are read after it.
     """
@@ -289,7 +290,8 @@ def _run_backward(
     grad: Tensor | None = grads[0]
     profiled = _is_profiled()
     for step in schedule.backward:
-        op, start, stop, _, num_extra_outputs, *_ = step
+        op, start, stop = step.op, step.start, step.stop
+        num_extra_outputs = step.num_extra_outputs
         own = contexts[start:stop]
         if not own[-1].requires_grad:
             grad = None
@@ -367,7 +369,7 @@ def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
         raise RuntimeError(
             f"the backward of {type(op).__name__} must return the gradient of extra input {slot}, "
             "which an earlier op of the run made, got None; where nothing flows back it is zeros; "
-            "ctx.needs says who needs gradients, tensors inside a run do not"
+            "ctx.needs says which inputs need gradients, tensors inside a run do not"
         )
 
 
@@ -469,10 +471,11 @@ def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
 
     Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code
-    must not return two views of one tensor, since it takes the gradient of that tensor for theirs,
-    nor the same tensor twice. It gets copies of such, and of other outputs aliases that are no
-    views for autograd: torch 2.11 makes each tensor of the forward an output of the function, of
-    which one that a cast to its own dtype returned would be two, one of them without a gradient.
+    must not return two views of one tensor, since it takes the gradient of that tensor for that
+    of each view, nor the same tensor twice. It gets copies of such, and of other outputs aliases
+    that are no views for autograd: torch 2.11 makes each tensor of the forward an output of the
+    function, of which one that a cast to its own dtype returned would be two, one of them without
+    a gradient.
     """
     compiling = torch.compiler.is_compiling()
     distinct: list[Tensor] = []

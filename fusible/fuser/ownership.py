@@ -56,11 +56,11 @@ class Owner:
 
 
 def owned_grads(
-    backward: Callable[..., Any], owner: Owner, others: Tensors, keeps: bool
+    backward: Callable[..., Any], owner: Owner, others: Tensors, retains: bool
 ) -> Callable[..., Any]:
     """An op's backward, whose contexts say which of its gradients it may write to.
 
-    ``others`` are what is read after it; ``keeps`` says that it may itself go on reading.
+    ``others`` are what is read after it; ``retains`` says that it may itself go on reading.
     """
 
     def run(
@@ -72,7 +72,7 @@ def owned_grads(
         for context, of_op in zip(contexts, grad_extra, strict=True):
             context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
         returned = backward(contexts, grad_output, grad_extra)
-        if keeps:
+        if retains:
             owner.retain(t for t in tree_leaves((grads, returned)) if isinstance(t, Tensor))
         return returned
 
@@ -82,7 +82,7 @@ def owned_grads(
 class InputOwner:
     """Which extra inputs the ops of a forward may write to, for those that write to such.
 
-    One of the caller's in any case, which is what in_place=True asks for; it is refused where
+    One of the caller's in any case, which is what in_place=True requests; it is refused where
     something else would read the sum in its place. One that the run made only if it is its own.
     """
 
@@ -136,7 +136,7 @@ class InputOwner:
             self._contexts[i].writable_extra = frozenset(writable)
 
     def after(self, is_users: bool, tensors: Iterable[Tensor | None], stop: int) -> None:
-        """Check what ops[:stop] saved; a user's op may have kept ``tensors``, that it was given.
+        """Check what ops[:stop] saved; a user's op may hold ``tensors``, its arguments.
 
         Raises:
             ValueError: an op saved a tensor of the caller that was written to.
@@ -194,15 +194,15 @@ class InputOwner:
 
 
 def check_apart(
-    who: str, t: Tensor, readers: Iterable[tuple[str, Tensor]], modules: Sequence[Any] = ()
+    op_name: str, t: Tensor, readers: Iterable[tuple[str, Tensor]], modules: Sequence[Any] = ()
 ) -> None:
-    """Refuse that the op ``who`` writes to ``t`` where something else, or a module, reads it.
+    """Refuse that the op ``op_name`` writes to ``t`` where something else, or a module, reads it.
 
     Raises:
         ValueError: naming both.
     """
     for what in read_over(t, readers, modules):
         raise ValueError(
-            f"{who} must not write to memory of {what}, got in_place=True and such an extra input; "
-            "make it False"
+            f"{op_name} must not write to memory of {what}, got in_place=True and such an "
+            "extra input; make it False"
         )

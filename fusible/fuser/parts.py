@@ -46,7 +46,7 @@ def parts_of(
     """The ops cut into parts that end before each of ``stops``.
 
     ``make(number, ops, wiring, outputs)`` gives the other fields of a part, and the extra outputs
-    that it returns, None if nobody knows which: from its own wiring, and those that are needed.
+    that it returns, None if unknown: from its own wiring, and those that are needed.
     """
     places: dict[Output, int] = {(CALLER, k): k for k in range(wiring.num_caller_inputs)}
     parts: list[Part] = []
@@ -116,8 +116,8 @@ def _check_written(
 ) -> None:
     """Refuse that a part writes to what later ones read, or the caller gets."""
     made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
-    for i, who, k, readers in written:
+    for i, op_name, k, readers in written:
         if part.ops.start <= i < part.ops.stop and isinstance(inputs[1 + k], Tensor):
             read = [*((what, inputs[1 + n]) for what, n in readers), *made]
             reads = [(what, t) for what, t in read if isinstance(t, Tensor)]
-            check_apart(who, inputs[1 + k], reads, modules)
+            check_apart(op_name, inputs[1 + k], reads, modules)

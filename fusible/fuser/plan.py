@@ -14,7 +14,7 @@ from fusible.fuser.target import Target
 
 
 class NotFused(RuntimeError):
-    """A fusion that ``Sequential(..., require=[...])`` asks for did not fire; says why."""
+    """A rule of ``Sequential(..., require=[...])`` did not fire; says why."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -310,7 +310,7 @@ def _scan(
     facts_of: Callable[[dict[str, Any], int], SimpleNamespace],
     refusals: list[Refusal],
 ) -> Iterator[Fusion]:
-    """Walk the ops once and take the first rule that fits; refusals are added to a list."""
+    """The fusions of one pass over the ops, each by the first rule that fits; adds the refusals."""
     blocked = {i for fusion in taken for i in range(fusion.start, fusion.stop)}
     at = 0
     while at < len(ops):
@@ -368,7 +368,7 @@ def _built_kernels(rule: Rule, bound: dict[str, Any], op: Any) -> Any:
 
 
 def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
-    """What the rule makes of the ops; RuntimeError unless it stands for exactly these."""
+    """What the rule makes of the ops; RuntimeError unless it covers exactly these."""
     op = rule.build(**bound)
     covered = getattr(op, "basic_ops", ())
     if [*map(id, covered)] != [*map(id, ops)]:

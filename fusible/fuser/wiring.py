@@ -121,14 +121,14 @@ class Wiring:
 
 
 class WrittenInput(NamedTuple):
-    """The caller's extra input ``number``, which the op ``who`` at index ``op`` writes to.
+    """The caller's extra input ``number``, which the op ``op_name`` at index ``op`` writes to.
 
-    ``readers`` are the caller's extra inputs that this op and later ones read beside it: what each
+    ``readers`` are the caller's extra inputs that this op and later ones read as well: what each
     is, and its number.
     """
 
     op: int
-    who: str
+    op_name: str
     number: int
     readers: tuple[tuple[str, int], ...]
 
@@ -179,7 +179,7 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
 
 
 def by_name(
-    names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any], who: str
+    names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any], op_name: str
 ) -> tuple[Any, ...]:
     """All extra inputs in order: first those given by position, then those given by name.
 
@@ -187,7 +187,7 @@ def by_name(
         names: of all extra inputs, in order; a name may come more than once, and takes one value.
         given: the values of the first ones.
         named: the values of the others.
-        who: takes them.
+        op_name: the op that takes them.
 
     Raises:
         ValueError: one is given twice, or not at all, or has another name.
@@ -196,18 +196,18 @@ def by_name(
     for name in named:
         if name not in known:
             raise ValueError(
-                f"keyword arguments of {who} must be among its extra inputs {known}, got {name!r}"
-                f"{did_you_mean(name, known)}"
+                f"keyword arguments of {op_name} must be among its extra inputs {known}, got "
+                f"{name!r}{did_you_mean(name, known)}"
             )
         if name in names[: len(given)]:
             raise ValueError(
-                f"extra input {name!r} of {who} must be given once, got it by position and by "
+                f"extra input {name!r} of {op_name} must be given once, got it by position and by "
                 f"name; in order the extra inputs are {list(names)}"
             )
     rest = names[len(given) :]
     if missing := [name for name in rest if name not in named]:
         raise ValueError(
-            f"extra inputs of {who} must be all of {list(names)}, in order or by name, got "
+            f"extra inputs of {op_name} must be all of {list(names)}, in order or by name, got "
             f"{len(given)} by position and {list(named)} by name; {missing[0]!r} is missing"
         )
     return (*given, *[named[name] for name in rest])
@@ -233,17 +233,17 @@ def _producers(ops: Sequence[Any]) -> dict[str, tuple[int, int]]:
 def _producer(
     name: str, producers: dict[str, tuple[int, int]], ops: Sequence[Any], consumer: int
 ) -> tuple[int, int]:
-    who = f"op {consumer} ({type(ops[consumer]).__name__})"
+    op_name = f"op {consumer} ({type(ops[consumer]).__name__})"
     if name not in producers:
         known = ", ".join(map(repr, producers)) or "none"
         raise ValueError(
-            f"channel {name!r} of {who} must be produced by an earlier op of the same Sequential, "
-            f"got none; channels there are: {known}{did_you_mean(name, producers)}"
+            f"channel {name!r} of {op_name} must be produced by an earlier op of the same "
+            f"Sequential, got none; channels there are: {known}{did_you_mean(name, producers)}"
         )
     at = producers[name][0]
     if at >= consumer:
         raise ValueError(
-            f"channel {name!r} of {who} must be produced earlier, got op {at} "
+            f"channel {name!r} of {op_name} must be produced earlier, got op {at} "
             f"({type(ops[at]).__name__}) as its producer; move the producer before its consumer"
         )
     return producers[name]

@@ -27,8 +27,8 @@ def take(
         return None
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"op_kwargs must not give {name!r} under torch.compile, which decides where results "
-            "lie; copy the result, or call the module uncompiled"
+            f"op_kwargs must not give {name!r} under torch.compile, which allocates "
+            "results itself; copy the result, or call the module uncompiled"
         )
     wanted = (
         f"the caller's {name!r} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "

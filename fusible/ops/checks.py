@@ -15,7 +15,7 @@ DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
 
 
-def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) -> torch.dtype:
+def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str) -> torch.dtype:
     """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the one they share.
 
     Raises:
@@ -30,25 +30,25 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, who: str) ->
         and x.device == weight.device
     ):
         return dtype
-    check_device(x, weight, who)
-    check_dtype(x, "input", who)
+    check_device(x, weight, op_name)
+    check_dtype(x, "input", op_name)
     if x.dtype != dtype:
-        check_dtype(weight, "weight", who)
+        check_dtype(weight, "weight", op_name)
     if autocast_dtype is not None and dtype != torch.float64:
         return autocast_to(dtype, autocast_dtype)
     if x.dtype != dtype:
         raise ValueError(
-            f"input of {who} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "
+            f"input of {op_name} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "
             "them, or run under torch.autocast"
         )
     return dtype
 
 
-def check_device(x: Tensor, param: Tensor, who: str) -> None:
+def check_device(x: Tensor, param: Tensor, op_name: str) -> None:
     """Raise ValueError unless the input is where the parameters are."""
     if x.device != param.device:
         raise ValueError(
-            f"input and parameters of {who} must be on one device, got {x.device} and "
+            f"input and parameters of {op_name} must be on one device, got {x.device} and "
             f"{param.device}; move one of them"
         )
 
@@ -58,39 +58,41 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def on_device_of(x: Tensor, sizes: Tensor, who: str) -> Tensor:
-    """What says how many rows each group has, on the device of the rows.
+def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:
+    """The number of rows of each group, on the device of the rows ``x``.
 
     Raises:
-        RuntimeError: it is elsewhere while a CUDA graph is captured.
+        RuntimeError: they are on another device while a CUDA graph is captured.
     """
     if sizes.device == x.device:
         return sizes
     if not torch.compiler.is_compiling() and capturing():
         raise RuntimeError(
-            f"split_sizes of {who} must be on {x.device} while a CUDA graph is captured, got "
-            f"{sizes.device}; move them there before, since replays would copy what then lies in "
-            "their place in the host's memory"
+            f"split_sizes of {op_name} must be on {x.device} while a CUDA graph is captured, got "
+            f"{sizes.device}; move them there before, since a replay would copy what their "
+            "host memory holds by then"
         )
     return sizes.to(x.device, non_blocking=True)
 
 
-def check_dtype(t: Tensor, what: str, who: str) -> None:
+def check_dtype(t: Tensor, what: str, op_name: str) -> None:
     """Raise ValueError unless ``t`` has a dtype that ops compute in."""
     if t.dtype not in DTYPES:
-        raise ValueError(f"{what} of {who} must be one of {_DTYPE_NAMES}, got {t.dtype}; cast it")
+        raise ValueError(
+            f"{what} of {op_name} must be one of {_DTYPE_NAMES}, got {t.dtype}; cast it"
+        )
 
 
-def check_features(x: Tensor, features: int, who: str) -> None:
+def check_features(x: Tensor, features: int, op_name: str) -> None:
     """Raise ValueError unless the last dimension of ``x`` has ``features`` features."""
     if x.dim() == 0 or x.shape[-1] != features:
         raise ValueError(
-            f"input of {who} must have {features} features in its last dimension, got shape "
+            f"input of {op_name} must have {features} features in its last dimension, got shape "
             f"{tuple(x.shape)}"
         )
 
 
-def check_sizes(who: str, dtype: torch.dtype | None = None, **sizes: Any) -> None:
+def check_sizes(op_name: str, dtype: torch.dtype | None = None, **sizes: Any) -> None:
     """Check what parameters are made of: sizes, and a dtype that ops compute in (None: default).
 
     Raises:
@@ -99,26 +101,26 @@ def check_sizes(who: str, dtype: torch.dtype | None = None, **sizes: Any) -> Non
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral):
-            raise TypeError(f"{name} of {who} must be an integer, got {size!r}")
+            raise TypeError(f"{name} of {op_name} must be an integer, got {size!r}")
         if size < 1:
-            raise ValueError(f"{name} of {who} must be at least 1, got {size}")
+            raise ValueError(f"{name} of {op_name} must be at least 1, got {size}")
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype of {who} must be one of {_DTYPE_NAMES}, got {dtype}")
+        raise ValueError(f"dtype of {op_name} must be one of {_DTYPE_NAMES}, got {dtype}")
 
 
-def check_interleaved(x: Tensor, interleave: int | None, who: str) -> None:
+def check_interleaved(x: Tensor, interleave: int | None, op_name: str) -> None:
     """Raise ValueError unless the last dimension of ``x`` is whole pairs of gate and linear."""
     unit = 2 if interleave is None else 2 * interleave
     if x.dim() == 0 or x.shape[-1] % unit:
         layout = "two halves" if interleave is None else f"blocks of {interleave}, by twos"
         raise ValueError(
-            f"last dimension of the input of {who} must be a multiple of {unit} ({layout}), got "
-            f"shape {tuple(x.shape)}"
+            f"last dimension of the input of {op_name} must be a multiple of {unit} ({layout}), "
+            f"got shape {tuple(x.shape)}"
         )
 
 
-def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
-    """``scales``, refused unless it has one floating value per row of ``x``, beside it.
+def check_row_scales(scales: Tensor | None, x: Tensor, op_name: str) -> Tensor:
+    """``scales``, refused unless it has one floating value per row of ``x``, on its device.
 
     Raises:
         ValueError: it has not.
@@ -131,7 +133,7 @@ def check_row_scales(scales: Tensor | None, x: Tensor, who: str) -> Tensor:
     ):
         return scales
     raise ValueError(
-        f"scales of {who} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
+        f"scales of {op_name} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
         f"{x.device}, one value for each row of the input, got {described(scales)}"
     )
 

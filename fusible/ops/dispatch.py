@@ -49,8 +49,8 @@ class Dispatch(BasicOperation):
         recompute_rows: where a rule fuses the whole of the experts, keep the tokens for the
             backward and make their rows once more: less memory for one more launch.
         capacity_factor: an expert takes at most ``capacity_factor * choices / num_experts`` rows,
-            rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). All are
-            kept if None.
+            rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). None
+            drops no choice.
 
     Raises:
         TypeError: the number of experts is no integer.

@@ -38,15 +38,15 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return gathered
 
 
-def reduce_scatter(x: Tensor, group: Any, who: str) -> Tensor:
+def reduce_scatter(x: Tensor, group: Any, op_name: str) -> Tensor:
     """The own part ``[n, ...]`` of the sum over a group of x ``[processes * n, ...]``."""
     processes = dist.get_world_size(group)
     if processes == 1:
         return x
     if x.dim() == 0 or x.shape[0] % processes:
         raise ValueError(
-            f"first dimension in {who} must be a multiple of the group's {processes} processes, "
-            f"got shape {tuple(x.shape)}"
+            f"first dimension in {op_name} must be a multiple of the group's {processes} "
+            f"processes, got shape {tuple(x.shape)}"
         )
     x = values(x).contiguous()
     part = x.new_empty(x.shape[0] // processes, *x.shape[1:])

@@ -156,7 +156,7 @@ def check_addend(addend: Tensor | None, shape: Sequence[int], input_: Tensor) ->
     if addend is None or addend.shape != shape or addend.device != input_.device:
         got = None if addend is None else f"{tuple(addend.shape)} on {addend.device}"
         raise ValueError(
-            f"extra input of AddExtraInput must have shape {tuple(shape)} and lie on "
+            f"extra input of AddExtraInput must have shape {tuple(shape)} and be on "
             f"{input_.device}, as what it is added to, got {got}"
         )
     return addend

@@ -122,19 +122,19 @@ class FormulaOp(OwnParameters):
         Raises:
             RuntimeError: it draws, or does not run on an input of this shape.
         """
-        params, who = self.own_parameters(), type(self).__name__
+        params, op_name = self.own_parameters(), type(self).__name__
         with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             x = torch.empty(shape, dtype=dtype, device=device)
             try:
-                with _NoDraws(who):
+                with _NoDraws(op_name):
                     self.formula_of(len(params))(x, *params)
             except RandomFormulaError:
                 raise
             except Exception as error:
                 raise RuntimeError(
-                    f"formula of {who} must run on an input of shape {shape} under torch.compile, "
-                    "to see whether it draws random numbers, got an error; call the module "
-                    "uncompiled"
+                    f"formula of {op_name} must run on an input of shape {shape} under "
+                    "torch.compile, to see whether it draws random numbers, got an error; "
+                    "call the module uncompiled"
                 ) from error
 
     def _refuse_extra_tensors(self, method: str) -> None:
@@ -154,9 +154,9 @@ def _by_name(
 class _NoDraws(TorchDispatchMode):
     """Refuses operations that draw random numbers."""
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, op_name: str) -> None:
         super().__init__()
-        self.who = who
+        self.op_name = op_name
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -164,7 +164,7 @@ class _NoDraws(TorchDispatchMode):
         """Run the operation."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomFormulaError(
-                f"formula of {self.who} must draw no random numbers where a fusion runs its "
+                f"formula of {self.op_name} must draw no random numbers where a fusion runs its "
                 "forward only, since its backward would draw others, got one that does; define "
                 "op_forward and op_backward, and save what was drawn"
             )

@@ -66,11 +66,11 @@ class GroupedLinear(WeightedOperation):
     ``[out_features, in_features]`` (``bias0`` ... of ``[out_features]``), one per group.
 
     Saves ``(x, ends, row_scale or None, *weights, bias or None)`` in the dtype of the product, that
-    dtype as ``ctx.dtype``, and as ``ctx.transposed`` whether the weights lie so. ``ends`` are the
-    int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D ones; the bias
-    ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe x and each
-    weight are what ``Operand.saved`` gives of them, ``SAVED`` tensors, all None where no gradient
-    reads them; the weights are one, unless they are stored quantized one by one.
+    dtype as ``ctx.dtype``, and as ``ctx.transposed`` whether the weights are column-major.
+    ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
+    ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
+    x and each weight are what ``Operand.saved`` gives of them, ``SAVED`` tensors, all None where
+    no gradient reads them; the weights are one, unless they are stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -87,7 +87,7 @@ class GroupedLinear(WeightedOperation):
             sets the random state for initialisation (Megatron's tracker).
         accumulate_into_main_grad: add each weight's gradient to its ``main_grad`` (FP32 or BF16),
             or write it there if it has ``overwrite_main_grad``, rather than give it to autograd.
-            Biases keep theirs with autograd.
+            Gradients of biases go to autograd.
         single_grouped_weight: one ``weight`` rather than one per group.
         single_grouped_bias: one ``bias`` rather than one per group.
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw` rather than in
@@ -504,7 +504,7 @@ def group_ends(
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.
 
-    ``memo`` keeps them for the other ops of the call.
+    ``memo`` holds them for the other ops of the call.
 
     Raises:
         ValueError: the sizes are not ``num_groups`` integers, or (where the host can see them)

@@ -15,7 +15,7 @@ from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 
 
-def accept(ctx: OperationContext, x: Tensor, who: str) -> Tensor:
+def accept(ctx: OperationContext, x: Tensor, op_name: str) -> Tensor:
     """``x`` decoded if it is quantized, in the dtype of ``torch.autocast`` if that is on.
 
     Notes its dtype as ``ctx.dtype``, in which the backward takes the gradient. FP64 stays.
@@ -23,7 +23,7 @@ def accept(ctx: OperationContext, x: Tensor, who: str) -> Tensor:
     Raises:
         ValueError: a dtype that ops do not compute in.
     """
-    check_dtype(x, "input", who)
+    check_dtype(x, "input", op_name)
     x = values(x)
     ctx.dtype = autocast_to(x.dtype, ctx.autocast_dtype)
     return cast(x, ctx.dtype)

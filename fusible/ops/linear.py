@@ -122,9 +122,9 @@ class BasicLinear(WeightedOperation):
         return x, weight
 
     def _check(self, ctx: OperationContext, input_: Tensor) -> None:
-        who = "BasicLinear" if self._holder is None else "Linear"
-        check_features(input_, self.in_features, who)
-        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], who)
+        op_name = "BasicLinear" if self._holder is None else "Linear"
+        check_features(input_, self.in_features, op_name)
+        ctx.dtype = product_dtype(ctx, input_, ctx.parameters[0], op_name)
 
     def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)

@@ -69,14 +69,14 @@ class _Norm(BasicOperation):
 
     def rows(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input as ``[rows, features]``, refused unless it ends in ``normalized_shape``."""
-        who, shape = type(self).__name__, self.normalized_shape
+        op_name, shape = type(self).__name__, self.normalized_shape
         if input_.shape[input_.dim() - len(shape) :] != shape or input_.dim() < len(shape):
             raise ValueError(
-                f"input of {who} must end in the dimensions {shape}, got shape "
+                f"input of {op_name} must end in the dimensions {shape}, got shape "
                 f"{tuple(input_.shape)}"
             )
-        check_device(input_, ctx.parameters[0], who)
-        return accept(ctx, input_, who).reshape(-1, self.features)
+        check_device(input_, ctx.parameters[0], op_name)
+        return accept(ctx, input_, op_name).reshape(-1, self.features)
 
     def extra_repr(self) -> str:
         """Shape and options."""
@@ -86,10 +86,10 @@ class _Norm(BasicOperation):
         )
 
 
-def _check_eps(eps: float, who: str) -> None:
-    check_numbers(who, eps=eps)
+def _check_eps(eps: float, op_name: str) -> None:
+    check_numbers(op_name, eps=eps)
     if not eps >= 0:
-        raise ValueError(f"eps of {who} must not be negative, got {eps}")
+        raise ValueError(f"eps of {op_name} must not be negative, got {eps}")
 
 
 class LayerNorm(_Norm):

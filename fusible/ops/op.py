@@ -1,4 +1,4 @@
-"""The op contract: what a basic op declares, and what a fused op stands for."""
+"""The op contract: what a basic op declares, and which ops a fused op replaces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FusedGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]
 
 
 class FusibleOperation(ModuleState, PatchesCounted):
-    """An operation that the fuser can place: a basic op, or a fused one that stands for several."""
+    """An operation that the fuser can place: a basic op, or a fused one that replaces several."""
 
     num_extra_inputs: int = 0
     saves: str = ""
@@ -61,7 +61,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
 
     @property
     def is_fused_op(self) -> bool:
-        """Whether this op stands for one or more basic ops."""
+        """Whether this op replaces one or more basic ops."""
         raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
 
     @property
@@ -246,7 +246,7 @@ def _overrides(op: FusibleOperation, base: type, *methods: str) -> bool:
 
 
 def _alone(op: FusibleOperation) -> Run:
-    """A run of what one op, called by itself, stands for."""
+    """A run of the basic ops of one op that is called by itself."""
     return Run(op.basic_ops, wiring=wire(op.basic_ops, alone=True))
 
 
@@ -316,7 +316,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
 
     @property
     def is_fused_op(self) -> bool:
-        """False: a basic op stands for itself."""
+        """False: a basic op replaces none."""
         return False
 
     @property
@@ -509,8 +509,8 @@ def check_kwargs(
 ) -> None:
     """Raise ValueError for keyword arguments that the op does not take.
 
-    Here, since a fusion that covers the op may not ask for them. ``extra_inputs`` are names that it
-    takes beside them.
+    Here, since a fusion that covers the op may not read them. ``extra_inputs`` are names that it
+    takes as well.
     """
     names = op.keywords
     if torch.compiler.is_compiling():
@@ -557,5 +557,5 @@ class FusedOperation(FusibleOperation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """The basic ops that this op stands for, in order."""
+        """The basic ops that this op replaces, in order."""
         return self._basic_ops

@@ -28,7 +28,7 @@ class TopKRouter(BasicOperation):
     of the run finds the first two by name.
 
     Logits are ``x @ weight.T + bias``, of operands in the input's dtype (autocast's; the weight's
-    if it is wider), accumulated and kept in FP32. Of equal logits the first expert is chosen, on
+    if it is wider), accumulated and stored in FP32. Of equal logits the first expert is chosen, on
     every device. What models do:
 
     - Mixtral, Qwen3-MoE: softmax, the default. GPT-OSS, a softmax of the logits chosen: the same
@@ -140,16 +140,16 @@ class TopKRouter(BasicOperation):
             )
         names = "hidden_size", "num_experts", "top_k", "num_groups", "top_groups", "group_top"
         check_sizes("TopKRouter", dtype, **{name: getattr(self, name) for name in names})
-        groups, kept = self.num_groups, self.top_groups
+        groups, chosen = self.num_groups, self.top_groups
         if self.num_experts % groups:
             raise ValueError(
                 f"num_groups of TopKRouter must divide num_experts={self.num_experts}, got {groups}"
             )
         size = self.num_experts // groups
         for name, value, most in (
-            ("top_groups", kept, groups),
+            ("top_groups", chosen, groups),
             ("group_top", self.group_top, size if groups > 1 else self.group_top),
-            ("top_k", self.top_k, kept * size),
+            ("top_k", self.top_k, chosen * size),
         ):
             if value > most:
                 raise ValueError(
@@ -168,7 +168,7 @@ class TopKRouter(BasicOperation):
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias.dtype != before.dtype:  # type: ignore[union-attr]
-            # A step of 0.001 is lost beside a bias of 0.3 in BF16.
+            # A step of 0.001 is lost when added to a bias of 0.3 in BF16.
             self.expert_bias = before.to(self.expert_bias.device)  # type: ignore[union-attr]
         return self
 

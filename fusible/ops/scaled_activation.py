@@ -94,8 +94,8 @@ class ScaledSReLU(_Scaled):
     fact_names = ("activation_recompute_in_mlp",)
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        who = type(self).__name__
-        check_bools(who, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        op_name = type(self).__name__
+        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -125,12 +125,13 @@ class ScaledGLU(_Scaled, GatedOp):
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__()
-        who = type(self).__name__
-        check_bools(who, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        op_name = type(self).__name__
+        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
         if activation_recompute_in_mlp:
             raise ValueError(
-                f"activation_recompute_in_mlp must be False in {who}, got True; only ScaledSReLU "
-                "takes it (fused grouped MLPs on Hopper recompute gated activations anyway)"
+                f"activation_recompute_in_mlp must be False in {op_name}, got True; only "
+                "ScaledSReLU takes it (fused grouped MLPs on Hopper recompute gated "
+                "activations anyway)"
             )
         self.set_interleave(glu_interleave_size)
 
@@ -160,7 +161,7 @@ class ScaledSwiGLU(ScaledGLU):
 
     Raises:
         ValueError: an option that cannot be; in a call, the last dimension is not of whole pairs,
-            or ``scales`` are not one floating value for each row, beside it.
+            or ``scales`` are not one floating value for each row, on its device.
     """
 
     activation = "swiglu"

@@ -19,7 +19,7 @@ from fusible.fuser.wiring import Output, Wiring, WrittenInput, wire
 class Unit(NamedTuple):
     """A module of a Sequential, nested ones unfolded.
 
-    ``ops`` are the basic ops that it stands for, ``inside`` the units of a Sequential that is
+    ``ops`` are its basic ops, ``inside`` the units of a Sequential that is
     called. ``why`` says why the module is called; where it is None, its ops are part of a run.
     """
 
@@ -31,7 +31,7 @@ class Unit(NamedTuple):
 
 
 class Opaque:
-    """Stands in the wiring for a module with extra tensors that is neither op nor Sequential."""
+    """Represents in the wiring a module with extra tensors that is neither op nor Sequential."""
 
     extra_output_names = ()
     writes_extra_inputs = False
@@ -142,7 +142,7 @@ def _call(
 def _outputs(
     unit: Unit, needed: Sequence[Output], ops: tuple[Any, ...], start: int
 ) -> Sequence[Output] | None:
-    """The extra outputs that a part gives; None if nobody knows which."""
+    """The extra outputs that a part gives; None if unknown."""
     if unit.why is None or unit.inside:
         return needed
     if any(isinstance(op, Opaque) and not op.counts_outputs for op in unit.ops):

@@ -104,8 +104,8 @@ class Sequential(PatchesCounted, nn.Sequential):
         """
         division = self._divided() if _division is None else _division
         if named:
-            who = type(self).__name__
-            extra_inputs = by_name(division.wiring.names, extra_inputs, named, who)
+            op_name = type(self).__name__
+            extra_inputs = by_name(division.wiring.names, extra_inputs, named, op_name)
         kwargs = None if op_kwargs is None else _by_op(self, division, op_kwargs)
         if division.only is not None:
             of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in division.ops]
@@ -247,7 +247,7 @@ class _Captured(NamedTuple):
         return all([tuple(m._modules.values()) == then for m, then in self.containers])
 
 
-# How many divisions of a Sequential are kept beside the one in force: for other hooks.
+# How many divisions of a Sequential are cached besides the one in use: for other hooks.
 _MAX_KNOWN = 7
 
 
@@ -463,7 +463,7 @@ def _by_op(
             if any(name in by_op.get(op, {}) for op in run if op is not at):
                 raise ValueError(
                     f"op_kwargs must give {name!r} to the {'last' if at is run[-1] else 'first'} "
-                    f"op of a run, here {type(at).__name__}, got it for another: what lies inside "
+                    f"op of a run, here {type(at).__name__}, got it for another: what is inside "
                     "of a run may not be computed as such"
                 )
     return by_op

@@ -61,7 +61,7 @@ class WeightedOperation(BasicOperation):
     in_features: int
     out_features: int
 
-    # What reuse_quantized_weights keeps of this op: encoded weights with the weights they are of.
+    # The cache of reuse_quantized_weights: encoded weights with the weights they are of.
     _reused: dict[Any, _Encoded] | None = None
 
     def __init__(
@@ -180,7 +180,7 @@ class WeightedOperation(BasicOperation):
     def weight_grads(self, ctx: OperationContext, gradient: WeightGradient) -> Grads:
         """What the backward returns for the weights; decides where their gradient goes, and when.
 
-        One for each weight: the gradients, or what stands for those that are in
+        One for each weight: the gradients, or dummy gradients for those that are in
         ``main_grad`` (:func:`fusible.ops.wgrad.placeholders`), or None for delayed ones.
 
         Raises:

@@ -45,7 +45,7 @@ class MainGrads(NamedTuple):
         elif any(wanted):
             pairs = zip(self.buffers, wanted, strict=True)
             self._replace(
-                buffers=tuple([b if kept else torch.zeros_like(b) for b, kept in pairs])
+                buffers=tuple([b if own else torch.zeros_like(b) for b, own in pairs])
             )._take(gradient)
 
     def _take(self, gradient: WeightGradient) -> None:
@@ -96,8 +96,8 @@ def laid_out(
 ) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
-    A weight that is ``transposed``, the transpose of what lies in memory, has a gradient that is:
-    ``x.T @ dy``. ``ends`` is what the product reads beside these.
+    A weight that is ``transposed``, the transpose of a row-major tensor, has a gradient that is:
+    ``x.T @ dy``. ``ends`` is what the product reads as well.
     """
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
@@ -111,7 +111,7 @@ def laid_out(
 
 
 def is_transposed(t: Tensor) -> bool:
-    """Whether matrices lie in memory column by column."""
+    """Whether matrices are column-major."""
     return t.stride(-2) == 1 and t.stride(-1) > 1
 
 
@@ -133,7 +133,7 @@ def dense_gradient(dy: Tensor, x: Tensor, scale: float = 1.0) -> WeightGradient:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``, at least theirs, with nothing rounded on the way."""
+    """``a @ b`` in ``dtype``, at least as wide as both, with nothing rounded on the way."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda and dtype == torch.float32:
@@ -141,7 +141,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
+def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
     """The ``main_grad`` of every weight, in its shape, and its ``overwrite_main_grad``.
 
     A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
@@ -155,15 +155,15 @@ def main_grads(weights: Sequence[Tensor], who: str) -> MainGrads:
     for weight in weights:
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
-        buffers.append(_checked(getattr(weight, "main_grad", None), weight, who))
+        buffers.append(_checked(getattr(weight, "main_grad", None), weight, op_name))
     overwrite = [bool(getattr(weight, "overwrite_main_grad", False)) for weight in weights]
     return MainGrads(tuple(weights), tuple(buffers), tuple(overwrite))
 
 
-def _checked(main_grad: Any, weight: Tensor, who: str) -> Tensor:
+def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
     shape, allowed = weight.shape, (torch.float32, torch.bfloat16, weight.dtype)
     wanted = (
-        f"main_grad of every weight of {who} must be a tensor of shape {tuple(shape)} in FP32, "
+        f"main_grad of every weight of {op_name} must be a tensor of shape {tuple(shape)} in FP32, "
         f"BF16 or its own {weight.dtype} on {weight.device}, since accumulate_into_main_grad=True"
     )
     if not isinstance(main_grad, Tensor):
@@ -245,12 +245,12 @@ class Delayed(NamedTuple):
         each = zip(self.weights, self.held, held, strict=True)
         return [h if same and is_sharded(h) else w for w, same, h in each]  # type: ignore[misc]
 
-    def check(self, who: str) -> None:
+    def check(self, op_name: str) -> None:
         """Raise RuntimeError if a tensor that it reads was written to since the backward."""
         for t, version in zip(self.gradient.reads, self.versions, strict=True):
             if _version(t) != version:
                 raise RuntimeError(
-                    f"backward_dw() of {who} must find the input and the output's gradient as "
+                    f"backward_dw() of {op_name} must find the input and the output's gradient as "
                     f"backward() left them, got {t.dtype} of shape {tuple(t.shape)}, modified by "
                     f"an inplace operation since: version {_version(t)}, expected {version}; "
                     "call backward_dw() before the change, or change a copy"

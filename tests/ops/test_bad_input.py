@@ -173,7 +173,7 @@ CASES = {
     "addend on another device": (
         lambda: fz.AddExtraInput()(torch.randn(3), torch.randn(3, device="meta")),
         ValueError,
-        ("must have shape (3,) and lie on cpu", "got (3,) on meta", "extra input of AddExtraInput"),
+        ("must have shape (3,) and be on cpu", "got (3,) on meta", "extra input of AddExtraInput"),
     ),
     "scales on another device": (
         lambda: fz.ScaledSwiGLU()(torch.randn(3, 4), torch.rand(3, device="meta")),
