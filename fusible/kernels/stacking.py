@@ -35,7 +35,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """``[E, ...]`` from one such tensor or E separate ones; a view where these abut in memory.
 
     Parameters per expert are allocated side by side, so the common case copies nothing; after
-    ``.to(dtype)``, deepcopy or ``load_state_dict(assign=True)`` they may lie anywhere.
+    ``.to(dtype)``, deepcopy or ``load_state_dict(assign=True)`` they may be anywhere in memory.
     """
     if len(tensors) == 1:
         return tensors[0] if tensors[0].dim() == 3 else tensors[0].unsqueeze(0)

@@ -154,7 +154,7 @@ def _check(stored: dict[str, Any], fmt: NumberFormat, shape: list[int]) -> None:
 
 
 def _fits(piece: Any, other: Any, dtypes: Sequence[torch.dtype], size: tuple[int, ...]) -> bool:
-    """Whether a piece has its dtype and size, and lies where another one does."""
+    """Whether a piece has its dtype and size, and the device and placements of another one."""
     return (
         isinstance(piece, Tensor)
         and piece.dtype in dtypes

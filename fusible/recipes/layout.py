@@ -1,6 +1,6 @@
 """The scale layout that Blackwell's block-scaled MMA reads (32x4x4).
 
-Scales of 128 rows by 4 blocks lie in one atom of 512 bytes, atoms row-major. With ``block`` along
+Scales of 128 rows by 4 blocks are in one atom of 512 bytes, atoms row-major. With ``block`` along
 the reduction, ``atoms = ceil(blocks / 4)``, the byte of scale (row, block) is
 
     ((row // 128) * atoms + block // 4) * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4

@@ -42,9 +42,9 @@ class Implementation(NamedTuple):
     """Functions that do what the ops do, of arguments that need no check."""
 
     quantize: Callable[[Tensor, Tensor | None, NumberFormat, Uses], Operand]
-    """Takes ``x``, the end rows of groups, the format, and what is wanted."""
+    """Of ``x``, the end rows of groups, the format, and the outputs."""
     dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor]
-    """Checks the sizes of what it takes."""
+    """Checks the sizes of the matrix."""
 
 
 def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
@@ -140,7 +140,7 @@ def encode(
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     """Quantize ``x`` for row-wise and column-wise use, in one launch where a kernel can.
 
-    A format with a scale for whole matrices takes two launches, the first for their largest
+    A format with a scale for whole matrices needs two launches, the first for their largest
     magnitudes. One whose blocks have no direction is quantized once, returned for both uses. No
     gradient passes: what the gradient of a quantized product is, its op decides.
     """

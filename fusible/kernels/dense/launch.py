@@ -52,7 +52,7 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
 
 
 def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """`definitions.activation_bias_backward`, by a kernel where it takes the rows."""
+    """`definitions.activation_bias_backward`, by a kernel where it supports the rows."""
     if not takes(x, dy):
         return definitions.activation_bias_backward(dy, x, activation)
     dy, x = aligned(dy), aligned(x)
@@ -75,7 +75,7 @@ def strip_rows(rows: int, features: int, multiprocessors: int) -> int:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`definitions.rms_norm_backward`, by a kernel where it takes the rows."""
+    """`definitions.rms_norm_backward`, by a kernel where it supports the rows."""
     fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
     if not fits:
         return definitions.rms_norm_backward(dy, x, rstd, gain, addend)

@@ -42,7 +42,7 @@ def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
 
 
 def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
-    """`grouped_sum_definition`, by a kernel where it takes the rows."""
+    """`grouped_sum_definition`, by a kernel where it supports the rows."""
     if not _takes_bias(dy, ends, row_scale):
         return grouped_sum_definition(dy, ends, row_scale)
     dy, ends = aligned(dy), ends.contiguous()
@@ -54,7 +54,7 @@ def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tens
 
 
 def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_dots_definition`, by a kernel where it takes the rows."""
+    """`grouped_dots_definition`, by a kernel where it supports the rows."""
     if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
         return grouped_dots_definition(dy, bias, ends)
     dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()

@@ -85,7 +85,7 @@ def grouped_glu(
     save_preact: bool,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor]:
-    """The pre-activation ``x @ w[e].T + bias[e]``, without rows unless kept, and its activation."""
+    """The pre-activation ``x @ w[e].T + bias[e]``, empty unless saved, and its activation."""
     preact = product(x, w, ends, bias, None, False)
     out = _without_tail(glu.forward(preact, scales), ends)
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out

@@ -18,7 +18,7 @@ from fusible.kernels.runtime.gpu import capability, has_cutlass
 from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
 from fusible.versions import CUTLASS_DSL
 
-_CLUSTER = 8  # CTAs: the most that every GPU with clusters takes
+_CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
 
@@ -85,7 +85,7 @@ def _sortrows_spec(ids: Tensor, num_groups: int) -> SortSpec:
 def permutation(
     ids: Tensor, num_groups: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`definitions.permutation`, by a kernel where it takes the arguments."""
+    """`definitions.permutation`, by a kernel where it supports the arguments."""
     choices, spec = ids.numel(), _sortrows_spec(ids, num_groups)
     fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
     if not (fits and 0 < choices <= spec.most_choices and all(_machine(ids.device).values())):
@@ -111,7 +111,7 @@ def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any
 def scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
 ) -> tuple[Tensor, Tensor]:
-    """`definitions.scatter_rows`, by a kernel where it takes the arguments."""
+    """`definitions.scatter_rows`, by a kernel where it supports the arguments."""
     if rows == 0 or why_not(x, row_map, weights) is not None:
         return definitions.scatter_rows(x, row_map, weights, rows, scale)
     x, row_map = aligned(x), row_map.contiguous()
@@ -128,7 +128,7 @@ def scatter_rows(
 def gather_sum(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`definitions.gather_sum`, by a kernel where it takes the arguments."""
+    """`definitions.gather_sum`, by a kernel where it supports the arguments."""
     if why_not(rows, row_map, weights, values) is not None:
         return definitions.gather_sum(rows, row_map, weights, values)
     rows, row_map = aligned(rows), row_map.contiguous()
@@ -147,7 +147,7 @@ def gather_sum(
 
 
 def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
-    """`definitions.row_dots`, by a kernel where it takes the arguments."""
+    """`definitions.row_dots`, by a kernel where it supports the arguments."""
     if rows.dtype != x.dtype or why_not(rows, row_map) is not None:
         return definitions.row_dots(rows, x, row_map, by_row)
     rows, x, row_map = aligned(rows), aligned(x), row_map.contiguous()
@@ -174,7 +174,7 @@ def route(
     scaling_factor: float,
     groups: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """`definitions.route`, by a kernel where it takes the arguments."""
+    """`definitions.route`, by a kernel where it supports the arguments."""
     if not _routes(logits, top_k, groups[0]):
         return definitions.route(
             logits, expert_bias, top_k, score_function, normalize, scaling_factor, groups
@@ -201,7 +201,7 @@ def route_backward(
     normalize: bool,
     scaling_factor: float,
 ) -> Tensor:
-    """`formulas.router_probs_backward`, by a kernel where it takes the arguments."""
+    """`formulas.router_probs_backward`, by a kernel where it supports the arguments."""
     top_k = ids.shape[1]
     if not _routes(logits, top_k):
         options = score_function, normalize, scaling_factor

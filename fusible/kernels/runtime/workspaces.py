@@ -27,7 +27,7 @@ def tile_counter(index: int, stream: int) -> int:
     """Address of two zero integers for a kernel's `TileQueue`, which leaves them zero.
 
     Kernels of one stream follow each other and share theirs. A captured launch gets its own: its
-    graph may be replayed beside anything.
+    graph may be replayed concurrently with any other.
     """
     if torch._C._cuda_isCurrentStreamCapturing():
         pool, rows = _capture_counters.get(index, (None, iter(())))

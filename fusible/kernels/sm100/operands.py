@@ -63,7 +63,7 @@ def quantize(
     row_scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Operand, Tensor | None]:
-    """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of what ``encode`` gives, in one.
+    """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of ``encode``, in one pass.
 
     ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
     ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
@@ -120,7 +120,7 @@ def pack_weights(weights: list[Operand]) -> list[Operand]:
 def _packed_weight(weight: QuantizedMatrix | None) -> QuantizedMatrix | None:
     if weight is None:
         return None
-    data = aligned(weight.data, address_unit(weight.data.dtype))  # it lies as the weight does
+    data = aligned(weight.data, address_unit(weight.data.dtype))  # in the layout of the weight
     if not weight.columnwise:
         return _packed(weight, data, packed_scales(weight.scale))
     if weight.format.element.per_byte == 2:
@@ -253,7 +253,7 @@ def wgrad_(
 
 
 def takes_wgrad(out: Sequence[Tensor]) -> bool:
-    """Whether the kernel can write weight gradients to ``out``, or add to it, as it lies."""
+    """Whether the kernel can write weight gradients to ``out``, or add to it, in place."""
     return all(
         t.dtype in (torch.bfloat16, torch.float32) and t.is_contiguous() and begins_aligned(t)
         for t in out

@@ -1,6 +1,6 @@
 """The SM100 kernels as ``torch.library`` ops: checks, fakes, and the calls of cuDNN's front end.
 
-Rows are in groups of whole 256 (``padding``). Operands are row-major as they lie, with scales
+Rows are in groups of whole 256 (``padding``). Operands are row-major and read in place, with scales
 packed for the MMA (``recipes.layout``). Rows past the last group are not computed.
 """
 
@@ -90,7 +90,7 @@ def _ones(size: int, device: torch.device) -> Tensor:
 
 
 def _ones_of(size: int, device: torch.device) -> Tensor:
-    """FP32 ones, kept; those made while a CUDA graph is captured belong to the graph."""
+    """FP32 ones, cached; those made while a CUDA graph is captured belong to the graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.ones(size, dtype=torch.float32, device=device)
     with torch.inference_mode(False):
@@ -123,7 +123,7 @@ def _weight_arguments(
 def _common(
     x: Tensor, x_scales: Tensor | None, ends: Tensor, alpha: Tensor | None, groups: int
 ) -> dict[str, Any]:
-    """The operand A and what every kernel over rows is told."""
+    """The operand A and the arguments common to every kernel over rows."""
     alpha = _ones_of(groups, x.device) if alpha is None else alpha
     common = {
         "a_tensor": _as_element(x),
@@ -139,7 +139,7 @@ def _common(
 
 
 def _quantizing(x: Tensor) -> dict[str, Any]:
-    """What a kernel with FP8 operands is told of its quantized outputs."""
+    """The arguments of a kernel with FP8 operands about its quantized outputs."""
     if x.dtype != FP8:
         return {"d_dtype": torch.bfloat16}
     one = _ones_of(1, x.device)

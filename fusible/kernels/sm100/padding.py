@@ -118,7 +118,7 @@ def packed_rows(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor,
 def packed_columns(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
     """Data and packed scales of column-wise ``encoded`` groups.
 
-    MXFP8: data ``[size, K]`` as the rows lie. NVFP4: ``[K, size / 2]``, which only contains the
+    MXFP8: data ``[size, K]`` in row order. NVFP4: ``[K, size / 2]``, which only contains the
     bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales:
     ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
     """

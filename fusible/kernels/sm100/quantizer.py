@@ -2,7 +2,7 @@
 
 The op's definition is ``encode``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``, on any
 device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but
-for elements of padding under a scale that is NaN. NVFP4 takes a pass before, for the largest
+for elements of padding under a scale that is NaN. NVFP4 needs a pass before, for the largest
 magnitude of each group, unless the kernel that wrote the rows has given it, and the sums of the
 rows a small one after, over an eighth of a byte for each value; sums are FP32, in an order that the
 groups alone decide.
@@ -189,7 +189,7 @@ def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
 
 
 def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
-    """Whether the kernel reads ``x`` as it lies and writes such sums."""
+    """Whether the kernel reads ``x`` in place and writes such sums."""
     return (
         x.dtype == torch.bfloat16
         and x.stride(1) == 1

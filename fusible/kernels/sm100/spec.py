@@ -16,7 +16,7 @@ SUMMED, SLICES = 4, 8
 
 
 class PlacedSpec(NamedTuple):
-    """A kernel from BF16 to ``format``, whose scales lie as the MMA reads them."""
+    """A kernel from BF16 to ``format``, whose scales are in the layout of the MMA."""
 
     format: NumberFormat
     rowwise: bool

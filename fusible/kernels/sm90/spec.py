@@ -84,7 +84,7 @@ class Spec(NamedTuple):
 
     @property
     def b_parts(self) -> int:
-        """Boxes in which operand B is loaded: gate and linear columns may lie apart."""
+        """Boxes in which operand B is loaded: gate and linear columns may be far apart."""
         return 2 if self.kind == "glu" and self.paired else 1
 
     @property
@@ -150,7 +150,7 @@ class Spec(NamedTuple):
     def fetches_preacts(self) -> bool:
         """Whether blocks are fetched to the L2 cache before dglu has room for them.
 
-        It pays where there is room for few, which do not cover the time that memory takes.
+        It pays where there is room for few, which do not hide the latency of memory.
         """
         return 0 < self.preact_slots <= 2
 
@@ -166,7 +166,7 @@ class Spec(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: what fits beside the blocks that the epilogue needs."""
+        """Pipeline stages: what fits in shared memory with the blocks of the epilogue."""
         blocks = 2 * (self._least_out_blocks + self.preact_slots)
         left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - blocks * self.block_bytes
         return left // self.stage_bytes
