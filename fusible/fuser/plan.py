@@ -197,7 +197,12 @@ class Plan:
     autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
-    quantizes: bool
+    quantizes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find once whether the recipe quantizes."""
+        quantizes = self.recipe is not None and self.recipe.quantizes
+        object.__setattr__(self, "quantizes", quantizes)
 
     def __repr__(self) -> str:
         """The target, the recipe, and the ops of each pass."""
@@ -299,7 +304,6 @@ def plan(
         autocast_dtype,
         target,
         facts,
-        recipe is not None and recipe.quantizes,
     )
 
 

@@ -104,7 +104,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         raise TypeError(f"{type(self).__name__} does not define fuser_forward")
 
     def backward_impl(self, *args: Any) -> Any:
-        """Backward; see :meth:`forward_impl`.
+        """Backward; see ``forward_impl``.
 
         A basic op takes ``(ctx, grad_output, *grad_extra_outputs)`` and returns ``(grad_input,
         *grads of parameters, *grads of extra inputs)``, or the first alone if it has no others. A
@@ -114,11 +114,11 @@ class FusibleOperation(ModuleState, PatchesCounted):
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
     def run_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """What :meth:`fuser_forward` returns, by :meth:`forward_impl`."""
+        """What :meth:`fuser_forward` returns, by ``forward_impl``."""
         return self.forward_impl(ctxs, x, extra)
 
     def run_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """What :meth:`fuser_backward` returns, by :meth:`backward_impl`."""
+        """What :meth:`fuser_backward` returns, by ``backward_impl``."""
         return self.backward_impl(ctxs, dy, extra)
 
     def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
@@ -445,7 +445,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         next_op_input_quantizer: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Forward of an op without extra tensors; by default :meth:`forward_impl`."""
+        """Forward of an op without extra tensors; by default ``forward_impl``."""
         ctx.grad_quantizer = prev_op_grad_output_quantizer
         ctx.next_quantizer = next_op_input_quantizer
         ctx.kwargs = kwargs
@@ -454,7 +454,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
-        """Backward, ``(grad_input, grad_params)``; by default :meth:`backward_impl`."""
+        """Backward, ``(grad_input, grad_params)``; by default ``backward_impl``."""
         grad_input, (grad_params,), _ = self.run_backward([ctx], grad_output, [()])
         return grad_input, grad_params
 

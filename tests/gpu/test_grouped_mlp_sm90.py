@@ -178,12 +178,12 @@ def test_prepared_launches_are_the_checked_ones(act, options, monkeypatch):
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
     made = []
-    whole = sm90.products
-    monkeypatch.setattr(sm90, "products", lambda *a: made.append(whole(*a)) or made[-1])
+    whole = sm90.find_products
+    monkeypatch.setattr(sm90, "find_products", lambda *a: made.append(whole(*a)) or made[-1])
     prepared = step(mlp, x, scales, splits, dy)
     assert made
     assert None not in made
-    monkeypatch.setattr(sm90, "products", lambda *_: None)
+    monkeypatch.setattr(sm90, "find_products", lambda *_: None)
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name
 
