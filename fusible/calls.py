@@ -21,11 +21,13 @@ def is_direct(x: object) -> bool:
     in Python, and more for one of many arguments. It is needed where calls are traced, transformed,
     intercepted or recorded for a gradient.
     """
-    return not (
-        is_traced()
-        or torch._C._len_torch_function_stack() > 0
-        or torch.is_grad_enabled()
-        or is_transformed()
-        or type(x) is not Tensor
-        or not x.is_cuda
+    return (
+        type(x) is Tensor
+        and x.is_cuda
+        and not (
+            is_traced()
+            or torch._C._len_torch_function_stack() > 0
+            or torch.is_grad_enabled()
+            or is_transformed()
+        )
     )

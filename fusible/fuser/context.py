@@ -116,7 +116,9 @@ class OperationContext:
         context.forward = self
         context.requires_grad = self.requires_grad
         context.needs = self.needs
-        context.quantizes = self.quantizes
+        # Copied, since most backwards read them, and what follows costs more.
+        context.recipe, context.quantizes = self.recipe, self.quantizes
+        context.kernels = self.kernels
         context.saved_tensors = saved_tensors
         return context
 

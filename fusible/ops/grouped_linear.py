@@ -424,8 +424,8 @@ class GroupedLinear(WeightedOperation):
         self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
     ) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
-        asked: dict[ProductKind, bool] = {"dgrad": ctx.needs.input, "wgrad": ctx.needs.params[0]}
-        products = [product for product, needed in asked.items() if needed]
+        both: tuple[ProductKind, ...] = ("dgrad", "wgrad")
+        products = both[not ctx.needs.input : 1 + ctx.needs.params[0]]
         return kernels.prepare_rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
 
     def data_grad(
