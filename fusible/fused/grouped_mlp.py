@@ -28,10 +28,9 @@ from fusible.ops import (
 from fusible.ops.checks import check_row_scales
 from fusible.ops.grouped_direct import DirectMLP, has_default_gradients
 from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand, glu_of
-from fusible.ops.grouped_linear import SavedLinear
+from fusible.ops.grouped_linear import SavedLinear, matrix_for
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
-from fusible.ops.rows import matrix, with_rows_of
-from fusible.recipes.product import values
+from fusible.ops.rows import with_rows_of
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU
 """Scaled gated activations; the rules' conditions say which ones kernels have."""
@@ -173,7 +172,7 @@ class GroupedMLP(FusedOperation):
         """The backward of FC2 and of the activation."""
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = ctxs
-        dy = matrix(grad_output, ctx2.dtype)
+        dy = matrix_for(ctx2, grad_output)
         saved1 = fc1.restored(self.kernels, ctx1, dy.shape[0])
         saved2 = fc2.restored(self.kernels, ctx2, dy.shape[0])
         preact, scales = ctx_act.saved_tensors
@@ -190,7 +189,7 @@ class GroupedMLP(FusedOperation):
             overwrite=not (ctx_act.held or keeps_graph()),
         )
         x2 = saved2.x if d.output is None else d.output
-        params, extra = fc2.grads(self.kernels, ctx2, operand, saved2, x2, values(dy), grad_output)
+        params, extra = fc2.grads(self.kernels, ctx2, operand, saved2, x2, dy, grad_output)
         dpreact = fc1.grad_rows(self.kernels, ctx1, d.preact, saved1)
         if d.bias is not None:
             dpreact = dpreact._replace(sums=d.bias)

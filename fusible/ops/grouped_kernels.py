@@ -21,7 +21,7 @@ from fusible.kernels.grouped import Glu
 from fusible.ops.rows import as_rows
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import ProductKind, operand_values, quantize_operand, values
+from fusible.recipes.product import ProductKind, operand_values, quantize_operand
 from fusible.recipes.quantize_ops import compute_dtype
 from fusible.recipes.recipe import Role
 
@@ -106,7 +106,6 @@ class GroupedKernels:
         `dglu`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the sums for the bias.
         """
         if not ctx.quantizes:
-            x = values(x)
             return GroupedOperand(x, x)
         # An input's column-wise form is saved for the backward, encoded.
         as_values = ("forward",) if role == "input" else products

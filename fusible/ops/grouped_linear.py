@@ -357,7 +357,7 @@ class GroupedLinear(WeightedOperation):
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
-        x = matrix(input_ if ctx.quantizes else values(input_), ctx.dtype)
+        x = matrix_for(ctx, input_)
         ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
         return x, ends, scales
@@ -413,11 +413,11 @@ class GroupedLinear(WeightedOperation):
     ) -> tuple[Tensor | None, ...]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         kernels = LIBRARY if ctx.kernels is None else ctx.kernels
-        dy = matrix(grad_output, ctx.dtype)
+        dy = matrix_for(ctx, grad_output)
         saved = self.restored(kernels, ctx, dy.shape[0])
         operand = self.grad_rows(kernels, ctx, dy, saved)
         dx = self.data_grad(kernels, ctx, operand, saved, grad_output)
-        params, extra = self.grads(kernels, ctx, operand, saved, saved.x, values(dy), grad_output)
+        params, extra = self.grads(kernels, ctx, operand, saved, saved.x, dy, grad_output)
         return dx, *params, *extra
 
     def grad_rows(
@@ -450,24 +450,24 @@ class GroupedLinear(WeightedOperation):
         dy: GroupedOperand,
         saved: SavedLinear,
         x: Any,
-        dy_values: Tensor | None,
+        dy_matrix: Tensor | None,
         grad_output: Tensor,
     ) -> tuple[Grads, Grads]:
         """Gradients of the parameters and of the extra inputs, from the products' operands.
 
-        ``dy_values`` is the output's gradient ``[rows, out_features]``, None if ``dy.sums`` has
+        ``dy_matrix`` is the output's gradient ``[rows, out_features]``, None if ``dy.sums`` has
         what the bias needs of it and no scale multiplies the bias.
         """
         dweights = self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, saved.groups))
         dbias = dy.sums
-        if dbias is None and dy_values is not None and self.needs_bias_grads(ctx):
-            dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale)
+        if dbias is None and dy_matrix is not None and self.needs_bias_grads(ctx):
+            dbias = grouped.grouped_sum(values(dy_matrix), saved.ends, saved.row_scale)
         extra: Grads = ()
         if self.scale_bias:
             bias, dscales = ctx.saved_tensors[-1], None
             if bias is not None:
-                assert dy_values is not None
-                dscales = grouped.grouped_dots(dy_values, bias, saved.ends)
+                assert dy_matrix is not None
+                dscales = grouped.grouped_dots(values(dy_matrix), bias, saved.ends)
                 dscales = dscales.view(grad_output.shape[:-1])
             extra = (dscales,)
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
@@ -497,6 +497,11 @@ class GroupedLinear(WeightedOperation):
             f"out_features={self.out_features}, bias={self.has_bias}"
             + "".join(f", {name}=True" for name in options if getattr(self, name))
         )
+
+
+def matrix_for(ctx: OperationContext, t: Tensor) -> Tensor:
+    """``t`` as rows in ``ctx.dtype``; under a recipe a quantized one as it is."""
+    return matrix(t if ctx.quantizes else values(t), ctx.dtype)
 
 
 def group_ends(
