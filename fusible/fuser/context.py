@@ -39,7 +39,6 @@ class OperationContext:
         next_quantizer: in the forward, how the next op wants the output; None for as it is, and for
             all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
-        floats: which extra inputs were floating-point numbers, noted for a user's op, else None.
         given_shape: of the first op that a user's op replaces, else None.
         quantizes: whether the recipe quantizes operands of matrix products.
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
@@ -61,7 +60,6 @@ class OperationContext:
     grad_quantizer: Any
     next_quantizer: Any = None
     kwargs: dict[str, Any]
-    floats: list[bool] | None
     given_shape: torch.Size | None
     memo: dict[Any, Any]
     kernels: Any
@@ -92,7 +90,6 @@ class OperationContext:
         self.to_save = ()
         self.grad_quantizer = None
         self.kwargs = {} if kwargs is None else kwargs
-        self.floats = None
         self.given_shape = None
         self.memo = {} if memo is None else memo
         self.kernels = None

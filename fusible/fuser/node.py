@@ -55,7 +55,7 @@ def run_forward(
             for of_op in sources
         ]
         if is_users:
-            _note_inputs(own, x, inputs)
+            x, inputs = _as_users_see(own, x, inputs)
         if owner is not None:
             owner.before(x, inputs, produced, start)
         try:
@@ -313,7 +313,7 @@ def _run_backward(
             note_place(error, schedule, step, own)
             raise
         grad, of_params[start:stop], step_extra = returned
-        _add_to_sources(step, contexts, step_extra, of_outputs, of_inputs)
+        _add_to_sources(step, step_extra, of_outputs, of_inputs)
     return [grad, *of_inputs, *chain(*of_params)]
 
 
@@ -335,42 +335,43 @@ def _leaf(node: Any) -> Tensor | None:
 
 def _add_to_sources(
     step: ScheduledStep,
-    contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
     of_outputs: dict[tuple[int, int], Tensor | None],
     of_inputs: list[Tensor | None],
 ) -> None:
-    """Add the gradients of a step's extra inputs to those of their sources."""
-    for i, (of_op, grads) in enumerate(zip(step.sources, step_extra, strict=True), step.start):
-        for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
+    """Add the gradients of a step's extra inputs to those of their sources; None is zero."""
+    for of_op, grads in zip(step.sources, step_extra, strict=True):
+        for (producer, k), g in zip(of_op, grads, strict=True):
             if g is None:
-                if step.is_users and producer >= 0:
-                    _check_not_lost(step.op, contexts[i], slot)
-            elif producer == CALLER:
+                continue
+            if producer == CALLER:
                 of_inputs[k] = g
             elif producer >= 0:
                 of_outputs[producer, k] = _sum(of_outputs.get((producer, k)), g)
 
 
-def _note_inputs(
+def _as_users_see(
     contexts: Sequence[OperationContext], x: Tensor, inputs: Sequence[Sequence[Tensor | None]]
-) -> None:
-    """Note what the op's inputs were, for the checks of a user's backward."""
-    for context, of_op in zip(contexts, inputs, strict=True):
-        context.floats = [t is not None and t.is_floating_point() for t in of_op]
+) -> tuple[Tensor, list[list[Tensor | None]]]:
+    """The inputs of a user's op, with ``requires_grad`` where it has to give their gradients.
+
+    Autograd records nothing inside a run, so those that earlier ops made do not have it.
+    """
     if not torch.compiler.is_compiling():
-        contexts[0].given_shape = x.shape
+        contexts[0].given_shape = x.shape  # for the check of its backward
+    extra = [
+        [
+            t if t is None else _requiring_grad(t, needed)
+            for t, needed in zip(of_op, needs, strict=True)
+        ]
+        for of_op, needs in zip(inputs, [c.needs.extra_inputs for c in contexts], strict=True)
+    ]
+    return _requiring_grad(x, contexts[0].needs.input), extra
 
 
-def _check_not_lost(op: Any, context: OperationContext, slot: int) -> None:
-    """Refuse that a user's op returns no gradient for a tensor whose producer needs one."""
-    floats = context.floats  # None if one of ours ran it forward
-    if floats is not None and floats[slot] and context.needs.extra_inputs[slot]:
-        raise RuntimeError(
-            f"the backward of {type(op).__name__} must return the gradient of extra input {slot}, "
-            "which an earlier op of the run made, got None; where nothing flows back it is zeros; "
-            "ctx.needs says which inputs need gradients, tensors inside a run do not"
-        )
+def _requiring_grad(t: Tensor, needed: bool) -> Tensor:
+    has = t.requires_grad or not needed or not t.is_floating_point()
+    return t if has else t.detach().requires_grad_()
 
 
 def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]) -> None:

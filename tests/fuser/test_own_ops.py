@@ -279,11 +279,13 @@ class MakeScale(fz.BasicOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         (x,) = basic_op_ctxs[0].saved_tensors
         dscale = basic_op_grad_extra_outputs[0][0]
+        if dscale is None:
+            return grad_output, [()], [()]
         return grad_output + dscale.unsqueeze(-1) * 2 * x / x.shape[-1], [()], [()]
 
 
 class ScaleBy(fz.BasicOperation):
-    """Multiplies by what it is handed; ``asks`` says how it learns whether to give a gradient."""
+    """Multiplies by what it is given; ``asks`` says how it learns whether to give a gradient."""
 
     num_extra_inputs = 1
 
@@ -293,31 +295,40 @@ class ScaleBy(fz.BasicOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         ((scale,),), (ctx,) = basic_op_extra_inputs, basic_op_ctxs
-        ctx.wanted = scale.requires_grad if self.asks == "the tensor" else ctx.needs.extra_inputs[0]
+        if self.asks == "the tensors":
+            ctx.wanted = input_.requires_grad, scale.requires_grad
+        else:
+            ctx.wanted = ctx.needs.input, self.asks == "the context" and ctx.needs.extra_inputs[0]
         ctx.save_for_backward(input_, scale)
         return input_ * scale.unsqueeze(-1), [()]
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **_):
         x, scale = basic_op_ctxs[0].saved_tensors
-        dscale = (grad_output * x).sum(-1) if basic_op_ctxs[0].wanted else None
-        return grad_output * scale.unsqueeze(-1), [()], [(dscale,)]
+        wants_input, wants_scale = basic_op_ctxs[0].wanted
+        dx = grad_output * scale.unsqueeze(-1) if wants_input else None
+        return dx, [()], [((grad_output * x).sum(-1) if wants_scale else None,)]
 
 
-@pytest.mark.parametrize("asks", ["the tensor", "the context"])
-def test_a_gradient_to_an_earlier_op_is_not_lost(asks):
-    """Inside a run no tensor requires a gradient, so one that asks it would leave a wrong one."""
+@pytest.mark.parametrize("asks", ["the tensors", "the context", "nothing"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("parts", ["one run", "nested", "hooked"])
+def test_a_gradient_to_an_earlier_op_is_given_or_zero(asks, compiled, parts):
+    """Inside a run tensors say what needs a gradient; None for an extra input is zero."""
+    torch._dynamo.reset()
     x = torch.randn(5, 8, requires_grad=True)
     producer, consumer = MakeScale(), ScaleBy(asks)
     producer.set_extra_output_channel(0, "scale", output_to_caller=False)
     consumer.set_extra_input_channel(0, "scale")
-    y = fz.Sequential(producer, consumer)(x)
-    if asks == "the tensor":
-        with pytest.raises(RuntimeError, match="ScaleBy must return the gradient of extra input 0"):
-            y.sum().backward()
-        return
-    y.sum().backward()
+    ops = [fz.Bias(8), producer, fz.ConstantScale(2.0), consumer]
+    module = fz.Sequential(*ops[:2], fz.Sequential(*ops[2:])) if parts == "nested" else None
+    module = module or fz.Sequential(*ops)
+    if parts == "hooked":
+        module[2].register_forward_hook(lambda *_: None)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    call(x).sum().backward()
     want = x.detach().requires_grad_()
-    (want * want.square().mean(-1, keepdim=True)).sum().backward()
+    scale = want.square().mean(-1, keepdim=True)
+    (2 * want * (scale.detach() if asks == "nothing" else scale)).sum().backward()
     torch.testing.assert_close(x.grad, want.grad)
 
 
