@@ -23,8 +23,8 @@ class Glu(NamedTuple):
     alpha: float = 0.0
     offset: float = 0.0
 
-    def forward(self, preact: Tensor, scales: Tensor) -> Tensor:
-        """The activation times the scale of each row."""
+    def forward(self, preact: Tensor, scales: Tensor | None) -> Tensor:
+        """The activation, times the scale of each row if there are scales."""
         return GATED[self.activation].forward(preact, scales, *self._options())
 
     def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,8 @@ class GroupedLinearSwiGLU(FusedOperation):
         (linear, act), (ctx, ctx_act) = self.basic_ops, basic_op_ctxs
         x, ends, _ = linear.prepare_input(ctx, input_, *basic_op_extra_inputs[0])
         weights, bias = linear.weights_in(ctx, ctx.dtype), linear.stacked_bias(ctx, ctx.dtype)
-        ones = torch.ones(x.shape[0], device=x.device)
         glu = Glu("swiglu", act.glu_interleave_size or 0)
-        preact, y = grouped_glu(x, weights, ends, ones, glu, bias, ctx_act.requires_grad)
+        preact, y = grouped_glu(x, weights, ends, None, glu, bias, ctx_act.requires_grad)
         ctx.save_for_backward(x, ends, None, *weights, None)
         ctx_act.dtype = ctx.dtype
         ctx_act.save_for_backward(preact.view(*input_.shape[:-1], -1))

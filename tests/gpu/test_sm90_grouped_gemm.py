@@ -258,9 +258,16 @@ def test_bias(dtype):
         preact, out = grouped.grouped_glu(x, [w], ends, scale, _glu(QGEGLU, interleave), bias)
         expected = product(x, w, sizes, bias)
         assert_close(preact, expected)
-        expected = glu(expected, interleave, **QGEGLU) * scale.float()[:, None]
+        unscaled = glu(expected, interleave, **QGEGLU)
+        expected = unscaled * scale.float()[:, None]
         expected[sum(sizes) :] = 0
         assert_close(out, expected)
+        _, out = grouped.grouped_glu(x, [w], ends, None, _glu(QGEGLU, interleave), bias)
+        assert_close(out, unscaled)
+        _, ones = grouped.grouped_glu(
+            x, [w], ends, torch.ones_like(scale), _glu(QGEGLU, interleave), bias
+        )
+        assert torch.equal(out, ones)
 
 
 @pytest.mark.parametrize("how", ["k", "n", "separate"])

@@ -272,6 +272,9 @@ def test_products_with_an_activation(sizes, rows, activation, interleave):
         preact, got = grouped.grouped_glu(x, [w1], ends, scales.detach(), glu, bias, save_preact)
         torch.testing.assert_close(preact, want.detach() if save_preact else want.detach()[:0])
         torch.testing.assert_close(got, (act * live).detach())
+    _, got_unscaled = grouped.grouped_glu(x, [w1], ends, None, glu, bias)
+    unscaled = formula(want.detach(), None, interleave or None, *clamps) * live
+    torch.testing.assert_close(got_unscaled, unscaled)
     d = ref.grouped_linear(dy, w2.mT, sizes)
     dpreact, again, dscales = grouped.grouped_dglu(
         dy, [w2], ends, want.detach(), scales.detach(), glu
@@ -313,6 +316,7 @@ def opcheck_cases():
     w1, w2, preact = torch.randn(E, 8, K), torch.randn(E, N, 4), torch.randn(9, 8)
     yield "glu", ops.grouped_glu, (x, [w1], ends, scales, *glu, torch.randn(E, 8), True)
     yield "glu, not kept", ops.grouped_glu, (x, [w1], ends, scales, *Glu(), None, False)
+    yield "glu, not scaled", ops.grouped_glu, (x, [w1], ends, None, *glu, None, True)
     yield "dglu", ops.grouped_dglu, (dy, [w2], ends, preact, scales, *glu)
     yield "wgrad", ops.grouped_wgrad, (dy, x, ends, None)
     yield "wgrad, in FP64", ops.grouped_wgrad, (dy, x, ends, torch.float64)

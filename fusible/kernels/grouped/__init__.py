@@ -161,7 +161,7 @@ def _grouped_glu_fake(x: Tensor, w: list[Tensor], *rest: Any) -> tuple[Tensor, T
 
 
 _grouped_glu = define(
-    f"grouped_glu(Tensor x, Tensor[] w, Tensor ends, Tensor scales, {_GLU}, Tensor? bias, "
+    f"grouped_glu(Tensor x, Tensor[] w, Tensor ends, Tensor? scales, {_GLU}, Tensor? bias, "
     "bool save_preact) -> (Tensor, Tensor)",
     _grouped_glu_fake,
     _of_glu(definitions.grouped_glu, 4),
@@ -174,14 +174,14 @@ def grouped_glu(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     glu: Glu,
     bias: Tensor | None = None,
     save_preact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, one scale for each row.
 
-    Without ``save_preact`` the first result has no rows.
+    With None the activation is not scaled. Without ``save_preact`` the first result has no rows.
     """
     return _grouped_glu(x, w, ends, scales, *glu, bias, save_preact)
 

@@ -60,7 +60,7 @@ def grouped_glu(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     glu: Glu,
     bias: Tensor | None,
     save_preact: bool,

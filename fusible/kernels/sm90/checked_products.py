@@ -129,7 +129,7 @@ def grouped_glu(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     glu: Glu,
     bias: Tensor | None,
     save_preact: bool,
@@ -139,7 +139,7 @@ def grouped_glu(
     x, pitch, w, matrices, products = _operands("x", x, w, ends, False, tile)
     groups, features, _ = matrices.shape
     _check_glu(glu, features)
-    scales = as_vector("scales", scales, x)
+    scales = None if scales is None else as_vector("scales", scales, x)
     if bias is not None:
         check_tensor("bias", bias, (groups, features), x)
         bias = bias.contiguous()

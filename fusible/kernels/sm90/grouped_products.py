@@ -221,7 +221,7 @@ class WeightProducts:
         x: Tensor,
         w: int,
         ends: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         glu: Glu,
         bias: Tensor | None = None,
         save_preact: bool = True,
@@ -229,7 +229,8 @@ class WeightProducts:
         pitch: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
-        key = "glu", False, bias is not None, scales.dtype, glu, save_preact, pitch, 0
+        scale = None if scales is None else scales.dtype
+        key = "glu", False, bias is not None, scale, glu, save_preact, pitch, 0
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns)
@@ -243,7 +244,7 @@ class WeightProducts:
             d_preact=(preact if save_preact else out).data_ptr(),
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
-            scales=scales.data_ptr(),
+            scales=0 if scales is None else scales.data_ptr(),
         )
         return preact, out
 

@@ -33,6 +33,7 @@ def variants(kind, tile):
         yield {**SWIGLU, **BLOCKS_OF_16, "save_preact": False, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True, "table": True}
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
+        yield {**SWIGLU, **halves, "save_preact": True, "bias": True, "scale": ""}
     elif kind == "dglu":
         yield {**SWIGLU, **halves, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "table": True}

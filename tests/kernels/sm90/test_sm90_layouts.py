@@ -178,6 +178,15 @@ def layouts_of(value):
             )
 
 
+def test_an_activation_without_scales():
+    given = good()["grouped_glu"] | {"scales": None}
+    want = grouped.grouped_glu(**given)
+    with sm90_on_cpu() as loaded:
+        got = grouped.grouped_glu(**given)
+    assert [spec.scale for spec in loaded] == [""]
+    ref.assert_equal(got, want)
+
+
 CASES = [
     pytest.param(entry, argument, change, id=f"{entry}-{argument}-{name}")
     for entry, arguments in good().items()

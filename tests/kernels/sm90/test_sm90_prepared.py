@@ -75,6 +75,8 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
          checked.grouped_glu(x, w, ends, scales, act, b, True)),
         (it.glu(x, at, ends, scales, act, b, False),
          checked.grouped_glu(x, w, ends, scales, act, b, False)),
+        (it.glu(x, at, ends, None, act, b, True),
+         checked.grouped_glu(x, w, ends, None, act, b, True)),
         (it.dgrad(dy, at, ends), checked.grouped_mm(dy, w, ends, None, None, True)),
         (it.dglu(dy, at, ends, preact, scales, act), checked.grouped_dglu(*dglu)),
         (it.dglu(dy, at, ends, preact, scales, act, True), checked.grouped_dglu(*dglu, True)),
