@@ -1,5 +1,6 @@
 """What rules and ops of your own are written with; ``docs/extending.md`` shows how."""
 
+from fusible.fused.kernel_selection import needs_sm90, needs_sm100
 from fusible.fuser.conditions import (
     Condition,
     at_least,
@@ -21,12 +22,21 @@ from fusible.fuser.registry import (
 )
 from fusible.fuser.rules import Rule, rule
 from fusible.fuser.target import Target
+from fusible.kernels.grouped import (
+    Glu,
+    grouped_dglu,
+    grouped_glu,
+    grouped_mm,
+    grouped_wgrad,
+    grouped_wgrad_,
+)
 from fusible.ops import BasicOperation, FusedOperation
 
 __all__ = [
     "BasicOperation",
     "Condition",
     "FusedOperation",
+    "Glu",
     "OperationContext",
     "Rule",
     "Target",
@@ -34,7 +44,14 @@ __all__ = [
     "at_most",
     "equal",
     "fusion_rules",
+    "grouped_dglu",
+    "grouped_glu",
+    "grouped_mm",
+    "grouped_wgrad",
+    "grouped_wgrad_",
     "multiple_of",
+    "needs_sm90",
+    "needs_sm100",
     "one_of",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -87,12 +87,11 @@ class GroupedLinearGLU(FusedOperation):
         extra_inputs: ExtraTensors,
     ) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
-        ctx, ctx_act = ctxs
-        made = _linear_glu(LIBRARY, *self._basic_ops, ctxs, x, extra_inputs)
-        ctx_act.dtype = ctx.dtype
+        (linear, act), ctx_act = self._basic_ops, ctxs[1]
+        made = _linear_glu(LIBRARY, linear, act, ctxs, x, extra_inputs)
         if ctx_act.requires_grad:
             preact = with_rows_of(made.activated.preact, x)
-            ctx_act.save_for_backward(preact, extra_inputs[1][0])
+            act.save_input(ctx_act, preact, extra_inputs[1][0])
         return with_rows_of(made.activated.output, x), [(), ()]
 
 

@@ -53,13 +53,18 @@ class _Activation(BasicOperation):
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The formula."""
         x = accept(ctx, input_, type(self).__name__)
-        ctx.save_for_backward(*(_in_fp8(x) if self.cache_quantized_input else (x,)))
+        self.save_input(ctx, x)
         return hand_over(self.formula(x), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """The formula's derivative, by hand in ``grad``."""
         dx = self.grad(accept_grad(ctx, grad_output), self.saved_input(ctx))
         return hand_over(dx, ctx.grad_quantizer)
+
+    def save_input(self, ctx: OperationContext, x: Tensor) -> None:
+        """Save the input as the backward expects, also for a fused op that computed it."""
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(*(_in_fp8(x) if self.cache_quantized_input else (x,)))
 
     def saved_input(self, ctx: OperationContext) -> Tensor:
         """The input that the forward saved, in ``ctx.dtype``."""

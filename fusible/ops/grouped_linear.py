@@ -362,6 +362,22 @@ class GroupedLinear(WeightedOperation):
         self.check_alignment(split_sizes)
         return x, ends, scales
 
+    def operands(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        split_sizes: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, Tensor | None]:
+        """The checked ``(x, weights, ends, bias, row_scale)`` of `fusible.extend.grouped_mm`.
+
+        Saved as the backward expects, for a fused op that replaces the forward. Without a recipe.
+        """
+        x, ends, row_scale = self.prepare_input(ctx, input_, split_sizes, scales)
+        weights = self.weights_in(ctx, ctx.dtype)
+        self.save(LIBRARY, ctx, x, ends, row_scale, ends, weights)
+        return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
+
     def check_alignment(self, split_sizes: Tensor | None) -> None:
         """Check the promise of ``split_alignment`` where the host may read the sizes."""
         if self.split_alignment > 1 and split_sizes is not None:

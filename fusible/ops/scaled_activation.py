@@ -46,9 +46,14 @@ class _Scaled(BasicOperation):
         """The formula."""
         x = accept(ctx, input_, type(self).__name__)
         scales = check_row_scales(scales, x, type(self).__name__)
-        ctx.save_for_backward(x, scales)
+        self.save_input(ctx, x, scales)
         (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
         return hand_over(y, ctx.next_quantizer)
+
+    def save_input(self, ctx: OperationContext, x: Tensor, scales: Tensor | None) -> None:
+        """Save the inputs as the backward expects, also for a fused op that computed them."""
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(x, scales)
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor

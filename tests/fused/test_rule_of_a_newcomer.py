@@ -7,10 +7,16 @@ import reference as ref
 import torch
 
 import fusible as fz
-from fusible.extend import FusedOperation, equal, multiple_of, one_of, register_rule, rule, this
-from fusible.fused.kernel_selection import needs_sm90
-from fusible.kernels.grouped import Glu, grouped_glu
-from fusible.kernels.sm90.limits import INTERLEAVES
+from fusible.extend import (
+    FusedOperation,
+    Glu,
+    equal,
+    grouped_glu,
+    needs_sm90,
+    register_rule,
+    rule,
+    this,
+)
 from fusible.testing import assume_target
 
 
@@ -19,13 +25,10 @@ class GroupedLinearSwiGLU(FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
         (linear, act), (ctx, ctx_act) = self.basic_ops, basic_op_ctxs
-        x, ends, _ = linear.prepare_input(ctx, input_, *basic_op_extra_inputs[0])
-        weights, bias = linear.weights_in(ctx, ctx.dtype), linear.stacked_bias(ctx, ctx.dtype)
+        x, weights, ends, bias, _ = linear.operands(ctx, input_, *basic_op_extra_inputs[0])
         glu = Glu("swiglu", act.glu_interleave_size or 0)
-        preact, y = grouped_glu(x, weights, ends, None, glu, bias, ctx_act.requires_grad)
-        ctx.save_for_backward(x, ends, None, *weights, None)
-        ctx_act.dtype = ctx.dtype
-        ctx_act.save_for_backward(preact.view(*input_.shape[:-1], -1))
+        preact, y = grouped_glu(x, weights, ends, None, glu, bias)
+        act.save_input(ctx_act, preact.view(*input_.shape[:-1], -1))
         return y.view(*input_.shape[:-1], -1), [(), ()]
 
 
@@ -33,9 +36,6 @@ class GroupedLinearSwiGLU(FusedOperation):
     *needs_sm90(this.linear),
     equal(this.quantizes, False),
     equal(this.linear.scale_bias, False),
-    equal(this.act.cache_quantized_input, False),
-    one_of(this.act.glu_interleave_size, None, *INTERLEAVES[1:]),
-    multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )
 def grouped_linear_swiglu(linear: fz.GroupedLinear, act: fz.SwiGLU) -> GroupedLinearSwiGLU:
@@ -46,11 +46,12 @@ def grouped_linear_swiglu(linear: fz.GroupedLinear, act: fz.SwiGLU) -> GroupedLi
 SPLITS = torch.tensor([5, 0, 4])
 
 
-def a_module(interleave=None, dtype=torch.bfloat16, **options):
+def a_module(interleave=None, dtype=torch.bfloat16, cache_quantized_input=False, **options):
     linear = fz.GroupedLinear(3, 16, 32, dtype=dtype, **options)
     for bias in linear.biases():
         torch.nn.init.normal_(bias)
-    return fz.Sequential(linear, fz.SwiGLU(glu_interleave_size=interleave))
+    act = fz.SwiGLU(cache_quantized_input, glu_interleave_size=interleave)
+    return fz.Sequential(linear, act)
 
 
 def results(module, x, target):
@@ -79,6 +80,17 @@ def test_values_and_gradients_are_those_of_the_ops(interleave, options, shape, o
     assert module.plan.fired == ("grouped_linear_swiglu",)
     for mine, right in zip(got, exact, strict=True):
         ref.assert_accurate(mine, right, roundings=4)
+
+
+def test_what_the_activation_saves_is_its_own_choice(own_fusions):
+    x = torch.randn(12, 16, dtype=torch.bfloat16, requires_grad=True)
+    module = a_module(8, cache_quantized_input=True)
+    apart = results(module, x, "sm90")
+    register_rule(grouped_linear_swiglu)
+    together = results(module, x, "sm90")
+    assert module.plan.fired == ("grouped_linear_swiglu",)
+    for one, other in zip(together, apart, strict=True):
+        ref.assert_equal_but_for_rounding(one, other, roundings=3)
 
 
 def test_explain_says_what_is_fused_and_what_does_not_hold(own_fusions):
