@@ -134,7 +134,7 @@ class WeightedOperation(BasicOperation):
         A stored quantized one is quantized from values that were initialized in high precision.
         """
         stored = isinstance(weight, QuantizedTensor)
-        value = torch.empty_like(weight) if stored else weight
+        value = weight.new_empty(weight.shape) if stored else weight
         for matrix in value.unbind(0) if value.dim() == 3 else (value,):
             if init_method is not None:
                 init_method(matrix)

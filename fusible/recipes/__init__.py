@@ -30,6 +30,7 @@ from fusible.recipes.recipe import (
     Role,
 )
 from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor_dispatch import implicit_dequantizes, no_implicit_dequantize
 
 __all__ = [
     "SAVED",
@@ -56,7 +57,9 @@ __all__ = [
     "group",
     "group_dequantize",
     "group_quantize",
+    "implicit_dequantizes",
     "keep_recipe",
+    "no_implicit_dequantize",
     "operand_values",
     "quantize_operand",
     "quantized_model_init",

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from fusible.recipes.tensor import QuantizedTensor
 
 
+class NotStorableError(ValueError):
+    """A part or a view of a quantized tensor that its format cannot hold: its values are used."""
+
+
+def check_layout(q: QuantizedTensor) -> None:
+    """Raise NotStorableError unless the rows of the pieces are the rows of the tensor."""
+    data = next(iter(q.pieces().values()))
+    if data.shape[:-1] != q.shape[:-1]:
+        raise NotStorableError(
+            f"views and parts of a quantized tensor must be taken where its rows are, got {q!r} "
+            f"stored as {tuple(data.shape)}; call .dequantize()"
+        )
+
+
 def rows_per_entry(fmt: NumberFormat) -> dict[str, int]:
     """Return how many rows of a tensor each row of its pieces holds."""
     across, along = (1, 1) if fmt.block is None else fmt.block
@@ -31,43 +45,51 @@ def per_matrix(fmt: NumberFormat) -> set[str]:
     return scales | {"scale_inv"} if fmt.block is None else scales
 
 
-def _rows_of_pieces(q: QuantizedTensor, rows: int) -> dict[str, int]:
-    """The rows of every piece that ``rows`` rows of ``q`` are stored in; ValueError if cut."""
+def _rows_of_pieces(q: QuantizedTensor, start: int, stop: int) -> dict[str, tuple[int, int]]:
+    """Return where rows ``start`` to ``stop`` are in every piece; NotStorableError if blocks break.
+
+    The last block of the tensor may be a short one.
+    """
     per = {name: rows_per_entry(q.format).get(name, 1) for name in q.pieces()}
     if per_matrix(q.format) & per.keys():
-        raise ValueError(
+        raise NotStorableError(
             f"a {q.format.name} matrix must not be cut between rows, which share a scale; got "
             f"{q!r}; store all groups as one 3-D weight, which is cut between groups, or use MXFP8"
         )
     whole = math.lcm(*per.values())
-    if rows % whole:
-        raise ValueError(
-            f"rows of a {q.format.name} tensor must be cut in whole blocks of {whole}, got {rows} "
-            f"rows of {q!r}; use a multiple of {whole} rows for every shard"
+    if start % whole or (stop % whole and stop != q.shape[-2]):
+        raise NotStorableError(
+            f"rows of a {q.format.name} tensor must be cut in whole blocks of {whole}, got "
+            f"{start} to {stop} of {q!r}; use a multiple of {whole} rows for every shard"
         )
-    return {name: rows // count for name, count in per.items()}
+    return {name: (start // count, -(-stop // count)) for name, count in per.items()}
 
 
 def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
     """Return a view of entries ``start`` to ``stop`` along a dimension other than the last.
 
-    Raises ValueError for the last dimension, for a part of a block of rows, and for rows that share
-    a scale.
+    Raises NotStorableError for the last dimension, for a part of a block of rows, and for rows that
+    share a scale.
     """
     dim %= q.dim()
-    stop = min(stop, q.shape[dim])
+    stop = max(min(stop, q.shape[dim]), start)
     shape = list(q.shape)
-    shape[dim] = max(stop - start, 0)
+    shape[dim] = stop - start
     if (start, stop) == (0, q.shape[dim]):
         return q.map_pieces(lambda t: t)
     if dim == q.dim() - 1:
-        raise ValueError(f"a quantized tensor must be cut before its last dimension, got {q!r}")
+        raise NotStorableError(
+            f"a quantized tensor must be cut before its last dimension, got {q!r}"
+        )
+    check_layout(q)
     if dim < q.dim() - 2:
-        first = dict.fromkeys(q.pieces(), start)
-        length = dict.fromkeys(q.pieces(), shape[dim])
+        spans = dict.fromkeys(q.pieces(), (start, stop))
     else:
-        first, length = _rows_of_pieces(q, start), _rows_of_pieces(q, shape[dim])
-    pieces = {name: t.narrow(dim, first[name], length[name]) for name, t in q.pieces().items()}
+        spans = _rows_of_pieces(q, start, stop)
+    pieces = {
+        name: piece.narrow(dim, spans[name][0], spans[name][1] - spans[name][0])
+        for name, piece in q.pieces().items()
+    }
     return q.with_pieces(pieces, shape)
 
 
@@ -85,24 +107,28 @@ def slice_(
 ) -> QuantizedTensor:
     """``aten.slice`` with step 1; errors as :func:`cut`."""
     if step != 1:
-        raise ValueError(f"a slice of a quantized tensor must have step 1, got {step}")
+        raise NotStorableError(f"a slice of a quantized tensor must have step 1, got {step}")
     size = q.shape[dim]
     start, stop = start or 0, size if stop is None else stop
-    return cut(q, dim, start % size if start < 0 else start, stop % size if stop < 0 else stop)
+    start, stop = (at + size if at < 0 else at for at in (start, stop))
+    return cut(q, dim, min(max(start, 0), size), max(stop, 0))
 
 
 def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
-    """Return zeros in the format of ``q``, of as many columns; plain ones for another dtype."""
+    """Return zeros in the format of ``q``, as many matrices or rows of it as ``cut`` could return.
+
+    Plain ones for another dtype, rank or number of columns.
+    """
     dtype, device = options.get("dtype") or q.dtype, options.get("device") or q.device
-    if dtype != q.dtype or len(size) != q.dim() or size[-1] != q.shape[-1]:
+    if dtype != q.dtype or len(size) != q.dim() or size[-1] != q.shape[-1] or q.dim() < 2:
         return torch.zeros(size, dtype=dtype, device=device)
-    alone = per_matrix(q.format)
-    rows = {} if alone & q.pieces().keys() else _rows_of_pieces(q, size[-2])
+    check_layout(q)
+    rows = {} if size[-2] == q.shape[-2] else _rows_of_pieces(q, 0, size[-2])
 
     def zeros(name: str, piece: Tensor) -> Tensor:
-        shape = (*size[:-2], 1)
-        if name not in alone:
-            shape = (*size[:-2], rows.get(name, size[-2]), piece.shape[-1])
+        shape = [*size[:-2], *piece.shape[q.dim() - 2 :]]
+        if name in rows:
+            shape[-2] = rows[name][1]
         # Bytes, since E8M0 has no zero.
         count = math.prod(shape) * piece.element_size()
         return torch.zeros(count, dtype=torch.uint8, device=device).view(piece.dtype).view(shape)

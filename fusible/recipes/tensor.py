@@ -1,9 +1,9 @@
 """``QuantizedTensor``: a tensor stored in a number format.
 
-It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. Elementwise
-operations and reductions that read it work on its values; in-place ones requantize and return it;
-``copy_``, ``detach``, ``clone``, ``to`` and ``view`` of whole blocks keep the format. Everything
-else raises NotImplementedError: call ``dequantize()``.
+It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. ``detach``,
+``clone``, ``copy_``, ``to``, and views and slices of whole blocks keep the format. Every other
+operation runs on the values and returns ordinary tensors; what it writes is quantized again. Views
+that break blocks are copies: write to the tensor itself, or by index (``q[3] = 0``).
 """
 
 from __future__ import annotations
@@ -118,13 +118,80 @@ class WrapperTensor(torch.Tensor):
         dtype = dtype or self.dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype, columnwise)
-        return self._decoded(dtype, columnwise)
+        return self.own_values(dtype, columnwise)
 
-    def _decoded(self, dtype: torch.dtype, columnwise: bool) -> Tensor:
+    def own_values(
+        self, dtype: torch.dtype | None = None, columnwise: bool | None = None
+    ) -> Tensor:
+        """``dequantize`` below autograd: no gradient passes."""
+        dtype = dtype or self.dtype
         if self.format is None:
             assert self.rowwise_data is not None
             return self.rowwise_data.to(dtype)
+        if columnwise is None:
+            columnwise = not self.has_rowwise
         return decode(self.encoded(columnwise=columnwise), dtype).view(self.shape)
+
+    def quantize_(self, values: Tensor) -> Self:
+        """Replace the values, in the memory, the format, the uses and the groups there are."""
+        if values.shape != self.shape:
+            raise ValueError(
+                f"values must have the tensor's shape {tuple(self.shape)}, "
+                f"got {tuple(values.shape)}; nothing was written"
+            )
+        values = values.detach().to(self.device, self.dtype)
+        if self.format is None:
+            new = {"rowwise_data": values}
+        else:
+            data = next(piece for name, piece in self.pieces().items() if name in PIECES)
+            values = values.reshape(*data.shape[:-1], -1)  # the matrices whose blocks these are
+            rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
+            row, column = encode(
+                values, self.format, rowwise=rowwise, columnwise=columnwise, ends=self.ends
+            )
+            new = pieces_of(row, column, self.format)
+        for name, piece in new.items():
+            overwrite(getattr(self, name), piece)
+        return self
+
+    def holds_alike(self, other: WrapperTensor) -> bool:
+        """Tell whether what ``other`` stores can be stored here as it is."""
+        old, new = self.pieces(), other.pieces()
+        return (
+            type(self) is type(other)
+            and (self.shape, self.format) == (other.shape, other.format)
+            and all(getattr(other, flag) or not getattr(self, flag) for flag in self.flags)
+            and old.keys() <= new.keys()
+            and all(new[name].shape == piece.shape for name, piece in old.items())
+        )
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write to whole blocks, if they can be viewed, or to the values of all."""
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if type(first) is int and -len(self) <= first < len(self):
+            first = slice(first, first + 1 or None)
+        if all(isinstance(i, slice) or i is Ellipsis for i in (first, *rest)):
+            part = self[(first, *rest)]
+            if isinstance(part, WrapperTensor):
+                part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
+                return
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def view_as(self, other: Tensor) -> Tensor:
+        """Return what is stored in another shape, to write to, as initializers do."""
+        return self.view(-1).view(other.shape)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that must not be written to."""
+        array = self.dequantize().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers, in lists as deep as the tensor has dimensions."""
+        return self.dequantize().tolist()
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""
@@ -259,23 +326,6 @@ class QuantizedTensor(WrapperTensor):
         """Forget the value before quantization."""
         self._high_precision_init_val = None
 
-    def requantize_(self, values: Tensor) -> None:
-        """Replace the values, in the format and for the uses the tensor has."""
-        if values.shape != self.shape:
-            raise ValueError(
-                f"values must have the tensor's shape {tuple(self.shape)}, "
-                f"got {tuple(values.shape)}; nothing was written"
-            )
-        values = values.detach().to(self.device)
-        if self.dim() == 1:  # a flat view: the blocks are those of the matrices
-            data = next(iter(self.pieces().values()))
-            values = values.view(*data.shape[:-1], -1)
-        rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
-        row, column = encode(values, self.format, rowwise=rowwise, columnwise=columnwise)
-        new = pieces_of(row, column, self.format)
-        for name, piece in self.pieces().items():
-            overwrite(piece, new[name])
-
     def fsdp_pre_all_gather(
         self,
         mesh: Any,
@@ -378,7 +428,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
         ctx.dtype = q.dtype
-        return q._decoded(dtype, columnwise)
+        return q.own_values(dtype, columnwise)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

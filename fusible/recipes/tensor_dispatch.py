@@ -1,18 +1,22 @@
-"""What each ATen operation does with quantized tensors: keep the format, use values, or refuse."""
+"""What ATen operations do with quantized and grouped tensors: keep the format, or use the values.
+
+An operation without special treatment runs on the values in the nominal dtype and returns ordinary
+tensors. What it writes to a quantized tensor is quantized again.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.autograd.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from fusible.calls import is_traced
 from fusible.recipes import sharding
 from fusible.recipes.quantization import HIGH_PRECISION
 
@@ -37,23 +41,113 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.overloadpacket in _REFUSED:
         raise NotImplementedError(f"{func} {_REFUSED[func.overloadpacket]}")
-    if func in _OF_EVERY_FORM or (func in _KEEP and _is_quantized(args[0])):
-        return _KEEP[func](*args, **kwargs)
-    if any(getattr(t, "ends", None) is not None for t in pytree.tree_leaves((args, kwargs))):
+    reason = None
+    if args and _is_wrapper(args[0]):
+        special = _OF_GROUPED if args[0].ends is not None else _OF_QUANTIZED
+        if func in special:
+            try:
+                return special[func](*args, **kwargs)
+            except sharding.NotStorableError as error:
+                reason = error
+    return _run_on_values(func, args, kwargs, reason)
+
+
+def _run_on_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception | None
+) -> Any:
+    """Run an operation on the values, and quantize again what it wrote.
+
+    ``reason`` is why the format of the result could not be kept, where that is possible at all.
+    """
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    shape_only = func.overloadpacket in _SHAPE_ONLY
+    values: dict[int, Tensor] = {}
+
+    def value(x: Any) -> Any:
+        if not _is_wrapper(x):
+            return x
+        if id(x) not in values:
+            if shape_only and x is args[0]:
+                values[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            else:
+                values[id(x)] = _implicit_values(func, x, reason)
+        return values[id(x)]
+
+    plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
+    written = {name: info for name, info in infos.items() if info is not None and info.is_write}
+    for leaf in pytree.tree_leaves([given[name] for name in written]):
+        if _is_wrapper(leaf):
+            leaf.quantize_(values[id(leaf)])
+    if not written or not func._schema.returns:
+        return result
+    # An in-place operation returns the tensor that it wrote, not its values.
+    by_alias = {frozenset(info.before_set): given[name] for name, info in written.items()}
+    results = result if isinstance(result, tuple) else (result,)
+    returned = [
+        r if out.alias_info is None else by_alias.get(frozenset(out.alias_info.before_set), r)
+        for out, r in zip(func._schema.returns, results, strict=True)
+    ]
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+# --- implicit dequantizing -----------------------------------------------------------------------
+
+
+class _Implicit:
+    """Of the whole process, since a backward on CUDA runs on threads of its own."""
+
+    count = 0
+    forbidden = 0
+
+
+def implicit_dequantizes() -> int:
+    """Return how many times an operation has dequantized a tensor by itself, in this process.
+
+    In a profile each is a range ``implicit_dequantize(...)`` with the name of the operation. Code
+    that ``torch.compile`` runs counts when it is traced.
+    """
+    return _Implicit.count
+
+
+@contextmanager
+def no_implicit_dequantize() -> Iterator[None]:
+    """Raise where an operation would dequantize a tensor by itself, on any thread.
+
+    For finding such operations. ``dequantize()`` and what keeps the format work as ever. Code that
+    ``torch.compile`` runs is checked when it is traced.
+    """
+    _Implicit.forbidden += 1
+    try:
+        yield
+    finally:
+        _Implicit.forbidden -= 1
+
+
+def _implicit_values(func: Any, x: WrapperTensor, reason: Exception | None) -> Tensor:
+    if x.format is None:
+        return x.own_values()
+    if _Implicit.forbidden:
+        if reason is not None:
+            raise reason
         # No TypeError, which an operator like @ would turn into "unsupported operand".
         raise NotImplementedError(
             f"{func} is not defined for grouped tensors; nothing was computed; "
             "call .dequantize() for all rows or .split() for the groups"
+            if x.ends is not None
+            else f"{func} is not defined for quantized tensors; nothing was computed; "
+            "call .dequantize() first"
         )
-    if func._schema.is_mutable:
-        return _write(func, args, kwargs)
-    if _reads_values(func):
-        return func(*_values_of(args), **_values_of(kwargs))
-    _refuse_steps()
-    raise NotImplementedError(
-        f"{func} is not defined for quantized tensors; nothing was computed; "
-        "call .dequantize() first"
-    )
+    _Implicit.count += 1
+    if is_traced():
+        return x.own_values()
+    with record_function(f"implicit_dequantize({func})"):
+        return x.own_values()
+
+
+# --- operations with special treatment -----------------------------------------------------------
 
 
 def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
@@ -66,10 +160,10 @@ def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
         increment_version(piece)
 
 
-def _is_quantized(x: Any) -> TypeGuard[QuantizedTensor]:
-    from fusible.recipes.tensor import QuantizedTensor  # defined by means of this module
+def _is_wrapper(x: Any) -> TypeGuard[WrapperTensor]:
+    from fusible.recipes.tensor import WrapperTensor  # defined by means of this module
 
-    return isinstance(x, QuantizedTensor)
+    return isinstance(x, WrapperTensor)
 
 
 _aten = torch.ops.aten
@@ -79,75 +173,26 @@ _REFUSED = {
     _aten.erfinv_: "of a quantized tensor would be of values that were rounded, up to 1 and to "
     "infinity; initialize an ordinary tensor and copy_ it",
 }
-_REDUCTIONS = {
-    _aten.sum,
-    _aten.mean,
-    _aten.norm,
-    _aten.linalg_vector_norm,
-    _aten.amax,
-    _aten.amin,
-    _aten.max,
-    _aten.min,
-    _aten.all,
-    _aten.any,
-    _aten.equal,
+_SHAPE_ONLY = {
+    _aten.empty_like,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.randint_like,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.new_zeros,
+    _aten.new_ones,
+    _aten.new_full,
+    _aten.fill_,
+    _aten.zero_,
+    _aten.normal_,
+    _aten.uniform_,
+    _aten.random_,
 }
-
-
-_IN_STEPS = {"_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_"}
-
-
-def _refuse_steps() -> None:
-    """Refuse an initializer of ``torch.nn.init`` that writes, or reads what it wrote, in steps.
-
-    It is found among the callers: its steps by themselves are ordinary operations.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name in _IN_STEPS and frame.f_globals.get("__name__") == "torch.nn.init":
-            raise NotImplementedError(
-                f"{name.removeprefix('_no_grad_')} of a quantized tensor must write once, got an "
-                "initializer whose steps would each be rounded; nothing was written; initialize "
-                "an ordinary tensor and copy_ it, or give the op init_method="
-            )
-        frame = frame.f_back
-
-
-def _reads_values(func: Any) -> bool:
-    foreach = func._schema.name.startswith("aten::_foreach_")
-    return torch.Tag.pointwise in func.tags or func.overloadpacket in _REDUCTIONS or foreach
-
-
-def _values_of(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: _value(x) if _is_quantized(x) else x, tree)
-
-
-def _value(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    return q._decoded(dtype or q.dtype, not q.has_rowwise)
-
-
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operation on the values and requantize what it wrote."""
-    _refuse_steps()
-    values: dict[int, Tensor] = {}
-
-    def unwrap(x: Any) -> Any:
-        return values.setdefault(id(x), _value(x)) if _is_quantized(x) else x
-
-    plain_args, plain_kwargs = pytree.tree_map(unwrap, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [
-        given[a.name]
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in given
-    ]
-    for leaf in pytree.tree_leaves(written):
-        if _is_quantized(leaf):
-            leaf.requantize_(values[id(leaf)])
-    # An in-place operation returns the tensor itself, not a copy of its values, and not None.
-    return written[0] if len(func._schema.returns) == 1 else result
+"""Of their first argument they read the shape, not the values."""
 
 
 def _to_copy(
@@ -155,9 +200,8 @@ def _to_copy(
 ) -> Tensor:
     """Keep the format for a dtype that can be nominal, else return values; keep groups."""
     dtype = dtype or q.dtype
-    if q.ends is None and dtype not in HIGH_PRECISION:
-        values = q.dequantize(torch.float32)
-        return torch.ops.aten._to_copy(values, dtype=dtype, device=device, **options)
+    if q.format is not None and dtype not in HIGH_PRECISION:
+        return _aten._to_copy(q.own_values(), dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
     new = q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
     if q.format is None and new.rowwise_data is not None:
@@ -165,60 +209,46 @@ def _to_copy(
     return new
 
 
-def _copy_(target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
-    if _is_quantized(source):
-        old, new = target.pieces(), source.pieces()
-        if source.format == target.format and old.keys() <= new.keys():
-            if source.shape != target.shape:
-                raise ValueError(
-                    f"copy_ needs the shape {tuple(target.shape)}, got {tuple(source.shape)}; "
-                    "nothing was written"
-                )
-            if all(new[name].shape == piece.shape for name, piece in old.items()):
-                for name, piece in old.items():
-                    overwrite(piece, new[name], non_blocking)
-                return target
-        source = _value(source, torch.float32)
-    with suppress(RuntimeError):  # of other sizes, which requantize_ refuses
+def _copy_(target: WrapperTensor, source: Tensor, non_blocking: bool = False) -> WrapperTensor:
+    """Copy what is stored if both store alike, the groups' sizes too; else quantize the values."""
+    if _is_wrapper(source):
+        if target.holds_alike(source):
+            for name, piece in target.pieces().items():
+                overwrite(piece, getattr(source, name), non_blocking)
+            return target
+        source = source.own_values(torch.float32)
+    with suppress(RuntimeError):  # of other sizes, which quantize_ refuses
         source = source.expand(target.shape)
-    target.requantize_(source.to(target.dtype))
-    return target
+    return target.quantize_(source)
 
 
 def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
-    """Regroup the rows, in whole blocks; the columns stay. Or flatten, which keeps all pieces."""
+    """Regroup the rows, in whole blocks; the columns stay. From and to flat: as stored."""
     shape = torch.empty(q.shape, device="meta").view(size).shape
-    if len(shape) == 1:
+    if len(shape) == 1 or q.dim() == 1 or shape == q.shape:
         return q.with_pieces(q.pieces(), shape)
-    if q.dim() == 1:
-        raise ValueError(
-            f"a flat view of a quantized tensor must stay flat, got {tuple(shape)} from {q!r}; "
-            "view the tensor that it is a view of"
-        )
-    rows, new_rows = q.shape[-2], shape[-2] if len(shape) > 1 else 0
-    across = 1 if q.format.block is None else q.format.block[0]
-    along = q.format.block[1] if q.columnwise_data is not None and q.format.block else across
-    whole = new_rows and rows % along == 0 and new_rows % along == 0
-    same_rows = rows == new_rows
-    if not (len(shape) > 1 and shape[-1] == q.shape[-1] and (whole or same_rows)):
-        raise ValueError(
+    sharding.check_layout(q)
+    rows, new_rows = q.shape[-2], shape[-2]
+    across, along = q.format.block or (1, 1)
+    along = along if q.columnwise_data is not None else across
+    whole = rows == new_rows or (new_rows and rows % along == 0 and new_rows % along == 0)
+    if shape[-1] != q.shape[-1] or not whole:
+        raise sharding.NotStorableError(
             f"a view of a {q.format.name} tensor must keep its {q.shape[-1]} columns and whole "
             f"blocks of {along} rows, got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-
     of_matrices = sharding.per_matrix(q.format)
     if of_matrices & q.pieces().keys() and shape[:-2].numel() != q.shape[:-2].numel():
-        raise ValueError(
+        raise sharding.NotStorableError(
             f"a view of a {q.format.name} tensor must keep its matrices, each has its own scale, "
             f"got {tuple(shape)} from {tuple(q.shape)}; call .dequantize()"
         )
-
     per_entry = sharding.rows_per_entry(q.format)
 
     def regroup(name: str, piece: Tensor) -> Tensor:
         if name in of_matrices:
             return piece.view(*shape[:-2], 1)
-        count = piece.shape[-2] if same_rows else new_rows // per_entry.get(name, 1)
+        count = piece.shape[-2] if rows == new_rows else new_rows // per_entry.get(name, 1)
         return piece.view(*shape[:-2], count, piece.shape[-1])
 
     pieces = {name: regroup(name, piece) for name, piece in q.pieces().items()}
@@ -230,46 +260,36 @@ def _as_strided(
 ) -> QuantizedTensor:
     """The tensor itself, which is all that its layout allows."""
     if q.shape != tuple(size) or q.stride() != tuple(stride) or offset:
-        raise ValueError(
+        raise sharding.NotStorableError(
             f"as_strided of a quantized tensor must keep its shape and strides, got {tuple(size)} "
             f"and {tuple(stride)} from {q!r}; call .dequantize()"
         )
     return q.map_pieces(lambda t: t)
 
 
-def _plain_like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a tensor of the nominal dtype, for instance an optimizer's state."""
+def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
+    """Keep the format where a device is named, as ``Module.to_empty`` does; else an ordinary one.
 
-    def like(q: QuantizedTensor, *args: Any, **options: Any) -> Tensor:
-        options = {k: v for k, v in options.items() if k != "memory_format" and v is not None}
-        options = {"dtype": q.dtype, "device": q.device} | options
-        return function(q.shape, *args, **options)
+    An optimizer's state, for instance, is an ordinary one.
+    """
+    device, dtype = options.get("device"), options.get("dtype") or q.dtype
+    if device is not None and dtype in HIGH_PRECISION:
+        return q.map_pieces(lambda t: torch.empty_like(t, device=device), dtype=dtype)
+    return _aten.empty_like(torch.empty(q.shape, dtype=q.dtype, device=q.device), **options)
 
-    return like
 
-
-_KEEP: dict[Any, Callable[..., Any]] = {
+_OF_GROUPED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: lambda q: q.map_pieces(lambda t: t),
     _aten.alias.default: lambda q: q.map_pieces(lambda t: t),
     _aten.clone.default: lambda q, **_: q.map_pieces(torch.clone),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
+    _aten.empty_like.default: _empty_like,
+}
+_OF_QUANTIZED: dict[Any, Callable[..., Any]] = _OF_GROUPED | {
     _aten.view.default: _view,
     _aten.as_strided.default: _as_strided,
     _aten.slice.Tensor: sharding.slice_,
     _aten.split.Tensor: sharding.split,
     _aten.new_zeros.default: sharding.new_zeros,
-    _aten.empty_like.default: _plain_like(torch.empty),
-    _aten.zeros_like.default: _plain_like(torch.zeros),
-    _aten.ones_like.default: _plain_like(torch.ones),
-    _aten.full_like.default: _plain_like(torch.full),
-    _aten.rand_like.default: _plain_like(torch.rand),
-    _aten.randn_like.default: _plain_like(torch.randn),
 }
-_OF_EVERY_FORM = {
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-}
-"""Those that grouped tensors have, too."""

@@ -110,7 +110,62 @@ def test_no_size_is_read_from_the_device():
                 assert g.dequantize(columnwise=columnwise).shape == (64, 128)
 
 
-def test_detach_clone_to_and_refusals():
+@pytest.mark.parametrize("fmt", [*GROUPED.values(), None])
+def test_grouped_tensors_are_tensors(fmt):
+    """Reads are of the values; writes are quantized into the memory there is."""
+
+    def made(x=None, sizes=SIZES):
+        x, sizes = rows() if x is None else x, torch.tensor(sizes)
+        if fmt is None:
+            return recipes.group(x.clone(), 4, sizes)
+        return recipes.group_quantize(x, recipes.Quantizer(fmt), 4, sizes)
+
+    g = made()
+    plain = g.dequantize()
+    for function in (
+        lambda t: t + 1,
+        lambda t: t[0],
+        lambda t: t.view(-1),
+        lambda t: t @ rows().mT,
+        lambda t: t.sum(0),
+        lambda t: torch.cat((t, t)),
+    ):
+        assert type(function(g)) is torch.Tensor
+        assert torch.equal(function(g), function(plain))
+        if fmt is not None:
+            with (
+                recipes.no_implicit_dequantize(),
+                pytest.raises(NotImplementedError, match="split"),
+            ):
+                function(g)
+    zeros = torch.zeros_like(g)
+    assert (type(zeros), zeros.shape, zeros.dtype) == (torch.Tensor, g.shape, g.dtype)
+    pointers = {name: piece.data_ptr() for name, piece in g.pieces().items()}
+    new = rows().flip(0) * 2
+    for write in (
+        lambda t: t.add_(1),
+        lambda t: t.mul_(new),
+        lambda t: t.fill_(0.3),
+        lambda t: t.copy_(new),
+        lambda t: t.copy_(new[0]),
+    ):
+        want = write(g.dequantize())
+        assert write(g) is g
+        ref.assert_same_bits(g.pieces(), made(want).pieces())
+    assert g.quantize_(rows()) is g
+    ref.assert_same_bits(g.pieces(), made().pieces())
+    other = made(new, SIZES[::-1])
+    g.copy_(other)  # its groups, too
+    ref.assert_same_bits(g.pieces(), other.pieces())
+    assert {name: piece.data_ptr() for name, piece in g.pieces().items()} == pointers
+    equal = recipes.group(rows(112), 4)
+    other = recipes.group(rows(112) + 1, 4, torch.tensor(SIZES))
+    equal.copy_(other)  # whose groups are not equal: the values only
+    assert equal.first_dims.tolist() == [28] * 4
+    assert torch.equal(equal.dequantize(), other.dequantize())
+
+
+def test_what_keeps_the_groups():
     g = make(mxfp8())
     ref.assert_same_bits(g.clone().pieces(), g.pieces())
     assert g.detach().rowwise_data.data_ptr() == g.rowwise_data.data_ptr()
@@ -124,9 +179,6 @@ def test_detach_clone_to_and_refusals():
     inner = {name: getattr(g, name) for name in names}
     again = recipes.GroupedTensor.__tensor_unflatten__(inner, meta, g.shape, g.stride())
     ref.assert_same_bits(again.pieces(), g.pieces())
-    for refused in (lambda: g + 1, lambda: g[0], lambda: g.view(-1)):
-        with pytest.raises(NotImplementedError, match="split"):
-            refused()
     with pytest.raises(TypeError, match="plain tensors"):
         torch.save(g, "/dev/null")
     assert "4 tensors" in repr(g)

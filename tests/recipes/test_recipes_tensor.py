@@ -86,7 +86,7 @@ def test_to_keeps_the_format_for_nominal_dtypes_and_gives_values_for_others():
     ref.assert_same_bits(half.pieces(), q.pieces())
     reference = q.to(device="cpu", dtype=torch.float64)
     assert type(reference) is torch.Tensor
-    assert torch.equal(reference, q.dequantize(torch.float32).double())
+    assert torch.equal(reference, q.dequantize().double())
     assert q.double().dtype == torch.float64
     assert q.to("meta").rowwise_data.is_meta
 
@@ -100,7 +100,8 @@ def test_view_keeps_matrices_that_have_scales(fmt):
         assert torch.equal(q.dequantize(columnwise=columnwise), want)
         seen = q.view(2, 1, 128, 256)
         assert torch.equal(seen.dequantize(columnwise=columnwise), want.view(2, 1, 128, 256))
-    with pytest.raises(ValueError, match="keep its matrices"):
+    assert torch.equal(q.view(256, 256), q.dequantize().view(256, 256))
+    with recipes.no_implicit_dequantize(), pytest.raises(ValueError, match="keep its matrices"):
         q.view(256, 256)
 
 
@@ -115,11 +116,11 @@ def test_view_of_whole_blocks(fmt):
         for columnwise in (False, True):
             got = seen.dequantize(columnwise=columnwise)
             assert torch.equal(got.view(256, 256), q.dequantize(columnwise=columnwise))
-    for shape in [(512, 128), (128, 512)]:
-        with pytest.raises(ValueError, match="whole blocks"):
+    for shape in [(512, 128), (128, 512), (32, 8, 256)]:
+        assert type(q.view(shape)) is torch.Tensor
+        assert torch.equal(q.view(shape), q.dequantize().view(shape))
+        with recipes.no_implicit_dequantize(), pytest.raises(ValueError, match="whole blocks"):
             q.view(shape)
-    with pytest.raises(ValueError, match="whole blocks"):
-        q.view(32, 8, 256)
 
 
 def test_flatten_and_unflatten():
@@ -181,11 +182,49 @@ def test_elementwise_operations_and_reductions_read_values():
         assert torch.equal(got, function(plain))
 
 
-def test_everything_else_raises_and_says_what_to_do():
+def test_implicit_dequantizing_is_counted_and_can_be_forbidden():
     q = make(mxfp8())
-    for function in (lambda: q @ values().mT, lambda: q[0], lambda: torch.cat((q, q)), q.t):
-        with pytest.raises(NotImplementedError, match=r"call \.dequantize\(\) first"):
-            function()
+    plain = q.dequantize()
+    for function in (
+        lambda t: t @ values().mT,
+        lambda t: t[0],
+        lambda t: torch.cat((t, t)),
+        lambda t: t.t(),
+    ):
+        before = recipes.implicit_dequantizes()
+        with torch.profiler.profile() as profile:
+            assert torch.equal(function(q), function(plain))
+        assert recipes.implicit_dequantizes() > before
+        assert any(e.key.startswith("implicit_dequantize(aten.") for e in profile.key_averages())
+        with (
+            recipes.no_implicit_dequantize(),
+            pytest.raises(NotImplementedError, match=r"call \.dequantize\(\) first"),
+        ):
+            function(q)
+    before = recipes.implicit_dequantizes()
+    with recipes.no_implicit_dequantize():
+        for function in (
+            lambda t: t.clone(),
+            lambda t: t.detach(),
+            lambda t: t.view(2, 64, 256),
+            lambda t: t.to(torch.float16),
+            lambda t: t.dequantize(),
+            lambda t: t[:64],
+            torch.zeros_like,
+            lambda t: t.copy_(values()),
+            lambda t: t.fill_(2),
+            lambda t: t.new_empty_strided((4, 2), (2, 1)),
+        ):
+            function(q)
+    assert recipes.implicit_dequantizes() == before
+
+
+def test_conversions_go_through_the_nominal_dtype():
+    x = values(16, 32) / 3
+    q = make(fp8_tensor(), x)
+    assert not torch.equal(q.dequantize(torch.float32), q.dequantize().float())
+    for dtype in (torch.float64, torch.complex64, torch.int32, torch.bool):
+        assert torch.equal(q.to(dtype), q.dequantize().to(dtype))
 
 
 @each_format
