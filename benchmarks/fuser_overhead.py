@@ -49,7 +49,7 @@ class GroupedProduct(torch.autograd.Function):
 def plain_mlp(x: Tensor, w1: Tensor, w2: Tensor, splits: Tensor, scales: Tensor) -> Tensor:
     """The three formulas, one after the other, under plain autograd."""
     ends = grouped.group_ends(splits, x.shape[0])
-    hidden = formulas.swiglu(GroupedProduct.apply(x, w1, ends), scales)
+    hidden = formulas.gated(GroupedProduct.apply(x, w1, ends), scales, None, formulas.SILU)
     return GroupedProduct.apply(hidden, w2, ends)
 
 

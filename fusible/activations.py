@@ -1,4 +1,4 @@
-"""The table of activations: formula, backward, options, and which kernels have it, a row each.
+"""The table of activations: functions, options, and which kernels have it, a row each.
 
 A new activation is a row here and a subclass of its kind in ``ops/activation.py`` (times a scale
 per row, ``ops/scaled_activation.py``). A kernel has it by a function of the row's name in its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,49 +35,62 @@ class Option(NamedTuple):
     attribute: str
     must_be: str = ""
 
-    def check(self, who: str, value: float) -> None:
+    def check(self, op_name: str, value: float) -> None:
         """Refuse another value.
 
         Raises:
             TypeError: it is no number.
             ValueError: it is not what it must be.
         """
-        check_numbers(who, **{self.attribute: value})
+        check_numbers(op_name, **{self.attribute: value})
         finite = "finite" not in self.must_be or math.isfinite(value)
         positive = "positive" not in self.must_be or value > 0
         if not (finite and positive):
-            raise ValueError(f"{self.attribute} of {who} must be {self.must_be}, got {value}")
+            raise ValueError(f"{self.attribute} of {op_name} must be {self.must_be}, got {value}")
 
 
-class Gated(NamedTuple):
-    """A gated linear unit: ``forward(x, scales, interleave, **options)`` and its backward."""
+@dataclass(frozen=True)
+class Gated:
+    """A gated linear unit: the functions of its gate and linear half, from its options."""
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, Tensor | None]]
+    halves: Callable[..., tuple[Unary, Unary | None]]
     options: tuple[Option, ...] = ()
     sm90: bool = False
     """Whether the SM90 kernels have it."""
     sm100: str = ""
     """What the cuDNN front end calls it; empty if its kernels, as they are called here, lack it."""
 
+    def forward(
+        self,
+        x: Tensor,
+        scales: Tensor | None = None,
+        interleave: int | None = None,
+        **options: float,
+    ) -> Tensor:
+        """See :func:`fusible.formulas.gated`."""
+        return formulas.gated(x, scales, interleave, *self.halves(**options))
 
-def _gated_by(gate: Unary) -> Gated:
-    return Gated(
-        partial(formulas.gated, gate=gate),
-        partial(formulas.gated_backward, gate=gate),
-    )
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        scales: Tensor | None = None,
+        interleave: int | None = None,
+        **options: float,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :func:`fusible.formulas.gated_backward`."""
+        return formulas.gated_backward(dy, x, scales, interleave, *self.halves(**options))
 
 
 GATED: dict[str, Gated] = {
-    "glu": _gated_by(formulas.SIGMOID),
-    "geglu": _gated_by(formulas.GELU),
-    "qgeglu": _gated_by(formulas.QGELU),
-    "reglu": _gated_by(formulas.RELU),
-    "sreglu": _gated_by(formulas.SRELU),
-    "swiglu": Gated(formulas.swiglu, formulas.swiglu_backward, sm90=True, sm100="swiglu"),
+    "glu": Gated(lambda: (formulas.SIGMOID, None)),
+    "geglu": Gated(lambda: (formulas.GELU, None)),
+    "qgeglu": Gated(lambda: (formulas.QGELU, None)),
+    "reglu": Gated(lambda: (formulas.RELU, None)),
+    "sreglu": Gated(lambda: (formulas.SRELU, None)),
+    "swiglu": Gated(lambda: (formulas.SILU, None), sm90=True, sm100="swiglu"),
     "clamped_qgeglu": Gated(
-        formulas.clamped_qgeglu,
-        formulas.clamped_qgeglu_backward,
+        formulas.clamped_halves,
         (
             Option("limit", "limit", "positive"),
             Option("alpha", "alpha"),
@@ -87,8 +100,7 @@ GATED: dict[str, Gated] = {
         sm100="geglu",
     ),
     "situglu": Gated(
-        formulas.situglu,
-        formulas.situglu_backward,
+        formulas.soft_capped_halves,
         (
             Option("beta1", "beta1", "finite and positive"),
             Option("beta2", "beta2", "finite and positive"),

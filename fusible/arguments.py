@@ -5,18 +5,18 @@ from __future__ import annotations
 from numbers import Real
 
 
-def check_bools(who: str, **flags: object) -> None:
+def check_bools(function: str, **flags: object) -> None:
     """Raise TypeError for a flag that is no bool: anything else would count as True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} of {who} must be a bool, got {flag!r:.200}")
+            raise TypeError(f"{name} of {function} must be a bool, got {flag!r:.200}")
 
 
-def check_numbers(who: str, **values: object) -> None:
+def check_numbers(function: str, **values: object) -> None:
     """Raise TypeError for a constant that is no number: a tensor would get no gradient."""
     for name, value in values.items():
         if not isinstance(value, Real):
             raise TypeError(
-                f"{name} of {who} must be a number, a constant that is not trained, got "
+                f"{name} of {function} must be a number, a constant that is not trained, got "
                 f"{value!r:.200}; take .item() of a tensor, or define an op with a parameter"
             )

@@ -10,6 +10,7 @@ Arithmetic is in FP32 (FP64 for FP64 inputs); results have the dtype of the firs
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,11 +28,6 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` for x ``[..., in]``, weight ``[out, in]``, bias ``[out]``."""
-    return F.linear(x, weight, bias)
-
-
 # --- functions of one element ---------------------------------------------------------------------
 
 
@@ -42,92 +38,58 @@ class Unary(NamedTuple):
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``.
-
-    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415, section 2.
-    """
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Derivative of :func:`gelu` times ``dy``."""
+def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
 
 
-def qgelu(x: Tensor, alpha: float = 1.702) -> Tensor:
-    """Quick GELU, ``x sigmoid(alpha x)``. Source: arXiv 1606.08415, section 2."""
+GELU = Unary(partial(F.gelu, approximate="tanh"), _gelu_backward)
+"""GELU in its tanh form, ``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``.
+
+Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415, section 2.
+"""
+
+
+def _qgelu(x: Tensor, alpha: float = 1.702) -> Tensor:
     wide = cast(x, math_dtype(x.dtype))
     return cast(wide * torch.sigmoid(alpha * wide), x.dtype)
 
 
-def qgelu_backward(dy: Tensor, x: Tensor, alpha: float = 1.702) -> Tensor:
-    """Derivative of :func:`qgelu` times ``dy``."""
+def _qgelu_backward(dy: Tensor, x: Tensor, alpha: float = 1.702) -> Tensor:
     wide = cast(x, math_dtype(x.dtype))
     sigmoid = torch.sigmoid(alpha * wide)
     return cast(dy * sigmoid * (1 + alpha * wide * (1 - sigmoid)), x.dtype)
 
 
-def relu(x: Tensor) -> Tensor:
-    """``max(x, 0)``."""
-    return F.relu(x)
+QGELU = Unary(_qgelu, _qgelu_backward)
+"""Quick GELU, ``x sigmoid(alpha x)``. Source: arXiv 1606.08415, section 2."""
+
+RELU = Unary(F.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
+"""``max(x, 0)``."""
+
+SRELU = Unary(lambda x: F.relu(x).square(), lambda dy, x: dy * F.relu(x) * 2)
+"""``max(x, 0)^2``. Source: So et al., "Primer", arXiv 2109.08668."""
+
+SILU = Unary(F.silu, torch.ops.aten.silu_backward)
+"""``x sigmoid(x)``. Source: Elfwing et al., arXiv 1702.03118."""
+
+SIGMOID = Unary(torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x)))
+"""``1 / (1 + exp(-x))``."""
 
 
-def relu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Derivative of :func:`relu` times ``dy``."""
-    return torch.ops.aten.threshold_backward(dy, x, 0)
-
-
-def srelu(x: Tensor) -> Tensor:
-    """``max(x, 0)^2``. Source: So et al., "Primer", arXiv 2109.08668."""
-    return F.relu(x).square()
-
-
-def srelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Derivative of :func:`srelu` times ``dy``."""
-    return dy * F.relu(x) * 2
-
-
-def silu(x: Tensor) -> Tensor:
-    """``x sigmoid(x)``. Source: Elfwing et al., arXiv 1702.03118."""
-    return F.silu(x)
-
-
-def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Derivative of :func:`silu` times ``dy``."""
-    return torch.ops.aten.silu_backward(dy, x)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """``1 / (1 + exp(-x))``."""
-    return torch.sigmoid(x)
-
-
-def sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Derivative of :func:`sigmoid` times ``dy``."""
-    return torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
-
-
-GELU = Unary(gelu, gelu_backward)
-QGELU = Unary(qgelu, qgelu_backward)
-RELU = Unary(relu, relu_backward)
-SRELU = Unary(srelu, srelu_backward)
-SILU = Unary(silu, silu_backward)
-SIGMOID = Unary(sigmoid, sigmoid_backward)
-
-
-def scaled_srelu(x: Tensor, scales: Tensor) -> Tensor:
-    """``srelu(x) * scales`` for x ``[..., F]`` and one scale per row, ``[...]``."""
+def scaled(x: Tensor, scales: Tensor, function: Unary) -> Tensor:
+    """``function(x) * scales`` for x ``[..., F]`` and one scale per row, ``[...]``."""
     wide = math_dtype(x.dtype)
-    return cast(srelu(cast(x, wide)) * cast(scales, wide).unsqueeze(-1), x.dtype)
+    return cast(function.value(cast(x, wide)) * cast(scales, wide).unsqueeze(-1), x.dtype)
 
 
-def scaled_srelu_backward(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`scaled_srelu` with respect to ``x`` and ``scales``."""
+def scaled_backward(
+    dy: Tensor, x: Tensor, scales: Tensor, function: Unary
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`scaled` with respect to ``x`` and ``scales``."""
     wide = math_dtype(x.dtype)
     x_wide, dy = cast(x, wide), cast(dy, wide)
-    dx = srelu_backward(dy * cast(scales, wide).unsqueeze(-1), x_wide)
-    dscales = (dy * srelu(x_wide)).sum(-1)
+    dx = function.backward(dy * cast(scales, wide).unsqueeze(-1), x_wide)
+    dscales = (dy * function.value(x_wide)).sum(-1)
     return cast(dx, x.dtype), cast(dscales, scales.dtype)
 
 
@@ -201,52 +163,17 @@ def gated_backward(
     return join_glu(cast(dg, x.dtype), cast(dup, x.dtype), interleave), dscales
 
 
-def swiglu(x: Tensor, scales: Tensor | None = None, interleave: int | None = None) -> Tensor:
-    """``silu(gate) * linear * scales``, see :func:`gated`."""
-    return gated(x, scales, interleave, SILU)
+def clamped_halves(
+    limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0
+) -> tuple[Unary, Unary]:
+    """The gate and linear functions of ``g sigmoid(alpha g) (l + offset)``, for :func:`gated`.
 
-
-def swiglu_backward(
-    dy: Tensor, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`swiglu` with respect to ``x`` and ``scales``."""
-    return gated_backward(dy, x, scales, interleave, SILU)
-
-
-def clamped_qgeglu(
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
-) -> Tensor:
-    """``g sigmoid(alpha g) (l + offset) * scales``, g = min(gate, limit), l = clamp(linear, limit).
-
-    ``x`` is ``[..., 2F]``, ``scales`` has one value per row, ``[...]``. Source: the GPT-OSS
-    model's feed-forward block (openai/gpt-oss, ``swiglu``).
+    ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)``; a clamped element passes no
+    gradient. Source: the GPT-OSS model's feed-forward block (openai/gpt-oss, ``swiglu``).
     """
-    return gated(x, scales, interleave, *_clamped(limit, alpha, offset))
-
-
-def clamped_qgeglu_backward(
-    dy: Tensor,
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    offset: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`clamped_qgeglu` with respect to ``x`` and ``scales``."""
-    return gated_backward(dy, x, scales, interleave, *_clamped(limit, alpha, offset))
-
-
-def _clamped(limit: float, alpha: float, offset: float) -> tuple[Unary, Unary]:
-    """Of the gate and of the linear half; a clamped element passes no gradient."""
     gate = Unary(
-        lambda g: qgelu(g.clamp(max=limit), alpha),
-        lambda dy, g: qgelu_backward(dy, g.clamp(max=limit), alpha) * (g <= limit),
+        lambda g: _qgelu(g.clamp(max=limit), alpha),
+        lambda dy, g: _qgelu_backward(dy, g.clamp(max=limit), alpha) * (g <= limit),
     )
     linear = Unary(
         lambda up: up.clamp(-limit, limit) + offset, lambda dy, up: dy * (up.abs() <= limit)
@@ -254,34 +181,11 @@ def _clamped(limit: float, alpha: float, offset: float) -> tuple[Unary, Unary]:
     return gate, linear
 
 
-def situglu(
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    beta1: float = 4.0,
-    beta2: float = 25.0,
-) -> Tensor:
-    """``b1 tanh(gate / b1) sigmoid(gate) * b2 tanh(linear / b2) * scales``, see :func:`gated`.
+def soft_capped_halves(beta1: float = 4.0, beta2: float = 25.0) -> tuple[Unary, Unary]:
+    """The functions of ``b1 tanh(gate / b1) sigmoid(gate) * b2 tanh(linear / b2)``.
 
     Source: the Kimi K3 technical report (MoonshotAI/Kimi-K3).
     """
-    return gated(x, scales, interleave, *_soft_capped(beta1, beta2))
-
-
-def situglu_backward(
-    dy: Tensor,
-    x: Tensor,
-    scales: Tensor | None = None,
-    interleave: int | None = None,
-    beta1: float = 4.0,
-    beta2: float = 25.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`situglu` with respect to ``x`` and ``scales``."""
-    return gated_backward(dy, x, scales, interleave, *_soft_capped(beta1, beta2))
-
-
-def _soft_capped(beta1: float, beta2: float) -> tuple[Unary, Unary]:
-    """Of the gate and of the linear half."""
 
     def gate_backward(dy: Tensor, g: Tensor) -> Tensor:
         tanh, s = torch.tanh(g / beta1), torch.sigmoid(g)

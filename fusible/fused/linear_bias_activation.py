@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from fusible import formulas
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
@@ -31,7 +31,7 @@ class LinearBiasActivation(FusedOperation):
         ctx, ctx_bias = ctxs[:2]
         x, weight = linear.operands(ctx, input_)
         linear.output_buffer(ctx, input_, ctx.kwargs)  # not the last op: none
-        y = formulas.linear(x, weight, ctx_bias.parameters[0].to(x.dtype))
+        y = F.linear(x, weight, ctx_bias.parameters[0].to(x.dtype))
         if activation is not None:
             y = activation.forward_impl(ctxs[-1], y)
         return y, [()] * len(ctxs)

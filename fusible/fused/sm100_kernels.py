@@ -245,7 +245,7 @@ def _recipe(ctx: OperationContext) -> Recipe:
 
 
 def _options(act: Any) -> dict[str, Any]:
-    return {"activation": act.activation, **act.glu()[2]}
+    return {"activation": act.activation, **act.options()}
 
 
 def _encoded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,14 +25,18 @@ class Glu(NamedTuple):
 
     def forward(self, preact: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, times the scale of each row if there are scales."""
-        return GATED[self.activation].forward(preact, scales, *self._options())
+        row = GATED[self.activation]
+        return row.forward(preact, scales, self.interleave or None, **self._options())
 
     def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the pre-activation and of the scales."""
-        dpreact, dscales = GATED[self.activation].backward(dy, preact, scales, *self._options())
+        row = GATED[self.activation]
+        dpreact, dscales = row.backward(
+            dy, preact, scales, self.interleave or None, **self._options()
+        )
         assert dscales is not None
         return dpreact, dscales
 
-    def _options(self) -> tuple[Any, ...]:
-        constants = self[2 : 2 + len(GATED[self.activation].options)]
-        return self.interleave or None, *constants
+    def _options(self) -> dict[str, float]:
+        options = GATED[self.activation].options
+        return {option.keyword: v for option, v in zip(options, self[2:], strict=False)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fusible import formulas
 from fusible.activations import GATED, UNARY
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
@@ -20,16 +20,37 @@ from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantization import dequantize
 from fusible.recipes.quantize_ops import encode
 
-GLUMath = tuple[Callable[..., Tensor], Callable[..., Any], dict[str, Any]]
-
 _CACHED = fp8_tensor(E4M3)
 
 
-class _Activation(BasicOperation):
+class Activation(BasicOperation):
+    """A function of the input, or of its gate and linear half, times one scale per row or none.
+
+    Under ``torch.autocast`` input and output have its dtype.
+    """
+
+    activation: ClassVar[str]
+    """The name of its row in :data:`fusible.activations.UNARY` or ``GATED``."""
+
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the input's."""
+        return accepted(given)
+
+    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The output."""
+        raise NotImplementedError
+
+    def grads(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales, from the output's gradient and the inputs."""
+        raise NotImplementedError
+
+
+class _Unscaled(Activation):
     """An op of one input without parameters.
 
-    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`. Under
-    ``torch.autocast`` input and output have its dtype.
+    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`.
 
     Args:
         cache_quantized_input: save the input in FP8 (E4M3, one scale for the tensor): half the
@@ -46,25 +67,26 @@ class _Activation(BasicOperation):
         if cache_quantized_input:
             self.saves = "x in FP8 and its scale"
 
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
-
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """The formula."""
+        """The activation."""
         x = accept(ctx, input_, type(self).__name__)
         self.save_input(ctx, x)
-        return hand_over(self.formula(x), ctx.next_quantizer)
+        return hand_over(self.value(x), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
-        """The formula's derivative, by hand in ``grad``."""
-        dx = self.grad(accept_grad(ctx, grad_output), self.saved_input(ctx))
+        """Its derivative."""
+        dx, _ = self.grads(accept_grad(ctx, grad_output), self.saved_input(ctx))
         return hand_over(dx, ctx.grad_quantizer)
 
     def save_input(self, ctx: OperationContext, x: Tensor) -> None:
         """Save the input as the backward expects, also for a fused op that computed it."""
         ctx.dtype = x.dtype
-        ctx.save_for_backward(*(_in_fp8(x) if self.cache_quantized_input else (x,)))
+        if not self.cache_quantized_input:
+            ctx.save_for_backward(x)
+            return
+        encoded, _ = encode(x.reshape(1, x.numel()), _CACHED, rowwise=True, columnwise=False)
+        assert encoded is not None
+        ctx.save_for_backward(encoded.data.view(x.shape), encoded.scale)
 
     def saved_input(self, ctx: OperationContext) -> Tensor:
         """The input that the forward saved, in ``ctx.dtype``."""
@@ -74,42 +96,27 @@ class _Activation(BasicOperation):
         one_row = QuantizedMatrix(x.view(1, x.numel()), scale[0], None, _CACHED)
         return dequantize(one_row, ctx.dtype).view(x.shape)
 
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The input's gradient from the output's gradient and the input."""
-        raise TypeError(f"{type(self).__name__} must define grad")
 
-    def extra_repr(self) -> str:
-        """Options."""
-        return options_of(self)
+class UnaryOp(Activation):
+    """A function of each element."""
 
+    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The function, times one scale per row if there are any."""
+        function = UNARY[self.activation]
+        return function.value(x) if scales is None else formulas.scaled(x, scales, function)
 
-def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    encoded, _ = encode(x.reshape(1, x.numel()), _CACHED, rowwise=True, columnwise=False)
-    assert encoded is not None
-    return encoded.data.view(x.shape), encoded.scale
-
-
-_UNPRINTED = ("activation", "geglu")
-
-
-def options_of(op: BasicOperation) -> str:
-    """The options of an op but for what is off."""
-    values = {name: getattr(op, name) for name in op.fact_names if name not in _UNPRINTED}
-    on = {name: value for name, value in values.items() if value not in (None, False)}
-    return ", ".join(f"{name}={value}" for name, value in on.items())
+    def grads(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales."""
+        function = UNARY[self.activation]
+        if scales is None:
+            return function.backward(dy, x), None
+        return formulas.scaled_backward(dy, x, scales, function)
 
 
-class _Unary(_Activation):
-    activation: ClassVar[str]
-    """The name of its row in :data:`fusible.activations.UNARY`."""
-
-    def formula(self, input_: Tensor) -> Tensor:
-        """The function of each element."""
-        return UNARY[self.activation].value(input_)
-
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """``dy`` times the slope of the function."""
-        return UNARY[self.activation].backward(dy, x)
+class _Unary(_Unscaled, UnaryOp):
+    """A function of each element of the input alone."""
 
 
 class GELU(_Unary):
@@ -155,11 +162,9 @@ class SiLU(_Unary):
 # --- gated ----------------------------------------------------------------------------------------
 
 
-class GatedOp(BasicOperation):
+class GatedOp(Activation):
     """A gated linear unit, with the options of its row as attributes."""
 
-    activation: ClassVar[str]
-    """The name of its row in :data:`fusible.activations.GATED`."""
     glu_interleave_size: int | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -181,27 +186,26 @@ class GatedOp(BasicOperation):
             option.check(type(self).__name__, options[option.attribute])
             setattr(self, option.attribute, options[option.attribute])
 
-    def glu(self) -> GLUMath:
-        """The formula, its backward, and the keyword arguments of both."""
-        row = GATED[self.activation]
-        options = {option.keyword: getattr(self, option.attribute) for option in row.options}
-        return row.forward, row.backward, options
+    def options(self) -> dict[str, float]:
+        """The constants of its formula, by keyword, in order."""
+        options = GATED[self.activation].options
+        return {option.keyword: getattr(self, option.attribute) for option in options}
 
-    def gated(self, x: Tensor, scales: Tensor | None) -> Tensor:
+    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The gated unit, times one scale per row if there are any."""
         check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        formula, _, options = self.glu()
-        return formula(x, scales, self.glu_interleave_size, **options)
+        row = GATED[self.activation]
+        return row.forward(x, scales, self.glu_interleave_size, **self.options())
 
-    def gated_grads(
-        self, dy: Tensor, x: Tensor, scales: Tensor | None
+    def grads(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of the input and of the scales."""
-        _, backward, options = self.glu()
-        return backward(dy, x, scales, self.glu_interleave_size, **options)
+        row = GATED[self.activation]
+        return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
 
 
-class _GLU(_Activation, GatedOp):
+class _GLU(_Unscaled, GatedOp):
     """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
@@ -217,14 +221,6 @@ class _GLU(_Activation, GatedOp):
     ) -> None:
         super().__init__(cache_quantized_input)
         self.set_interleave(glu_interleave_size)
-
-    def formula(self, input_: Tensor) -> Tensor:
-        """The gated unit."""
-        return self.gated(input_, None)
-
-    def grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """Its gradient."""
-        return self.gated_grads(dy, x, None)[0]
 
 
 class GLU(_GLU):

@@ -184,13 +184,6 @@ class Dispatch(BasicOperation):
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
         return dx.view(ctx.shape), dprobs, None
 
-    def extra_repr(self) -> str:
-        """Sizes and options."""
-        return (
-            f"num_experts={self.num_experts}, scale_input={self.scale_input}, "
-            f"capacity_factor={self.capacity_factor}"
-        )
-
 
 class Combine(BasicOperation):
     """Each token's sum of its rows, ``[..., H]``, from rows ``[rows, H]`` and their row map.
@@ -276,7 +269,3 @@ class Combine(BasicOperation):
             dscales = permute.row_dots(rows, cast(dy, rows.dtype), row_map, True)
             dscales = cast(dscales, scales.dtype)
         return (drows, None, dscales) if self.weighted else (drows, None)
-
-    def extra_repr(self) -> str:
-        """Options."""
-        return f"weighted={self.weighted}"

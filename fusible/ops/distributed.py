@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,20 +39,24 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return gathered
 
 
-def reduce_scatter(x: Tensor, group: Any, op_name: str) -> Tensor:
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
     """The own part ``[n, ...]`` of the sum over a group of x ``[processes * n, ...]``."""
     processes = dist.get_world_size(group)
     if processes == 1:
         return x
     if x.dim() == 0 or x.shape[0] % processes:
         raise ValueError(
-            f"first dimension in {op_name} must be a multiple of the group's {processes} "
-            f"processes, got shape {tuple(x.shape)}"
+            "first dimension of the input of ReduceScatter must be a multiple of the group's "
+            f"{processes} processes, got shape {tuple(x.shape)}"
         )
     x = values(x).contiguous()
     part = x.new_empty(x.shape[0] // processes, *x.shape[1:])
     _reduce_scatter(part, x, group=group)
     return part
+
+
+def _unchanged(x: Tensor, group: Any) -> Tensor:
+    return x
 
 
 class _Collective(BasicOperation):
@@ -60,9 +65,14 @@ class _Collective(BasicOperation):
     Args:
         process_group: of ``torch.distributed``; all processes if None. Sums are in the tensor's
             dtype.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     saves = "nothing"
+    functions: ClassVar[tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor, Any], Tensor]]]
+    """Of the input and of the gradient: each the other's adjoint."""
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
@@ -73,6 +83,14 @@ class _Collective(BasicOperation):
             )
         self.process_group = process_group
 
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """The collective."""
+        return self.functions[0](input_, self.process_group)
+
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
+        """Its adjoint."""
+        return self.functions[1](grad_output, self.process_group) if ctx.needs.input else None
+
     def extra_repr(self) -> str:
         """The number of processes."""
         return f"processes={dist.get_world_size(self.process_group)}"
@@ -82,76 +100,45 @@ class AllReduce(_Collective):
     """The sum of the input over all processes; the gradient passes as it is.
 
     All processes are assumed to go on alike with the sum, so that they have one and the same
-    gradient of it. Saves nothing. The group is all processes if ``process_group`` is None.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
+    gradient of it. Saves nothing. Argument and error as in :class:`AllGather`.
     """
 
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """The sum."""
-        return all_reduce(input_, self.process_group)
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-        """``dy``."""
-        return grad_output
+    functions = all_reduce, _unchanged
 
 
 class AllReduceGrad(_Collective):
     """The input as it is; its gradient is summed over all processes: :class:`AllReduce`'s adjoint.
 
     For an input that all processes share and each uses in part, as a column-parallel ``Linear``
-    does. Saves nothing. The group is all processes if ``process_group`` is None.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
+    does. Saves nothing. Argument and error as in :class:`AllGather`.
     """
 
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """``x``."""
-        return input_
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-        """The sum of ``dy``."""
-        return all_reduce(grad_output, self.process_group) if ctx.needs.input else None
+    functions = _unchanged, all_reduce
 
 
 class AllGather(_Collective):
     """The inputs ``[n, ...]`` of all processes as ``[processes * n, ...]``, in order of rank.
 
-    The gradient is summed over the processes, of which each gets its part. Saves nothing. The group
-    is all processes if ``process_group`` is None.
+    The gradient is summed over the processes, of which each gets its part. Saves nothing.
+
+    Args:
+        process_group: of ``torch.distributed``; all processes if None.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """All parts."""
-        return all_gather(input_, self.process_group)
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-        """The own part of the sum of ``dy``."""
-        if not ctx.needs.input:
-            return None
-        return reduce_scatter(grad_output, self.process_group, "AllGather")
+    functions = all_gather, reduce_scatter
 
 
 class ReduceScatter(_Collective):
     """The own part ``[n, ...]`` of the sum of the inputs ``[processes * n, ...]``.
 
-    The gradients of all parts are gathered. Saves nothing. The group is all processes if
-    ``process_group`` is None.
+    The gradients of all parts are gathered. Saves nothing. Argument and error as in
+    :class:`AllGather`, and:
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
         ValueError: in a call, the input's first dimension cannot be divided among the processes.
     """
 
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """One part of the sum."""
-        return reduce_scatter(input_, self.process_group, "ReduceScatter")
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor | None:
-        """``dy`` of all parts."""
-        return all_gather(grad_output, self.process_group)
+    functions = reduce_scatter, all_gather

@@ -58,7 +58,3 @@ class Dropout(BasicOperation):
             scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
             dx = torch.ops.aten.native_dropout_backward(dx, ctx.saved_tensors[0], scale)
         return hand_over(dx, ctx.grad_quantizer)
-
-    def extra_repr(self) -> str:
-        """Probability."""
-        return f"p={self.p}"

@@ -54,10 +54,6 @@ class Reshape(BasicOperation):
         """``dy`` in the old shape."""
         return grad_output.reshape(ctx.input_shape)
 
-    def extra_repr(self) -> str:
-        """Shape."""
-        return f"shape={self.shape}"
-
 
 class ConstantScale(BasicOperation):
     """``x * scale`` for x ``[...]``. Saves nothing.
@@ -84,10 +80,6 @@ class ConstantScale(BasicOperation):
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """``dy * scale``."""
         return grad_output * self.scale
-
-    def extra_repr(self) -> str:
-        """Scale."""
-        return f"scale={self.scale}"
 
 
 class AddExtraInput(BasicOperation):
@@ -141,10 +133,6 @@ class AddExtraInput(BasicOperation):
     def writes_extra_inputs(self) -> bool:
         """Whether in place."""
         return self.in_place
-
-    def extra_repr(self) -> str:
-        """Whether in place."""
-        return f"in_place={self.in_place}"
 
 
 def check_addend(addend: Tensor | None, shape: Sequence[int], input_: Tensor) -> Tensor:
@@ -208,10 +196,6 @@ class MakeExtraOutput(BasicOperation):
     def writes_grads(self) -> bool:
         """Whether in place."""
         return self.in_place
-
-    def extra_repr(self) -> str:
-        """Whether in place."""
-        return f"in_place={self.in_place}"
 
 
 class Swap(BasicOperation):

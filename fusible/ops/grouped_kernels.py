@@ -272,8 +272,7 @@ LIBRARY = GroupedKernels()
 
 def glu_of(act: Any) -> Glu:
     """The parameters of a scaled gated activation for the library ops."""
-    _, _, constants = act.glu()
-    return Glu(act.activation, act.glu_interleave_size or 0, *constants.values())
+    return Glu(act.activation, act.glu_interleave_size or 0, *act.options().values())
 
 
 def _vector(t: Tensor) -> Tensor:

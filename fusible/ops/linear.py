@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
@@ -106,9 +106,7 @@ class BasicLinear(WeightedOperation):
             return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
         output = self.output_buffer(ctx, input_, ctx.kwargs)
-        return (
-            formulas.linear(x, weight) if output is None else _write_product(output, x, weight.t())
-        )
+        return F.linear(x, weight) if output is None else _write_product(output, x, weight.t())
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects.
@@ -187,10 +185,6 @@ class BasicLinear(WeightedOperation):
         right = operand_values(x, "wgrad", "input", compute)
         return dx, *self.weight_grads(ctx, dense_gradient(left, right))
 
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for a ``[..., K]`` and b ``[K, N]``, in ``out``."""
@@ -258,10 +252,6 @@ class Bias(BasicOperation):
     def bias_grad(self, dbias: Tensor) -> Tensor:
         """The bias' gradient from this process's sum over rows."""
         return dbias if self.summed_over is None else all_reduce(dbias, self.summed_over)
-
-    def extra_repr(self) -> str:
-        """Size."""
-        return f"size={self.size}"
 
 
 class Linear(FusedOperation):

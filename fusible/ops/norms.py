@@ -26,7 +26,7 @@ class _Norm(BasicOperation):
     dtype, that of ``torch.autocast`` inside it.
     """
 
-    fact_names = ("features", "eps", "zero_centered_gamma")
+    fact_names = ("normalized_shape", "features", "eps", "zero_centered_gamma")
     has_bias: ClassVar[bool] = False
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -77,13 +77,6 @@ class _Norm(BasicOperation):
             )
         check_device(input_, ctx.parameters[0], op_name)
         return accept(ctx, input_, op_name).reshape(-1, self.features)
-
-    def extra_repr(self) -> str:
-        """Shape and options."""
-        return (
-            f"{self.normalized_shape}, eps={self.eps}, "
-            f"zero_centered_gamma={self.zero_centered_gamma}"
-        )
 
 
 def _check_eps(eps: float, op_name: str) -> None:
@@ -206,7 +199,3 @@ class L2Normalization(BasicOperation):
         x, rnorm = ctx.saved_tensors
         dx = formulas.l2_normalize_backward(accept_grad(ctx, grad_output), x, rnorm)
         return hand_over(dx, ctx.grad_quantizer)
-
-    def extra_repr(self) -> str:
-        """Epsilon."""
-        return f"eps={self.eps}"

@@ -346,6 +346,11 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             made[held] = copy.copy(made[held])
         return made
 
+    def extra_repr(self) -> str:
+        """The facts that are set, and not off."""
+        own = [(name, vars(self).get(name)) for name in self.fact_names]
+        return ", ".join(f"{n}={v!r}" for n, v in own if v is not None and v is not False)
+
     # --- what the fuser reads --------------------------------------------------------------------
 
     def freeze(self) -> dict[str, Any]:

@@ -290,16 +290,6 @@ class TopKRouter(BasicOperation):
                 parts.append(derivative(dloss)[0])
         return sum(parts[1:], parts[0]) if parts else None
 
-    def extra_repr(self) -> str:
-        """Sizes, and the options that are not the defaults."""
-        groups = ""
-        if self.num_groups > 1:
-            groups = f", num_groups={self.num_groups}, top_groups={self.top_groups}"
-        return (
-            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"score_function={self.score_function!r}, normalize={self.normalize}{groups}"
-        )
-
 
 def _product_dtype(
     x: torch.dtype, weight: torch.dtype, autocast: torch.dtype | None

@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusible import formulas
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
-from fusible.ops.activation import GatedOp, options_of
+from fusible.ops.activation import Activation, GatedOp, UnaryOp
 from fusible.ops.checks import check_row_scales
-from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation
+from fusible.ops.handover import accept, accept_grad, hand_over
 
 
-class _Scaled(BasicOperation):
+class _Scaled(Activation):
     """An activation times one scale per row, which is the extra input ``scales``.
 
     Saves ``(x, scales)``, and the dtype of ``x`` as ``ctx.dtype``. ``scales`` may have any
@@ -30,24 +27,12 @@ class _Scaled(BasicOperation):
     keywords = ()
     saves = "x, scales"
 
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The output."""
-        raise TypeError(f"{type(self).__name__} must define scaled")
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales."""
-        raise TypeError(f"{type(self).__name__} must define scaled_grads")
-
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
-
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
-        """The formula."""
+        """The activation, scaled."""
         x = accept(ctx, input_, type(self).__name__)
         scales = check_row_scales(scales, x, type(self).__name__)
         self.save_input(ctx, x, scales)
-        (y,) = in_pieces(lambda *rows: (self.scaled(*rows),), x, scales)
+        (y,) = in_pieces(lambda *rows: (self.value(*rows),), x, scales)
         return hand_over(y, ctx.next_quantizer)
 
     def save_input(self, ctx: OperationContext, x: Tensor, scales: Tensor | None) -> None:
@@ -60,12 +45,8 @@ class _Scaled(BasicOperation):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the scales."""
         dy = accept_grad(ctx, grad_output)
-        dx, dscales = in_pieces(self.scaled_grads, dy, *ctx.saved_tensors)
+        dx, dscales = in_pieces(self.grads, dy, *ctx.saved_tensors)
         return hand_over(dx, ctx.grad_quantizer), dscales
-
-    def extra_repr(self) -> str:
-        """Options."""
-        return options_of(self)
 
 
 PIECE = 1 << 24  # elements
@@ -85,7 +66,7 @@ def in_pieces(formula: Callable[..., Sequence[Any]], *tensors: Tensor) -> Sequen
     return [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
 
 
-class ScaledSReLU(_Scaled):
+class ScaledSReLU(_Scaled, UnaryOp):
     """``max(x, 0)^2 * scales[row]``.
 
     Extra input: ``scales`` ``[...]``, one per row. Saves ``(x, scales)`` and ``ctx.dtype``.
@@ -96,6 +77,7 @@ class ScaledSReLU(_Scaled):
             fusion takes the op, the linear after it saves the activation, as ``explain`` says.
     """
 
+    activation = "srelu"
     fact_names = ("activation_recompute_in_mlp",)
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
@@ -103,14 +85,6 @@ class ScaledSReLU(_Scaled):
         check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
-
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """See :func:`fusible.formulas.scaled_srelu`."""
-        return formulas.scaled_srelu(x, scales)
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See :func:`fusible.formulas.scaled_srelu_backward`."""
-        return formulas.scaled_srelu_backward(dy, x, scales)
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """That nothing is recomputed, if it was asked for."""
@@ -144,14 +118,6 @@ class ScaledGLU(_Scaled, GatedOp):
     def geglu(self) -> tuple[float, float] | None:
         """Limit and slope of a clamped GeGLU, None of another activation."""
         return None
-
-    def scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """The formula."""
-        return self.gated(x, scales)
-
-    def scaled_grads(self, dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Its gradients."""
-        return self.gated_grads(dy, x, scales)
 
 
 class ScaledSwiGLU(ScaledGLU):

@@ -170,7 +170,7 @@ def _require_format(fp8_format: object) -> None:
         )
 
 
-def check_scope(who: str, enabled: object, recipe: object) -> Recipe:
+def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
     """The recipe of a scope, by default ``MXFP8BlockScaling()``.
 
     Raises:
@@ -178,14 +178,14 @@ def check_scope(who: str, enabled: object, recipe: object) -> Recipe:
     """
     if enabled is not True and enabled is not False:
         raise TypeError(
-            f"enabled of {who} must be a bool, got {enabled!r:.200}; "
-            f"pass a recipe by name: {who}(recipe={_meant(enabled)})"
+            f"enabled of {function} must be a bool, got {enabled!r:.200}; "
+            f"pass a recipe by name: {function}(recipe={_meant(enabled)})"
         )
     if recipe is None:
         return MXFP8BlockScaling()
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"recipe of {who} must be a recipe of fusible.recipes, got {recipe!r:.200}; "
+            f"recipe of {function} must be a recipe of fusible.recipes, got {recipe!r:.200}; "
             f"pass recipe={_meant(recipe)}"
         )
     return recipe

@@ -8,24 +8,22 @@ import torch
 import torch.nn.functional as F
 
 from fusible import formulas
+from fusible.activations import GATED
 
+SWIGLU, CLAMPED = GATED["swiglu"], GATED["clamped_qgeglu"]
 SHAPES = [(12,), (5, 12), (2, 3, 12), (2, 1, 3, 12)]
 LAYOUTS = [None, 1, 2, 3, 6]
 GLUS = [
-    pytest.param(formulas.swiglu, formulas.swiglu_backward, ref.swiglu, id="swiglu"),
     pytest.param(
+        *[functools.partial(f, **options) for f in (row.forward, row.backward, getattr(ref, name))],
+        id=name,
+    )
+    for name, row, options in (
+        ("swiglu", SWIGLU, {}),
         # A small limit, so that both clamps are active.
-        functools.partial(formulas.clamped_qgeglu, limit=0.5, alpha=1.3, offset=0.25),
-        functools.partial(formulas.clamped_qgeglu_backward, limit=0.5, alpha=1.3, offset=0.25),
-        functools.partial(ref.clamped_qgeglu, limit=0.5, alpha=1.3, offset=0.25),
-        id="clamped_qgeglu",
-    ),
-    pytest.param(
-        functools.partial(formulas.situglu, beta1=0.7, beta2=1.5),
-        functools.partial(formulas.situglu_backward, beta1=0.7, beta2=1.5),
-        functools.partial(ref.situglu, beta1=0.7, beta2=1.5),
-        id="situglu",
-    ),
+        ("clamped_qgeglu", CLAMPED, {"limit": 0.5, "alpha": 1.3, "offset": 0.25}),
+        ("situglu", GATED["situglu"], {"beta1": 0.7, "beta2": 1.5}),
+    )
 ]
 UNARY = {
     "gelu": (formulas.GELU, ref.gelu),
@@ -74,8 +72,9 @@ def test_scaled_srelu():
     x, dy = (torch.randn(5, 12, dtype=torch.float64) for _ in range(2))
     scales = torch.rand(5, dtype=torch.float64)
     y, grads = ref.gradients(ref.scaled_srelu, [x, scales], dy)
-    torch.testing.assert_close(formulas.scaled_srelu(x, scales), y)
-    for mine, exact in zip(formulas.scaled_srelu_backward(dy, x, scales), grads, strict=True):
+    torch.testing.assert_close(formulas.scaled(x, scales, formulas.SRELU), y)
+    got = formulas.scaled_backward(dy, x, scales, formulas.SRELU)
+    for mine, exact in zip(got, grads, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-14)
 
 
@@ -119,7 +118,7 @@ def test_glu_layout(interleave):
 
 def test_interleaved_by_half_is_not_interleaved():
     x = torch.randn(4, 12, dtype=torch.float64)
-    assert torch.equal(formulas.swiglu(x, None, 6), formulas.swiglu(x))
+    assert torch.equal(SWIGLU.forward(x, None, 6), SWIGLU.forward(x))
 
 
 def test_gpt_oss_activation_equals_the_models_own_lines():
@@ -129,7 +128,7 @@ def test_gpt_oss_activation_equals_the_models_own_lines():
     x_glu = x_glu.clamp(min=None, max=7.0)
     x_linear = x_linear.clamp(min=-7.0, max=7.0)
     theirs = x_glu * torch.sigmoid(1.702 * x_glu) * (x_linear + 1)
-    torch.testing.assert_close(formulas.clamped_qgeglu(x, None, 1), theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(CLAMPED.forward(x, None, 1), theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -156,8 +155,8 @@ def test_glu_and_its_backward(formula, backward, independent, interleave, scaled
 def test_clamps_pass_the_gradient_at_the_limit_itself():
     x = torch.tensor([[7.0, 8.0, 1.0, 1.0, 7.0, -7.0, 7.5, -7.5]], dtype=torch.float64)
     dy = torch.ones(1, 4, dtype=torch.float64)
-    _, derivative = torch.func.vjp(formulas.clamped_qgeglu, x)
-    dx, _ = formulas.clamped_qgeglu_backward(dy, x)
+    _, derivative = torch.func.vjp(CLAMPED.forward, x)
+    dx, _ = CLAMPED.backward(dy, x)
     torch.testing.assert_close(dx, derivative(dy)[0], rtol=1e-12, atol=1e-14)
     assert (dx[0, [0, 4, 5]] != 0).all()
     assert (dx[0, [1, 6, 7]] == 0).all()
@@ -180,18 +179,12 @@ def test_low_precision_rounds_once(formula, backward, independent, dtype):
 def test_gradient_of_scales_has_their_dtype(dtype):
     x, dy = torch.randn(6, 8), torch.randn(6, 4)
     scales = torch.rand(6).to(dtype)
-    _, dscales = formulas.swiglu_backward(dy, x, scales)
+    _, dscales = SWIGLU.backward(dy, x, scales)
     assert dscales.dtype == dtype
     _, (_, exact) = ref.gradients(ref.swiglu, [x, scales], dy)
     torch.testing.assert_close(
         dscales.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-6
     )
-
-
-def test_linear_is_torchs():
-    x, w, b = torch.randn(2, 3, 5), torch.randn(4, 5), torch.randn(4)
-    assert torch.equal(formulas.linear(x, w, b), F.linear(x, w, b))
-    torch.testing.assert_close(formulas.linear(x, w), torch.einsum("bmk,nk->bmn", x, w))
 
 
 def test_math_dtype():

@@ -43,12 +43,10 @@ class Batched(GroupedKernels):
 
     def glu(self, linear, ctx, act, x, weights, groups, scales, save_preact):
         preact = self.product(linear, ctx, x, weights, groups, None, None)
-        return Activated(preact, act.scaled(preact, scales))
+        return Activated(preact, act.value(preact, scales))
 
     def dglu(self, ctx, act, dy, weights, groups, preact, scales, *, bias, overwrite):
-        d, dscales = act.scaled_grads(
-            self.data_grad(ctx, dy, weights, groups, None), preact, scales
-        )
+        d, dscales = act.grads(self.data_grad(ctx, dy, weights, groups, None), preact, scales)
         return ActivationGrads(d, None, dscales, None)
 
 

@@ -194,7 +194,7 @@ def explained(module, given, recipe):
 def ref_glu(act, x, interleave):
     if isinstance(act, fz.ScaledSwiGLU):
         return ref.swiglu(x, None, interleave)
-    options = act.glu()[2]
+    options = act.options()
     return ref.clamped_qgeglu(x, None, interleave, **options)
 
 

@@ -7,7 +7,6 @@ import reference as ref
 import torch
 
 import fusible as fz
-from fusible import formulas
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 
@@ -260,7 +259,7 @@ def test_stacked_copies_what_only_seems_to_abut():
 def test_products_with_an_activation(sizes, rows, activation, interleave):
     """Forward, and backward against autograd, in FP64."""
     clamps = (1.5, 1.702, 1.0) if activation == "clamped_qgeglu" else ()
-    glu, formula = Glu(activation, interleave, *clamps), getattr(formulas, activation)
+    glu, formula = Glu(activation, interleave, *clamps), getattr(ref, activation)
     x, dy = (torch.randn(rows, n, dtype=torch.float64) for n in (K, N))
     w1, w2 = (torch.randn(E, *s, dtype=torch.float64) for s in ((8, K), (N, 4)))
     bias, scales = torch.randn(E, 8).double(), torch.rand(rows).double().requires_grad_()

@@ -273,3 +273,23 @@ def test_frozen_parameter_of_a_formula():
     assert op.a.grad is None
     assert torch.equal(op.b.grad, torch.full((2,), 4.0, dtype=torch.float64))
     torch.testing.assert_close(x.grad, op.a * torch.cos(op.a * x.detach()))
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (fz.Identity(), "Identity()"),
+        (fz.ConstantScale(0.0), "ConstantScale(scale=0.0)"),
+        (fz.AddExtraInput(), "AddExtraInput()"),
+        (fz.AddExtraInput(in_place=True), "AddExtraInput(in_place=True)"),
+        (fz.SwiGLU(), "SwiGLU()"),
+        (
+            fz.ClampedSwiGLU(limit=2.0),
+            "ClampedSwiGLU(limit=2.0, alpha=1.702, glu_linear_offset=1.0)",
+        ),
+        (fz.BasicLinear(2, 3), "BasicLinear(in_features=2, out_features=3)"),
+        (fz.RMSNorm((2, 3)), "RMSNorm(normalized_shape=(2, 3), features=6, eps=1e-05)"),
+    ],
+)
+def test_an_ops_text_has_its_facts(op, text):
+    assert repr(op) == text
