@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import activation_bias_backward
 from fusible.kernels.dense.spec import MIN_SM, VECTOR
 from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
 from fusible.ops.handover import accept_grad, hand_over
-from fusible.ops.op import ExtraTensors, FusedGrads
+from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 Activation = GELU | QGELU | ReLU | SReLU | SiLU
 
@@ -23,15 +20,10 @@ class BackwardActivationBias(FusedOperation):
 
     _basic_ops: tuple[Bias, Activation]
 
-    def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
-    ) -> FusedGrads:
+    def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One pass over the gradient and the activation's input."""
         (bias, activation), (ctx, ctx_act) = self._basic_ops, ctxs
-        x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, grad_output)
+        x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, dy)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())
         dx = hand_over(dx.view(x.shape), ctx.grad_quantizer) if ctx.needs.input else None

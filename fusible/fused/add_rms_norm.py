@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fusible.formulas import gain
 from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import rms_norm_backward
 from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
 from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
 from fusible.ops.handover import accept_grad
-from fusible.ops.op import ExtraTensors, FusedGrads
+from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 
 class BackwardAddRMSNorm(FusedOperation):
@@ -22,23 +19,18 @@ class BackwardAddRMSNorm(FusedOperation):
 
     _basic_ops: tuple[MakeExtraOutput, RMSNorm]
 
-    def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
-    ) -> FusedGrads:
+    def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One pass over the gradients of both outputs and the norm's input."""
         (_, norm), (_, ctx) = self._basic_ops, ctxs
         x, rstd, weight = ctx.saved_tensors
-        dy = accept_grad(ctx, grad_output).reshape(x.shape)
-        dextra = grad_extra_outputs[0][0]
+        rows = accept_grad(ctx, dy).reshape(x.shape)
+        dextra = dextras[0][0]
         factor = gain(weight.view(-1), rstd.dtype, norm.zero_centered_gamma)
         # Under autocast the branch may be wider than the norm; its gradient stays so.
         wider = dextra is not None and dextra.dtype != x.dtype
         addend = None if dextra is None or wider else dextra.reshape(x.shape)
-        dx, dweight = rms_norm_backward(dy, x, rstd, factor, addend)
-        dx = dx.view(grad_output.shape)
+        dx, dweight = rms_norm_backward(rows, x, rstd, factor, addend)
+        dx = dx.view(dy.shape)
         if wider:
             dx = dextra + dx
         return dx, [(), (dweight.view(weight.shape),)], [(), ()]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.memory import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum
-from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
+from fusible.ops.op import Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
 
@@ -50,15 +47,13 @@ class LinearAdd(FusedOperation):
         self._parts = linear, add
         self._alpha = 1.0 if scale is None else scale.scale
 
-    def forward_impl(
-        self, ctxs: Sequence[OperationContext], input_: Tensor, extra_inputs: ExtraTensors
-    ) -> FusedOutputs:
+    def forward_impl(self, ctxs: Contexts, input_: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One product that starts from the addend."""
         linear, add = self._parts
         x, weight = linear.operands(ctxs[0], input_)
         linear.output_buffer(ctxs[0], input_, ctxs[0].kwargs)  # none: not the last op
         shape = (*x.shape[:-1], weight.shape[0])
-        addend = check_addend(extra_inputs[-1][0], shape, x)
+        addend = check_addend(extra[-1][0], shape, x)
         in_place = add.in_place and 0 in ctxs[-1].writable_extra
         y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
         return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
@@ -74,17 +69,12 @@ class BackwardLinearAdd(FusedOperation):
         """True."""
         return True
 
-    def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
-    ) -> FusedGrads:
+    def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One product that is added to the extra output's gradient, in its memory if it may."""
         fork, ctx = ctxs
         x, weight = ctx.saved_tensors
-        dy = cast(grad_output, ctx.dtype)
-        dextra = grad_extra_outputs[0][0]
+        dy = cast(dy, ctx.dtype)
+        dextra = dextras[0][0]
         dx = None
         if ctx.needs.input and dextra is not None:
             in_place = 0 in fork.writable_extra and holds_sum(dextra, dy)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.ops import GELU, BasicLinear, Bias, FusedOperation, ReLU, SiLU
-from fusible.ops.op import ExtraTensors, FusedOutputs
+from fusible.ops.op import Contexts, ExtraTensors, FusedOutputs
 
 
 class LinearBiasActivation(FusedOperation):
@@ -23,9 +20,7 @@ class LinearBiasActivation(FusedOperation):
         super().__init__([op for op in (linear, bias, activation) if op is not None])
         self._parts = linear, bias, activation
 
-    def forward_impl(
-        self, ctxs: Sequence[OperationContext], input_: Tensor, extra_inputs: ExtraTensors
-    ) -> FusedOutputs:
+    def forward_impl(self, ctxs: Contexts, input_: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One product with the bias in its epilogue, then the activation."""
         linear, _, activation = self._parts
         ctx, ctx_bias = ctxs[:2]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.ops import BasicLinear, ConstantScale, FusedOperation
-from fusible.ops.op import ExtraTensors, FusedGrads
+from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 from fusible.ops.wgrad import dense_gradient
 
 
@@ -21,16 +18,11 @@ class BackwardLinearScale(FusedOperation):
 
     _basic_ops: tuple[BasicLinear, ConstantScale]
 
-    def backward_impl(
-        self,
-        ctxs: Sequence[OperationContext],
-        grad_output: Tensor,
-        grad_extra_outputs: ExtraTensors,
-    ) -> FusedGrads:
+    def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """``scale * dy @ weight`` and ``scale * dy.T @ x``."""
         (linear, scale), ctx = self._basic_ops, ctxs[0]
         x, weight = ctx.saved_tensors
-        dy = cast(grad_output, ctx.dtype)
+        dy = cast(dy, ctx.dtype)
         dx = None
         if ctx.needs.input:
             buffer = linear.grad_input_buffer(ctx)

@@ -15,7 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import permute
 from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
-from fusible.ops.op import BasicOperation
+from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.router import TopKRouter
 from fusible.recipes.product import values
 
@@ -170,7 +170,7 @@ class Dispatch(BasicOperation):
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> OpGrads:
         """Each token's sum of its rows' gradients, and each choice's gradient of its weight."""
         row_map, *scaled = ctx.saved_tensors
         dy = grad_output
@@ -254,9 +254,7 @@ class Combine(BasicOperation):
             )
         return row_map
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""
         row_map, *weighted = ctx.saved_tensors
         dy = grad_output.reshape(-1, grad_output.shape[-1])

@@ -27,7 +27,7 @@ from fusible.ops.distributed import (
 )
 from fusible.ops.handover import hand_over
 from fusible.ops.hooks import HOOKS, patches, why_called
-from fusible.ops.op import BasicOperation, FusedOperation
+from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
@@ -145,9 +145,7 @@ class BasicLinear(WeightedOperation):
         y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
         return y if output is None else output.copy_(y)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
         if ctx.quantizes:
             return self._quantized_backward(ctx, grad_output)
@@ -159,9 +157,7 @@ class BasicLinear(WeightedOperation):
             dx = dy @ weight if buffer is None else _write_product(buffer, dy, weight)
         return dx, *self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
-    def _quantized_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
         products: list[ProductKind] = ["dgrad"] if needs.input else []
         if needs.params[0]:
@@ -239,9 +235,7 @@ class Bias(BasicOperation):
         check_device(input_, bias, "Bias")
         return hand_over(input_ + cast(bias, input_.dtype), ctx.next_quantizer)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy``, and its sum over rows."""
         dy = values(grad_output)
         dbias = None

@@ -16,7 +16,7 @@ from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
 from fusible.ops.checks import check_device, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation
+from fusible.ops.op import BasicOperation, OpGrads
 
 
 class _Norm(BasicOperation):
@@ -118,9 +118,7 @@ class LayerNorm(_Norm):
         ctx.save_for_backward(x, mean, rstd, weight)
         return hand_over(y.view(input_.shape), ctx.next_quantizer)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input, the weight and the bias."""
         x, mean, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)
@@ -149,9 +147,7 @@ class RMSNorm(_Norm):
         ctx.save_for_backward(x, rstd, weight)
         return hand_over(y.view(input_.shape), ctx.next_quantizer)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input and the weight."""
         x, rstd, weight = ctx.saved_tensors
         dy = accept_grad(ctx, grad_output).reshape(x.shape)

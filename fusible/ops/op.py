@@ -30,6 +30,8 @@ Contexts = Sequence[OperationContext]
 Grads = Sequence[Tensor | None]
 ExtraTensors = Sequence[Sequence[Tensor | None]]
 """Extra inputs or outputs, or their gradients, for each basic op that a fused op covers."""
+OpGrads = tuple[Tensor | None, ...]
+"""The gradient of a basic op's input, then those of its parameters and extra inputs."""
 FusedOutputs = tuple[Tensor, ExtraTensors]
 """The output, and for each basic op its extra outputs."""
 FusedGrads = tuple[Tensor | None, Sequence[Grads], Sequence[Grads]]

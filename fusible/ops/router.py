@@ -15,7 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import routing
 from fusible.ops.checks import check_device, check_dtype, check_features, check_sizes
-from fusible.ops.op import BasicOperation, Grads
+from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
 
@@ -252,7 +252,7 @@ class TopKRouter(BasicOperation):
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> OpGrads:
         """The logits' gradient, then two products; that of the input starts from ``dy``."""
         dprobs, _, *dlosses = grad_extra_outputs
         x, weight, logits, ids = ctx.saved_tensors

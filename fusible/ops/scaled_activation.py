@@ -13,6 +13,7 @@ from fusible.fuser.context import OperationContext
 from fusible.ops.activation import Activation, GatedOp, UnaryOp
 from fusible.ops.checks import check_row_scales
 from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.op import OpGrads
 
 
 class _Scaled(Activation):
@@ -40,9 +41,7 @@ class _Scaled(Activation):
         ctx.dtype = x.dtype
         ctx.save_for_backward(x, scales)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input and of the scales."""
         dy = accept_grad(ctx, grad_output)
         dx, dscales = in_pieces(self.grads, dy, *ctx.saved_tensors)
