@@ -25,12 +25,12 @@ from fusible.ops import (
     ScaledSiTUGLU,
     ScaledSwiGLU,
 )
-from fusible.ops.checks import check_row_scales
 from fusible.ops.grouped_direct import DirectMLP, has_default_gradients
 from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand, glu_of
 from fusible.ops.grouped_linear import SavedLinear, matrix_for
+from fusible.ops.inputs import check_row_scales
+from fusible.ops.matrices import with_rows_of
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
-from fusible.ops.rows import with_rows_of
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU
 """Scaled gated activations; the rules' conditions say which ones kernels have."""

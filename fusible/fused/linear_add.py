@@ -11,8 +11,8 @@ from fusible.fuser.memory import memory
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum
+from fusible.ops.matrices import with_rows_of
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads, FusedOutputs
-from fusible.ops.rows import with_rows_of
 from fusible.ops.wgrad import dense_gradient
 
 

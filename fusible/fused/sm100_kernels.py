@@ -25,7 +25,7 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     Saved,
 )
-from fusible.ops.rows import as_rows
+from fusible.ops.matrices import as_rows
 from fusible.ops.weights import encode_weights, one_weight
 from fusible.ops.wgrad import WeightGradient, add_or_copy
 from fusible.recipes.matrix import SAVED, Operand, OperandData, restored_data, saved_data

@@ -168,7 +168,7 @@ _OPTIONS = (
 
 
 def _options(experts: Any) -> tuple[Any, ...]:
-    """What of a module's experts a block is made from, beside their values: for comparison."""
+    """What of a module's experts a block is made from, besides their values: for comparison."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
     return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)

@@ -38,7 +38,6 @@ from fusible.ops.linear import BasicLinear, Bias, Linear
 from fusible.ops.norms import L2Normalization, LayerNorm, RMSNorm
 from fusible.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from fusible.ops.quantize_op import Quantize
-from fusible.ops.router import TopKRouter
 from fusible.ops.scaled_activation import (
     ScaledClampedQGeGLU,
     ScaledSiTUGLU,
@@ -46,6 +45,7 @@ from fusible.ops.scaled_activation import (
     ScaledSwiGLU,
 )
 from fusible.ops.sequential import Sequential
+from fusible.ops.top_k_router import TopKRouter
 from fusible.ops.weights import reuse_quantized_weights
 
 __all__ = [

@@ -12,8 +12,8 @@ from fusible.activations import GATED, UNARY
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
-from fusible.ops.checks import check_interleaved, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
+from fusible.ops.inputs import check_interleaved, check_sizes
 from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import E4M3, fp8_tensor
 from fusible.recipes.matrix import QuantizedMatrix

@@ -14,9 +14,9 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import permute
-from fusible.ops.checks import check_dtype, check_row_scales, check_sizes, described
+from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.op import BasicOperation, OpGrads
-from fusible.ops.router import TopKRouter
+from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
 
 

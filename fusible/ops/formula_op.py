@@ -91,8 +91,8 @@ class FormulaOp(OwnParameters):
         self._refuse_extra_tensors("fuser_backward")
         if type(self).formula is FormulaOp.formula:
             raise TypeError(
-                f"{type(self).__name__} must define op_backward beside op_forward (fuser_backward "
-                "beside fuser_forward), got none"
+                f"{type(self).__name__} must define op_backward with op_forward (fuser_backward "
+                "with fuser_forward), got none"
             )
         saved, count = ctx.saved_tensors, 1 + len(ctx.needs.params)
         if len(saved) < count:

@@ -18,7 +18,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
-from fusible.ops.rows import as_rows
+from fusible.ops.matrices import as_rows
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.matrix import SAVED, Operand
 from fusible.recipes.product import ProductKind, operand_values, quantize_operand

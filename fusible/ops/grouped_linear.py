@@ -14,7 +14,10 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.kernels import grouped
-from fusible.ops.checks import (
+from fusible.ops.dispatch import Dispatch
+from fusible.ops.grouped_direct import DirectLinear, has_default_gradients
+from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
+from fusible.ops.inputs import (
     check_features,
     check_row_scales,
     check_sizes,
@@ -22,11 +25,8 @@ from fusible.ops.checks import (
     on_device_of,
     product_dtype,
 )
-from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_direct import DirectLinear, has_default_gradients
-from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
+from fusible.ops.matrices import matrix, with_rows_of
 from fusible.ops.op import Grads
-from fusible.ops.rows import matrix, with_rows_of
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_transposed

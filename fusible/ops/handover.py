@@ -10,7 +10,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
-from fusible.ops.checks import check_dtype
+from fusible.ops.inputs import check_dtype
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 

@@ -17,7 +17,6 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.tracing import constant_when_traced
-from fusible.ops.checks import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.distributed import (
     AllGather,
     AllReduce,
@@ -27,8 +26,9 @@ from fusible.ops.distributed import (
 )
 from fusible.ops.handover import hand_over
 from fusible.ops.hooks import HOOKS, patches, why_called
+from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
+from fusible.ops.matrices import matrix
 from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
-from fusible.ops.rows import matrix
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient

@@ -14,8 +14,8 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
-from fusible.ops.checks import check_device, check_sizes
 from fusible.ops.handover import accept, accept_grad, accepted, hand_over
+from fusible.ops.inputs import check_device, check_sizes
 from fusible.ops.op import BasicOperation, OpGrads
 
 

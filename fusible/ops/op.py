@@ -61,10 +61,8 @@ class FusibleOperation(ModuleState, PatchesCounted):
         super().__init__()
         _operations.add([type(self)], self)
 
-    @property
-    def is_fused_op(self) -> bool:
-        """Whether this op replaces one or more basic ops."""
-        raise TypeError(f"{type(self).__name__} must be a BasicOperation or a FusedOperation")
+    is_fused_op: ClassVar[bool]
+    """Whether this op replaces one or more basic ops."""
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
@@ -282,6 +280,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             its parameters are from: that op, for which fusion rules take it. Not inherited.
     """
 
+    is_fused_op = False
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     fact_names: ClassVar[tuple[str, ...]] = ()
@@ -315,11 +314,6 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             (None, True)
         ] * self.num_extra_outputs
         self._frozen = False
-
-    @property
-    def is_fused_op(self) -> bool:
-        """False: a basic op replaces none."""
-        return False
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
@@ -550,17 +544,14 @@ class FusedOperation(FusibleOperation):
     Made by fusion rules and functions, not by users, and no part of the module tree.
     """
 
+    is_fused_op = True
+
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
         # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
         self._basic_ops = tuple(basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
         self.casts_itself = any(op.casts_itself for op in self._basic_ops)
-
-    @property
-    def is_fused_op(self) -> bool:
-        """True."""
-        return True
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

@@ -118,7 +118,7 @@ class OwnParameters(nn.Module):
         if lost:
             raise TypeError(
                 f"{type(self).__name__} must return the gradients of all its parameters, got "
-                f"{', '.join(lost)} beside ({', '.join(names)}); define op_forward and "
+                f"{', '.join(lost)} besides ({', '.join(names)}); define op_forward and "
                 "op_backward, and name them in parameter_names, or register them in the op itself"
             )
         return names

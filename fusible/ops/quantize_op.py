@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.ops.checks import check_sizes, on_device_of
 from fusible.ops.handover import hand_over
+from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import values

@@ -11,8 +11,8 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.activation import Activation, GatedOp, UnaryOp
-from fusible.ops.checks import check_row_scales
 from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.inputs import check_row_scales
 from fusible.ops.op import OpGrads
 
 

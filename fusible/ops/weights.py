@@ -20,7 +20,7 @@ from fusible.fuser.plan import GradNeeds
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
-from fusible.ops.checks import capturing
+from fusible.ops.inputs import capturing
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
 from fusible.ops.wgrad import (
     Delayed,

@@ -90,7 +90,7 @@ class MaskedFormula(fz.BasicOperation):
 @pytest.mark.parametrize(
     ("kind", "extra", "message"),
     [
-        (OnlyForward, (), "OnlyForward must define op_backward beside op_forward"),
+        (OnlyForward, (), "OnlyForward must define op_backward with op_forward"),
         (
             ShortSignature,
             (),

@@ -1,4 +1,4 @@
-"""Checks of what callers hand to ops, before any kernel runs."""
+"""Inputs of ops: checks before any kernel runs, and the device of split sizes."""
 
 from __future__ import annotations
 

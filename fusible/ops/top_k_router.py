@@ -14,7 +14,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import routing
-from fusible.ops.checks import check_device, check_dtype, check_features, check_sizes
+from fusible.ops.inputs import check_device, check_dtype, check_features, check_sizes
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
