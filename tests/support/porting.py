@@ -353,8 +353,8 @@ def sizes() -> Iterator[Case]:
     ):
         if stored <= (recipe != "none"):
             yield Case((name,), shape, recipe, stored=stored)
-    for name, recipe in itertools.product(("Linear", "SwiGLU", "Quantize, both"), RECIPES):
-        yield Case((name,), (2, 2880), recipe)
+    for name in ("Linear", "SwiGLU", "Quantize, both"):
+        yield Case((name,), (2, 2880), "fp8_block")
 
 
 def dtypes() -> Iterator[Case]:
