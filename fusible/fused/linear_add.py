@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.conditions import equal, this
-from fusible.fuser.memory import memory
+from fusible.fuser.memory import storage_id
 from fusible.fuser.rules import rule
 from fusible.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOperation, MakeExtraOutput
 from fusible.ops.elementary import check_addend, holds_sum
@@ -28,7 +28,7 @@ def _add_product(
         return add(a @ b, alpha=alpha)
     rows = a.reshape(-1, a.shape[-1])
     as_matrix = addend.dim() == 2 or addend.is_contiguous()
-    if in_place and as_matrix and memory(addend) != memory(rows):
+    if in_place and as_matrix and storage_id(addend) != storage_id(rows):
         flat = addend.view(-1, b.shape[1])
         torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
         return addend

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusible.fuser.plan import GradNeeds
 
 _ALL = GradNeeds(True, True, (), ())
+_NO_KWARGS: dict[str, Any] = {}
 
 
 class OperationContext:
@@ -55,14 +56,14 @@ class OperationContext:
     autocast_dtype: torch.dtype | None
     parameters: Sequence[Tensor]
     leaves: Sequence[Tensor | None]
-    to_save: tuple[Tensor | None, ...]
+    to_save: tuple[Tensor | None, ...] = ()
     saved_tensors: tuple[Any, ...]
     grad_quantizer: Any
     next_quantizer: Any = None
     kwargs: dict[str, Any]
     given_shape: torch.Size | None
     memo: dict[Any, Any]
-    kernels: Any
+    kernels: Any = None
     quantizes: bool
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
@@ -77,9 +78,8 @@ class OperationContext:
         needs: GradNeeds = _ALL,
         recipe: Any = None,
         autocast_dtype: torch.dtype | None = None,
-        memo: dict[Any, Any] | None = None,
         parameters: Sequence[Tensor] = (),
-        kwargs: dict[str, Any] | None = None,
+        memo: dict[Any, Any] | None = None,
         quantizes: bool | None = None,
     ) -> None:
         self.requires_grad = needs.requires_grad
@@ -87,12 +87,10 @@ class OperationContext:
         self.recipe = recipe
         self.autocast_dtype = autocast_dtype
         self.parameters = parameters
-        self.to_save = ()
         self.grad_quantizer = None
-        self.kwargs = {} if kwargs is None else kwargs
+        self.kwargs = _NO_KWARGS
         self.given_shape = None
         self.memo = {} if memo is None else memo
-        self.kernels = None
         if quantizes is None:
             quantizes = recipe is not None and recipe.quantizes
         self.quantizes = quantizes

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def expected_of(
-    schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
+    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
 ) -> Mapping[Any, Expected]:
     """What each user's fused op of a schedule's forward has to give for inputs and parameters.
 
@@ -41,20 +41,20 @@ def expected_of(
 
     alone = unfused(schedule, recorded)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    count = 1 + schedule.wiring.num_caller_inputs
+    count = 1 + len(schedule.wiring.names)
     try:
         fakes, fake_kwargs = tree_map_only(
-            Tensor, lambda t: mode.from_tensor(t.detach()), ([*given[:count]], kwargs)
+            Tensor, lambda t: mode.from_tensor(t.detach()), ([*operands[:count]], kwargs)
         )
         parts = [part for op in schedule.plan.basic_ops for part in op.modules()]
         with leaving_alone(parts, mode, all_attributes=True), torch.no_grad():
-            run_forward(alone, (*fakes, *given[count:]), fake_kwargs)
+            run_forward(alone, (*fakes, *operands[count:]), fake_kwargs)
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)
         return {}
     joint = {id(f.op) for phase, f in schedule.plan.fusions if phase == "joint"}
     found = {}
-    for op, start, stop, *_ in users:
+    for op, _, start, stop, *_ in users:
         output, _ = ran[stop - 1]
         saved = None if id(op) in joint else tuple([count for _, count in ran[start:stop]])
         found[op] = Expected(output.shape, output.dtype, output.device, saved)

@@ -26,7 +26,8 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.parts import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
-from fusible.fuser.run import Run
+from fusible.fuser.plan_key import PlanKey
+from fusible.fuser.run import Run, observed
 from fusible.fuser.schedule import Schedule, unfused
 from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
@@ -143,15 +144,15 @@ def explain(
     names: dict[Any, str] = {}
     refused: dict[Any, str] = {}  # by op
 
-    def schedule_for(run: Run, key: tuple[Any, ...], device: torch.device) -> Schedule:
+    def schedule_for(run: Run, call: PlanKey) -> Schedule:
         if run.ops[0] not in names:  # a stand-in for a module may be made in the call
             names.update(op_names(module))
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
-        made = run.plan_for(key, on or target_of(device))
-        schedule = run.scheduled(made, key)
-        if schedule.parts:  # each of which is planned in its turn
-            cut.append((PlannedRun(where, run, made), schedule.parts))
+        made = run.plan_for(call, on or target_of(call.device))
+        schedule = run.scheduled(made, call)
+        if schedule.division is not None:  # each part of which is planned in its turn
+            cut.append((PlannedRun(where, run, made), schedule.division.parts))
             return schedule
         planned.append(PlannedRun(where, run, made))
         _note_refusals(refused, names, made)
@@ -165,7 +166,7 @@ def explain(
         _named_errors(module, planned),
         _uncompiled(),
         leaving_alone(parts, mode),
-        Run.observed(schedule_for),
+        observed(schedule_for),
     ):
         module(*fakes, **fake_kwargs)
     if not planned:

@@ -9,8 +9,10 @@ import torch
 
 from fusible.fuser.derived import derived_dtypes
 from fusible.fuser.plan import GradNeeds, OpFacts, TensorFacts, dtype_name
+from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours
 from fusible.fuser.rules import Rule
+from fusible.fuser.target import Target
 from fusible.fuser.wiring import CALLER, Wiring
 
 
@@ -33,29 +35,24 @@ def facts_of_ops(
     ops: Sequence[Any],
     declared: Sequence[dict[str, Any]],
     wiring: Wiring,
-    inputs: Sequence[TensorFacts],
-    dtypes: Dtypes,
-    params: Sequence[Sequence[torch.dtype]],
+    call: PlanKey,
+    target: Target,
     grad: Sequence[GradNeeds],
     rules: Sequence[Rule],
 ) -> tuple[OpFacts, ...]:
-    """What conditions may read of each op: what it declares, and what tensors it gets.
-
-    ``inputs`` and ``dtypes`` are those of the run, from its callers.
-    """
+    """What conditions may read of each op: what it declares, and what tensors it gets."""
+    inputs = call.facts(target)
+    device = inputs[0].device
     made: list[OpFacts] = []
     derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
-    propagated = list(_propagated(ops, wiring, dtypes, params, derive))
-    device = inputs[0].device
-    for i, (op, facts, of_op) in enumerate(zip(ops, declared, propagated, strict=True)):
-        given, output = of_op
+    propagated = _propagated(ops, wiring, call, derive)
+    for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
         for slot, (producer, k) in enumerate(wiring.sources[i]):
             dtype, source = dtype_name(given.extra_inputs[slot]), f"op {producer} slot {k}"
             inside = TensorFacts(dtype, device, None, grad[i].extra_inputs[slot], source)
             extra[op.extra_input_name(slot)] = inputs[1 + k] if producer == CALLER else inside
-        source = f"op {i - 1}"
-        own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, source)
+        own = TensorFacts(dtype_name(given.input), device, None, grad[i].input, f"op {i - 1}")
         param_dtype = dtype_name(given.params[0]) if given.params else None
         computes = given.input if output is None else output
         made.append(
@@ -65,26 +62,38 @@ def facts_of_ops(
 
 
 def _propagated(
-    ops: Sequence[Any],
-    wiring: Wiring,
-    dtypes: Dtypes,
-    params: Sequence[Sequence[torch.dtype]],
-    derive: bool,
+    ops: Sequence[Any], wiring: Wiring, call: PlanKey, derive: bool
 ) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
     """The dtypes of each op's inputs, and of its output; ``derive`` those that no op declares."""
-    x = dtypes.input
+    dtypes: list[torch.dtype | None] = [dtype for dtype, *_ in call.inputs]
+    x, *callers = dtypes
+    params = call.of_params(call.param_dtypes)
     made: list[Sequence[torch.dtype | None]] = []
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
-        extra = [dtypes.extra_inputs[k] if p == CALLER else made[p][k] for p, k in sources]
-        given = Dtypes(x, tuple(extra), tuple(own), dtypes.autocast)
+        extra = [callers[k] if p == CALLER else made[p][k] for p, k in sources]
+        given = Dtypes(x, tuple(extra), tuple(own), call.autocast_dtype)
         if declares(type(op)):
             x, *outputs = op.output_dtypes(given)
         elif derive:
-            x, *outputs = derived_dtypes(op, x, extra, dtypes.autocast)
+            x, *outputs = derived_dtypes(op, x, extra, call.autocast_dtype)
         else:
             x, *outputs = (None,) * (1 + op.num_extra_outputs)
         made.append(outputs)
         yield given, x
+
+
+def gradient_needs(wiring: Wiring, call: PlanKey) -> tuple[GradNeeds, ...]:
+    """Which gradients each op has to give, from what requires one."""
+    upstream, *callers = [call.grad_enabled and requires for _, _, requires in call.inputs]
+    needs: list[GradNeeds] = []
+    params = call.of_params(call.params_require_grad)
+    for of_op, sources in zip(params, wiring.sources, strict=True):
+        own = tuple(call.grad_enabled and requires for requires in of_op)
+        extra = tuple(callers[k] if p == CALLER else needs[p].requires_grad for p, k in sources)
+        requires_grad = upstream or any(own) or any(extra)
+        needs.append(GradNeeds(requires_grad, upstream, own, extra))
+        upstream = requires_grad
+    return tuple(needs)
 
 
 def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> tuple[int, ...]:

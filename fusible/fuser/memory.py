@@ -1,31 +1,306 @@
-"""Which memory tensors have in common, with each other and with what modules hold."""
+"""Who owns memory: what may be written to in a run, and what else reads it.
+
+An op may write to a tensor that only the run reads: made in this pass, and read by nothing else
+that is alive. To the caller's memory it writes where the caller asks for it (``in_place=True``,
+``op_kwargs``); that is refused where something else would read the result in its place.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import TensorWeakRef
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.wiring import CALLER, Wiring, named
+
+Tensors = Sequence[Tensor | None]
+Reads = Iterable[tuple[str, Any]]
+"""What reads a tensor, in words, and the tensor; anything else is skipped."""
 
 _PLAIN = Tensor, torch.nn.Parameter
 
 
-def named(ops: Sequence[Any], i: int) -> str:
-    """An op or module of several, for a sentence."""
-    return f"op {i} ({type(ops[i]).__name__})"
+def storage_id(t: Tensor) -> int:
+    """An identifier of the storage of ``t``, also of an empty or a fake tensor."""
+    return t.untyped_storage()._cdata
 
 
-def read_over(
-    t: Tensor, reads: Iterable[tuple[str, Tensor]], modules: Sequence[Any]
-) -> Iterator[str]:
+# --- tensors that the run made -------------------------------------------------------------------
+
+
+class Owner:
+    """Tracks which tensors of a pass only the run reads, so that an op may write to them.
+
+    Args:
+        read: tensors that others read, before the pass or after it.
+    """
+
+    def __init__(self, read: Iterable[Tensor | None]) -> None:
+        self._read = {storage_id(t) for t in read if t is not None}
+        # Weak references, which keep the addresses of freed storages from being given to others.
+        self._retained: dict[int, StorageWeakRef] = {}
+
+    def retain(self, tensors: Iterable[Any]) -> None:
+        """Note the tensors among these, which an op may go on reading after it ran."""
+        for t in tensors:
+            if isinstance(t, Tensor):
+                self._retained[storage_id(t)] = StorageWeakRef(t.untyped_storage())
+
+    def own(self, tensors: Tensors, others: Iterable[Tensor | None]) -> list[bool]:
+        """Which of an op's tensors are own, while it reads all of them and others read ``others``.
+
+        Plain tensors only, without elements that share a place.
+        """
+        readers = Counter(storage_id(t) for t in chain(tensors, others) if t is not None)
+
+        def is_own(t: Tensor | None) -> bool:
+            if t is None or type(t) is not Tensor or repeats_elements(t):
+                return False
+            storage = storage_id(t)
+            known = storage in self._read or storage in self._retained
+            return readers[storage] == 1 and not known
+
+        return list(map(is_own, tensors))
+
+    def permit(
+        self,
+        contexts: Sequence[OperationContext],
+        grad_output: Tensor,
+        grad_extra: Sequence[Tensors],
+        others: Tensors,
+    ) -> None:
+        """Set on an op's contexts which of its gradients its backward may write to.
+
+        ``others`` are what is read after it.
+        """
+        grads = [grad_output, *chain.from_iterable(grad_extra)]
+        contexts[-1].writable_grad_output, *rest = self.own(grads, others)
+        own = iter(rest)
+        for context, of_op in zip(contexts, grad_extra, strict=True):
+            context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
+
+
+class InputOwner:
+    """Which extra inputs the ops of a forward may write to, for those that write to such.
+
+    One of the caller's in any case, unless that is refused. One that the run made only if it is
+    its own.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Any],
+        wiring: Wiring,
+        contexts: Sequence[OperationContext],
+        caller_inputs: Sequence[Tensor],
+    ) -> None:
+        self._ops, self._wiring = ops, wiring
+        self._contexts, self._caller_inputs = contexts, caller_inputs
+        self._owner = Owner(caller_inputs)
+        self._written: list[tuple[int, Tensor]] = []
+
+    def permit(
+        self, x: Tensor, inputs: Sequence[Tensors], produced: Sequence[Tensors], start: int
+    ) -> None:
+        """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
+
+        Raises:
+            ValueError: a tensor of the caller is to be written to that something else reads, whose
+                elements share a place, or that is a leaf which requires a gradient.
+            RuntimeError: one is, inside a backward, where checkpointing repeats a forward.
+        """
+        self._written = []
+        for i, of_op in enumerate(inputs, start):
+            if self._ops[i].writes_extra_inputs:
+                self._contexts[i].writable_extra = frozenset(
+                    slot
+                    for slot, t in enumerate(of_op)
+                    if t is not None and self._may_write(i, slot, t, x, produced, start)
+                )
+
+    def _may_write(
+        self, i: int, slot: int, t: Tensor, x: Tensor, produced: Sequence[Tensors], start: int
+    ) -> bool:
+        producer, k = self._wiring.sources[i][slot]
+        if producer == CALLER and k in self._wiring.copies:
+            return True
+        readers = list(self._readers(produced, start, (i, slot)))
+        if producer == CALLER:
+            self._check_target(i, slot, t)
+            check_in_place(named(self._ops, i), t, readers, self._ops)
+            self._written.append((i, t))
+            return True
+        is_own = self._owner.own([t, x], [t for _, t in readers])[0]
+        return is_own and not any(overlapping(t, (), self._ops))
+
+    def check_saved(self, stop: int) -> None:
+        """Raise ValueError if ops[:stop] saved a tensor of the caller that was written to."""
+        for i, t in self._written:
+            check_in_place(named(self._ops, i), t, self._saved(stop))
+
+    def retain(self, tensors: Iterable[Any]) -> None:
+        """See :class:`Owner`."""
+        self._owner.retain(tensors)
+
+    def _readers(
+        self, produced: Sequence[Tensors], start: int, target: tuple[int, int]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """What is read once the ops from ``start`` on run, but for one of their extra inputs."""
+        yield from self._saved(start)
+        wiring, ops = self._wiring, self._ops
+        for op, slot in wiring.public:
+            if op < start:
+                what = f"extra output {slot} of {named(ops, op)}, which the caller gets"
+                yield what, produced[op][slot]
+        for i in range(start, len(ops)):
+            for slot, (producer, k) in enumerate(wiring.sources[i]):
+                if (i, slot) != target and producer < start:
+                    from_caller = producer == CALLER
+                    t = self._caller_inputs[1 + k] if from_caller else produced[producer][k]
+                    yield f"extra input {slot} of {named(ops, i)}", t
+
+    def _saved(self, stop: int) -> Iterator[tuple[str, Tensor | None]]:
+        for i, context in enumerate(self._contexts[:stop]):
+            for t in context.to_save if context.requires_grad else ():
+                yield f"what {named(self._ops, i)} saved for its backward", t
+
+    def _check_target(self, i: int, slot: int, t: Tensor) -> None:
+        name = type(self._ops[i]).__name__
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{name} must have in_place=False inside torch.utils.checkpoint, got True; the "
+                "forward that it repeats would add to the extra input once more"
+            )
+        if repeats_elements(t):
+            raise ValueError(
+                f"extra input of {name} must not be expanded with in_place=True, got strides "
+                f"{t.stride()}; give a contiguous one"
+            )
+        of = t._base if t._is_view() else t
+        if of is not None and of.is_leaf and self._contexts[i].needs.extra_inputs[slot]:
+            raise ValueError(
+                f"extra input of {name} must not be a leaf tensor that requires a gradient, or a "
+                "view of one, with in_place=True, as for PyTorch's operations in place; give a "
+                "copy, or make it False"
+            )
+
+
+# --- memory of the caller ------------------------------------------------------------------------
+
+
+class _GivenGrads(threading.local):
+    """Gradients that backwards on this thread have returned in the caller's buffers."""
+
+    grads: tuple[tuple[int, TensorWeakRef], ...] = ()
+    """Each with the graph task that it is of."""
+
+
+_given = _GivenGrads()
+
+
+def check_in_place(op_name: str, t: Tensor, reads: Reads, modules: Sequence[Any] = ()) -> None:
+    """Refuse that the op ``op_name`` writes to ``t`` where something else, or a module, reads it.
+
+    Raises:
+        ValueError: naming both.
+    """
+    what = f"the extra input that {op_name} writes to"
+    _check_apart(what, t, reads, modules, "in_place=True and one that does; make it False")
+
+
+def check_buffers(
+    ops: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]],
+    modules: Sequence[Any],
+) -> None:
+    """Refuse memory for results that overlaps what ``modules`` read, or other such memory.
+
+    ``ops`` are those of them that were given ``kwargs``.
+
+    Raises:
+        ValueError: naming both.
+    """
+    names = ["the input", *[f"extra input {k}" for k, _ in enumerate(inputs[1:])]]
+    reads = [*zip(names, inputs, strict=True)]
+    for op, of_op in zip(ops, kwargs, strict=True):
+        for name, t in of_op.items():
+            if name in op.buffer_keywords and isinstance(t, Tensor):
+                what = f"the caller's {name!r}"
+                _check_apart(what, t, reads, modules)
+                reads.append((what, t))
+
+
+def check_grad_input(
+    ops: Sequence[Any], context: OperationContext, grads: Tensors, saved: Tensors
+) -> None:
+    """Refuse memory for the input's gradient that overlaps what the backward reads.
+
+    Also what the same call of ``backward()`` has returned there before and still holds, to sum it
+    with others for instance.
+
+    Raises:
+        ValueError: naming both.
+    """
+    buffer = vars(context.forward).get("grad_input")
+    if buffer is None:
+        return
+    names = ["the output's gradient"] + ["an extra output's gradient"] * (len(grads) - 1)
+    reads = [*zip(names, grads, strict=True), *[("a saved tensor", t) for t in saved]]
+    task = torch._C._current_graph_task_id()
+    known = [ref() for of_task, ref in _given.grads if of_task == task]
+    reads.extend([("the gradient that another op has returned in its buffer", t) for t in known])
+    _check_apart("the caller's 'grad_input'", buffer, reads, ops)
+
+
+def returned_grad(context: OperationContext, grad: Tensor | None, to_leaf: bool) -> Tensor | None:
+    """The input's gradient as autograd gets it: noted, if it is in the caller's buffer.
+
+    A reference to a leaf's is also held, which makes autograd copy it into ``.grad``: the next
+    backward would write to the buffer before it adds to ``.grad``.
+    """
+    buffer = vars(context.forward).get("grad_input")
+    if grad is None or buffer is None or storage_id(grad) != storage_id(buffer):
+        return grad
+    grad = grad.detach()  # which none but autograd holds
+    if to_leaf:
+        context.forward.returned_grad = grad
+    alive = [entry for entry in _given.grads if entry[1]() is not None]
+    _given.grads = (*alive, (torch._C._current_graph_task_id(), TensorWeakRef(grad)))
+    return grad
+
+
+def _check_apart(
+    name: str,
+    t: Tensor,
+    reads: Reads,
+    modules: Sequence[Any],
+    got: str = "one that does; give another buffer",
+) -> None:
+    for what in overlapping(t, reads, modules):
+        raise ValueError(
+            f"{name} must share no memory with {what}, which is read after it is written, got {got}"
+        )
+
+
+# --- overlap -------------------------------------------------------------------------------------
+
+
+def overlapping(t: Tensor, reads: Reads, modules: Sequence[Any]) -> Iterator[str]:
     """What overlaps ``t`` of ``reads``, and of what modules hold.
 
     These are parameters, buffers, and what gradients are added to.
     """
-    yield from (what for what, other in reads if overlap(t, other))
+    yield from (what for what, r in reads if isinstance(r, Tensor) and overlap(t, r))
     is_apart = _quick_test(t)
     for i, module in enumerate(modules):
         for path, part in module.named_modules():
@@ -54,11 +329,6 @@ def _quick_test(t: Tensor) -> Callable[[Any], bool]:
         return first >= stop or (first + other.nbytes <= start and other.is_contiguous())
 
     return is_apart
-
-
-def memory(t: Tensor) -> int:
-    """An identifier of the storage of ``t``, also of an empty or a fake tensor."""
-    return t.untyped_storage()._cdata
 
 
 def repeats_elements(t: Tensor) -> bool:
@@ -92,7 +362,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
     if not (_has_address(a) and _has_address(b)):
-        return memory(a) == memory(b)
+        return storage_id(a) == storage_id(b)
     (start, stop, pitch, width), (first, last, other_pitch, other_width) = _rows(a), _rows(b)
     if first >= stop or last <= start:
         return False

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from torch.utils._pytree import tree_leaves
 
-from fusible.fuser.callers_buffers import check_grad_input, returned_grad
 from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
-from fusible.fuser.ownership import InputOwner, Owner, owned_grads
-from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep
-from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
+from fusible.fuser.memory import InputOwner, Owner, check_grad_input, returned_grad
+from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
 
@@ -24,64 +22,67 @@ ExtraOutputs = Sequence[Sequence[Tensor | None]]
 
 
 def run_forward(
-    schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
+    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
 ) -> tuple[list[Tensor], list[OperationContext]]:
     """Run the plan's forward ops; gives the output with the public extra ones, and the contexts.
 
-    ``given`` are the caller's inputs, then the parameters.
+    ``operands`` are the caller's inputs, then the parameters.
     """
-    plan, wiring = schedule.plan, schedule.wiring
-    contexts = _new_contexts(schedule, given, kwargs)
-    x = given[0]
+    wiring = schedule.wiring
+    contexts = _new_contexts(schedule, operands, kwargs)
+    x = operands[0]
     produced: list[Sequence[Any]] = []
     owner = None
     if schedule.writes_inputs and not torch.compiler.is_compiling():
-        callers = given[: 1 + wiring.num_caller_inputs]
-        owner = InputOwner(plan.basic_ops, wiring, contexts, callers)
+        callers = operands[: 1 + len(wiring.names)]
+        owner = InputOwner(schedule.plan.basic_ops, wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
-        start, stop, sources = step.start, step.stop, step.sources
-        quantizers, is_users = step.quantizers, step.is_users
-        own = contexts[start:stop]
-        if quantizers is not None:
-            own[0].grad_quantizer, own[-1].next_quantizer = quantizers
+        own = contexts[step.start : step.stop]
+        if step.quantizers is not None:
+            own[0].grad_quantizer, own[-1].next_quantizer = step.quantizers
         inputs = [
             [
-                given[1 + slot]
+                operands[1 + slot]
                 if producer == CALLER
                 else (produced[producer][slot] if producer >= 0 else None)
                 for producer, slot in of_op
             ]
-            for of_op in sources
+            for of_op in step.sources
         ]
-        if is_users:
-            x, inputs = _as_users_see(own, x, inputs)
+        if step.is_users:
+            x, inputs = _as_users_see(own, x, inputs, operands)
         if owner is not None:
-            owner.before(x, inputs, produced, start)
+            owner.permit(x, inputs, produced, step.start)
+        run = step.run
+        if profiled:
+            run = record_function(f"{step.label} forward")(run)
         try:
-            returned = _forward_of(step, x, profiled)(own, x, inputs)
-            _check_returned(schedule, step, returned, own)
+            returned = run(own, x, inputs)
+            if step.is_users:
+                _check_returned(schedule, step, returned, own)
         except Exception as error:
             note_place(error, schedule, step)
             raise
-        taken, (x, outputs) = x, returned
         if owner is not None:
-            owner.after(is_users, chain([taken, x], *inputs, *outputs), stop)
+            if step.is_users:  # which may go on reading its arguments
+                owner.retain(tree_leaves((x, inputs, returned)))
+            owner.check_saved(step.stop)
+        x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
 
 
 def run_formula(
-    schedule: Schedule, formula: Callable[..., Tensor], given: Sequence[Tensor]
+    schedule: Schedule, formula: Callable[..., Tensor], operands: Sequence[Tensor]
 ) -> Tensor:
     """What the formula of the only op gives for its input and parameters, for autograd to see."""
     (step,) = schedule.forward
-    if step.without_autocast:
-        formula = _without_autocast(formula, given[0].device.type)
+    formula = outside_autocast(schedule.plan, step.op, formula)
     if _is_profiled():
         formula = record_function(f"{step.label} forward")(formula)
     try:
-        output = formula(*given)
+        output = formula(*operands)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"formula of {type(step.op).__name__} must return one tensor, got {kind_of(output)}"
@@ -93,42 +94,21 @@ def run_formula(
 
 
 def _new_contexts(
-    schedule: Schedule, given: Sequence[Tensor], kwargs: Kwargs
+    schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
 ) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
     recipe, autocast, quantizes = plan.recipe, plan.autocast_dtype, plan.quantizes
     contexts = [
-        OperationContext(needs, recipe, autocast, memo, given[own], of_op, quantizes)
-        for needs, own, of_op in zip(plan.grad, schedule.params, kwargs, strict=True)
+        OperationContext(needs, recipe, autocast, operands[own], memo, quantizes)
+        for needs, own in zip(plan.grad, schedule.params, strict=True)
     ]
-    for context, selected in zip(contexts, plan.kernels, strict=True):
-        if selected is not None:
-            context.kernels = selected.kernels
+    if kwargs is not None:
+        for context, of_op in zip(contexts, kwargs, strict=True):
+            context.kwargs = of_op
+    for i, kernels in schedule.kernels:
+        contexts[i].kernels = kernels
     return contexts
-
-
-def _forward_of(step: ScheduledStep, x: Tensor, profiled: bool) -> Callable[..., Any]:
-    """The forward of a step's op, in a profiler's range, outside of autocast if it casts itself."""
-    forward = step.op.run_forward if step.uses_impl else partial(call_fuser_forward, step.op)
-    if step.without_autocast:
-        forward = _without_autocast(forward, x.device.type)
-    return record_function(f"{step.label} forward")(forward) if profiled else forward
-
-
-def _backward_of(
-    step: ScheduledStep, profiled: bool, owner: Owner | None, read: Sequence[Tensor | None]
-) -> Callable[..., Any]:
-    """The backward of a step's op, in a profiler's range; its contexts say what it may write to.
-
-    ``read`` are the gradients that are read after it.
-    """
-    backward = step.op.run_backward if step.uses_impl else partial(call_fuser_backward, step.op)
-    if profiled:
-        backward = record_function(f"{step.label} backward")(backward)
-    if owner is not None:
-        backward = owned_grads(backward, owner, read, step.is_users or step.op.keeps_grads)
-    return backward
 
 
 def _is_tuple(returned: Any, length: int) -> bool:
@@ -148,16 +128,6 @@ def _is_profiled() -> bool:
     return not torch.compiler.is_compiling() and torch._C._autograd._profiler_enabled()
 
 
-def _without_autocast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """``function`` outside of ``torch.autocast``."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return function(*args, **kwargs)
-
-    return run
-
-
 def _check_returned(
     schedule: Schedule, step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]
 ) -> None:
@@ -169,13 +139,14 @@ def _check_returned(
             f"extra outputs of each basic op, got {kind_of(returned)}"
         )
     output, outputs = returned
-    if step.is_users and not torch.compiler.is_compiling():
-        expected = schedule.diagnostics.expected.pop(op, None)
+    if not torch.compiler.is_compiling():
+        waiting = schedule.diagnostics.expected
+        expected = waiting.pop(op, None)
         if expected is not None:
             try:
                 expected.check(op, output, contexts)
             except BaseException:
-                schedule.diagnostics.expected[op] = expected  # the next call is checked too
+                waiting[op] = expected  # the next call is checked too
                 raise
     if step.derived not in (None, output.dtype):
         raise RuntimeError(
@@ -212,12 +183,12 @@ class RunFunction(torch.autograd.Function):
         fctx: Any,
         schedule: Schedule,
         slots: tuple[int, ...] | None,
-        kwargs: Kwargs,
+        kwargs: Kwargs | None,
         *tensors: Tensor,
     ) -> Any:
-        """Run forward; ``slots`` says which tensor each input and parameter is, if not its own."""
-        given = tensors if slots is None else [tensors[slot] for slot in slots]
-        outputs, contexts = run_forward(schedule, given, kwargs)
+        """Run forward; ``slots`` of compiled code say which tensor each operand is."""
+        operands = tensors if slots is None else [tensors[slot] for slot in slots]
+        outputs, contexts = run_forward(schedule, operands, kwargs)
         saved: list[Tensor | None] = []
         # The contexts outlive the forward: only autograd may keep tensors.
         states = []
@@ -225,12 +196,12 @@ class RunFunction(torch.autograd.Function):
             first = len(saved)
             if context.requires_grad:
                 saved.extend(context.to_save)
-            context.parameters, context.to_save, context.memo, context.kwargs = (), (), {}, {}
+            context.parameters, context.to_save, context.memo = (), (), {}
+            if kwargs is not None:
+                context.kwargs = {}
             states.append((first, len(saved), context))
         fctx.save_for_backward(*saved)
-        checks_memory = not torch.compiler.is_compiling() and (
-            schedule.writes_grads or kwargs is not schedule.no_kwargs
-        )
+        checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
         outputs = _distinct(outputs, tensors)
         if len(outputs) > 1:
@@ -242,7 +213,7 @@ class RunFunction(torch.autograd.Function):
                     if not (grad[op].requires_grad and t.is_floating_point())
                 ]
             )
-            if not torch.compiler.is_compiling():  # which does not know the attribute
+            if slots is None:  # compiled code does not know the attribute
                 fctx._materialize_non_diff_grads = False  # else each would get zeros
         return tuple(outputs)
 
@@ -254,8 +225,10 @@ class RunFunction(torch.autograd.Function):
         saved = fctx.saved_tensors
         # New contexts: nothing that the forward made is changed, so that a second backward works.
         contexts = [context.for_backward(saved[first:last]) for first, last, context in states]
-        if schedule.accumulating and not torch.compiler.is_compiling():
-            _note_leaves(contexts, schedule, fctx.next_functions)
+        if slots is None:
+            for i in schedule.accumulating:
+                nodes = fctx.next_functions[schedule.params[i]]
+                contexts[i].leaves = [_leaf(node) for node, _ in nodes]
         owner = None
         if checks_memory:
             check_grad_input(schedule.plan.basic_ops, contexts[0], grads, saved)
@@ -285,46 +258,43 @@ def _run_backward(
         for output, grad in zip(wiring.public, grads[1:], strict=True)
         if needs[output[0]].requires_grad
     }
-    of_inputs: list[Tensor | None] = [None] * wiring.num_caller_inputs
+    of_inputs: list[Tensor | None] = [None] * len(wiring.names)
     of_params: list[Sequence[Tensor | None]] = [(None,) * len(n.params) for n in needs]
     grad: Tensor | None = grads[0]
     profiled = _is_profiled()
     for step in schedule.backward:
-        op, start, stop = step.op, step.start, step.stop
-        num_extra_outputs = step.num_extra_outputs
+        start, stop = step.start, step.stop
         own = contexts[start:stop]
         if not own[-1].requires_grad:
             grad = None
             break
         if grad is None:
             raise RuntimeError(
-                f"the op after {type(op).__name__} must return the gradient of its input, got "
+                f"the op after {type(step.op).__name__} must return the gradient of its input, got "
                 "None; where nothing flows back it is zeros"
             )
         grad_extra = [
             tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
-            for i, count in enumerate(num_extra_outputs)
+            for i, count in enumerate(step.num_extra_outputs)
         ]
-        read = () if owner is None else [*of_outputs.values(), *of_inputs, *chain(*of_params)]
+        if owner is not None:
+            others = [*of_outputs.values(), *of_inputs, *chain(*of_params)]
+            owner.permit(own, grad, grad_extra, others)
+        run = step.run
+        if profiled:
+            run = record_function(f"{step.label} backward")(run)
         try:
-            returned = _backward_of(step, profiled, owner, read)(own, grad, grad_extra)
-            _check_grads(step, returned, own)
+            returned = run(own, grad, grad_extra)
+            if step.is_users:
+                _check_grads(step, returned, own)
         except Exception as error:
             note_place(error, schedule, step, own)
             raise
+        if owner is not None and (step.is_users or step.op.keeps_grads):
+            owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         _add_to_sources(step, step_extra, of_outputs, of_inputs)
     return [grad, *of_inputs, *chain(*of_params)]
-
-
-def _note_leaves(
-    contexts: Sequence[OperationContext],
-    schedule: Schedule,
-    sources: Sequence[tuple[Any, int]],
-) -> None:
-    """Note which parameters autograd differentiates, from the nodes that get their gradients."""
-    for i in schedule.accumulating:
-        contexts[i].leaves = [_leaf(node) for node, _ in sources[schedule.params[i]]]
 
 
 def _leaf(node: Any) -> Tensor | None:
@@ -351,27 +321,32 @@ def _add_to_sources(
 
 
 def _as_users_see(
-    contexts: Sequence[OperationContext], x: Tensor, inputs: Sequence[Sequence[Tensor | None]]
+    contexts: Sequence[OperationContext],
+    x: Tensor,
+    inputs: Sequence[Sequence[Tensor | None]],
+    operands: Sequence[Tensor],
 ) -> tuple[Tensor, list[list[Tensor | None]]]:
     """The inputs of a user's op, with ``requires_grad`` where it has to give their gradients.
 
     Autograd records nothing inside a run, so those that earlier ops made do not have it.
     """
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         contexts[0].given_shape = x.shape  # for the check of its backward
+
+    def seen(t: Tensor | None, needed: bool) -> Tensor | None:
+        if t is None or not needed or t.requires_grad or not t.is_floating_point():
+            return t
+        if not compiling:
+            return t.detach().requires_grad_()
+        # Compiled code must not return two views of one tensor.
+        return t if any([t is other for other in operands]) else t.requires_grad_()
+
     extra = [
-        [
-            t if t is None else _requiring_grad(t, needed)
-            for t, needed in zip(of_op, needs, strict=True)
-        ]
-        for of_op, needs in zip(inputs, [c.needs.extra_inputs for c in contexts], strict=True)
+        [seen(t, needed) for t, needed in zip(of_op, context.needs.extra_inputs, strict=True)]
+        for of_op, context in zip(inputs, contexts, strict=True)
     ]
-    return _requiring_grad(x, contexts[0].needs.input), extra
-
-
-def _requiring_grad(t: Tensor, needed: bool) -> Tensor:
-    has = t.requires_grad or not needed or not t.is_floating_point()
-    return t if has else t.detach().requires_grad_()
+    return seen(x, contexts[0].needs.input), extra  # type: ignore[return-value]
 
 
 def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[OperationContext]) -> None:
@@ -391,7 +366,7 @@ def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[Operatio
             "for each basic op's parameters and extra inputs, numbering "
             f"{step.num_grads[0]} and {step.num_grads[1]}, got {got[0]} and {got[1]}"
         )
-    if step.is_users and isinstance(grad, Tensor) and not torch.compiler.is_compiling():
+    if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
         shape = contexts[0].given_shape
         if shape not in (None, grad.shape):
             raise RuntimeError(
@@ -478,11 +453,14 @@ def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     function, of which one that a cast to its own dtype returned would be two, one of them without
     a gradient.
     """
-    compiling = torch.compiler.is_compiling()
+    if not torch.compiler.is_compiling():
+        ids = list(map(id, (*inputs, *outputs)))
+        first = len(inputs)
+        return [t.view_as(t) if id(t) in ids[:i] else t for i, t in enumerate(outputs, first)]
     distinct: list[Tensor] = []
     for i, t in enumerate(outputs):
         if any([t is other for other in (*inputs, *outputs[:i])]):
-            distinct.append(t.clone() if compiling else t.view_as(t))
+            distinct.append(t.clone())
         else:
-            distinct.append(torch.ops.aten._unsafe_view(t, t.shape) if compiling else t)
+            distinct.append(torch.ops.aten._unsafe_view(t, t.shape))
     return distinct

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.fuser.ownership import check_apart
+from fusible.fuser.memory import check_in_place
 from fusible.fuser.wiring import CALLER, Output, Wiring, WrittenInput
 
 
@@ -33,22 +33,34 @@ class Part(NamedTuple):
     """Why a module is called."""
     nested: bool = False
     """Whether it is a Sequential that is called."""
-    division: Any = None
+    division: Division | None = None
     """That of a nested Sequential whose ops are wired to others outside of it."""
 
 
-def parts_of(
-    ops: Sequence[Any],
+class Division(NamedTuple):
+    """Ops in parts, and their wiring as a whole."""
+
+    parts: tuple[Part, ...]
+    ops: tuple[Any, ...]
+    wiring: Wiring
+    written: tuple[WrittenInput, ...]
+    """What ops write to of the caller's."""
+    only: Callable[..., Any] | None
+    """The run of ops that is all there is, if so."""
+
+
+def divided(
+    ops: tuple[Any, ...],
     wiring: Wiring,
     stops: Iterable[int],
     make: Callable[[int, slice, Wiring, Sequence[Output]], tuple[dict[str, Any], Any]],
-) -> tuple[Part, ...]:
-    """The ops cut into parts that end before each of ``stops``.
+) -> Division:
+    """The ops in parts that end before each of ``stops``.
 
     ``make(number, ops, wiring, outputs)`` gives the other fields of a part, and the extra outputs
     that it returns, None if unknown: from its own wiring, and those that are needed.
     """
-    places: dict[Output, int] = {(CALLER, k): k for k in range(wiring.num_caller_inputs)}
+    places: dict[Output, int] = {(CALLER, k): k for k, _ in enumerate(wiring.names)}
     parts: list[Part] = []
     start = 0
     for number, stop in enumerate(stops):
@@ -66,33 +78,32 @@ def parts_of(
         )
         places.update({output: k for k, output in enumerate(outputs or (), len(places))})
         start = stop
-    return tuple(parts)
+    only = parts[0].call if len(parts) == 1 and parts[0].why is None else None
+    return Division(tuple(parts), ops, wiring, wiring.written_inputs(ops), only)
 
 
 def run_parts(
-    parts: Sequence[Part],
+    division: Division,
     inputs: Sequence[Any],
     call: Callable[[Part, Any, list[Any]], Any],
-    written: Sequence[WrittenInput],
     modules: Sequence[Any],
 ) -> Any:
     """The output of the last part, with the extra outputs that the caller gets if there are any.
 
     Args:
-        parts: in order.
+        division: the parts, in order.
         inputs: of the caller.
         call: gives what a part returns for its input and its extra inputs.
-        written: the caller's extra inputs that ops write to.
-        modules: may read these too.
+        modules: may read what ops write to of the caller's.
 
     Raises:
         ValueError: a part is about to write to what something else reads.
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []
-    for part in parts:
-        if written and not torch.compiler.is_compiling():
-            _check_written(part, inputs, held, written, modules)
+    for part in division.parts:
+        if division.written and not torch.compiler.is_compiling():
+            _check_written(part, inputs, held, division.written, modules)
         taken = [held[place] for place in part.inputs]
         for n in part.copied:
             taken[n] = taken[n].clone()
@@ -118,6 +129,5 @@ def _check_written(
     made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
     for i, op_name, k, readers in written:
         if part.ops.start <= i < part.ops.stop and isinstance(inputs[1 + k], Tensor):
-            read = [*((what, inputs[1 + n]) for what, n in readers), *made]
-            reads = [(what, t) for what, t in read if isinstance(t, Tensor)]
-            check_apart(op_name, inputs[1 + k], reads, modules)
+            reads = [*((what, inputs[1 + n]) for what, n in readers), *made]
+            check_in_place(op_name, inputs[1 + k], reads, modules)

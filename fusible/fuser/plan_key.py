@@ -28,7 +28,8 @@ class PlanKey(NamedTuple):
     registry_version: int
     sources: tuple[int, ...]
     """The first place of each input among the inputs: equal for the same tensor."""
-    inputs: tuple[TensorKey, ...]
+    inputs: tuple[tuple[torch.dtype, torch.device, bool], ...]
+    """Of each input the dtype, the device, and whether it requires a gradient."""
     features: tuple[int | None, ...]
     """Of each input that a rule may read them of, None for the others; empty where none does."""
     param_counts: tuple[int, ...]
@@ -36,23 +37,25 @@ class PlanKey(NamedTuple):
     param_dtypes: tuple[torch.dtype, ...]
     params_require_grad: tuple[bool, ...]
 
-    def params(self) -> list[tuple[tuple[torch.dtype, bool], ...]]:
-        """Dtype and ``requires_grad`` of each op's parameters."""
-        of_all = list(zip(self.param_dtypes, self.params_require_grad, strict=True))
-        return [tuple(of_all[own]) for own in slices(0, self.param_counts)]
+    def of_params(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """The values of all parameters, by op."""
+        return [values[own] for own in slices(0, self.param_counts)]
 
-
-class TensorKey(NamedTuple):
-    """The part of the plan key that is of one input."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def facts(self, features: int | None, source: int, target: Target) -> TensorFacts:
-        """What conditions read; for a target with a GPU, of tensors on that GPU."""
-        device = "cpu" if self.device.type == "cpu" else target.device
-        return TensorFacts(dtype_name(self.dtype), device, features, self.requires_grad, source)
+    def facts(self, target: Target) -> list[TensorFacts]:
+        """What conditions read of the inputs; for a target with a GPU, of tensors on that GPU."""
+        features = self.features or (None,) * len(self.inputs)
+        return [
+            TensorFacts(
+                dtype_name(dtype),
+                "cpu" if device.type == "cpu" else target.device,
+                size,
+                requires_grad,
+                source,
+            )
+            for (dtype, device, requires_grad), size, source in zip(
+                self.inputs, features, self.sources, strict=True
+            )
+        ]
 
 
 def first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:

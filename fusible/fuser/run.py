@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,20 +16,20 @@ from torch.nn.utils import parametrize
 
 from fusible.caches import keep
 from fusible.fuser import target as targets
-from fusible.fuser.callers_buffers import check_buffers
 from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
-from fusible.fuser.flow import Dtypes, facts_of_ops, features_read
+from fusible.fuser.flow import facts_of_ops, features_read, gradient_needs
+from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
-from fusible.fuser.parts import Part, parts_of, run_parts
-from fusible.fuser.plan import GradNeeds, Plan, UserFusions, of_parts, plan
-from fusible.fuser.plan_key import PlanKey, TensorKey, first_places, fix_features, slices
+from fusible.fuser.parts import Division, Part, divided, run_parts
+from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
+from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
-from fusible.fuser.wiring import CALLER, Output, Wiring, wire
+from fusible.fuser.wiring import Output, Wiring, wire
 from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, current_recipe
 from fusible.recipes.recipe import Recipe
@@ -52,13 +52,29 @@ class _Traced:
     """The schedules of a run that compiled code finds, as attributes."""
 
 
+ScheduleFor = Callable[["Run", PlanKey], Schedule]
+
+
 class _Observation(threading.local):
     """What gives the schedule of every call of a run on this thread, where ``explain`` sets it."""
 
-    schedule_for: Callable[[Run, tuple[Any, ...], torch.device], Schedule] | None = None
+    schedule_for: ScheduleFor | None = None
 
 
 _observation = _Observation()
+
+
+@contextmanager
+def observed(schedule_for: ScheduleFor) -> Iterator[None]:
+    """Run what ``schedule_for(run, plan key)`` gives for every call on this thread.
+
+    No plan is cached.
+    """
+    outer, _observation.schedule_for = _observation.schedule_for, schedule_for
+    try:
+        yield
+    finally:
+        _observation.schedule_for = outer
 
 
 class Run:
@@ -76,17 +92,15 @@ class Run:
         self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops) if wiring is None else wiring
         self.require = tuple(require)
-        self.num_extra_inputs = self.wiring.num_caller_inputs
+        self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
-        self._cuts: dict[tuple[int, ...], tuple[Part, ...]] = {}
-        self._written = self.wiring.written_inputs(self.ops)
+        self._divisions: dict[tuple[int, ...], Division] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Unlike plans never dropped: at most two per recipe.
         self._forwards: set[Forward] = set()
-        self.no_kwargs: Kwargs = [{} for _ in self.ops]
         self._facts = [op.freeze() for op in self.ops]
         forwards = [f for op in self.ops for f in (type(op).fuser_forward, type(op).op_forward)]
         self.has_user_ops = not all(map(is_ours, forwards))
@@ -94,7 +108,9 @@ class Run:
 
     def __call__(self, x: Tensor, *extra_inputs: Any, kwargs: Kwargs | None = None) -> Any:
         """Run the ops; returns the output, followed by public extra outputs if there are any."""
-        inputs = self._tensors((x, *extra_inputs))
+        inputs = (x, *extra_inputs)
+        if len(inputs) != self._num_inputs or not all([isinstance(t, Tensor) for t in inputs]):
+            inputs = self._tensors(inputs)
         if kwargs is not None and not torch.compiler.is_compiling():
             check_buffers(self.ops, inputs, kwargs, self.ops)
         if (self.has_user_ops or registry.has_users) and self._parametrized():
@@ -114,10 +130,9 @@ class Run:
         params: Sequence[tuple[Tensor, ...]],
         recipe: Recipe | None,
     ) -> Any:
-        given: tuple[Tensor, ...] = (*inputs, *[p for of_op in params for p in of_op])
-        counts = tuple([len(of_op) for of_op in params])
-        of_ops = given[len(inputs) :]
-        key = self._key(inputs, of_ops, counts, recipe)
+        of_ops = [p for of_op in params for p in of_op]
+        operands = (*inputs, *of_ops)
+        key = self._key(inputs, of_ops, tuple(map(len, params)), recipe)
         tracing = torch.compiler.is_compiling()
         if tracing:
             if of_ops or self.has_user_ops:
@@ -125,59 +140,52 @@ class Run:
             constants = None if recipe is None else recipe.as_constants()
             schedule = getattr(self._traced, self._trace_schedule(constants, key[1:]))
         elif _observation.schedule_for is not None:
-            schedule = _observation.schedule_for(self, key, inputs[0].device)
+            schedule = _observation.schedule_for(self, PlanKey(*key))
         else:
-            schedule = self._schedules.get(key) or self._first_schedule(key, given, kwargs)
+            schedule = self._schedules.get(key) or self._first_schedule(key, operands, kwargs)
             self._schedule = schedule
             if schedule.direct is not None and kwargs is None:
-                prepared = schedule.direct.prepared(*given)
+                prepared = schedule.direct.prepared(*operands)
                 if prepared is not None:
-                    return run_directly(schedule, prepared, given)
-        if schedule.parts:
-            return self._execute_parts(schedule, inputs, kwargs, params, recipe)
+                    return run_directly(schedule, prepared, operands)
+        if schedule.division is not None:
+            return self._execute_parts(schedule.division, inputs, kwargs, params, recipe)
         if schedule.is_formula:
-            return run_formula(schedule, self.ops[0].formula_of(len(params[0])), given)
-        outputs = self._apply(schedule, given, self.no_kwargs if kwargs is None else kwargs)
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    @staticmethod
-    def _apply(schedule: Schedule, given: tuple[Tensor, ...], kwargs: Kwargs) -> tuple[Tensor, ...]:
-        """The output and extra outputs of a schedule as one autograd function."""
+            return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
-            return tuple(run_forward(schedule, given, kwargs)[0])
-        if torch.compiler.is_compiling():
-            tensors, slots = folded(given)
-            return RunFunction.apply(schedule, slots, kwargs, *tensors)
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                "fusible ops must not need gradients inside a transform of torch.func (grad, "
-                "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
-                "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
-            )
-        return RunFunction.apply(schedule, None, kwargs, *given)
+            outputs = tuple(run_forward(schedule, operands, kwargs)[0])
+        elif tracing:
+            tensors, slots = folded(operands)
+            outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
+        else:
+            if torch._C._are_functorch_transforms_active():
+                _refuse_transform()
+            outputs = RunFunction.apply(schedule, None, kwargs, *operands)
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _execute_parts(
         self,
-        schedule: Schedule,
+        division: Division,
         inputs: tuple[Tensor, ...],
         kwargs: Kwargs | None,
         params: Sequence[tuple[Tensor, ...]],
         recipe: Recipe | None,
     ) -> Any:
-        """Run the parts of a schedule, each with a plan of its own."""
+        """Run the parts, each with a plan of its own."""
 
-        def call(part: Part, x: Tensor, given: Sequence[Tensor]) -> Any:
+        def call(part: Part, x: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
             of_ops = kwargs and kwargs[part.ops]
-            return part.call._execute((x, *given), of_ops, params[part.ops], recipe)
+            return part.call._execute((x, *extra_inputs), of_ops, params[part.ops], recipe)
 
-        return run_parts(schedule.parts, inputs, call, self._written, self.ops)
+        return run_parts(division, inputs, call, self.ops)
 
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as; None before the first."""
         if self._schedule is None:
             return None
-        plans = [part.call.plan for part in self._schedule.parts]
+        division = self._schedule.division
+        plans = [] if division is None else [part.call.plan for part in division.parts]
         return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
@@ -188,27 +196,9 @@ class Run:
         """The recipes and gradient modes of the forwards so far."""
         return set(self._forwards)
 
-    @staticmethod
-    @contextmanager
-    def observed(
-        schedule_for: Callable[[Run, tuple[Any, ...], torch.device], Schedule],
-    ) -> Iterator[None]:
-        """Run what ``schedule_for(run, plan key, device)`` gives for every call on this thread.
-
-        No plan is cached.
-        """
-        outer, _observation.schedule_for = _observation.schedule_for, schedule_for
-        try:
-            yield
-        finally:
-            _observation.schedule_for = outer
-
     def _tensors(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Check the inputs' number and kind; lists of integers become tensors, each once."""
-        if len(inputs) - 1 != self.num_extra_inputs:
-            self.wiring.check_number(self.ops, len(inputs) - 1)
-        if all([isinstance(t, Tensor) for t in inputs]):
-            return inputs
+        self.wiring.check_number(self.ops, len(inputs) - 1)
         if not isinstance(inputs[0], Tensor):
             raise TypeError(f"input must be a tensor, got {type(inputs[0]).__name__}")
         for k, t in enumerate(inputs[1:]):
@@ -240,6 +230,17 @@ class Run:
         # Autocast knows no meta device, and raises where asked about it.
         on = kind != "meta" and torch.is_autocast_enabled(kind)
         autocast_dtype = torch.get_autocast_dtype(kind) if on else None
+        features: tuple[int | None, ...] = ()
+        if read := self._features_read(registry.version):
+            # Of tensors that have not one value per row. operator.index makes a symbolic size a
+            # constant when compiling; others stay symbolic.
+            index, dims = operator.index, max(x.dim(), 2)
+            features = tuple(
+                [
+                    index(t.shape[-1]) if i in read and t.dim() >= dims else None
+                    for i, t in enumerate(inputs)
+                ]
+            )
         return (
             recipe,
             autocast_dtype,
@@ -249,24 +250,10 @@ class Run:
             registry.version,
             first_places(inputs),
             tuple([(t.dtype, t.device, t.requires_grad) for t in inputs]),
-            self._features(inputs),
+            features,
             param_counts,
             tuple([p.dtype for p in params]),
             tuple([p.requires_grad for p in params]),
-        )
-
-    def _features(self, inputs: Sequence[Tensor]) -> tuple[int | None, ...]:
-        """Of the inputs whose last size rules may read, unless they have one value per row."""
-        read = self._features_read(registry.version)
-        if not read:
-            return ()
-        # operator.index makes a symbolic size a constant when compiling; others stay symbolic.
-        index, dims = operator.index, max(inputs[0].dim(), 2)
-        return tuple(
-            [
-                index(t.shape[-1]) if i in read and t.dim() >= dims else None
-                for i, t in enumerate(inputs)
-            ]
         )
 
     @constant_when_traced
@@ -283,11 +270,11 @@ class Run:
         schedule = self._schedules.get(key)
         if schedule is None:
             call = PlanKey(*key)
-            made = self.plan_for(key, targets.target_of(call.device))
+            made = self.plan_for(call, targets.target_of(call.device))
             made.require(self.require)
             self._check(made)
-            schedule = self.scheduled(made, key)
-            if not schedule.parts:
+            schedule = self.scheduled(made, call)
+            if schedule.division is None:
                 _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
@@ -304,13 +291,12 @@ class Run:
                 raise
 
     def _first_schedule(
-        self, key: tuple[Any, ...], given: Sequence[Tensor], kwargs: Kwargs | None
+        self, key: tuple[Any, ...], operands: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Schedule:
         """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
-        kwargs = self.no_kwargs if kwargs is None else kwargs
-        if not schedule.parts:
-            schedule.diagnostics.expected.update(expected_of(schedule, given, kwargs))
+        if schedule.division is None:
+            schedule.diagnostics.expected.update(expected_of(schedule, operands, kwargs))
         return schedule
 
     @constant_when_traced
@@ -348,42 +334,39 @@ class Run:
         ]
         return self.wiring, self.require, self._facts, params
 
-    def scheduled(self, plan: Plan, key: tuple[Any, ...]) -> Schedule:
+    def scheduled(self, plan: Plan, call: PlanKey) -> Schedule:
         """A plan of a call with all that its execution looks up."""
-        call = PlanKey(*key)
         backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops, "backward")
         forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops, "forward")
         own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
         formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1
-        parts = () if is_formula else self._cut(formulas)
         return Schedule(
             plan,
             self.wiring,
-            self.paths,
             forward=forward,
             backward=backward[::-1],
-            dtypes=(*[TensorKey(*t).dtype for t in call.inputs], *call.param_dtypes),
+            dtypes=(*[dtype for dtype, *_ in call.inputs], *call.param_dtypes),
             params=slices(len(call.inputs), call.param_counts),
-            no_kwargs=self.no_kwargs,
+            kernels=[(i, s.kernels) for i, s in enumerate(plan.kernels) if s is not None],
             direct=self._direct(plan),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
-            parts=parts,
+            division=None if is_formula else self._divided(formulas),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
             diagnostics=Diagnostics(outermost_call()),
         )
 
-    def _cut(self, formulas: Sequence[int]) -> tuple[Part, ...]:
-        """The run in parts, of which each of the ops ``formulas`` is one; empty without any."""
+    def _divided(self, formulas: Sequence[int]) -> Division | None:
+        """The run in parts, of which each of the ops ``formulas`` is one; None without any."""
         if not formulas:
-            return ()
+            return None
         stops = tuple(sorted({len(self.ops), *formulas, *[i + 1 for i in formulas]} - {0}))
-        if stops not in self._cuts:
-            parts = parts_of(self.ops, self.wiring, stops, self._part)
-            keep(self._cuts, stops, parts, MOST_PLANS)
-        return self._cuts[stops]
+        if stops not in self._divisions:
+            division = divided(self.ops, self.wiring, stops, self._part)
+            keep(self._divisions, stops, division, MOST_PLANS)
+        return self._divisions[stops]
 
     def _part(
         self, _: int, ops: slice, wiring: Wiring, outputs: Sequence[Output]
@@ -406,30 +389,17 @@ class Run:
         ((forward, _),) = plan.forward_ops
         return forward.direct(plan)
 
-    def plan_for(self, key: tuple[Any, ...], target: Target) -> Plan:
+    def plan_for(self, call: PlanKey, target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
-        call = PlanKey(*key)
-        inputs = [TensorKey(*t) for t in call.inputs]
-        params = call.params()
-        grad = self._gradient_needs(call.grad_enabled, inputs, params)
+        grad = gradient_needs(self.wiring, call)
         user_key = (call.recipe, grad, call.registry_version)
         user = self._user.get(user_key)
         if user is None:
             user = registry.apply(self.ops, call.recipe)
             keep(self._user, user_key, user, MOST_PLANS)
-        features = call.features or (None,) * len(inputs)
-        known = [
-            t.facts(size, source, target)
-            for t, size, source in zip(inputs, features, call.sources, strict=True)
-        ]
-        own = [[dtype for dtype, _ in of_op] for of_op in params]
-        first, *extra = [t.dtype for t in inputs]
-        dtypes = Dtypes(first, tuple(extra), (), call.autocast_dtype)
         return plan(
             self.ops,
-            facts_of_ops(
-                self.ops, self._facts, self.wiring, known, dtypes, own, grad, registry.rules
-            ),
+            facts_of_ops(self.ops, self._facts, self.wiring, call, target, grad, registry.rules),
             recipe=call.recipe,
             autocast_dtype=call.autocast_dtype,
             target=target,
@@ -438,24 +408,13 @@ class Run:
             user=user,
         )
 
-    def _gradient_needs(
-        self, enabled: bool, inputs: Sequence[TensorKey], params: Sequence[Sequence[Any]]
-    ) -> tuple[GradNeeds, ...]:
-        """Which gradients each op has to give, from what requires one."""
-        needs: list[GradNeeds] = []
-        upstream = enabled and inputs[0].requires_grad
-        for of_op, op_sources in zip(params, self.wiring.sources, strict=True):
-            own = tuple(enabled and requires_grad for _, requires_grad in of_op)
-            extra = tuple(
-                (enabled and inputs[1 + k].requires_grad)
-                if producer == CALLER
-                else needs[producer].requires_grad
-                for producer, k in op_sources
-            )
-            requires_grad = upstream or any(own) or any(extra)
-            needs.append(GradNeeds(requires_grad, upstream, own, extra))
-            upstream = requires_grad
-        return tuple(needs)
+
+def _refuse_transform() -> NoReturn:
+    raise RuntimeError(
+        "fusible ops must not need gradients inside a transform of torch.func (grad, "
+        "vmap, jvp, ...), which cannot follow their backward, got one that does; use "
+        "torch.autograd, which torch.func.functional_call goes with, or no_grad()"
+    )
 
 
 def _log_plan(plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import declares
-from fusible.fuser.parts import Part
+from fusible.fuser.parts import Division
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
+from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
 from fusible.fuser.wiring import Wiring
 from fusible.recipes.autocast import autocast
 
@@ -29,6 +31,9 @@ class ScheduledStep(NamedTuple):
     """One op of a plan, ready to run: ops[start:stop], and for each where extra inputs are from."""
 
     op: Any
+    run: Callable[..., Any]
+    """The op's forward or backward, by the contexts, its input and the extra inputs, or the
+    gradients of its outputs; outside of ``torch.autocast`` if it casts by itself."""
     start: int
     stop: int
     sources: tuple[tuple[tuple[int, int], ...], ...]
@@ -36,12 +41,9 @@ class ScheduledStep(NamedTuple):
     num_grads: tuple[list[int], list[int]]
     quantizers: tuple[Any, Any] | None
     """Of the previous op's output gradient and of the next op's input, None without a recipe."""
-    uses_impl: bool
-    """Whether the op is called by ``forward_impl`` (``backward_impl``), not by te.ops' methods."""
     is_users: bool
-    """Whether the op is not of this package: that it gives all its gradients is then checked."""
-    without_autocast: bool
-    """Whether ``torch.autocast`` is on in the plan's calls, and off around this op's forward."""
+    """Whether the op, or the method that runs, is not of this package: what it returns is checked.
+    """
     derived: torch.dtype | None
     """The output's dtype, where a plan goes by one that the op does not declare."""
     label: str
@@ -129,13 +131,12 @@ class Schedule(NamedTuple):
 
     plan: Plan
     wiring: Wiring
-    paths: tuple[str, ...]
-    """The place of each basic op in the Sequential that holds the run, if one does."""
     forward: tuple[ScheduledStep, ...]
     backward: tuple[ScheduledStep, ...]  # the last op first
     dtypes: tuple[torch.dtype, ...]  # of the inputs, then of the parameters
     params: tuple[slice, ...]  # where each op's parameters are among these
-    no_kwargs: Kwargs
+    kernels: Sequence[tuple[int, Any]]
+    """Those that were selected for ops, by index."""
     direct: Direct | None
     writes_inputs: bool
     """Whether an op of the forward writes to extra inputs."""
@@ -143,8 +144,8 @@ class Schedule(NamedTuple):
     """Whether an op of the backward writes to gradients, if they are the run's own."""
     is_formula: bool
     """Whether it is one op with a formula and nothing else, which autograd differentiates."""
-    parts: tuple[Part, ...]
-    """What runs in the place of all the ops: such formulas, and the runs between them."""
+    division: Division | None
+    """What runs in the place of all the ops, if so: such formulas, and the runs between them."""
     accumulating: Sequence[int]
     """Indices of the ops that add to their parameters' gradients themselves."""
     diagnostics: Diagnostics
@@ -162,9 +163,16 @@ def scheduled(
     for op, basic_ops in steps:
         stop = start + len(basic_ops)
         needs = plan.grad[start:stop]
+        uses_impl = op.uses_impl(direction)
+        if direction == "forward":
+            run = op.run_forward if uses_impl else partial(call_fuser_forward, op)
+            run = outside_autocast(plan, op, run)
+        else:
+            run = op.run_backward if uses_impl else partial(call_fuser_backward, op)
         made.append(
             ScheduledStep(
                 op,
+                run,
                 start,
                 stop,
                 tuple(
@@ -174,15 +182,26 @@ def scheduled(
                 [basic.num_extra_outputs for basic in basic_ops],
                 ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
                 _quantizers(plan, start, stop),
-                op.uses_impl(direction),
-                not is_ours(type(op)),
-                plan.autocast_dtype is not None and op.casts_itself,
+                not (uses_impl and is_ours(type(op))),
                 _derived(plan, stop),
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
             )
         )
         start = stop
     return tuple(made)
+
+
+def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, outside of the ``torch.autocast`` of a plan's calls if the op casts itself."""
+    if plan.autocast_dtype is None or not op.casts_itself:
+        return function
+
+    def run(first: Any, *others: Any) -> Any:
+        x = first if isinstance(first, Tensor) else others[0]  # after contexts
+        with torch.autocast(x.device.type, enabled=False):
+            return function(first, *others)
+
+    return run
 
 
 def _derived(plan: Plan, stop: int) -> torch.dtype | None:
@@ -199,33 +218,21 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
 
     ``wrap(op)`` is called in place of each op's forward, as :func:`call_fuser_forward` calls it.
     """
-    plan, wiring, paths, *_ = schedule
-    ops = plan.basic_ops
-    plan = replace(plan, kernels=(None,) * len(ops))
-    forward = [Step(_Wrapped(op, wrap(op)), (op,)) for op in ops]
-    backward = [Step(op, (op,)) for op in ops]
+    plan, wiring, ops = schedule.plan, schedule.wiring, schedule.plan.basic_ops
+    steps = [Step(op, (op,)) for op in ops]
+    forward = [
+        step._replace(run=outside_autocast(plan, step.op, wrap(step.op)))
+        for step in scheduled(plan, wiring, (), steps, "forward")
+    ]
     return schedule._replace(
-        plan=plan,
-        forward=scheduled(plan, wiring, paths, forward, "forward"),
-        backward=scheduled(plan, wiring, paths, backward, "backward")[::-1],
+        plan=replace(plan, kernels=(None,) * len(ops)),
+        kernels=(),
+        forward=tuple(forward),
+        backward=scheduled(plan, wiring, (), steps, "backward")[::-1],
         direct=None,
         writes_grads=any(op.writes_grads for op in ops),
         is_formula=False,
     )
-
-
-class _Wrapped:
-    """An op with another forward."""
-
-    def __init__(self, op: Any, run_forward: Callable[..., Any]) -> None:
-        self._op, self.run_forward = op, run_forward
-
-    def uses_impl(self, direction: str) -> bool:
-        """True: it is called by ``run_forward``."""
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._op, name)
 
 
 def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any] | None:

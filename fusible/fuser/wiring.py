@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fusible.fuser.memory import named
 from fusible.names import did_you_mean
 
 CALLER = -1
 
 Output = tuple[int, int]
 """An extra output, by op and slot, or an extra input of the caller."""
+
+
+def named(ops: Sequence[Any], i: int) -> str:
+    """An op or module of several, for a sentence."""
+    return f"op {i} ({type(ops[i]).__name__})"
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,6 @@ class Wiring:
     consumers: dict[tuple[int, int], tuple[int, ...]]
     copies: tuple[int, ...] = ()
     """The caller's extra inputs that are copies made to be written to."""
-
-    @property
-    def num_caller_inputs(self) -> int:
-        """How many extra inputs the caller gives."""
-        return len(self.names)
 
     def needed_outside(self, output: tuple[int, int], start: int, stop: int) -> bool:
         """Whether an extra output of ops[start:stop] is used outside them."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from fusible.fuser.callers_buffers import check_buffers
+from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import kind_of
-from fusible.fuser.parts import Part, run_parts
+from fusible.fuser.parts import Division, Part, run_parts
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
@@ -19,10 +19,10 @@ from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.channels import channels
+from fusible.ops.division import Opaque, Unit, divide, run_boundaries
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
-from fusible.ops.segments import Division, Opaque, Unit, divide, run_boundaries
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -120,12 +120,12 @@ class Sequential(PatchesCounted, nn.Sequential):
             returned = _call_part(part, division, x, given, kwargs)
             return _checked(part, returned) if part.num_outputs else returned
 
-        return run_parts(division.parts, (input, *extra_inputs), call, division.written, modules)
+        return run_parts(division, (input, *extra_inputs), call, modules)
 
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs the caller passes."""
-        return self._divided().wiring.num_caller_inputs
+        return len(self._divided().wiring.names)
 
     @property
     def num_extra_outputs(self) -> int:
@@ -140,7 +140,7 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     # --- runs of ops -----------------------------------------------------------------------------
 
-    def segments(self) -> tuple[Run | nn.Module, ...]:
+    def parts(self) -> tuple[Run | nn.Module, ...]:
         """The runs of ops and the other modules, in order."""
         return tuple(part.call for part in self._divided().parts)
 

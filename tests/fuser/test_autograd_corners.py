@@ -459,7 +459,7 @@ def test_threads_have_their_own_recipes():
         thread.join()
     assert failures == []
     assert set(seen) == {ref.Rows(16), ref.Rows(64)}
-    (run,) = mlp.segments()
+    (run,) = mlp.parts()
     assert {key[0] for key in run._schedules} == {ref.Rows(16), ref.Rows(64)}
 
 

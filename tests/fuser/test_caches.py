@@ -135,7 +135,7 @@ def test_schedules_of_compiled_code_are_bounded_and_made_anew(monkeypatch):
     seq = fz.Sequential(fz.ConstantScale(2.0), fz.ReLU())
     compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float64, True)]
-    (run,) = seq.segments()
+    (run,) = seq.parts()
     for dtype, grad in [*kinds, *kinds]:
         x = torch.tensor([-1.0, 3.0], dtype=dtype, requires_grad=grad)
         y = compiled(x)

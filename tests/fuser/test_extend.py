@@ -346,7 +346,7 @@ def test_what_is_right_runs_and_is_checked_once(own_fusions, monkeypatch):
     y = seq(x)
     torch.testing.assert_close(y, torch.relu(x @ seq[0].weight.T))
     y.sum().backward()
-    (run,) = seq.segments()
+    (run,) = seq.parts()
     assert [schedule.diagnostics.expected for schedule in run._schedules.values()] == [{}]
     monkeypatch.setattr("fusible.fuser.run.expected_of", None)
     seq(x)

@@ -30,7 +30,7 @@ def dense(**options):
 
 def plans_in(module):
     """Every plan that calls of the module have made."""
-    (run,) = module.segments()
+    (run,) = module.parts()
     return [schedule.plan for schedule in run._schedules.values()]
 
 

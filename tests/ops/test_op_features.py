@@ -207,7 +207,7 @@ def test_a_sum_into_what_the_run_saved_is_refused():
     norm = fz.RMSNorm(8)
     seq = fz.Sequential(norm, fz.AddExtraInput(in_place=True))
     h = x * 1
-    with pytest.raises(ValueError, match=r"op 1 .* must not write to memory of what op 0 \(RMSN"):
+    with pytest.raises(ValueError, match=r"op 1 .* must share no memory with what op 0 \(RMSN"):
         seq(h, h)
     wired = fz.Sequential(
         fz.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),

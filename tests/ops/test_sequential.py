@@ -176,7 +176,7 @@ def test_made_from_another(made):
 
 
 def kinds(sequential):
-    return [len(s.ops) if isinstance(s, Run) else type(s).__name__ for s in sequential.segments()]
+    return [len(s.ops) if isinstance(s, Run) else type(s).__name__ for s in sequential.parts()]
 
 
 def test_ordinary_modules_split_runs():

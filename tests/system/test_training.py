@@ -175,7 +175,7 @@ def test_checkpoint_inside(path, how):
         results = [backward(m, (x, *extra)) for m in (wrapped, plain)]
     ref.assert_equal(*results)
     assert ran
-    assert len(wrapped.segments()) == 3
+    assert len(wrapped.parts()) == 3
 
 
 @some_paths("unfused", "sm90", "sm90 experts", "unfused mxfp8", "sm90 mxfp8")

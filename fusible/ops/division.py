@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fusible.fuser.parts import Part, parts_of
+from fusible.fuser.parts import Division, Part, divided
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
 from fusible.fuser.run import Run
-from fusible.fuser.wiring import Output, Wiring, WrittenInput, wire
+from fusible.fuser.wiring import Output, Wiring, wire
 
 
 class Unit(NamedTuple):
@@ -48,18 +48,6 @@ class Opaque:
         return f"extra input {slot} of {self.kind}"
 
 
-class Division(NamedTuple):
-    """The parts of a Sequential, and its ops and their wiring as a whole."""
-
-    parts: tuple[Part, ...]
-    ops: tuple[Any, ...]
-    wiring: Wiring
-    only: Run | None
-    """The run that is all there is, if so."""
-    written: tuple[WrittenInput, ...]
-    """What ops write to of the caller's."""
-
-
 def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None) -> Division:
     """Consecutive fusible ops as runs, the other modules as they are.
 
@@ -91,21 +79,15 @@ def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None 
         }
         return fields, _outputs(first, needed, ops, at.start)
 
-    parts = parts_of(ops, wiring, stops, make)
-    runs = [part.call for part in parts if isinstance(part.call, Run)]
+    division = divided(ops, wiring, stops, make)
+    runs = [part.call for part in division.parts if isinstance(part.call, Run)]
     for rule in rules:
         if not any(rule in run.require for run in runs):
             raise NotFused(
                 f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
                 f"modules are {', '.join(map(_describe, units))}"
             )
-    return Division(
-        parts,
-        ops,
-        wiring,
-        runs[0] if len(parts) == len(runs) == 1 else None,
-        wiring.written_inputs(ops),
-    )
+    return division
 
 
 def _describe(unit: Unit) -> str:
