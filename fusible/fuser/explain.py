@@ -25,6 +25,7 @@ from fusible.fuser import svg
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.parts import Part
+from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run, observed
@@ -339,7 +340,8 @@ def _blocks(plan: Plan) -> list[list[str]]:
             at += 1
             continue
         lines = [f"{type(fusion.op).__name__} by {fusion.name}, forward and backward"]
-        lines.extend(f"  [{i}] {plan.basic_ops[i]}" for i in range(at, fusion.stop))
+        for i in range(at, fusion.stop):
+            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i)])
         lines.extend(_saves(plan, fusion.op, at))
         blocks.append(lines)
         at = fusion.stop
@@ -363,7 +365,16 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     if selected is not None:
         saves = getattr(selected.kernels, "saves", "")
         notes.insert(0, f"  kernels: {selected.rule.name}")
-    return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *notes]
+    return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
+
+
+def _cast(plan: Plan, at: int) -> list[str]:
+    """That an op casts its input to the dtype of its weight, if it does."""
+    facts = plan.facts[at]
+    given, own = facts.input.dtype, facts.param_dtype
+    if plan.autocast_dtype is not None or facts.dtype != own or given in (own, UNKNOWN):
+        return []
+    return [f"  casts its input from {given} to {own}, the dtype of its weight"]
 
 
 def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:

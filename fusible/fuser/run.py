@@ -385,7 +385,7 @@ class Run:
             return None
         dtype = plan.facts[0].input.dtype
         if any(of_op.param_dtype not in (None, dtype) for of_op in plan.facts):
-            return None  # refused by the op, with its sentence
+            return None  # the op casts its input
         ((forward, _),) = plan.forward_ops
         return forward.direct(plan)
 

@@ -102,7 +102,7 @@ class GroupedLinear(WeightedOperation):
     Raises:
         TypeError: a size is no integer.
         ValueError: a size is under 1, the dtype another, or ``scale_bias`` without ``bias``; in a
-            call, x does not fit the weights (features, dtype outside ``torch.autocast``, device),
+            call, x does not fit the weights (features, device),
             ``split_sizes`` are not ``num_groups`` integers or, where the host knows them, negative
             or of more rows than x, or some groups are frozen and others not.
     """

@@ -15,23 +15,31 @@ from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 
 
-def accept(ctx: OperationContext, x: Tensor, op_name: str) -> Tensor:
-    """``x`` decoded if it is quantized, in the dtype of ``torch.autocast`` if that is on.
+def accept(
+    ctx: OperationContext, x: Tensor, op_name: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x`` decoded if it is quantized, in the dtype of ``torch.autocast``, or in ``dtype``.
 
-    Notes its dtype as ``ctx.dtype``, in which the backward takes the gradient. FP64 stays.
+    Notes its dtype as ``ctx.dtype``, in which the backward takes the gradient. Autocast leaves
+    FP64 as it is; without ``dtype``, which is a weight's, x keeps its own.
 
     Raises:
         ValueError: a dtype that ops do not compute in.
     """
     check_dtype(x, "input", op_name)
     x = values(x)
-    ctx.dtype = autocast_to(x.dtype, ctx.autocast_dtype)
+    ctx.dtype = autocast_to(x.dtype if dtype is None else dtype, ctx.autocast_dtype)
     return cast(x, ctx.dtype)
 
 
 def accepted(given: Dtypes) -> tuple[torch.dtype | None]:
     """The dtype of what `accept` gives, in which an op's output is too."""
     return (None if given.input is None else autocast_to(given.input, given.autocast),)
+
+
+def accepted_by_weight(given: Dtypes) -> tuple[torch.dtype | None]:
+    """The dtype of the output of an op that casts its input to its weight's dtype."""
+    return (autocast_to(given.params[0], given.autocast),)
 
 
 def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:

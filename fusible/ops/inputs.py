@@ -16,11 +16,10 @@ _DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
 
 
 def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str) -> torch.dtype:
-    """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the one they share.
+    """The dtype of a matrix product of ``x`` with ``weight``: autocast's, or the weight's.
 
     Raises:
-        ValueError: they differ outside autocast, live on different devices, or have dtypes that
-            cannot be multiplied.
+        ValueError: they live on different devices, or have dtypes that cannot be multiplied.
     """
     dtype, autocast_dtype = weight.dtype, ctx.autocast_dtype
     if (
@@ -34,14 +33,7 @@ def product_dtype(ctx: OperationContext, x: Tensor, weight: Tensor, op_name: str
     check_dtype(x, "input", op_name)
     if x.dtype != dtype:
         check_dtype(weight, "weight", op_name)
-    if autocast_dtype is not None and dtype != torch.float64:
-        return autocast_to(dtype, autocast_dtype)
-    if x.dtype != dtype:
-        raise ValueError(
-            f"input of {op_name} must have the weight's dtype {dtype}, got {x.dtype}; cast one of "
-            "them, or run under torch.autocast"
-        )
-    return dtype
+    return autocast_to(dtype, autocast_dtype)
 
 
 def check_device(x: Tensor, param: Tensor, op_name: str) -> None:

@@ -40,6 +40,9 @@ from fusible.recipes.quantize_ops import compute_dtype
 class BasicLinear(WeightedOperation):
     """``x @ weight.T`` for x ``[..., in_features]``, weight ``[out_features, in_features]``.
 
+    The input is cast to the weight's dtype, that of ``torch.autocast`` inside it, which the output
+    has too.
+
     Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``. Under a recipe
     each of the two is what ``Operand.saved`` gives of it, ``SAVED`` tensors, all None where no
     gradient reads it.
@@ -58,8 +61,8 @@ class BasicLinear(WeightedOperation):
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is under 1, or the dtype another; in a call, x has other features, is
-            elsewhere or, outside ``torch.autocast``, of another dtype than the weight.
+        ValueError: a size is under 1, or the dtype another; in a call, x has other features or is
+            elsewhere.
     """
 
     fact_names = (

@@ -14,7 +14,13 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
-from fusible.ops.handover import accept, accept_grad, accepted, hand_over
+from fusible.ops.handover import (
+    accept,
+    accept_grad,
+    accepted,
+    accepted_by_weight,
+    hand_over,
+)
 from fusible.ops.inputs import check_device, check_sizes
 from fusible.ops.op import BasicOperation, OpGrads
 
@@ -22,8 +28,8 @@ from fusible.ops.op import BasicOperation, OpGrads
 class _Norm(BasicOperation):
     """A norm with a weight of ``normalized_shape``, the last dimensions of the input.
 
-    Arithmetic is in FP32 whatever the dtypes of input and weight; the output has the input's
-    dtype, that of ``torch.autocast`` inside it.
+    Arithmetic is in FP32, on the input cast to the weight's dtype, that of ``torch.autocast``
+    inside it, which the output has too.
     """
 
     fact_names = ("normalized_shape", "features", "eps", "zero_centered_gamma")
@@ -64,8 +70,8 @@ class _Norm(BasicOperation):
             nn.init.zeros_(self.bias)
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
+        """Autocast's, or the weight's."""
+        return accepted_by_weight(given)
 
     def rows(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input as ``[rows, features]``, refused unless it ends in ``normalized_shape``."""
@@ -75,8 +81,9 @@ class _Norm(BasicOperation):
                 f"input of {op_name} must end in the dimensions {shape}, got shape "
                 f"{tuple(input_.shape)}"
             )
-        check_device(input_, ctx.parameters[0], op_name)
-        return accept(ctx, input_, op_name).reshape(-1, self.features)
+        weight = ctx.parameters[0]
+        check_device(input_, weight, op_name)
+        return accept(ctx, input_, op_name, weight.dtype).reshape(-1, self.features)
 
 
 def _check_eps(eps: float, op_name: str) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.flow import Dtypes
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
+from fusible.ops.handover import accepted_by_weight
 from fusible.ops.inputs import capturing
 from fusible.ops.op import BasicOperation, FusibleOperation, Grads
 from fusible.ops.wgrad import (
@@ -81,7 +82,7 @@ class WeightedOperation(BasicOperation):
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """The product's: autocast's, or the weight's."""
-        return (autocast_to(given.params[0], given.autocast),)
+        return accepted_by_weight(given)
 
     def weights(self) -> list[Tensor]:
         """The weights as they are now; in a forward, ``ctx.parameters`` has them."""

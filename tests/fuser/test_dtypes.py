@@ -403,3 +403,59 @@ def test_what_does_not_run_on_fake_tensors_is_not_logged(caplog):
     y = fz.Sequential(Hidden(), fz.Bias(12), fz.GELU())(x)
     torch.testing.assert_close(y, torch.nn.functional.gelu(hidden(x), approximate="tanh"))
     assert not [r for r in caplog.records if r.name.startswith("torch")]
+
+
+MLP_OPTIONS = {"bias": False, "single_grouped_weight": True, "dtype": BF16}
+CASTING = {
+    "BasicLinear": ([lambda: fz.BasicLinear(64, 32, dtype=BF16)], 0),
+    "Linear": ([lambda: fz.Linear(64, 32, dtype=BF16), fz.GELU], 0),
+    "LayerNorm": ([lambda: fz.LayerNorm(64, dtype=BF16)], 0),
+    "RMSNorm": ([lambda: fz.RMSNorm(64, dtype=BF16)], 0),
+    "grouped": ([lambda: linear(BF16), lambda: linear(BF16)], 2),
+    "mlp": (
+        [
+            lambda: fz.GroupedLinear(2, 64, 128, **MLP_OPTIONS),
+            lambda: fz.ScaledSwiGLU(glu_interleave_size=32),
+            lambda: fz.GroupedLinear(2, 64, 64, **MLP_OPTIONS),
+        ],
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+@pytest.mark.parametrize("given", [FP32, FP16])
+@pytest.mark.parametrize("case", CASTING)
+def test_an_input_is_cast_to_the_weights_dtype(case, given, recipe, target, compiled, request):
+    """As te.ops does: the values of a cast before the op, which autograd differentiates."""
+    if compiled:
+        request.getfixturevalue("fresh_compiler")
+    makers, num_extra = CASTING[case]
+    ops = fz.Sequential(*[make() for make in makers])
+    x = torch.randn(64, 64).to(given).requires_grad_()
+    scales = torch.rand(64, requires_grad=True)
+    splits = torch.tensor([40, 20])
+    extra = (splits, scales, splits) if num_extra == 3 else (splits,) * num_extra
+
+    def step(cast, run):
+        with assume_target(target), fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = run(cast(x), *extra)
+            leaves = [x, *ops.parameters(), *[t for t in extra if t.requires_grad]]
+            return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    got = step(lambda t: t, torch.compile(ops, backend="aot_eager") if compiled else ops)
+    assert got[0].dtype == BF16
+    assert got[1].dtype == given
+    fired = ops.plan.fired
+    for a, b in zip(got, step(lambda t: t.to(BF16), ops), strict=True):
+        assert a.dtype == b.dtype
+        if compiled:
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
+        else:
+            assert torch.equal(a, b)
+    assert fired == ops.plan.fired
+    said = f"casts its input from {str(given).removeprefix('torch.')} to bfloat16"
+    with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        assert said in str(fz.explain(ops, x, *extra, target=target))
