@@ -227,6 +227,7 @@ _MLP = (
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
+    equal(this.backward_override, None),
     # Its backward reads what the first two ops save, which ops without a backward do not.
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),

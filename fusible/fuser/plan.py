@@ -392,6 +392,7 @@ def _facts_reader(
         this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,
+            backward_override=None if recipe is None else recipe.backward_override,
             format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,

@@ -21,7 +21,12 @@ from fusible.kernels.grouped import Glu
 from fusible.ops.matrices import as_rows
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import ProductKind, operand_values, quantize_operand
+from fusible.recipes.product import (
+    ProductKind,
+    backward_operand,
+    operand_values,
+    quantize_operand,
+)
 from fusible.recipes.quantize_ops import compute_dtype
 from fusible.recipes.recipe import Role
 
@@ -114,6 +119,8 @@ class GroupedKernels:
         for product in ("forward", "dgrad"):
             if product in products:
                 row = operand_values(encoded, product, role, compute)
+        if ctx.recipe.backward_override is not None:
+            return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
         if role == "input" or "wgrad" not in products:
             return GroupedOperand(row, encoded)
         return GroupedOperand(row, operand_values(encoded, "wgrad", role, compute))
@@ -144,7 +151,11 @@ class GroupedKernels:
             return plain, plain
         encoded = linear.encoded_weights(ctx)
         compute = compute_dtype(ctx.parameters[0].device)
-        return [operand_values(w, "forward", "weight", compute) for w in encoded], encoded
+        made = [operand_values(w, "forward", "weight", compute) for w in encoded]
+        override = ctx.recipe.backward_override
+        if override == "high_precision":
+            return made, linear.weights_in(ctx, ctx.dtype)
+        return made, encoded if override is None else [cast(w, ctx.dtype) for w in made]
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""

@@ -314,6 +314,8 @@ class GroupedLinear(WeightedOperation):
         weights: Any,
     ) -> None:
         """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
+        if ctx.quantizes and ctx.recipe.backward_override is not None:
+            ctx.quantizes = False  # for what is saved, and the backward
         ctx.save_for_backward(
             *kernels.saved_rows(ctx, x),
             ends,

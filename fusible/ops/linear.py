@@ -33,7 +33,13 @@ from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import ProductKind, operand_values, quantize_operand, values
+from fusible.recipes.product import (
+    ProductKind,
+    backward_operand,
+    operand_values,
+    quantize_operand,
+    values,
+)
 from fusible.recipes.quantize_ops import compute_dtype
 
 
@@ -137,14 +143,20 @@ class BasicLinear(WeightedOperation):
         rows = matrix(input_, ctx.dtype)
         x = quantize_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
         (weight,) = self.encoded_weights(ctx)
-        y = (
-            operand_values(x, "forward", "input", compute)
-            @ operand_values(weight, "forward", "weight", compute).t()
-        )
-        ctx.save_for_backward(
-            *x.saved(needed=needs.params[0]),
-            *weight.saved(needed=needs.input),
-        )
+        x_values = operand_values(x, "forward", "input", compute)
+        w_values = operand_values(weight, "forward", "weight", compute)
+        if ctx.recipe.backward_override is None:
+            ctx.save_for_backward(
+                *x.saved(needed=needs.params[0]),
+                *weight.saved(needed=needs.input),
+            )
+        else:
+            ctx.quantizes = False  # in the backward
+            ctx.save_for_backward(
+                backward_operand(rows, x_values, ctx.recipe, ctx.dtype),
+                backward_operand(ctx.parameters[0], w_values, ctx.recipe, ctx.dtype),
+            )
+        y = x_values @ w_values.t()
         y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
         return y if output is None else output.copy_(y)
 

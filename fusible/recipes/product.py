@@ -42,10 +42,24 @@ _COLUMNWISE: dict[tuple[ProductKind, Role], bool] = {
 def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer | None:
     """Return the quantizer of the operand in ``role`` for ``products``, None in high precision."""
     fmt = recipe.format(role)
-    if fmt is None:
+    if fmt is None or recipe.backward_override == "high_precision":  # which reads the original
         return None
-    rowwise, columnwise = _uses(role, products)
+    rowwise, columnwise = _uses(role, _quantized(products, recipe))
     return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
+
+
+def _quantized(products: Sequence[ProductKind], recipe: Recipe) -> Sequence[ProductKind]:
+    """Those that multiply quantized operands: all, or the forward alone."""
+    return products if recipe.backward_override is None else [p for p in products if p == "forward"]
+
+
+def backward_operand(x: Tensor, forward: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return an operand of a backward that ``recipe.backward_override`` leaves unquantized.
+
+    ``x`` is the input or a weight, ``forward`` the values of it that the forward has multiplied.
+    """
+    of_forward = recipe.backward_override == "dequantized"
+    return (forward if of_forward else values(x)).to(dtype)
 
 
 def quantize_operand(
@@ -61,35 +75,36 @@ def quantize_operand(
     Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
     that quantizes, where a kernel can, and the quantized matrix is not written.
 
-    A quantized ``x`` is not quantized again. Raises what ``quantization.quantize`` raises,
-    TypeError if ``x`` is quantized in another format than the recipe's for this role, and
-    ValueError if it lacks a use or is of another number of groups.
+    Of a quantized ``x`` the use that it lacks is made from the values that it has; of one in another
+    format than the recipe's for this role all are. Raises what ``quantization.quantize`` raises, and
+    ValueError if ``x`` is of another number of groups.
     """
     fmt = recipe.format(role)
-    if isinstance(x, GroupedTensor) and x.format is None and x.rowwise_data is not None:
-        x = x.rowwise_data
+    products = tuple(_quantized(products, recipe))
     if fmt is None:
         x = values(x)
         return Operand(row_values=x, column_values=x)
+    # By constants, whose integers may be symbolic where this is traced.
+    if is_quantized(x) and (x.format is None or x.format.as_constants() != fmt.as_constants()):
+        x = x.dequantize()
     if not is_quantized(x):
         if not products:
             return Operand()
         quantized = _uses(role, [product for product in products if product not in as_values])
         return quantize_for(x, fmt, Uses(*quantized, *_uses(role, as_values)), ends)
-    # By constants, whose integers may be symbolic where this is traced.
-    if x.format is None or x.format.as_constants() != fmt.as_constants():
-        raise TypeError(
-            f"the {role} of a product under {recipe.name} must be in {fmt.name} or not quantized, "
-            f"got {x!r}; quantize the original"
-        )
     if isinstance(x, GroupedTensor) and ends is not None and x.num_tensors != ends.shape[0]:
         raise ValueError(
             f"a grouped operand must have the product's {ends.shape[0]} groups, got {x!r}"
         )
     rowwise, columnwise = _uses(role, products)
+    has_columnwise = x.columnwise_data is not None or not fmt.directional
+    missing = Uses(rowwise and x.rowwise_data is None, columnwise and not has_columnwise)
+    made = Operand()
+    if any(missing):
+        made = quantize_for(x.dequantize(), fmt, missing, ends if x.ends is None else x.ends)
     return Operand(
-        _checked_matrix(x, fmt, False) if rowwise else None,
-        _checked_matrix(x, fmt, True) if columnwise else None,
+        _checked_matrix(x, fmt, False) if rowwise and not missing.row else made.row,
+        _checked_matrix(x, fmt, True) if columnwise and not missing.column else made.column,
     )
 
 

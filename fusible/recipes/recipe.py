@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
@@ -48,6 +48,7 @@ class Recipe:
     """
 
     name: ClassVar[str] = "high_precision"
+    backward_override: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
@@ -64,6 +65,31 @@ class Recipe:
         """Whether any operand is quantized."""
         return any(self.format(role) is not None for role in _ROLES)
 
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Return whether this is ``MXFP8BlockScaling``."""
+        return cls.name == "mxfp8"
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Return whether this is ``NVFP4BlockScaling``."""
+        return cls.name == "nvfp4"
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Return whether this is ``Float8BlockScaling``."""
+        return cls.name == "fp8_block"
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Return whether this is ``Float8CurrentScaling``."""
+        return cls.name == "fp8_current"
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Return False: ``DelayedScaling`` is not offered."""
+        return False
+
     def as_constants(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
         return type(self), *[getattr(self, field.name) for field in fields(self)]
@@ -71,44 +97,94 @@ class Recipe:
     @staticmethod
     def from_constants(constants: tuple[Any, ...]) -> Recipe:
         """Undo ``as_constants``."""
-        kind, *arguments = constants
-        return kind(*arguments)
+        kind, *values = constants
+        names = [field.name for field in fields(kind)]
+        return kind(**dict(zip(names, values, strict=True)))
+
+
+def _only(value: Any) -> Any:
+    """A field of te.ops' recipe that may only have this value, what the package does."""
+    return field(default=value, repr=False, kw_only=True, metadata={"only": value})
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
-    """FP8 elements with one power-of-two scale per 32 along the reduction (OCP MX)."""
+class _Scaling(Recipe):
+    """A recipe of Transformer Engine, which quantizes all operands alike."""
 
-    fp8_format: Format = Format.E4M3
-
-    name: ClassVar[str] = "mxfp8"
+    backward_override: Literal["high_precision", "dequantized"] | None = field(
+        default=None, kw_only=True
+    )
+    """The backward multiplies by ``"high_precision"`` operands, those of before the quantization,
+    or by the ``"dequantized"`` ones of the forward, and does not quantize gradients."""
+    fp8_dpa: bool = _only(False)
+    fp8_mha: bool = _only(False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_format(self.fp8_format)
+        name = type(self).__name__
+        if self.backward_override not in (None, "high_precision", "dequantized"):
+            raise ValueError(
+                f'backward_override of {name} must be None, "high_precision" or "dequantized", '
+                f"got {self.backward_override!r}"
+            )
+        if not isinstance(getattr(self, "fp8_format", Format.E4M3), Format):
+            raise TypeError(
+                "fp8_format must be Format.E4M3, Format.E5M2 or Format.HYBRID, got "
+                f"{self.fp8_format!r}"  # type: ignore[attr-defined]
+            )
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "only" in f.metadata and value != f.metadata["only"]:
+                raise ValueError(
+                    f"{name} must have {f.name}={f.metadata['only']}, got {value}; that is what "
+                    "there is"
+                )
 
-    def format(self, role: Role) -> NumberFormat:
-        """Return MXFP8 in the element type of ``fp8_format``."""
+    def format(self, role: Role) -> NumberFormat | None:
+        """Return the recipe's format, None of a gradient that ``backward_override`` leaves."""
+        super().format(role)
+        quantized = role != "grad" or self.backward_override is None
+        return self._format(role) if quantized else None
+
+    def _format(self, role: Role) -> NumberFormat:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(_Scaling):
+    """FP8 elements with one power-of-two scale per 32 along the reduction (OCP MX)."""
+
+    fp8_format: Format = Format.E4M3
+    margin: int = _only(0)
+    enable_2d_quantization: bool = _only(False)
+
+    name: ClassVar[str] = "mxfp8"
+
+    def _format(self, role: Role) -> NumberFormat:
         return mxfp8(self.fp8_format.element(role))
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
-    """E4M3 with FP32 scales: per 1x128 for activations and gradients, per 128x128 for weights."""
+class Float8BlockScaling(_Scaling):
+    """FP8 with FP32 scales: per 1x128 for activations and gradients, per 128x128 for weights."""
 
     use_f32_scales: bool = False
     """FP32 scales as they are; by default they are rounded to powers of two."""
+    fp8_format: Format = field(default=Format.E4M3, kw_only=True)
+    x_block_scaling_dim: int = _only(1)
+    w_block_scaling_dim: int = _only(2)
+    grad_block_scaling_dim: int = _only(1)
 
     name: ClassVar[str] = "fp8_block"
 
-    def format(self, role: Role) -> NumberFormat:
-        """Return 128x128 blocks for a weight, 1x128 otherwise."""
+    def _format(self, role: Role) -> NumberFormat:
         block = (128, 128) if role == "weight" else (1, 128)
-        return fp8_block(E4M3, block, power_of_two=not self.use_f32_scales)
+        element = self.fp8_format.element(role)
+        return fp8_block(element, block, power_of_two=not self.use_f32_scales)
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_Scaling):
     """FP8 with one FP32 scale per tensor, from the tensor's own largest magnitude."""
 
     fp8_format: Format = Format.HYBRID
@@ -116,39 +192,28 @@ class Float8CurrentScaling(Recipe):
 
     name: ClassVar[str] = "fp8_current"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_format(self.fp8_format)
-
-    def format(self, role: Role) -> NumberFormat:
-        """Return one scale per tensor in the element type of ``fp8_format``."""
+    def _format(self, role: Role) -> NumberFormat:
         return fp8_tensor(self.fp8_format.element(role), power_of_two=self.use_power_2_scales)
 
 
 @dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(_Scaling):
     """E2M1 with one E4M3 scale per 16 along the reduction and one FP32 scale per tensor.
 
-    Plain for now: every option that changes the numbers must be disabled, and is by default.
+    Nearest rounding in 1-D blocks without a Hadamard transform: every option that changes the
+    numbers must be disabled, and is by default.
     """
 
-    disable_rht: bool = True
-    disable_stochastic_rounding: bool = True
-    disable_2d_quantization: bool = True
+    disable_rht: bool = _only(True)
+    disable_stochastic_rounding: bool = _only(True)
+    disable_2d_quantization: bool = _only(True)
+    row_scaled_activation: bool = _only(False)
+    nvfp4_4over6: str = _only("none")
+    fp8_format: Format = _only(Format.E4M3)
 
     name: ClassVar[str] = "nvfp4"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option in ("rht", "stochastic_rounding", "2d_quantization"):
-            if not getattr(self, f"disable_{option}"):
-                raise ValueError(
-                    f"NVFP4BlockScaling must have disable_{option}=True, got False; "
-                    "nearest rounding in 1-D blocks without a Hadamard transform is what there is"
-                )
-
-    def format(self, role: Role) -> NumberFormat:
-        """Return NVFP4 for every role."""
+    def _format(self, role: Role) -> NumberFormat:
         return nvfp4()
 
 
@@ -163,11 +228,9 @@ class DelayedScaling:
         )
 
 
-def _require_format(fp8_format: object) -> None:
-    if not isinstance(fp8_format, Format):
-        raise TypeError(
-            f"fp8_format must be Format.E4M3, Format.E5M2 or Format.HYBRID, got {fp8_format!r}"
-        )
+def get_default_recipe() -> Recipe:
+    """Return ``MXFP8BlockScaling()``, the recipe of a scope that names none, on every machine."""
+    return MXFP8BlockScaling()
 
 
 def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
@@ -182,7 +245,7 @@ def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
             f"pass a recipe by name: {function}(recipe={_meant(enabled)})"
         )
     if recipe is None:
-        return MXFP8BlockScaling()
+        return get_default_recipe()
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe of {function} must be a recipe of fusible.recipes, got {recipe!r:.200}; "

@@ -88,8 +88,9 @@ def test_an_e5m2_tensor_is_never_read_as_e4m3():
     gradient = recipes.MXFP8Quantizer(torch.float8_e5m2)(torch.randn(32, 32))
     with pytest.raises(TypeError, match="must be in mxfp8_e4m3 or not quantized, got mxfp8_e5m2"):
         recipes.MXFP8Quantizer()(gradient)
-    with pytest.raises(TypeError, match="mxfp8_e4m3"):
-        recipes.quantize_operand(gradient, MX, "grad", "dgrad")
+    again = recipes.quantize_operand(gradient, MX, "grad", "dgrad")
+    want = recipes.quantize_operand(gradient.dequantize(), MX, "grad", "dgrad")
+    assert torch.equal(again.row.data.view(torch.uint8), want.row.data.view(torch.uint8))
     taken = recipes.quantize_operand(gradient, HYBRID, "grad", "dgrad")
     assert taken.row.data is gradient.rowwise_data
 
@@ -354,13 +355,26 @@ def test_a_saved_operand_has_no_row_wise_data_to_misread():
     xq = recipes.quantize_operand(torch.randn(32, 32), MX, "input", "forward", "wgrad")
     with pytest.raises(ValueError, match="without row-wise data; name the product"):
         recipes.operand_values(saved_and_restored(xq, MX, "input"), "forward", "input")
-    grouped = recipes.group_quantize(
-        torch.randn(32, 32), recipes.MXFP8Quantizer(columnwise=False), 1
-    )
-    with pytest.raises(ValueError, match="column-wise use needs"):
-        recipes.quantize_operand(grouped, MX, "input", "wgrad")
-    with pytest.raises(TypeError, match="mxfp8_e5m2"):
-        recipes.quantize_operand(grouped, HYBRID, "grad", "dgrad")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("has", ["row", "column"])
+def test_a_use_that_an_operand_lacks_is_made_of_its_values(has, grouped):
+    quantizer = recipes.MXFP8Quantizer(rowwise=has == "row", columnwise=has == "column")
+    x, ends = torch.randn(96, 32), torch.tensor([32, 96])
+    sizes = ends.diff(prepend=torch.tensor([0]))
+    q = recipes.group_quantize(x, quantizer, 2, sizes) if grouped else quantizer(x)
+    own = {name: piece.clone() for name, piece in q.pieces().items()}
+    ends = q.ends
+    got = recipes.quantize_operand(q, MX, "input", "forward", "wgrad", ends=ends)
+    both = recipes.quantize_operand(q.dequantize(), MX, "input", "forward", "wgrad", ends=ends)
+    kept = q.rowwise_data if has == "row" else q.columnwise_data
+    assert getattr(got, has).data is kept
+    other = "column" if has == "row" else "row"
+    for a, b in zip(getattr(got, other)[:2], getattr(both, other)[:2], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for name, piece in q.pieces().items():
+        assert torch.equal(piece.view(torch.uint8), own[name].view(torch.uint8)), name
 
 
 def test_importing_recipes_initialises_no_cuda_and_imports_no_cutlass():
