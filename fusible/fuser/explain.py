@@ -22,10 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from fusible.fuser import svg
+from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
 from fusible.fuser.parts import Part
-from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run, observed

@@ -119,7 +119,7 @@ class GroupedKernels:
         for product in ("forward", "dgrad"):
             if product in products:
                 row = operand_values(encoded, product, role, compute)
-        if ctx.recipe.backward_override is not None:
+        if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
         if role == "input" or "wgrad" not in products:
             return GroupedOperand(row, encoded)

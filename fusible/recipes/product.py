@@ -75,9 +75,9 @@ def quantize_operand(
     Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
     that quantizes, where a kernel can, and the quantized matrix is not written.
 
-    Of a quantized ``x`` the use that it lacks is made from the values that it has; of one in another
-    format than the recipe's for this role all are. Raises what ``quantization.quantize`` raises, and
-    ValueError if ``x`` is of another number of groups.
+    Of a quantized ``x`` the use that it lacks is made from the values that it has; of one in
+    another format than the recipe's for this role all are. Raises what ``quantization.quantize``
+    raises, and ValueError if ``x`` is of another number of groups.
     """
     fmt = recipe.format(role)
     products = tuple(_quantized(products, recipe))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
@@ -102,22 +102,19 @@ class Recipe:
         return kind(**dict(zip(names, values, strict=True)))
 
 
-def _only(value: Any) -> Any:
-    """A field of te.ops' recipe that may only have this value, what the package does."""
-    return field(default=value, repr=False, kw_only=True, metadata={"only": value})
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Scaling(Recipe):
     """A recipe of Transformer Engine, which quantizes all operands alike."""
 
-    backward_override: Literal["high_precision", "dequantized"] | None = field(
-        default=None, kw_only=True
-    )
+    _: KW_ONLY
+    backward_override: Literal["high_precision", "dequantized"] | None = None  # type: ignore[misc]
     """The backward multiplies by ``"high_precision"`` operands, those of before the quantization,
     or by the ``"dequantized"`` ones of the forward, and does not quantize gradients."""
-    fp8_dpa: bool = _only(False)
-    fp8_mha: bool = _only(False)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    only: ClassVar[tuple[str, ...]] = ("fp8_dpa", "fp8_mha")
+    """Fields of te.ops' recipe that may only have their default, which is what the package does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,11 +131,19 @@ class _Scaling(Recipe):
             )
         for f in fields(self):
             value = getattr(self, f.name)
-            if "only" in f.metadata and value != f.metadata["only"]:
+            if f.name in self.only and value != f.default:
                 raise ValueError(
-                    f"{name} must have {f.name}={f.metadata['only']}, got {value}; that is what "
-                    "there is"
+                    f"{name} must have {f.name}={f.default}, got {value}; that is what there is"
                 )
+
+    def __repr__(self) -> str:
+        """Name the fields that are not the defaults."""
+        given = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the recipe's format, None of a gradient that ``backward_override`` leaves."""
@@ -150,32 +155,41 @@ class _Scaling(Recipe):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(_Scaling):
     """FP8 elements with one power-of-two scale per 32 along the reduction (OCP MX)."""
 
     fp8_format: Format = Format.E4M3
-    margin: int = _only(0)
-    enable_2d_quantization: bool = _only(False)
+    _: KW_ONLY
+    margin: int = 0
+    enable_2d_quantization: bool = False
 
     name: ClassVar[str] = "mxfp8"
+    only: ClassVar[tuple[str, ...]] = (*_Scaling.only, "margin", "enable_2d_quantization")
 
     def _format(self, role: Role) -> NumberFormat:
         return mxfp8(self.fp8_format.element(role))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockScaling(_Scaling):
     """FP8 with FP32 scales: per 1x128 for activations and gradients, per 128x128 for weights."""
 
     use_f32_scales: bool = False
     """FP32 scales as they are; by default they are rounded to powers of two."""
-    fp8_format: Format = field(default=Format.E4M3, kw_only=True)
-    x_block_scaling_dim: int = _only(1)
-    w_block_scaling_dim: int = _only(2)
-    grad_block_scaling_dim: int = _only(1)
+    _: KW_ONLY
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
 
     name: ClassVar[str] = "fp8_block"
+    only: ClassVar[tuple[str, ...]] = (
+        *_Scaling.only,
+        "x_block_scaling_dim",
+        "w_block_scaling_dim",
+        "grad_block_scaling_dim",
+    )
 
     def _format(self, role: Role) -> NumberFormat:
         block = (128, 128) if role == "weight" else (1, 128)
@@ -183,7 +197,7 @@ class Float8BlockScaling(_Scaling):
         return fp8_block(element, block, power_of_two=not self.use_f32_scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(_Scaling):
     """FP8 with one FP32 scale per tensor, from the tensor's own largest magnitude."""
 
@@ -196,7 +210,7 @@ class Float8CurrentScaling(_Scaling):
         return fp8_tensor(self.fp8_format.element(role), power_of_two=self.use_power_2_scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(_Scaling):
     """E2M1 with one E4M3 scale per 16 along the reduction and one FP32 scale per tensor.
 
@@ -204,14 +218,24 @@ class NVFP4BlockScaling(_Scaling):
     numbers must be disabled, and is by default.
     """
 
-    disable_rht: bool = _only(True)
-    disable_stochastic_rounding: bool = _only(True)
-    disable_2d_quantization: bool = _only(True)
-    row_scaled_activation: bool = _only(False)
-    nvfp4_4over6: str = _only("none")
-    fp8_format: Format = _only(Format.E4M3)
+    _: KW_ONLY
+    disable_rht: bool = True
+    disable_stochastic_rounding: bool = True
+    disable_2d_quantization: bool = True
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    fp8_format: Format = Format.E4M3
 
     name: ClassVar[str] = "nvfp4"
+    only: ClassVar[tuple[str, ...]] = (
+        *_Scaling.only,
+        "disable_rht",
+        "disable_stochastic_rounding",
+        "disable_2d_quantization",
+        "row_scaled_activation",
+        "nvfp4_4over6",
+        "fp8_format",
+    )
 
     def _format(self, role: Role) -> NumberFormat:
         return nvfp4()

@@ -95,7 +95,7 @@ def test_options_that_have_one_value():
         recipes.Float8BlockScaling(w_block_scaling_dim=1)
     with pytest.raises(ValueError, match="NVFP4BlockScaling must have nvfp4_4over6=none, got all"):
         recipes.NVFP4BlockScaling(nvfp4_4over6="all")
-    with pytest.raises(ValueError, match="backward_override of .* must be None"):
+    with pytest.raises(ValueError, match=r"backward_override of .* must be None"):
         recipes.MXFP8BlockScaling(backward_override="bf16")
     hybrid = recipes.Float8BlockScaling(fp8_format=recipes.Format.HYBRID)
     assert hybrid.format("grad").element.dtype == torch.float8_e5m2

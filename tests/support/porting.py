@@ -40,10 +40,8 @@ PENDING = {
     "Quantize next to a GroupedLinear": "Quantize anywhere",
     "is not defined for quantized tensors": "quantized tensors are tensors",
     "a view of a .* tensor must keep": "quantized tensors are tensors",
-    "column-wise use needs column-wise data": "inputs quantized for row-wise use alone",
     "must be a multiple of .*, the format of its": "partial blocks",
     "must agree in requires_grad": "partially frozen groups",
-    "must have the weight's dtype": "dtypes",
 }
 """Sentences of cases that do not run yet, and what makes them run."""
 
