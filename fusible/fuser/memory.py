@@ -2,7 +2,7 @@
 
 An op may write to a tensor that only the run reads: made in this pass, and read by nothing else
 that is alive. To the caller's memory it writes where the caller asks for it (``in_place=True``,
-``op_kwargs``); that is refused where something else would read the result in its place.
+``op_kwargs``), unless something else would read the result in its place.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Owner:
 class InputOwner:
     """Which extra inputs the ops of a forward may write to, for those that write to such.
 
-    One of the caller's in any case, unless that is refused. One that the run made only if it is
-    its own.
+    One of the caller's unless something else would read the sum in its place. One that the run made
+    only if it is its own.
     """
 
     def __init__(
@@ -114,9 +114,8 @@ class InputOwner:
         """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
 
         Raises:
-            ValueError: a tensor of the caller is to be written to that something else reads, whose
-                elements share a place, or that is a leaf which requires a gradient.
-            RuntimeError: one is, inside a backward, where checkpointing repeats a forward.
+            RuntimeError: a tensor of the caller is to be written to inside a backward, where
+                checkpointing repeats a forward.
         """
         self._written = []
         for i, of_op in enumerate(inputs, start):
@@ -134,18 +133,31 @@ class InputOwner:
         if producer == CALLER and k in self._wiring.copies:
             return True
         readers = list(self._readers(produced, start, (i, slot)))
-        if producer == CALLER:
-            self._check_target(i, slot, t)
-            check_in_place(named(self._ops, i), t, readers, self._ops)
-            self._written.append((i, t))
-            return True
-        is_own = self._owner.own([t, x], [t for _, t in readers])[0]
-        return is_own and not any(overlapping(t, (), self._ops))
+        if producer != CALLER:
+            is_own = self._owner.own([t, x], readers)[0]
+            return is_own and not any(overlapping(t, (), self._ops))
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{type(self._ops[i]).__name__} must have in_place=False inside "
+                "torch.utils.checkpoint, got True; the forward that it repeats would add to the "
+                "extra input once more"
+            )
+        of = t._base if t._is_view() else t
+        is_leaf = of is not None and of.is_leaf and self._contexts[i].needs.extra_inputs[slot]
+        reads = [("another reader", other) for other in readers]
+        if is_leaf or repeats_elements(t) or any(overlapping(t, reads, self._ops)):
+            return False
+        self._written.append((i, t))
+        return True
 
     def check_saved(self, stop: int) -> None:
         """Raise ValueError if ops[:stop] saved a tensor of the caller that was written to."""
         for i, t in self._written:
-            check_in_place(named(self._ops, i), t, self._saved(stop))
+            if any(saved is not None and overlap(t, saved) for saved in self._saved(stop)):
+                raise ValueError(
+                    f"{named(self._ops, i)} must not write to a tensor that it saves for its "
+                    "backward, got in_place=True and such an extra input; make it False"
+                )
 
     def retain(self, tensors: Iterable[Any]) -> None:
         """See :class:`Owner`."""
@@ -153,45 +165,22 @@ class InputOwner:
 
     def _readers(
         self, produced: Sequence[Tensors], start: int, target: tuple[int, int]
-    ) -> Iterator[tuple[str, Tensor | None]]:
+    ) -> Iterator[Tensor | None]:
         """What is read once the ops from ``start`` on run, but for one of their extra inputs."""
         yield from self._saved(start)
-        wiring, ops = self._wiring, self._ops
+        wiring = self._wiring
         for op, slot in wiring.public:
             if op < start:
-                what = f"extra output {slot} of {named(ops, op)}, which the caller gets"
-                yield what, produced[op][slot]
-        for i in range(start, len(ops)):
+                yield produced[op][slot]
+        for i in range(start, len(self._ops)):
             for slot, (producer, k) in enumerate(wiring.sources[i]):
                 if (i, slot) != target and producer < start:
                     from_caller = producer == CALLER
-                    t = self._caller_inputs[1 + k] if from_caller else produced[producer][k]
-                    yield f"extra input {slot} of {named(ops, i)}", t
+                    yield self._caller_inputs[1 + k] if from_caller else produced[producer][k]
 
-    def _saved(self, stop: int) -> Iterator[tuple[str, Tensor | None]]:
-        for i, context in enumerate(self._contexts[:stop]):
-            for t in context.to_save if context.requires_grad else ():
-                yield f"what {named(self._ops, i)} saved for its backward", t
-
-    def _check_target(self, i: int, slot: int, t: Tensor) -> None:
-        name = type(self._ops[i]).__name__
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{name} must have in_place=False inside torch.utils.checkpoint, got True; the "
-                "forward that it repeats would add to the extra input once more"
-            )
-        if repeats_elements(t):
-            raise ValueError(
-                f"extra input of {name} must not be expanded with in_place=True, got strides "
-                f"{t.stride()}; give a contiguous one"
-            )
-        of = t._base if t._is_view() else t
-        if of is not None and of.is_leaf and self._contexts[i].needs.extra_inputs[slot]:
-            raise ValueError(
-                f"extra input of {name} must not be a leaf tensor that requires a gradient, or a "
-                "view of one, with in_place=True, as for PyTorch's operations in place; give a "
-                "copy, or make it False"
-            )
+    def _saved(self, stop: int) -> Iterator[Tensor | None]:
+        for context in self._contexts[:stop]:
+            yield from context.to_save if context.requires_grad else ()
 
 
 # --- memory of the caller ------------------------------------------------------------------------
@@ -205,16 +194,6 @@ class _GivenGrads(threading.local):
 
 
 _given = _GivenGrads()
-
-
-def check_in_place(op_name: str, t: Tensor, reads: Reads, modules: Sequence[Any] = ()) -> None:
-    """Refuse that the op ``op_name`` writes to ``t`` where something else, or a module, reads it.
-
-    Raises:
-        ValueError: naming both.
-    """
-    what = f"the extra input that {op_name} writes to"
-    _check_apart(what, t, reads, modules, "in_place=True and one that does; make it False")
 
 
 def check_buffers(
@@ -279,16 +258,11 @@ def returned_grad(context: OperationContext, grad: Tensor | None, to_leaf: bool)
     return grad
 
 
-def _check_apart(
-    name: str,
-    t: Tensor,
-    reads: Reads,
-    modules: Sequence[Any],
-    got: str = "one that does; give another buffer",
-) -> None:
+def _check_apart(name: str, t: Tensor, reads: Reads, modules: Sequence[Any]) -> None:
     for what in overlapping(t, reads, modules):
         raise ValueError(
-            f"{name} must share no memory with {what}, which is read after it is written, got {got}"
+            f"{name} must share no memory with {what}, which is read after it is written, got "
+            "one that does; give another buffer"
         )
 
 

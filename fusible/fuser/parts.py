@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.fuser.memory import check_in_place
+from fusible.fuser.memory import overlapping
 from fusible.fuser.wiring import CALLER, Output, Wiring, WrittenInput
 
 
@@ -94,18 +94,16 @@ def run_parts(
         division: the parts, in order.
         inputs: of the caller.
         call: gives what a part returns for its input and its extra inputs.
-        modules: may read what ops write to of the caller's.
-
-    Raises:
-        ValueError: a part is about to write to what something else reads.
+        modules: may read these too. What something else reads is copied for the op that writes.
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []
     for part in division.parts:
-        if division.written and not torch.compiler.is_compiling():
-            _check_written(part, inputs, held, division.written, modules)
         taken = [held[place] for place in part.inputs]
-        for n in part.copied:
+        read: tuple[int, ...] = ()
+        if division.written and not torch.compiler.is_compiling():
+            read = _read_elsewhere(part, inputs, held, division.written, modules)
+        for n in (*part.copied, *read):
             taken[n] = taken[n].clone()
         x = call(part, x, taken)
         if part.num_outputs:
@@ -118,16 +116,19 @@ def run_parts(
     return (x, *given) if given else x
 
 
-def _check_written(
+def _read_elsewhere(
     part: Part,
     inputs: Sequence[Any],
     held: Sequence[Any],
     written: Sequence[WrittenInput],
     modules: Sequence[Any],
-) -> None:
-    """Refuse that a part writes to what later ones read, or the caller gets."""
-    made = [("an extra output of an earlier op", t) for t in held[len(inputs) - 1 :]]
-    for i, op_name, k, readers in written:
-        if part.ops.start <= i < part.ops.stop and isinstance(inputs[1 + k], Tensor):
-            reads = [*((what, inputs[1 + n]) for what, n in readers), *made]
-            check_in_place(op_name, inputs[1 + k], reads, modules)
+) -> tuple[int, ...]:
+    """Which extra inputs of a part its ops write to while later ones, or the caller, read them."""
+    found = []
+    for i, k, readers in written:
+        t = inputs[1 + k]
+        if part.ops.start <= i < part.ops.stop and isinstance(t, Tensor):
+            others = [*[inputs[1 + n] for n in readers], *held[len(inputs) - 1 :]]
+            if any(overlapping(t, [("another reader", other) for other in others], modules)):
+                found.append(part.inputs.index(k))
+    return tuple(found)

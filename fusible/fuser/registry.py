@@ -126,7 +126,6 @@ class Registry:
 
         Raises:
             TypeError: it cannot be called so, or ``prepend`` is no bool.
-            ValueError: it is registered already.
         """
         if not callable(function) or not _takes_ops(function):
             raise TypeError(
@@ -134,13 +133,9 @@ class Registry:
             )
         check_bools("a fusion", prepend=prepend)
         functions = self.functions[phase]
-        if function in functions:
-            raise ValueError(
-                f"a {phase} fusion must be registered once, got "
-                f"{FusionFunction(phase, function).name} again; unregister_rule takes it away"
-            )
-        functions.insert(0 if prepend else len(functions), function)
-        self._changed()
+        if function not in functions:
+            functions.insert(0 if prepend else len(functions), function)
+            self._changed()
 
     def _changed(self) -> None:
         self.version += 1

@@ -79,23 +79,16 @@ class Wiring:
     def written_inputs(self, ops: Sequence[Any]) -> tuple[WrittenInput, ...]:
         """The caller's extra inputs that ops write to."""
         given = [
-            (i, slot, k)
+            (i, k)
             for i, of_op in enumerate(self.sources)
-            for slot, (producer, k) in enumerate(of_op)
+            for producer, k in of_op
             if producer == CALLER
         ]
         return tuple(
             WrittenInput(
-                i,
-                named(ops, i),
-                k,
-                tuple(
-                    (f"extra input {slot} of {named(ops, j)}", n)
-                    for other, (j, slot, n) in enumerate(given)
-                    if j >= i and other != at
-                ),
+                i, k, tuple(n for other, (j, n) in enumerate(given) if j >= i and other != at)
             )
-            for at, (i, _, k) in enumerate(given)
+            for at, (i, k) in enumerate(given)
             if ops[i].writes_extra_inputs
         )
 
@@ -120,16 +113,14 @@ class Wiring:
 
 
 class WrittenInput(NamedTuple):
-    """The caller's extra input ``number``, which the op ``op_name`` at index ``op`` writes to.
+    """The caller's extra input ``number``, which the op at index ``op`` writes to.
 
-    ``readers`` are the caller's extra inputs that this op and later ones read as well: what each
-    is, and its number.
+    ``readers`` are the numbers of those that this op and later ones read as well.
     """
 
     op: int
-    op_name: str
     number: int
-    readers: tuple[tuple[str, int], ...]
+    readers: tuple[int, ...]
 
 
 def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:

@@ -87,14 +87,13 @@ class AddExtraInput(BasicOperation):
 
     Args:
         in_place: the output has the dtype of the extra input and no new memory: the sum is written
-            into the extra input. Into one of the caller's always, of which the output is then an
-            alias; it is refused if something else in the run reads it later, and in a checkpoint,
-            which would add twice; autograd refuses the backward of what saved it before. Into one
-            that the run made where nothing else reads it. Compiled code makes a new tensor.
+            into the extra input, of which the output is then an alias. Into one of the caller's
+            unless it is expanded, a leaf that requires a gradient, or read by another op of the
+            run; autograd refuses the backward of what saved it before. Into one that the run made
+            where nothing else reads it. Otherwise, and in compiled code, the sum is a new tensor.
 
     Raises:
-        ValueError: in a call, the extra input has another shape or is elsewhere; in place, it is
-            the caller's and expanded, or read by another op of the run, or a parameter of one.
+        ValueError: in a call, the extra input has another shape or is elsewhere.
         RuntimeError: in place inside a checkpoint.
     """
 

@@ -269,7 +269,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             the slots, or empty.
         parameter_names: the names of the parameters, in the order in which the backward returns
             their gradients. None for the arguments of ``formula`` that have their names, else for
-            the order of first registration. One of a module inside is named ``"inner.weight"``.
+            the order of first registration, then those of modules inside, as ``"inner.weight"``.
         keywords: names of the keyword arguments that a call may give the op. None for those of
             its ``op_forward``, and for any where it has a ``fuser_forward`` of its own.
         buffer_keywords: those that are the caller's memory for results; it must overlap nothing
@@ -412,6 +412,10 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         methods = [f"{by}_{way}" for by in ("op", "fuser") for way in ("forward", "backward")]
         by_hand = _overrides(self, BasicOperation, *methods, "forward_impl", "backward_impl")
         return not by_hand and _overrides(self, BasicOperation, "formula")
+
+    def _returns_grads(self) -> bool:
+        """See :class:`OwnParameters`."""
+        return _overrides(self, BasicOperation, "op_backward", "fuser_backward")
 
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """See :class:`FormulaOp`; an op by hand has no formula."""

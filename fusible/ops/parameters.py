@@ -79,7 +79,11 @@ class OwnParameters(nn.Module):
 
     def _has(self, name: str) -> bool:
         """Whether there is a parameter that was registered once, and may be computed now."""
-        if self._parameters.get(name) is not None or self.__dict__.get(name) is not None:
+        if (
+            "." in name
+            or self._parameters.get(name) is not None
+            or self.__dict__.get(name) is not None
+        ):
             return True
         parametrized: Any = self._modules.get("parametrizations", ())
         return name in parametrized
@@ -102,7 +106,7 @@ class OwnParameters(nn.Module):
 
         Raises:
             TypeError: the gradient of a parameter would be lost, since neither ``parameter_names``
-                nor ``formula`` has it, or it is that of a module inside.
+                nor ``formula`` has it, or it is that of a module inside and no backward returns it.
         """
         if type(self).own_parameters is not OwnParameters.own_parameters:
             return tuple(self._registered)
@@ -114,6 +118,8 @@ class OwnParameters(nn.Module):
             names = tuple(dict.fromkeys((*known, *self._registered)))
         inner = [name for name, _ in _named_parameters(self) if "." in name]
         inner = [name for name in inner if not name.startswith("parametrizations.")]
+        if self.parameter_names is None and self._returns_grads():
+            names = (*names, *inner)
         lost = [name for name in (*registered, *inner) if name not in {*names}]
         if lost:
             raise TypeError(
@@ -126,6 +132,10 @@ class OwnParameters(nn.Module):
     def _formula_arguments(self, registered: Sequence[str]) -> list[str]:
         """The arguments of the op's formula if it takes the parameters by name."""
         return []
+
+    def _returns_grads(self) -> bool:
+        """Whether a backward by hand returns the gradients, also of modules inside."""
+        return False
 
 
 def stored(module: nn.Module, name: str) -> list[Tensor]:

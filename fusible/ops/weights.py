@@ -397,9 +397,6 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
     values are not noticed, a parameter replaced by another one is. Ignored while compiling and
     while a CUDA graph is captured, which would bake the values in. The encoded weights are freed at
     the end.
-
-    Raises:
-        ValueError: no op of ``module`` has weights to quantize.
     """
     ops = {
         op
@@ -408,11 +405,6 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
         for op in m.basic_ops
         if isinstance(op, WeightedOperation)
     }
-    if not ops:
-        raise ValueError(
-            "reuse_quantized_weights needs a module with Linear, BasicLinear or GroupedLinear ops, "
-            f"got {type(module).__name__} without any"
-        )
     outer = {op: op._reused for op in ops}
     for op in ops:
         # A scope inside another goes on with what that one has encoded.

@@ -106,9 +106,9 @@ def test_a_faulty_fusion_function_can_be_taken_back(by, own_fusions):
 
 
 def test_a_function_is_registered_once_and_with_its_signature(own_fusions):
-    extend.register_forward_fusion(double)
-    with pytest.raises(ValueError, match="a forward fusion must be registered once, got double"):
+    for _ in range(2):
         extend.register_forward_fusion(double)
+    assert own_fusions.functions["forward"].count(double) == 1
     with pytest.raises(TypeError, match=r"must be a function func\(ops, \*, recipe\) -> ops, got"):
         extend.register_forward_fusion(lambda ops: ops)
 

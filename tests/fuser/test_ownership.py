@@ -368,39 +368,46 @@ def test_a_branch_that_the_caller_gets():
     torch.testing.assert_close(y, 4 * h)
 
 
-REFUSED = {
+READ_ELSEWHERE = {
     "a later op": (
         lambda: fz.Sequential(fz.AddExtraInput(in_place=True), fz.AddExtraInput()),
         lambda x, t, seq: (x, t, t),
-        r"op 0 .* must share no memory with extra input 0 of op 1 \(AddExtra",
     ),
     "an extra output": (
         lambda: fz.Sequential(fz.MakeExtraOutput(), linear(), fz.AddExtraInput(in_place=True)),
         lambda x, t, seq: (x, x),
-        r"memory with extra output 0 of op 0 \(MakeExtraOutput\), which the caller gets",
     ),
     "a weight": (
         lambda: fz.Sequential(linear(), fz.AddExtraInput(in_place=True)),
         lambda x, t, seq: (x[:1].expand(WIDTH, -1), seq[0].weight),
-        r"memory with weight of op 0 \(BasicLinear\)",
     ),
     "a part of a weight": (
         lambda: fz.Sequential(linear(), fz.AddExtraInput(in_place=True)),
         lambda x, t, seq: (x, seq[0].weight.detach()[:ROWS]),
-        r"memory with weight of op 0 \(BasicLinear\)",
+    ),
+    "its other elements": (
+        lambda: fz.Sequential(linear(), fz.AddExtraInput(in_place=True)),
+        lambda x, t, seq: (x, t[:1].expand(ROWS, -1)),
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", READ_ELSEWHERE)
 def test_a_tensor_of_the_caller_that_is_read_later(name):
-    make, inputs, said = REFUSED[name]
+    """The sum is a new tensor, with the values of a sum that is not in place."""
+    make, inputs = READ_ELSEWHERE[name]
     seq = make()
     given = inputs(new(), new(), seq)
     before = [t.clone() for t in given]
-    with torch.no_grad(), pytest.raises(ValueError, match=said):
-        seq(*given)
+    apart = copy.deepcopy(seq)
+    for op in apart:
+        if isinstance(op, fz.AddExtraInput):
+            op.in_place = False
+    with torch.no_grad():
+        got, want = ([*y] if isinstance(y, tuple) else [y] for y in (seq(*given), apart(*given)))
     ref.assert_equal(given, before)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[:], lambda t: t.view(-1).view_as(t)])
@@ -412,8 +419,7 @@ def test_a_leaf_that_requires_a_gradient_is_not_written_to(inside, view):
     before = leaf.detach().clone()
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         view(leaf).add_(x)
-    with pytest.raises(ValueError, match="must not be a leaf tensor that requires a gradient"):
-        seq(x, view(leaf))
+    torch.testing.assert_close(seq(x, view(leaf)), before + seq[0](x))
     assert torch.equal(leaf, before)
     seq(x, leaf * 1).sum().backward()
     assert torch.equal(leaf.grad, torch.ones_like(leaf))
@@ -429,10 +435,8 @@ def test_a_tensor_that_another_run_reads_later():
     before = t.clone()
     for _ in range(2):
         for extra in ((t, t), (t, t[:])):
-            with pytest.raises(
-                ValueError, match=r"op 0 .* memory with extra input 0 of op 2 \(AddEx"
-            ):
-                seq(x, *extra)
+            want = torch.nn.functional.silu(x + t) + t
+            torch.testing.assert_close(seq(x, *extra), want)
         seq[1].register_forward_hook(lambda *_: None)
     assert torch.equal(t, before)
 
@@ -458,8 +462,10 @@ def test_columns_of_one_matrix():
     y = seq(x, addend)
     assert y.data_ptr() == addend.data_ptr()
     torch.testing.assert_close(y, want)
-    with pytest.raises(ValueError, match="memory with what op 0"):
-        seq(x, both[:, WIDTH // 2 : WIDTH // 2 + WIDTH])
+    addend = both[:, WIDTH // 2 : WIDTH // 2 + WIDTH]
+    before = both.clone()
+    torch.testing.assert_close(seq(x, addend), nn.functional.silu(x) + addend)
+    assert torch.equal(both, before)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -617,8 +623,9 @@ def test_what_an_op_hands_across_modules_is_not_written_to():
     )
     x = torch.randn(4, 8)
     assert torch.equal(seq(x, x.clone()), (x.tanh() + x).tanh() + x)
-    with pytest.raises(ValueError, match="memory with an extra output of an earlier op"):
-        seq(x, x)
+    before = x.clone()
+    torch.testing.assert_close(seq(x, x), (x.tanh() + x).tanh() + x)
+    assert torch.equal(x, before)
 
 
 # --- what was saved ------------------------------------------------------------------------------
