@@ -26,7 +26,7 @@ from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.sm100 import padding
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 
 REPEATS, CALLS = 20, 10
 FORMATS = {
@@ -153,7 +153,7 @@ def placed(rows: int, columns: int) -> list[dict[str, Any]]:
 def _in_parts(
     x: torch.Tensor, fmt: NumberFormat, ends: torch.Tensor, padded: padding.PaddedGroups
 ) -> list[torch.Tensor]:
-    row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    row, column = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
     assert row is not None
     assert column is not None
     columns = padding.packed_columns(column, padded)

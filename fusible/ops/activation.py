@@ -18,7 +18,7 @@ from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import E4M3, fp8_tensor
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantization import dequantize
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 
 _CACHED = fp8_tensor(E4M3)
 
@@ -84,9 +84,10 @@ class _Unscaled(Activation):
         if not self.cache_quantized_input:
             ctx.save_for_backward(x)
             return
-        encoded, _ = encode(x.reshape(1, x.numel()), _CACHED, rowwise=True, columnwise=False)
-        assert encoded is not None
-        ctx.save_for_backward(encoded.data.view(x.shape), encoded.scale)
+        row = x.reshape(1, x.numel())
+        matrix, _ = quantize_matrix(row, _CACHED, rowwise=True, columnwise=False)
+        assert matrix is not None
+        ctx.save_for_backward(matrix.data.view(x.shape), matrix.scale)
 
     def saved_input(self, ctx: OperationContext) -> Tensor:
         """The input that the forward saved, in ``ctx.dtype``."""

@@ -31,7 +31,6 @@ from fusible.ops.wgrad import (
     placeholders,
 )
 from fusible.recipes.autocast import current_recipe
-from fusible.recipes.formats import misfit
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
 from fusible.recipes.model_init import current_model_init, weight_parameter
@@ -104,30 +103,25 @@ class WeightedOperation(BasicOperation):
                 self.register_parameter(name, weight_parameter(parameter.detach()))
 
     def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
-        """Refuse features that are not whole blocks of the recipe's formats."""
+        """Refuse features that do not fill the bytes of the recipe's formats."""
         if recipe is not None:
             roles: tuple[Role, ...] = ("input", "weight")
             self._check_sizes(recipe, *roles, *(("grad",) if backward and needs.input else ()))
 
     def _check_sizes(self, recipe: Recipe, *roles: Role) -> None:
         for role in roles:
-            fmt = recipe.format(role)
-            found = None if fmt is None else misfit(self._shape(role), fmt)
-            if fmt is not None and found is not None:
-                dimension, size, multiple = found
-                is_out = role == "grad" or dimension == "rows"
+            fmt, size = recipe.format(role), self._columns(role)
+            if fmt is not None and size % fmt.element.per_byte:
                 raise ValueError(
-                    f"{'out' if is_out else 'in'}_features of {type(self._held_by()).__name__} "
-                    f"must be a multiple of {multiple} for {fmt.name}, the format of its {role} "
-                    f"under the recipe {recipe.name}, got {size}; make it a multiple, or build "
-                    "and call the op outside of the recipe"
+                    f"{'out' if role == 'grad' else 'in'}_features of "
+                    f"{type(self._held_by()).__name__} must be a multiple of "
+                    f"{fmt.element.per_byte} for {fmt.name}, the format of its {role} under the "
+                    f"recipe {recipe.name}, got {size}; make it a multiple, or build and call the "
+                    "op outside of the recipe"
                 )
 
-    def _shape(self, role: Role) -> tuple[int, int]:
-        """Of an operand, with no rows if these are those of the input."""
-        if role == "weight":
-            return self.out_features, self.in_features
-        return 0, self.in_features if role == "input" else self.out_features
+    def _columns(self, role: Role) -> int:
+        return self.out_features if role == "grad" else self.in_features
 
     def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
@@ -317,7 +311,7 @@ class WeightedOperation(BasicOperation):
     def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
         recipe = current_recipe()
         made = None if recipe is None else quantizer(recipe, role, *products)
-        if made is not None and misfit(self._shape(role), made.format):
+        if made is not None and self._columns(role) % made.format.element.per_byte:
             return None  # the op itself refuses it, and is named
         if made is None or self.num_groups is None:
             return made

@@ -32,9 +32,9 @@ def blocks_of(
         return _whole(x, ends)
     across, along = block
     if across == along:
-        return _square(along)
+        return _square(along, *x.shape[-2:])
     if not columnwise:
-        return _rows(along, x.shape[-2], ends)
+        return _rows(along, *x.shape[-2:], ends)
     return _columns(along, x.shape[-2], ends)
 
 
@@ -93,23 +93,33 @@ def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
     return Blocks(grouped_amax, lambda s: s[group, None], _unchanged)
 
 
-def _square(along: int) -> Blocks:
+def _tiles(x: Tensor, across: int, along: int) -> Tensor:
+    """Magnitudes as ``[..., rows, across, columns, along]`` of blocks, the last ones with zeros."""
+    rows, columns = -(-x.shape[-2] // across), -(-x.shape[-1] // along)
+    padding = (0, columns * along - x.shape[-1], 0, rows * across - x.shape[-2])
+    x = x.abs()
+    if any(padding):
+        x = torch.nn.functional.pad(x, padding)
+    return x.unflatten(-1, (columns, along)).unflatten(-3, (rows, across))
+
+
+def _square(along: int, rows: int, columns: int) -> Blocks:
     def amax(x: Tensor) -> Tensor:
-        tiles = x.abs().unflatten(-1, (-1, along)).unflatten(-3, (-1, along))
-        return tiles.amax((-3, -1))
+        return _tiles(x, along, along).amax((-3, -1))
 
     def expand(s: Tensor) -> Tensor:
-        return s.repeat_interleave(along, -1).repeat_interleave(along, -2)
+        whole = s.repeat_interleave(along, -1).repeat_interleave(along, -2)
+        return whole[..., :rows, :columns]
 
     return Blocks(amax, expand, _last)
 
 
-def _rows(along: int, rows: int, ends: Tensor | None) -> Blocks:
+def _rows(along: int, rows: int, columns: int, ends: Tensor | None) -> Blocks:
     def amax(x: Tensor) -> Tensor:
-        return x.abs().unflatten(-1, (-1, along)).amax(-1)
+        return _tiles(x, 1, along).amax((-3, -1))
 
     def expand(s: Tensor) -> Tensor:
-        return s.unsqueeze(-1).expand(*s.shape, along).flatten(-2)
+        return s.unsqueeze(-1).expand(*s.shape, along).flatten(-2)[..., :columns]
 
     if ends is None:
         return Blocks(amax, expand, _last)
@@ -145,8 +155,7 @@ def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
 
 def _ungrouped_columns(along: int, rows: int) -> Blocks:
     def amax(x: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, -rows % along))
-        return padded.unflatten(-2, (-1, along)).amax(-2)
+        return _tiles(x, along, 1).amax((-3, -1))
 
     def expand(s: Tensor) -> Tensor:
         return s.repeat_interleave(along, -2)[..., :rows, :]

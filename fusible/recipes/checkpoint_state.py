@@ -111,7 +111,7 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise _unknown(facts) from error
-    if len(shape) < 2 or min(shape) < 0:
+    if min(shape, default=0) < 0:
         raise _unknown(facts)
     return fmt, shape, dtype
 

@@ -109,27 +109,12 @@ class NumberFormat:
         return NumberFormat(name, ELEMENTS[element], across_along, known, amax_epsilon)
 
 
-def misfit(
-    shape: Sequence[int], fmt: NumberFormat, *, columnwise: bool = False
-) -> tuple[str, int, int] | None:
-    """The dimension that is not whole blocks of a format, its size and its unit; or None."""
-    (across, along), per_byte = fmt.block or (1, 1), fmt.element.per_byte
-    multiples = 1, per_byte if columnwise else along
-    if not fmt.directional:
-        multiples = across, math.lcm(along, per_byte)
-    for what, size, multiple in zip(("rows", "columns"), shape[-2:], multiples, strict=True):
-        if size % multiple:
-            return what, size, multiple
-    return None
-
-
-def check_blocks(shape: Sequence[int], fmt: NumberFormat, columnwise: bool) -> None:
-    """Raise ValueError unless a shape is whole blocks of a format."""
-    if found := misfit(shape, fmt, columnwise=columnwise):
-        what, size, multiple = found
+def check_columns(columns: int, fmt: NumberFormat) -> None:
+    """Raise ValueError unless elements of ``columns`` columns fill the bytes of a format."""
+    if columns % fmt.element.per_byte:
         raise ValueError(
-            f"{what} must be a multiple of {multiple} for {fmt.name}, got {size} "
-            f"(shape {tuple(shape)}); pad the tensor with zeros"
+            f"columns must be a multiple of {fmt.element.per_byte} for {fmt.name}, got {columns}; "
+            "pad the tensor with zeros"
         )
 
 

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from fusible.arguments import check_bools
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.quantize_ops import encode
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, pieces_of
+from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
 
 _library = torch.library.Library("fusible", "FRAGMENT")
 _library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
@@ -152,11 +151,9 @@ def group_quantize(
     ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
     sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
-    row, column = encode(
-        x, fmt, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, ends=sizes["ends"]
-    )
-    pieces = sizes | pieces_of(row, column, fmt)
-    return GroupedTensor(pieces, fmt, x.shape, x.dtype, first_dims is None)
+    uses = {"rowwise": quantizer.rowwise, "columnwise": quantizer.columnwise}
+    pieces = quantized_pieces(x, fmt, **uses, ends=sizes["ends"])
+    return GroupedTensor(sizes | pieces, fmt, x.shape, x.dtype, first_dims is None)
 
 
 class GroupedQuantizer(Quantizer):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusible.recipes.blocks import column_block_bound
-from fusible.recipes.formats import NumberFormat, check_blocks
+from fusible.recipes.formats import NumberFormat
 
 
 class QuantizedMatrix(NamedTuple):
@@ -63,7 +63,6 @@ class QuantizedMatrix(NamedTuple):
             raise ValueError(
                 f"data of {fmt.name} must be of matrices, got shape {tuple(data.shape)}"
             )
-        check_blocks(self.shape, fmt, self.columnwise)
         wanted = shapes_of(self.shape, fmt, self.columnwise, groups)
         got = tuple(scale.shape), None if tensor_scale is None else tuple(tensor_scale.shape)
         if got != wanted[1:]:
@@ -92,8 +91,12 @@ class Shapes(NamedTuple):
 def shapes_of(
     shape: Sequence[int], fmt: NumberFormat, columnwise: bool = False, groups: int | None = None
 ) -> Shapes:
-    """Return the shapes that hold a tensor of ``shape`` ``[..., rows, columns]``, or groups."""
-    *lead, rows, columns = shape
+    """Return the shapes that hold a tensor of ``shape`` ``[..., rows, columns]``, or groups.
+
+    The last blocks may be short. Fewer dimensions are one row; elements fill whole bytes.
+    """
+    *lead, rows, columns = (1,) * (2 - len(shape)) + tuple(shape)
+    columns += -columns % fmt.element.per_byte
     across, along = fmt.block or (1, 1)
     whole = (*lead, 1) if groups is None else (groups,)
     if fmt.block is None:
@@ -101,7 +104,7 @@ def shapes_of(
     elif columnwise and fmt.directional:
         scale = (*lead, column_block_bound(rows, groups or 1, along), columns)
     else:
-        scale = (*lead, rows // across, columns // along)
+        scale = (*lead, -(-rows // across), -(-columns // along))
     data = (*lead, rows, columns // fmt.element.per_byte)
     return Shapes(data, scale, whole if fmt.has_tensor_scale else None)
 

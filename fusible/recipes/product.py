@@ -22,7 +22,7 @@ from torch import Tensor
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedTensor
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
-from fusible.recipes.quantize_ops import decode, quantize_for
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import WrapperTensor
@@ -128,7 +128,7 @@ def operand_values(
             f"the {role} of the {product} product must be quantized for it, got an operand without "
             f"{'column' if columnwise else 'row'}-wise data; name the product in quantize_operand"
         )
-    return decode(data, dtype)
+    return dequantize_matrix(data, dtype)
 
 
 def is_quantized(x: Tensor) -> TypeGuard[WrapperTensor]:

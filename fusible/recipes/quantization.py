@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusible.recipes.blocks import blocks_of, zero_tail
 from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, SMALLEST_NORMAL, divide
-from fusible.recipes.formats import E4M3, NumberFormat, check_blocks
+from fusible.recipes.formats import E4M3, NumberFormat, check_columns
 from fusible.recipes.matrix import QuantizedMatrix
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,20 +32,21 @@ def quantize(
     """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
 
     ``ends`` (int32 or int64 ``[groups]``, cumulative end rows, on ``x.device``) starts blocks anew
-    at each group of rows; a group's last, shorter block has its own scale. Rows past the last end
-    are zero. Column-wise scales of group g begin at block ``sum(ceil(rows of earlier groups / B))``
-    and there are ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so
-    that no size depends on the data.
+    at each group of rows. The last block of a row, a column or a group may be short: its scale is
+    that of the block padded with zeros. Rows past the last end are zero. Column-wise scales of
+    group g begin at block ``sum(ceil(rows of earlier groups / B))`` and there are
+    ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so that no size
+    depends on the data.
 
     ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
     a format with a scale on top. It may leave out NaN and neighbours of NaN: a block that is too
     large for it is NaN.
 
     NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
-    Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for rows that are
-    not whole blocks.
+    Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for columns that do
+    not fill the bytes of packed elements.
     """
-    check_input(x, fmt, columnwise)
+    check_input(x, fmt)
     check_ends(x, fmt, ends)
     inside = None if ends is None else ends.clamp(max=x.shape[0])
     if inside is not None:
@@ -80,7 +81,7 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> T
     return values.to(dtype)
 
 
-def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
+def check_input(x: Tensor, fmt: NumberFormat) -> None:
     """Raise the error of ``quantize`` for what ``fmt`` cannot hold, before anything is written."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
@@ -92,7 +93,7 @@ def check_input(x: Tensor, fmt: NumberFormat, columnwise: bool) -> None:
             f"a tensor to quantize must have rows and columns, got shape {tuple(x.shape)}; "
             "use x.unsqueeze(0) for one row"
         )
-    check_blocks(x.shape, fmt, columnwise)
+    check_columns(x.shape[-1], fmt)
 
 
 def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:

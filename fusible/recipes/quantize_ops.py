@@ -89,13 +89,10 @@ def _empty_values(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     return matrix.data.new_empty(matrix.shape, dtype=dtype)
 
 
-def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> None:
+def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
     """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
     check_ends(x, fmt, ends)
-    if uses.rowwise:
-        check_input(x, fmt, False)
-    if uses.columnwise:
-        check_input(x, fmt, True)
+    check_input(x, fmt)
 
 
 def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
@@ -104,7 +101,7 @@ def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
     def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *constants, rowwise, columnwise = rest
         fmt, uses = NumberFormat.from_constants(*constants), Uses(rowwise, columnwise)
-        _check(x, ends, fmt, uses)
+        _check(x, ends, fmt)
         made = implementation.quantize(x, ends, fmt, uses)
         tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
         return tuple([x.new_empty(0) if t is None else t for t in tensors])
@@ -135,7 +132,7 @@ for _name, _fake in _ops_of(Implementation(empty, _empty_values)).items():
     torch.library.register_fake(f"fusible::{_name}", _fake, lib=_library)
 
 
-def encode(
+def quantize_matrix(
     x: Tensor, fmt: NumberFormat, *, rowwise: bool, columnwise: bool, ends: Tensor | None = None
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     """Quantize ``x`` for row-wise and column-wise use, in one launch where a kernel can.
@@ -149,9 +146,10 @@ def encode(
 
 
 def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None = None) -> Operand:
-    """`encode`, and `decode` of that to ``compute_dtype``: called directly, in the same launch.
+    """`quantize_matrix`, and `dequantize_matrix` of that to ``compute_dtype``.
 
-    A quantized matrix that only its values are wanted of is then not written.
+    Called directly, in the same launch; a quantized matrix that only its values are wanted of is
+    then not written.
     """
     x = x.detach()
     if fmt.directional:
@@ -168,7 +166,7 @@ def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None =
 
 def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None) -> Operand:
     if is_direct(x):
-        _check(x, ends, fmt, uses)
+        _check(x, ends, fmt)
         return _implementations["CUDA"].quantize(x, ends, fmt, uses)
     op = torch.ops.fusible.quantize.default
     tensors = op(x, ends, *fmt.as_constants(), uses.rowwise, uses.columnwise)
@@ -191,7 +189,7 @@ def _operand(row: QuantizedMatrix | None, column: QuantizedMatrix | None, uses: 
 
     def values(matrix: QuantizedMatrix | None) -> Tensor:
         assert matrix is not None
-        return decode(matrix, compute_dtype(matrix.data.device))
+        return dequantize_matrix(matrix, compute_dtype(matrix.data.device))
 
     return Operand(
         row if uses.row else None,
@@ -201,7 +199,7 @@ def _operand(row: QuantizedMatrix | None, column: QuantizedMatrix | None, uses: 
     )
 
 
-def decode(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_matrix(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of ``matrix``, as ``quantization.dequantize``; in one launch if it can."""
     matrix.check_dtypes()
     if is_direct(matrix.data):

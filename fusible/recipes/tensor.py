@@ -8,16 +8,18 @@ that break blocks are copies: write to the tensor itself, or by index (``q[3] = 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fusible.recipes import sharding
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.quantize_ops import decode, encode
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.tensor_dispatch import overwrite, run
 
 PIECES = (
@@ -76,7 +78,7 @@ class WrapperTensor(torch.Tensor):
         """Tell whether row-wise use is possible."""
         return self.rowwise_data is not None
 
-    def encoded(self, *, columnwise: bool = False) -> QuantizedMatrix:
+    def matrix(self, *, columnwise: bool = False) -> QuantizedMatrix:
         """Return the matrix for one use; ValueError if the tensor has not got it."""
         tensors = self.tensors_of(columnwise=columnwise)
         assert self.format is not None
@@ -130,7 +132,11 @@ class WrapperTensor(torch.Tensor):
             return self.rowwise_data.to(dtype)
         if columnwise is None:
             columnwise = not self.has_rowwise
-        return decode(self.encoded(columnwise=columnwise), dtype).view(self.shape)
+        values = dequantize_matrix(self.matrix(columnwise=columnwise), dtype)
+        if self.format.element.per_byte > 1:  # what fills the last byte of a row is none of them
+            columns = self.numel() // max(math.prod(values.shape[:-1]), 1)
+            values = values[..., :columns]
+        return values.reshape(self.shape)
 
     def quantize_(self, values: Tensor) -> Self:
         """Replace the values, in the memory, the format, the uses and the groups there are."""
@@ -144,12 +150,12 @@ class WrapperTensor(torch.Tensor):
             new = {"rowwise_data": values}
         else:
             data = next(piece for name, piece in self.pieces().items() if name in PIECES)
-            values = values.reshape(*data.shape[:-1], -1)  # the matrices whose blocks these are
+            lead = data.shape[:-1]  # of the matrices whose blocks these are
+            values = values.reshape(*lead, self.numel() // max(math.prod(lead), 1))
             rowwise, columnwise = self.has_rowwise, self.columnwise_data is not None
-            row, column = encode(
+            new = quantized_pieces(
                 values, self.format, rowwise=rowwise, columnwise=columnwise, ends=self.ends
             )
-            new = pieces_of(row, column, self.format)
         for name, piece in new.items():
             overwrite(getattr(self, name), piece)
         return self
@@ -276,9 +282,9 @@ class QuantizedTensor(WrapperTensor):
     def quantize(
         cls, x: Tensor, fmt: NumberFormat, *, rowwise: bool = True, columnwise: bool = False
     ) -> Self:
-        """Quantize ``x`` ``[..., rows, columns]``; errors as ``quantization.quantize``."""
-        row, column = encode(x, fmt, rowwise=rowwise, columnwise=columnwise)
-        return cls(pieces_of(row, column, fmt), fmt, x.shape, x.dtype)
+        """Quantize ``x`` of any shape; errors as ``quantized_pieces``."""
+        pieces = quantized_pieces(x, fmt, rowwise=rowwise, columnwise=columnwise)
+        return cls(pieces, fmt, x.shape, x.dtype)
 
     @property
     def fp8_dtype(self) -> torch.dtype:
@@ -299,8 +305,7 @@ class QuantizedTensor(WrapperTensor):
     def data(self, new: Tensor) -> None:
         """Store ``new`` instead: in its own format, or quantized in this one if it has none.
 
-        Raises TypeError for a dtype that cannot be quantized, ValueError for a shape that is not
-        whole blocks, before anything changes.
+        Raises TypeError for a dtype that cannot be quantized, before anything changes.
         """
         if new is self:
             return
@@ -409,18 +414,27 @@ def unstack(t: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def pieces_of(
-    row: QuantizedMatrix | None, column: QuantizedMatrix | None, fmt: NumberFormat
+def quantized_pieces(
+    x: Tensor, fmt: NumberFormat, *, rowwise: bool, columnwise: bool, ends: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Name what ``encode`` returned; one set serves both uses of undirected blocks."""
+    """Return the pieces that ``x`` is quantized to; what has no rows is one row.
+
+    Blocks without direction serve both uses. Raises what ``quantization.quantize`` raises, but for
+    columns that do not fill the bytes of packed elements: a zero is put after them.
+    """
+    if x.dim() < 2:
+        x = x.reshape(1, -1)
+    if unpacked := x.shape[-1] % fmt.element.per_byte:
+        x = functional.pad(x, (0, fmt.element.per_byte - unpacked))
+    uses = quantize_matrix(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
     if not fmt.directional:
-        row, column = row or column, None
-    if row is None and column is None:
+        uses = uses[0] or uses[1], None
+    if not any(uses):
         raise ValueError(
             "a quantized tensor must have row-wise or column-wise data, got neither; "
             "ask the quantizer for a use: set_usage(rowwise=True)"
         )
-    tensors = [t for use in (row, column) for t in (use[:3] if use else (None,) * 3)]
+    tensors = [t for use in uses for t in (use[:3] if use else (None,) * 3)]
     return {name: t for name, t in zip(PIECES, tensors, strict=True) if t is not None}
 
 

@@ -15,7 +15,7 @@ from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
 from fusible.recipes.matrix import Operand
 from fusible.recipes.quantization import dequantize, quantize
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target
 from fusible.testing import emulator_sm100 as emulator
 from fusible.versions import Version
@@ -332,7 +332,7 @@ class Recorded:
 @pytest.mark.parametrize("shape", [(3, 128, 64), (2, 256, 192), (384, 128)])
 def test_weights_in_one_pass_are_those_encoded_and_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
-    operand = Operand(*encode(w, fmt, rowwise=True, columnwise=True))
+    operand = Operand(*quantize_matrix(w, fmt, rowwise=True, columnwise=True))
     (theirs,) = sm100.pack_weights([operand])
     for a, b in zip(sm100.quantize_weights(w, fmt, True)[:2], theirs[:2], strict=True):
         for mine, other in ((a.data, b.data), (a.scale, b.scale)):

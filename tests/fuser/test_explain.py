@@ -379,12 +379,12 @@ def test_errors_on_fake_tensors_say_so():
 
 
 def test_features_that_a_recipe_cannot_quantize():
-    model = fz.Sequential(fz.Linear(64, 40), fz.GELU(), fz.Linear(40, 64))
+    model = fz.Sequential(fz.Linear(64, 41), fz.GELU(), fz.Linear(41, 64))
     x = torch.randn(4, 64, requires_grad=True)
-    must = "of Linear must be a multiple of 32 for mxfp8_e4m3"
-    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+    must = "of Linear must be a multiple of 2 for nvfp4"
+    with fz.autocast(recipe=fz.recipes.NVFP4BlockScaling()):
         first, second = fz.explain(model, x).refused
-        with pytest.raises(ValueError, match=f"in_features {must}, .* got 40") as caught:
+        with pytest.raises(ValueError, match=f"in_features {must}, .* got 41") as caught:
             model(x)
     assert first.startswith(
         f"Sequential.0 (BasicLinear): out_features {must}, the format of its gr"
@@ -393,12 +393,12 @@ def test_features_that_a_recipe_cannot_quantize():
         f"Sequential.2 (BasicLinear): in_features {must}, the format of its in"
     )
     assert caught.value.__notes__ == ["raised in Sequential.2 (BasicLinear)"]
-    recipe = fz.recipes.Float8BlockScaling()
+    recipe = fz.recipes.NVFP4BlockScaling()
     with (
         fz.quantized_model_init(recipe=recipe),
-        pytest.raises(ValueError, match="in_features of BasicLinear must be a multiple of 128"),
+        pytest.raises(ValueError, match="in_features of BasicLinear must be a multiple of 2"),
     ):
-        fz.Linear(64, 256)
+        fz.Linear(63, 256)
 
 
 def test_a_target_that_is_none():
@@ -594,11 +594,11 @@ def test_all_ops_that_refuse_are_listed():
 
 
 def test_layers_that_do_not_fit_a_recipe_are_listed():
-    model = fz.Sequential(fz.Linear(32, 40), fz.SiLU(), fz.Linear(40, 64), fz.Linear(64, 32))
-    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+    model = fz.Sequential(fz.Linear(32, 41), fz.SiLU(), fz.Linear(41, 64), fz.Linear(64, 32))
+    with fz.autocast(recipe=fz.recipes.NVFP4BlockScaling()):
         explained = fz.explain(model, torch.randn(32, 32, requires_grad=True))
-        with pytest.raises(ValueError, match="multiple of 32"):
+        with pytest.raises(ValueError, match="multiple of 2"):
             model(torch.randn(32, 32))
     refused = [said.partition(" ")[0] for said in explained.refused]
     assert refused == ["Sequential.0", "Sequential.2"]
-    assert all("multiple of 32" in said for said in explained.refused)
+    assert all("multiple of 2" in said for said in explained.refused)

@@ -16,7 +16,7 @@ from fusible.kernels.sm100 import launches, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import PaddedGroups, packed_rows
 from fusible.recipes.formats import nvfp4
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target
 from fusible.versions import Version
 
@@ -144,7 +144,7 @@ def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):
 
 
 def test_fp4_elements_begin_where_the_kernels_read_them():
-    row, _ = encode(torch.randn(256, 64), nvfp4(), rowwise=True, columnwise=False)
+    row, _ = quantize_matrix(torch.randn(256, 64), nvfp4(), rowwise=True, columnwise=False)
     room = torch.empty(row.data.numel() + 64, dtype=FP4)
     start = -room.data_ptr() % 32 + 16
     moved = room[start : start + row.data.numel()].view(row.data.shape).copy_(row.data)

@@ -22,7 +22,7 @@ from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
-from fusible.recipes.quantize_ops import decode, quantize_for
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
@@ -112,7 +112,7 @@ def quantize() -> None:
         for given in (None, ends) if fmt.block != (128, 128) else (None,):
             row, column, *_ = quantize_for(x, fmt, Uses(True, True, True, True), given)
             for encoded in (row, column):
-                decode(encoded, torch.bfloat16)
+                dequantize_matrix(encoded, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from checks import graph_of, launched, never_waiting
 from number_formats import FORMATS, GROUPED, OWN
 
 from fusible.kernels.quantize import takes
-from fusible.recipes.formats import fp8_block, mxfp8, nvfp4
+from fusible.recipes.formats import mxfp8
 from fusible.recipes.matrix import QuantizedMatrix, Uses
 from fusible.recipes.quantization import dequantize
-from fusible.recipes.quantize_ops import encode, quantize_for
+from fusible.recipes.quantize_ops import quantize_for, quantize_matrix
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +134,7 @@ def compare_quantized(x, fmt, wanted, ends=None):
     with torch.no_grad():
         got = quantize_for(x.cuda(), fmt, wanted, on_device)
     uses = (wanted.rowwise, wanted.columnwise)
-    encodings = encode(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
+    encodings = quantize_matrix(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
     for columnwise, use in enumerate(encodings):
         assert (got[columnwise] is not None) == wanted[columnwise]
         assert (got[2 + columnwise] is not None) == wanted[2 + columnwise]
@@ -211,11 +211,13 @@ def test_bits_of_int64_ends_and_row_pitch(fmt):
     compare(x[:1].expand(128, -1), fmt, ends)
 
 
-@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(), nvfp4()], ids=lambda fmt: fmt.name)
-def test_rows_of_no_whole_blocks_are_refused(fmt):
-    x = torch.randn(96, 264, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(ValueError, match="columns must be a multiple of"):
-        torch.ops.fusible.quantize(x, None, *fmt.as_constants(), True, True)
+@each_format
+@pytest.mark.parametrize("shape", [(96, 264), (2, 130, 136), (200, 2880), (5, 48)])
+def test_bits_of_short_blocks(fmt, shape):
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    compare(x, fmt)
+    if x.dim() == 2 and fmt.block != (128, 128):
+        compare(x, fmt, torch.tensor([2, 3, 3, 5]))
 
 
 def test_many_rows():

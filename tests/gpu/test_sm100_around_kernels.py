@@ -13,7 +13,7 @@ from fusible.kernels import sm100
 from fusible.kernels.sm100 import padding, quantizer
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target, emulator_sm100
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def packed(device, fmt, x):
     ends = torch.tensor(SIZES, device=device).cumsum(0).int()
     x = x.to(device)
     padded = padding.pad_groups(ends, ROWS, aligned=False)
-    row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    row, column = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
     made = (*padding.packed_rows(row, padded), *padding.packed_columns(column, padded))
     return [t.view(torch.uint8).cpu() for t in (*made, padded.ends, padded.rows)]
 
@@ -192,7 +192,7 @@ def test_packing_waits_for_nothing_and_is_captured():
     def work():
         ends = sizes.cumsum(0).int()
         padded = padding.pad_groups(ends, ROWS, aligned=False)
-        row, column = encode(x, mxfp8(), rowwise=True, columnwise=True, ends=ends)
+        row, column = quantize_matrix(x, mxfp8(), rowwise=True, columnwise=True, ends=ends)
         return (
             *padding.packed_rows(row, padded),
             *padding.packed_columns(column, padded),

@@ -10,7 +10,7 @@ from number_formats import each_format, each_recipe
 import fusible as fz
 from fusible import recipes
 from fusible.recipes import QuantizedTensor
-from fusible.recipes.quantize_ops import decode
+from fusible.recipes.quantize_ops import dequantize_matrix
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -168,7 +168,7 @@ def test_of_a_file(tmp_path):
 def test_decoding_checks_sizes(fmt, columnwise):
     """A scale that broadcasts would be read past its end on CUDA."""
     q = QuantizedTensor.quantize(torch.randn(128, 256), fmt, columnwise=columnwise)
-    matrix = q.encoded(columnwise=columnwise)
+    matrix = q.matrix(columnwise=columnwise)
     scale, tensor_scale = matrix.scale, matrix.tensor_scale
     damaged = [{"scale": halved(scale)}, {"scale": scale[0]}]
     damaged.append({"tensor_scale": None if fmt.has_tensor_scale else torch.ones(1)})
@@ -176,7 +176,7 @@ def test_decoding_checks_sizes(fmt, columnwise):
         damaged += [{"tensor_scale": tensor_scale.double()}, {"tensor_scale": tensor_scale[0]}]
     for fields in damaged:
         with pytest.raises(ValueError, match="scales"):
-            decode(matrix._replace(**fields))
+            dequantize_matrix(matrix._replace(**fields))
 
 
 @each_recipe

@@ -14,7 +14,7 @@ from fusible.recipes.encoding import e8m0_value
 from fusible.recipes.formats import E2M1, E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantization import dequantize, quantize
-from fusible.recipes.quantize_ops import decode, encode, quantize_for
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for, quantize_matrix
 
 
 def raw(tensor):
@@ -127,10 +127,10 @@ def test_ends_beyond_the_rows_are_clamped():
 )
 def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
     x = torch.randn(2, 3, rows, 128)
-    row, column = encode(x, fmt, rowwise=True, columnwise=True)
+    row, column = quantize_matrix(x, fmt, rowwise=True, columnwise=True)
     for i in range(2):
         for j in range(3):
-            alone = encode(x[i, j], fmt, rowwise=True, columnwise=True)
+            alone = quantize_matrix(x[i, j], fmt, rowwise=True, columnwise=True)
             for batch, one in zip((row, column), alone, strict=True):
                 assert raw(batch.data[i, j]) == raw(one.data)
                 assert raw(batch.scale[i, j]) == raw(one.scale)
@@ -165,7 +165,7 @@ def test_opcheck(fmt, grouped):
 def test_values_are_those_of_the_encoding(fmt, wanted):
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
-    encodings = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    encodings = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
     made = quantize_for(x, fmt, wanted, ends)
     for columnwise, encoded in enumerate(encodings):
         got, values = made[columnwise], made[2 + columnwise]
@@ -174,15 +174,15 @@ def test_values_are_those_of_the_encoding(fmt, wanted):
             assert raw(got.data) == raw(encoded.data)
             assert raw(got.scale) == raw(encoded.scale)
         if values is not None:
-            want = decode(encoded)
+            want = dequantize_matrix(encoded)
             assert torch.equal(values, want)
 
 
 @each_format
 def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
     def round_trip(x, ends):
-        row, column = encode(x, fmt, rowwise=True, columnwise=True, ends=ends)
-        return decode(row), decode(column)
+        row, column = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
+        return dequantize_matrix(row), dequantize_matrix(column)
 
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
@@ -191,20 +191,46 @@ def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
     ref.assert_equal(compiled(x, ends), round_trip(x, ends))
 
 
+@each_format
+@pytest.mark.parametrize("shape", [(5, 40), (1, 6), (130, 2), (2, 33, 200), (3, 0), (0, 40)])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_short_block_is_one_padded_with_zeros(fmt, shape, columnwise):
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    rows, columns = shape[-2:]
+    padded = torch.nn.functional.pad(x, (0, -columns % 128, 0, -rows % 128))
+    got, want = (quantize(t, fmt, columnwise=columnwise) for t in (x, padded))
+    got.check_sizes()
+    assert got.shape == shape
+    packed = columns // fmt.element.per_byte
+    ref.assert_same_bits([got.data], [want.data[..., :rows, :packed]])
+    if fmt.block is None:
+        ref.assert_same_bits([got.scale], [want.scale])
+    else:
+        blocks = tuple(slice(size) for size in got.scale.shape[-2:])
+        ref.assert_same_bits([got.scale], [want.scale[(..., *blocks)]])
+    ref.assert_same_bits([dequantize(got)], [dequantize(want)[..., :rows, :columns]])
+
+
+@each_grouped_format
+def test_groups_of_rows_that_end_in_a_short_block(fmt):
+    x, ends = torch.randn(70, 40), torch.tensor([3, 3, 40, 70])
+    whole = quantize(x, fmt, ends=ends)
+    for start, end in ((0, 3), (3, 40), (40, 70)):
+        part = quantize(x[start:end], fmt)
+        assert torch.equal(dequantize(whole)[start:end], dequantize(part))
+
+
 # --- Bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("shape", "fmt", "columnwise", "sentence"),
     [
-        ((4, 48), mxfp8(), False, "columns must be a multiple of 32 for mxfp8_e4m3, got 48"),
-        ((4, 64), fp8_block(), False, "columns must be a multiple of 128"),
-        ((4, 128), fp8_block(block=(128, 128)), True, "rows must be a multiple of 128"),
-        ((16, 3), nvfp4(), True, "columns must be a multiple of 2"),
+        ((16, 3), nvfp4(), True, "columns must be a multiple of 2 for nvfp4, got 3"),
         ((32,), mxfp8(), False, "must have rows and columns"),
     ],
 )
-def test_shapes_that_are_not_whole_blocks(shape, fmt, columnwise, sentence):
+def test_shapes_that_are_not_of_matrices_or_whole_bytes(shape, fmt, columnwise, sentence):
     with pytest.raises(ValueError, match=sentence):
         quantize(torch.zeros(shape), fmt, columnwise=columnwise)
 
@@ -233,7 +259,7 @@ def test_bad_ends(ends, sentence):
     with pytest.raises(ValueError, match=sentence):
         quantize(torch.zeros(32, 32), mxfp8(), ends=ends)
     with pytest.raises(ValueError, match=sentence):
-        encode(torch.zeros(32, 32), mxfp8(), rowwise=True, columnwise=True, ends=ends)
+        quantize_matrix(torch.zeros(32, 32), mxfp8(), rowwise=True, columnwise=True, ends=ends)
 
 
 def test_bits_are_never_read_in_another_format():

@@ -16,7 +16,7 @@ from torch.nn import functional
 from fusible.recipes.encoding import DECODERS, e8m0_value
 from fusible.recipes.formats import E2M1, E4M3, E5M2
 from fusible.recipes.quantization import quantize
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))
@@ -54,7 +54,9 @@ def test_golden_blocks(case, device):
         if columnwise:
             # Packing needs an even number of columns, the kernels on CUDA one of eight.
             along = functional.pad(along, (0, -along.shape[1] % 8))
-        encoded = encode(along, fmt, rowwise=not columnwise, columnwise=columnwise)[columnwise]
+        encoded = quantize_matrix(along, fmt, rowwise=not columnwise, columnwise=columnwise)[
+            columnwise
+        ]
         scale = encoded.scale.mT[: x.shape[0]] if columnwise else encoded.scale
         assert raw(scale) == bytes.fromhex(case["scale"])
         if encoded.tensor_scale is not None:

@@ -1,8 +1,8 @@
 """Rows of ragged groups quantized into the layout of the SM100 kernels, in one pass on CUDA.
 
-The op's definition is ``encode``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``, on any
-device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes but
-for elements of padding under a scale that is NaN. NVFP4 needs a pass before, for the largest
+The op's definition is ``quantize_matrix``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``,
+on any device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes
+but for elements of padding under a scale that is NaN. NVFP4 needs a pass before, for the largest
 magnitude of each group, unless the kernel that wrote the rows has given it, and the sums of the
 rows a small one after, over an eighth of a byte for each value; sums are FP32, in an order that the
 groups alone decide.
@@ -27,7 +27,7 @@ from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 
 FORMATS = {fmt.name: fmt for fmt in limits.QUANTIZED}
 
@@ -111,7 +111,7 @@ def _encoded(
     amax: Tensor | None,
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     if amax is None:
-        return encode(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+        return quantize_matrix(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
     amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
     row, column = (
         quantization.quantize(x, fmt, columnwise=across, ends=ends, amax=amax) if wanted else None

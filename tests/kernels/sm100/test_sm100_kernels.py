@@ -15,7 +15,7 @@ from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.layout import swizzle_scales
 from fusible.recipes.matrix import Operand
 from fusible.recipes.quantization import quantize
-from fusible.recipes.quantize_ops import encode
+from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target, emulator_sm100
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
@@ -275,7 +275,7 @@ def test_packed_columns_are_those_of_each_group_alone(fmt, columns):
     x = torch.randn(rows, columns, dtype=BF16)
     padded = padding.pad_groups(end_rows, rows, aligned=False)
     along, per_byte = fmt.block[1], fmt.element.per_byte
-    _, column = encode(x, fmt, rowwise=False, columnwise=True, ends=end_rows)
+    _, column = quantize_matrix(x, fmt, rowwise=False, columnwise=True, ends=end_rows)
     data, packed = padding.packed_columns(column, padded)
     assert packed.shape == (-(-columns // 128) * 128, padded.size // along)
     start = 0
@@ -305,7 +305,7 @@ def test_packed_rows_are_swizzled_where_they_lie():
     end_rows = torch.tensor(sizes).cumsum(0).int()
     x = torch.randn(330, 192, dtype=BF16)
     padded = padding.pad_groups(end_rows, 330, aligned=False)
-    row, _ = encode(x, mxfp8(), rowwise=True, columnwise=False, ends=end_rows)
+    row, _ = quantize_matrix(x, mxfp8(), rowwise=True, columnwise=False, ends=end_rows)
     data, packed = padding.packed_rows(row, padded)
     x[320:] = 0
     there = quantize(padding.pad_rows(x, padded), mxfp8())

@@ -5,7 +5,7 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import grid_of, place_of
+from fusible.kernels.quantize.device.blocks import blocks_of, grid_of, place_of
 from fusible.kernels.quantize.spec import THREADS
 
 
@@ -23,7 +23,8 @@ def _column_scales(scale, block, columns, column, inside, spec):
 def _row_scale(scale, row, columns, column, inside, spec):
     """Stored scale of a thread's columns in one row of blocks."""
     fmt = spec.format
-    offset = Int64(row) * Int64(columns // fmt.block[1]) + Int64(column // fmt.block[1])
+    along = fmt.block[1]
+    offset = Int64(row) * Int64(blocks_of(columns, along)) + Int64(column // along)
     if numbers.scale_bytes(fmt) == 1:
         return bits.load_byte(scale + offset, inside)
     return bits.load(scale + offset * 4, inside, 1)[0]

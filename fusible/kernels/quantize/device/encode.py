@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import grid_of, place_of
+from fusible.kernels.quantize.device.blocks import blocks_of, grid_of, place_of
 from fusible.kernels.quantize.device.magnitudes import (
     largest_of,
     largest_of_columns,
@@ -161,7 +161,8 @@ def _row_factors(words, r, mine, outer, columns, row_scale, spec):
     largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
     encoded = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise:
-        offset = Int64(mine.first + r) * Int64(columns // along) + Int64(mine.column // along)
+        row_blocks = Int64(mine.first + r) * Int64(blocks_of(columns, along))
+        offset = row_blocks + Int64(mine.column // along)
         inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, encoded[0], fmt, Int32(inside))
@@ -176,7 +177,7 @@ def _square_factors(rows, mine, columns, row_scale, spec):
     (largest,) = _largest_of_parts([largest], spec)
     encoded = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
     if spec.rowwise:
-        offset = Int64(mine.block) * Int64(columns // along) + Int64(mine.column // along)
+        offset = Int64(mine.block) * Int64(blocks_of(columns, along)) + Int64(mine.column // along)
         inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, encoded[0], fmt, Int32(inside))
