@@ -37,6 +37,7 @@ from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import ProductKind, quantize_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
+from fusible.recipes.sharding import local
 from fusible.recipes.tensor import QuantizedTensor
 
 _Encoded = tuple[tuple[Tensor, ...], Any]
@@ -128,8 +129,9 @@ class WeightedOperation(BasicOperation):
 
         A stored quantized one is quantized from values that were initialized in high precision.
         """
-        stored = isinstance(weight, QuantizedTensor)
-        value = weight.new_empty(weight.shape) if stored else weight
+        part = local(weight)
+        stored = isinstance(part, QuantizedTensor)
+        value = torch.empty_like(weight) if stored else weight
         for matrix in value.unbind(0) if value.dim() == 3 else (value,):
             if init_method is not None:
                 init_method(matrix)
@@ -137,6 +139,8 @@ class WeightedOperation(BasicOperation):
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
         if stored:
             weight.copy_(value)
+            if part.get_high_precision_init_val() is not None:
+                part.keep_high_precision_init_val(local(value))
 
     # --- the caller's buffers --------------------------------------------------------------------
 

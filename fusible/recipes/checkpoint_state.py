@@ -8,7 +8,6 @@ bytes, which every file format knows.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -195,17 +194,6 @@ def save_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
                     setattr(parameter, suffix, None)
 
 
-_ASSIGNED = (
-    "load_state_dict(assign=True) makes stored quantized weights ordinary parameters where the "
-    "state dict is not quantized; load with assign=False to quantize, after to_empty(device=...) "
-    "if the module is on the meta device"
-)
-
-
-def _is_quantized(t: Any) -> bool:
-    return isinstance(local(t), QuantizedTensor)
-
-
 def prepare_load(
     module: nn.Module,
     state: dict[str, Any],
@@ -216,15 +204,23 @@ def prepare_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Make of a state dict what ``module``'s own parameters load: pieces whole, shards alike."""
+    """Make of a state dict what ``module``'s own parameters load: pieces whole, shards alike.
+
+    What is assigned, not copied, is quantized here for a parameter that is.
+    """
     load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        if assign and given is not None and _is_quantized(parameter) and not _is_quantized(given):
-            warnings.warn(_ASSIGNED, stacklevel=2)
-        if is_sharded(parameter) and isinstance(given, Tensor) and not is_sharded(given):
-            state[prefix + name] = shard(given, parameter)
+        if not isinstance(given, Tensor):
+            continue
+        if is_sharded(parameter) and not is_sharded(given):
+            given = shard(given, parameter)
+        own, part = local(parameter), local(given)
+        assigned = local_metadata.get("assign_to_params_buffers", False)
+        if assigned and isinstance(own, QuantizedTensor):
+            part = own.stored_alike(part)
+            given = sharded_as(given, part) if is_sharded(given) else part
+        state[prefix + name] = given
 
 
 def load_pieces(

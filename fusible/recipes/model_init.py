@@ -79,5 +79,5 @@ def weight_parameter(value: Tensor) -> nn.Parameter:
         quantized = QuantizedTensor.quantize(value.detach(), fmt, rowwise=True, columnwise=True)
     parameter = nn.Parameter(quantized)
     if init.preserve_high_precision_init_val:
-        parameter._high_precision_init_val = value.detach().cpu().clone()  # type: ignore[attr-defined]
+        parameter.keep_high_precision_init_val(value)  # type: ignore[operator]
     return parameter

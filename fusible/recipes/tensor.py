@@ -327,6 +327,11 @@ class QuantizedTensor(WrapperTensor):
         """Return the value before quantization, if ``quantized_model_init`` kept it."""
         return self._high_precision_init_val
 
+    def keep_high_precision_init_val(self, value: Tensor) -> None:
+        """Keep ``value``, before quantization, on the CPU, or on the meta device if it is there."""
+        value = value.detach()
+        self._high_precision_init_val = value.to("meta" if value.is_meta else "cpu", copy=True)
+
     def clear_high_precision_init_val(self) -> None:
         """Forget the value before quantization."""
         self._high_precision_init_val = None

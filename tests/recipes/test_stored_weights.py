@@ -379,15 +379,53 @@ def test_values_as_a_vector():
     assert torch.equal(op.weight.dequantize(), 2 * plain.weight)
 
 
-def test_assigned_high_precision_weights_are_warned_of():
-    with fz.quantized_model_init(recipe=fz.recipes.MXFP8BlockScaling()):
-        module = fz.Linear(64, 64)
-    stored = module.state_dict()
-    with pytest.warns(UserWarning, match="load with assign=False to quantize"):
-        module.load_state_dict(fz.Linear(64, 64).state_dict(), assign=True)
-    assert type(module.weight) is torch.nn.Parameter
-    with fz.quantized_model_init(recipe=fz.recipes.MXFP8BlockScaling()):
-        module = fz.Linear(64, 64)
-    module.load_state_dict(stored, assign=True)  # quantized: no warning, which is an error
-    module.load_state_dict(fz.Linear(64, 64).state_dict())
-    assert type(module.weight) is not torch.nn.Parameter
+@each_recipe
+@pytest.mark.parametrize("meta", [False, True])
+def test_assigned_high_precision_weights_are_quantized(recipe, meta):
+    def made():
+        with torch.device("meta" if meta else "cpu"), fz.quantized_model_init(recipe=recipe):
+            return fz.Sequential(fz.Linear(256, 128))
+
+    plain = {"0.weight": NEW.bfloat16(), "0.bias": torch.zeros(128)}
+    module = made()
+    module.load_state_dict(plain, assign=True)
+    weight = module[0].weight
+    assert isinstance(weight, QuantizedTensor)
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.dtype, weight.device.type) == (torch.bfloat16, "cpu")
+    assert torch.equal(weight.dequantize(), weight.stored_alike(NEW.bfloat16()).dequantize())
+    again = made()
+    again.load_state_dict(module.state_dict(), assign=True)
+    assert isinstance(again[0].weight, QuantizedTensor)
+    for name, piece in again[0].weight.pieces().items():
+        assert torch.equal(piece.view(torch.uint8), weight.pieces()[name].view(torch.uint8))
+
+
+@each_recipe
+def test_from_the_meta_device_to_first_values(recipe):
+    """The storage format stays, in any module; the first values are kept as without meta."""
+
+    def made(device):
+        with (
+            torch.device(device),
+            fz.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True),
+        ):
+            return fz.Sequential(fz.Linear(256, 128), fz.GroupedLinear(2, 128, 256, bias=False))
+
+    torch.manual_seed(4)
+    want = made("cpu")
+    got = made("meta").to_empty(device="cpu")
+    torch.manual_seed(4)
+    for op in got:
+        op.reset_parameters()
+    for (name, mine), theirs in zip(got.named_parameters(), want.parameters(), strict=True):
+        assert type(mine) is type(theirs), name
+        assert torch.equal(torch.as_tensor(mine.detach() * 1), theirs.detach() * 1)
+        if isinstance(mine, QuantizedTensor):
+            kept = mine.get_high_precision_init_val()
+            assert torch.equal(kept, theirs.get_high_precision_init_val())
+    holder = nn.Module()
+    holder.weight = nn.Parameter(want[0].weight.detach().to("meta"))
+    holder.to_empty(device="cpu")
+    assert isinstance(holder.weight, QuantizedTensor)
+    assert holder.weight.format == want[0].weight.format

@@ -1,0 +1,308 @@
+"""Operations on quantized tensors give what they give on ordinary tensors of the same values."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from number_formats import KINDS
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fusible as fz
+from fusible.recipes.tensor import QuantizedTensor
+
+INDEX = torch.tensor([3, 0, 2])
+
+
+def other(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+SQUARE, ROWS, VECTOR = other(64, 64), other(8, 64), other(64)
+MASK = SQUARE > 0
+NAMES = """
+    abs acos acosh angle asin asinh atan atanh ceil conj_physical cos cosh deg2rad det diag
+    diagonal digamma erf erfc exp exp2 expm1 fliplr flipud floor frac isfinite isinf isnan
+    isneginf isposinf lgamma log10 log1p log2 logdet logit matrix_exp nan_to_num neg negative
+    positive rad2deg ravel reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh
+    sqrt square t tan tanh trace tril triu trunc sum mean std var prod amax amin max min
+    argmax argmin median nanmean nansum norm all any count_nonzero flatten numel double int
+    bool contiguous sort argsort aminmax
+"""
+METHODS = {name: (lambda t, name=name: getattr(t, name)()) for name in NAMES.split()}
+OPS = METHODS | {
+    "@": lambda t: t @ SQUARE,
+    "r@": lambda t: ROWS @ t,
+    "mm": lambda t: torch.mm(ROWS, t),
+    "mv": lambda t: t.mv(VECTOR),
+    "vecmat": lambda t: VECTOR @ t,
+    "addmm": lambda t: torch.addmm(VECTOR, ROWS, t, alpha=2),
+    "bmm": lambda t: torch.bmm(t[None], SQUARE[None]),
+    "baddbmm": lambda t: torch.baddbmm(SQUARE[None], t[None], SQUARE[None]),
+    "einsum": lambda t: torch.einsum("ij,bj->bi", t, ROWS),
+    "tensordot": lambda t: torch.tensordot(ROWS, t, 1),
+    "outer": lambda t: torch.outer(t[0], VECTOR),
+    "kron": lambda t: torch.kron(t[:2, :2], t[2:4, 2:4]),
+    "linear": lambda t: F.linear(ROWS, t, VECTOR),
+    "bilinear": lambda t: F.bilinear(ROWS, ROWS, t[None], VECTOR[:1]),
+    "embedding": lambda t: F.embedding(INDEX, t),
+    "conv1d": lambda t: F.conv1d(SQUARE[None], t[:, :, None]),
+    "softmax": lambda t: t.softmax(-1),
+    "log_softmax": lambda t: t.log_softmax(0),
+    "cross_entropy": lambda t: F.cross_entropy(t[:3], INDEX),
+    "mse": lambda t: F.mse_loss(t, SQUARE),
+    "layer_norm": lambda t: F.layer_norm(t, (64,), VECTOR),
+    "rms_norm": lambda t: F.rms_norm(t, (64,)),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "normalize": F.normalize,
+    "pad": lambda t: F.pad(t, (1, 2)),
+    "attention": lambda t: F.scaled_dot_product_attention(ROWS[None], t[None], SQUARE[None]),
+    "pairwise": lambda t: F.pairwise_distance(t, SQUARE),
+    "cosine": lambda t: F.cosine_similarity(t, SQUARE),
+    "cdist": lambda t: torch.cdist(ROWS, t),
+    "+": lambda t: t + 1,
+    "r-": lambda t: 1 - t,
+    "*": lambda t: t * SQUARE,
+    "/": lambda t: t / 3,
+    "//": lambda t: t // 3,
+    "%": lambda t: t % 2,
+    "**": lambda t: t**2,
+    ">": lambda t: t > SQUARE,
+    "==": lambda t: t == t.clone(),
+    "where": lambda t: torch.where(MASK, t, SQUARE),
+    "lerp": lambda t: t.lerp(SQUARE, 0.3),
+    "addcmul": lambda t: t.addcmul(SQUARE, t),
+    "clamp": lambda t: t.clamp(-1, 1),
+    "maximum": lambda t: torch.maximum(t, SQUARE),
+    "atan2": lambda t: t.atan2(SQUARE),
+    "fmod": lambda t: t.fmod(0.5),
+    "copysign": lambda t: t.copysign(SQUARE),
+    "isclose": lambda t: t.isclose(t),
+    "allclose": lambda t: torch.tensor(torch.equal(t, t)),
+    "sum of rows": lambda t: t.sum(0),
+    "mean of columns": lambda t: t.mean(1, keepdim=True),
+    "max of rows": lambda t: t.max(0),
+    "topk": lambda t: t.topk(3),
+    "kthvalue": lambda t: t.kthvalue(3),
+    "quantile": lambda t: t.quantile(0.5, 1),
+    "histc": lambda t: t.histc(4),
+    "cumsum": lambda t: t.cumsum(1),
+    "cumprod": lambda t: t[:, :4].cumprod(1),
+    "cummax": lambda t: t.cummax(0),
+    "logcumsumexp": lambda t: t.logcumsumexp(1),
+    "logsumexp": lambda t: t.logsumexp(1),
+    "diff": torch.diff,
+    "vector_norm": torch.linalg.vector_norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "qr": lambda t: torch.linalg.qr(t)[1].abs(),
+    "svdvals": torch.linalg.svdvals,
+    "inv": torch.linalg.inv,
+    "solve": lambda t: torch.linalg.solve(t, SQUARE),
+    "pinv": torch.linalg.pinv,
+    "cov": torch.cov,
+    "t[3]": lambda t: t[3],
+    "t[-1, 2]": lambda t: t[-1, 2],
+    "t[2:5]": lambda t: t[2:5],
+    "t[:, ::2]": lambda t: t[:, ::2],
+    "t[..., None]": lambda t: t[..., None],
+    "t[index]": lambda t: t[INDEX],
+    "index_select": lambda t: t.index_select(1, INDEX),
+    "gather": lambda t: t.gather(0, INDEX[None]),
+    "take": lambda t: t.take(INDEX),
+    "take_along_dim": lambda t: t.take_along_dim(INDEX[None], 0),
+    "narrow": lambda t: t.narrow(1, 3, 5),
+    "unbind": lambda t: t.unbind(0),
+    "iteration": lambda t: list(t)[:3],
+    "chunk": lambda t: t.chunk(3),
+    "split": lambda t: t.split([10, 54], 1),
+    "tensor_split": lambda t: t.tensor_split(3),
+    "cat": lambda t: torch.cat((t, SQUARE)),
+    "stack": lambda t: torch.stack((t, t)),
+    "hstack": lambda t: torch.hstack((SQUARE, t)),
+    "block_diag": lambda t: torch.block_diag(t, t),
+    "view": lambda t: t.view(32, 128),
+    "view of a dtype": lambda t: t.view(torch.int32),
+    "reshape": lambda t: t.reshape(16, 4, 64),
+    "unflatten": lambda t: t.unflatten(1, (2, 32)),
+    "permute": lambda t: t.permute(1, 0),
+    "mT": lambda t: t.mT,
+    "movedim": lambda t: t[None].movedim(0, 2),
+    "squeeze": lambda t: t[:1].squeeze(0),
+    "expand": lambda t: t.expand(2, 64, 64),
+    "repeat": lambda t: t.repeat(2, 1),
+    "repeat_interleave": lambda t: t.repeat_interleave(2, 0),
+    "tile": lambda t: t.tile(2),
+    "roll": lambda t: t.roll(3),
+    "flip": lambda t: t.flip(0),
+    "rot90": lambda t: t.rot90(),
+    "unfold": lambda t: t.unfold(0, 4, 4),
+    "as_strided": lambda t: t.as_strided((5, 5), (64, 2), 3),
+    "masked_fill": lambda t: t.masked_fill(MASK, 0.5),
+    "index_add": lambda t: t.index_add(0, INDEX, SQUARE[:3]),
+    "scatter": lambda t: t.scatter(0, INDEX[None], SQUARE[:1]),
+    "select_scatter": lambda t: t.select_scatter(VECTOR, 0, 1),
+    "slice_scatter": lambda t: t.slice_scatter(ROWS, 0, 0, 8),
+    "diagonal_scatter": lambda t: t.diagonal_scatter(VECTOR),
+    "bucketize": lambda t: torch.bucketize(t, torch.tensor([-1.0, 0.0, 1.0])),
+    "to float64": lambda t: t.to(torch.float64),
+    "to int": lambda t: t.int(),
+    "complex": lambda t: torch.complex(t, SQUARE),
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda t: torch.full_like(t, 3, dtype=torch.int32),
+    "new_zeros": lambda t: t.new_zeros(3),
+    "new_ones": lambda t: t.new_ones(2, 2),
+    "new_full": lambda t: t.new_full((2,), 3.0),
+    "new_tensor": lambda t: t.new_tensor([1.0]),
+    "new_empty": lambda t: t.new_empty((2, 3)).zero_(),
+    "new_empty_strided": lambda t: t.new_empty_strided((2, 3), (1, 2)).zero_(),
+    "empty_like": lambda t: torch.empty_like(t).zero_(),
+    "into an ordinary one": lambda t: torch.zeros(64, 64).add_(t),
+    "copied into": lambda t: torch.zeros(64, 64).copy_(t),
+    "out=": lambda t: torch.mul(t, 2, out=torch.empty(64, 64)),
+    "_foreach_add": lambda t: torch._foreach_add([t, SQUARE], 1),
+    "_foreach_norm": lambda t: torch._foreach_norm([t, t]),
+    "checkpoint": lambda t: torch.utils.checkpoint.checkpoint(torch.tanh, t, use_reentrant=False),
+}
+DYNAMIC = {
+    "nonzero": torch.nonzero,
+    "masked_select": lambda t: t.masked_select(MASK),
+    "t[mask]": lambda t: t[MASK],
+    "unique": torch.unique,
+    "item": lambda t: torch.tensor(t[1, 2].item()),
+    "tolist": lambda t: torch.tensor(t.tolist()),
+    "numpy": lambda t: torch.tensor(t.detach().numpy()),
+    "bincount": lambda t: t.abs().int().flatten().bincount(),
+}
+"""What is of a size, or on the host, that a graph does not know."""
+WRITES = {
+    "add_": lambda t: t.add_(1),
+    "mul_ by itself": lambda t: t.mul_(t),
+    "addmm_": lambda t: t.addmm_(SQUARE, SQUARE, alpha=0.1),
+    "copy_": lambda t: t.copy_(SQUARE),
+    "copy_ that broadcasts": lambda t: t.copy_(VECTOR),
+    "fill_": lambda t: t.fill_(0.3),
+    "zero_": lambda t: t.zero_(),
+    "t_": lambda t: t.t_(),
+    "tril_": lambda t: t.tril_(),
+    "clamp_": lambda t: t.clamp_(-0.5, 0.5),
+    "index_copy_": lambda t: t.index_copy_(0, INDEX, SQUARE[:3]),
+    "index_add_": lambda t: t.index_add_(0, INDEX, SQUARE[:3]),
+    "scatter_": lambda t: t.scatter_(0, INDEX[None], 2.0),
+    "masked_fill_": lambda t: t.masked_fill_(MASK, 0.5),
+    "masked_scatter_": lambda t: t.masked_scatter_(MASK, SQUARE),
+    "index_put_": lambda t: t.index_put_((INDEX,), VECTOR),
+    "out=": lambda t: torch.mm(SQUARE, SQUARE, out=t),
+    "lerp_": lambda t: t.lerp_(SQUARE, 0.3),
+    "addcdiv_": lambda t: t.addcdiv_(SQUARE, SQUARE.abs() + 1),
+    "sort, out=": lambda t: torch.sort(SQUARE, out=(t, torch.empty(64, 64, dtype=torch.int64)))[0],
+}
+
+
+def tensor(kind="mxfp8"):
+    fmt = KINDS[kind].format("weight") if kind in KINDS else None
+    return QuantizedTensor.quantize(SQUARE * 0.9, fmt, columnwise=True)
+
+
+SELF = "contiguous", "positive"
+"""What PyTorch defines to be the tensor itself."""
+
+
+def checked_pairs(got, want):
+    """Corresponding tensors of two results, which are alike in everything."""
+    pairs = list(zip(*map(pytree.tree_leaves, (got, want)), strict=True))
+    for g, w in pairs:
+        if not isinstance(w, torch.Tensor):
+            assert g == w
+            continue
+        values = g.dequantize() if isinstance(g, QuantizedTensor) else g
+        assert (values.dtype, values.shape) == (w.dtype, w.shape)
+        assert values.requires_grad == w.requires_grad
+        torch.testing.assert_close(values, w, equal_nan=True)
+    return [(g, w) for g, w in pairs if isinstance(w, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", [*OPS, *DYNAMIC])
+def test_values_and_gradients_are_those_of_an_ordinary_tensor(name):
+    function = (OPS | DYNAMIC)[name]
+    leaf = nn.Parameter(tensor())
+    plain = nn.Parameter(leaf.dequantize().detach())
+    pairs = checked_pairs(function(leaf), function(plain))
+    kept = name in SELF or name in ("chunk", "t[2:5]", "movedim")
+    assert kept or not any(isinstance(g, QuantizedTensor) for g, _ in pairs)
+    outputs = [(g, w) for g, w in pairs if w.requires_grad and name not in SELF]
+    if outputs:
+        weights = [torch.full(w.shape, 0.5, dtype=w.dtype) for _, w in outputs]
+        torch.autograd.backward([w for _, w in outputs], weights)
+        torch.autograd.backward([g for g, _ in outputs], weights)
+        assert type(leaf.grad) is torch.Tensor
+        torch.testing.assert_close(leaf.grad, plain.grad, equal_nan=True)
+    assert torch.equal(leaf.dequantize(), tensor().dequantize())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_compiled_in_one_graph(part):
+    functions = [f for name, f in list(OPS.items())[part::4] if name not in ("checkpoint", *SELF)]
+
+    def run(t):
+        return [f(t) for f in functions]
+
+    q = tensor()
+    torch._dynamo.reset()
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(q)
+    assert checked_pairs(got, run(q.dequantize()))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "none"])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_quantized_and_return_the_tensor(name, kind):
+    q = tensor(kind)
+    plain, pointer = q.dequantize(), q.rowwise_data.data_ptr()
+    assert WRITES[name](q) is q
+    WRITES[name](plain)
+    assert q.rowwise_data.data_ptr() == pointer
+    want = q.stored_alike(plain)
+    for columnwise in (False, True):
+        got = q.dequantize(columnwise=columnwise)
+        assert torch.equal(got, want.dequantize(columnwise=columnwise))
+
+
+def test_compiled_writes():
+    names = [name for name in WRITES if name not in ("t_", "out=", "sort, out=")]
+    eager, compiled = tensor(), tensor()
+
+    def some(t):
+        for name in names:
+            WRITES[name](t)
+        t[3] = 0.5
+        t[:, 2] = 1.0
+        return t
+
+    torch._dynamo.reset()
+    assert torch.equal(
+        torch.compile(some, fullgraph=True, backend="aot_eager")(compiled).dequantize(),
+        some(eager).dequantize(),
+    )
+    assert torch.equal(compiled.dequantize(), eager.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (100,), (3, 5), (2, 0), (0,)])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "none"])
+def test_any_shape_is_quantized(shape, kind):
+    """One-dimensional tensors are one row; the last block, or byte, may be short."""
+    x = other(*shape)
+    fmt = KINDS[kind].format("input")
+    q = fz.recipes.Quantizer(fmt)(x)
+    assert (q.shape, q.dtype) == (x.shape, x.dtype)
+    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    padded = F.pad(rows, (0, -rows.shape[-1] % 128))
+    for columnwise in (False, True):
+        want = QuantizedTensor.quantize(padded, fmt, columnwise=True)
+        want = want.dequantize(columnwise=columnwise)[:, : rows.shape[-1]].reshape(shape)
+        assert torch.equal(q.dequantize(columnwise=columnwise), want)
+    assert torch.equal(q.add_(1).dequantize(), q.stored_alike(want + 1).dequantize())
+    state = fz.recipes.tensor_state(q)
+    assert torch.equal(fz.recipes.tensor_from_state(state).dequantize(), q.dequantize())
+    assert torch.equal(q.view(-1).dequantize(), q.dequantize().view(-1))
+    assert torch.equal(q.clone() * 2, q.dequantize() * 2)
