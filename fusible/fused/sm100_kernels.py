@@ -26,7 +26,7 @@ from fusible.ops.grouped_kernels import (
     Saved,
 )
 from fusible.ops.matrices import as_rows
-from fusible.ops.weights import encode_weights, one_weight
+from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, add_or_copy
 from fusible.recipes.matrix import SAVED, Operand, OperandData, restored_data, saved_data
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
@@ -88,7 +88,7 @@ class Sm100Kernels(GroupedKernels):
             options["row_scale"] = row_scale
         fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
-            packed = sm100.pack(_encoded(x, ctx, role, products, ends), padded)
+            packed = sm100.pack(_quantized(x, ctx, role, products, ends), padded)
             return GroupedOperand(packed.data_for(False), packed.data_for(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
@@ -119,7 +119,7 @@ class Sm100Kernels(GroupedKernels):
         if _recipe(ctx).format("weight") is None:
             plain = [aligned(weight) for weight in linear.weights_in(ctx, ctx.dtype)]
             return plain, plain
-        weights = linear.encoded_weights(ctx, quantized_weights)
+        weights = linear.weight_operands(ctx, quantized_weights)
         return [w.row for w in weights], [w.column for w in weights]
 
     def saved_weights(self, ctx: OperationContext, weights: Sequence[OperandData]) -> Saved:
@@ -248,7 +248,7 @@ def _options(act: Any) -> dict[str, Any]:
     return {"activation": act.activation, **act.options()}
 
 
-def _encoded(
+def _quantized(
     x: Tensor, ctx: OperationContext, role: Role, products: Sequence[ProductKind], ends: Tensor
 ) -> Operand:
     """Rows for products, quantized in PyTorch or by the caller."""
@@ -269,4 +269,4 @@ def quantized_weights(
     assert fmt is not None
     if sm100.in_one_pass(weights):
         return [sm100.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
-    return sm100.pack_weights(encode_weights(weights, recipe, dtype, products))
+    return sm100.pack_weights(quantize_weights(weights, recipe, dtype, products))

@@ -112,18 +112,20 @@ class GroupedKernels:
         """
         if not ctx.quantizes:
             return GroupedOperand(x, x)
-        # An input's column-wise form is saved for the backward, encoded.
+        # An input's column-wise form is saved for the backward, quantized.
         as_values = ("forward",) if role == "input" else products
-        encoded = quantize_operand(x, ctx.recipe, role, *products, ends=groups, as_values=as_values)
+        quantized = quantize_operand(
+            x, ctx.recipe, role, *products, ends=groups, as_values=as_values
+        )
         compute, row = compute_dtype(x.device), None
         for product in ("forward", "dgrad"):
             if product in products:
-                row = operand_values(encoded, product, role, compute)
+                row = operand_values(quantized, product, role, compute)
         if ctx.recipe.backward_override is not None and row is not None:
             return GroupedOperand(row, backward_operand(x, row, ctx.recipe, ctx.dtype))
         if role == "input" or "wgrad" not in products:
-            return GroupedOperand(row, encoded)
-        return GroupedOperand(row, operand_values(encoded, "wgrad", role, compute))
+            return GroupedOperand(row, quantized)
+        return GroupedOperand(row, operand_values(quantized, "wgrad", role, compute))
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
@@ -141,21 +143,21 @@ class GroupedKernels:
             return saved[0]
         if not ctx.needs.params[0]:
             return None
-        encoded = Operand.from_saved(saved, ctx.recipe.format("input"))
-        return operand_values(encoded, "wgrad", "input", compute_dtype(groups.device))
+        x = Operand.from_saved(saved, ctx.recipe.format("input"))
+        return operand_values(x, "wgrad", "input", compute_dtype(groups.device))
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
         if not ctx.quantizes:
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
-        encoded = linear.encoded_weights(ctx)
+        quantized = linear.weight_operands(ctx)
         compute = compute_dtype(ctx.parameters[0].device)
-        made = [operand_values(w, "forward", "weight", compute) for w in encoded]
+        made = [operand_values(w, "forward", "weight", compute) for w in quantized]
         override = ctx.recipe.backward_override
         if override == "high_precision":
             return made, linear.weights_in(ctx, ctx.dtype)
-        return made, encoded if override is None else [cast(w, ctx.dtype) for w in made]
+        return made, quantized if override is None else [cast(w, ctx.dtype) for w in made]
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""

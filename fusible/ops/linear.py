@@ -142,7 +142,7 @@ class BasicLinear(WeightedOperation):
         )
         rows = matrix(input_, ctx.dtype)
         x = quantize_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
-        (weight,) = self.encoded_weights(ctx)
+        (weight,) = self.weight_operands(ctx)
         x_values = operand_values(x, "forward", "input", compute)
         w_values = operand_values(weight, "forward", "weight", compute)
         if ctx.recipe.backward_override is None:

@@ -1,4 +1,4 @@
-"""Ops that own a weight: how it is stored, how it is encoded, and where its gradient goes."""
+"""Ops that own a weight: how it is stored and quantized, and where its gradient goes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import local
 from fusible.recipes.tensor import QuantizedTensor
 
-_Encoded = tuple[tuple[Tensor, ...], Any]
-Encoder = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
+_Reused = tuple[tuple[Tensor, ...], Any]
+WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
 
@@ -62,8 +62,8 @@ class WeightedOperation(BasicOperation):
     in_features: int
     out_features: int
 
-    # The cache of reuse_quantized_weights: encoded weights with the weights they are of.
-    _reused: dict[Any, _Encoded] | None = None
+    # The cache of reuse_quantized_weights: weights as operands, with the weights they are of.
+    _reused: dict[Any, _Reused] | None = None
 
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
@@ -296,7 +296,7 @@ class WeightedOperation(BasicOperation):
                 "whose backward is one graph, got True; call the module uncompiled"
             )
 
-    # --- encoding --------------------------------------------------------------------------------
+    # --- quantizing ------------------------------------------------------------------------------
 
     def get_input_quantizer(self) -> Quantizer | None:
         """Row-wise for the forward, column-wise if the weight will need its gradient."""
@@ -323,31 +323,33 @@ class WeightedOperation(BasicOperation):
             made.format, self.num_groups, rowwise=made.rowwise, columnwise=made.columnwise
         )
 
-    def encoded_weights(self, ctx: OperationContext, encode: Encoder | None = None) -> Any:
+    def weight_operands(
+        self, ctx: OperationContext, quantize: WeightQuantizer | None = None
+    ) -> Any:
         """The weights for the forward and, if it will be taken, the data gradient.
 
         One operand, of ``[N, K]`` or ``[E, N, K]``, or one per group where weights of groups are
-        stored quantized one by one (``encode_weights``); or what ``encode`` makes in its place,
-        once where weights are encoded once.
+        stored quantized one by one (``quantize_weights``); or what ``quantize`` makes in its place,
+        once where weights are quantized once.
         """
         weights = list(ctx.parameters[: self.num_weights])
         products: tuple[ProductKind, ...] = (
             ("forward", "dgrad") if ctx.needs.input else ("forward",)
         )
         if torch.compiler.is_compiling() or self._reused is None or capturing():
-            encode = encode or partial(encode_weights, as_values=("forward",))
-            return encode(weights, ctx.recipe, ctx.dtype, products)
-        encode = encode or encode_weights
-        key = ctx.recipe, ctx.dtype, products, encode
-        known, encoded = self._reused.get(key, ((), []))
+            quantize = quantize or partial(quantize_weights, as_values=("forward",))
+            return quantize(weights, ctx.recipe, ctx.dtype, products)
+        quantize = quantize or quantize_weights
+        key = ctx.recipe, ctx.dtype, products, quantize
+        known, operands = self._reused.get(key, ((), []))
         if len(known) != len(weights) or any(
             a is not b for a, b in zip(known, weights, strict=True)
         ):
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                encoded = encode(weights, ctx.recipe, ctx.dtype, products)
-            self._reused[key] = tuple(weights), encoded
-        return encoded
+                operands = quantize(weights, ctx.recipe, ctx.dtype, products)
+            self._reused[key] = tuple(weights), operands
+        return operands
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
@@ -362,7 +364,7 @@ class WeightedOperation(BasicOperation):
         return {**super().copied_state(), "_reused": None, "_delayed": deque()}
 
 
-def encode_weights(
+def quantize_weights(
     weights: list[Tensor],
     recipe: Recipe,
     dtype: torch.dtype,
@@ -393,7 +395,7 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
 
     A promise that the weights do not change inside, for gradient accumulation or inference: changed
     values are not noticed, a parameter replaced by another one is. Ignored while compiling and
-    while a CUDA graph is captured, which would bake the values in. The encoded weights are freed at
+    while a CUDA graph is captured, which would bake the values in. The operands are freed at
     the end.
     """
     ops = {
@@ -405,7 +407,7 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
     }
     outer = {op: op._reused for op in ops}
     for op in ops:
-        # A scope inside another goes on with what that one has encoded.
+        # A scope inside another goes on with what that one has quantized.
         op._reused = {} if op._reused is None else op._reused
     try:
         yield

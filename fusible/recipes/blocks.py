@@ -30,12 +30,12 @@ def blocks_of(
     """Return the blocks of ``x`` for a format's ``block`` and use; only its shape is read."""
     if block is None:
         return _whole(x, ends)
-    across, along = block
+    (across, along), (rows, columns) = block, x.shape[-2:]
     if across == along:
-        return _square(along, *x.shape[-2:])
+        return _square(along, rows, columns)
     if not columnwise:
-        return _rows(along, *x.shape[-2:], ends)
-    return _columns(along, x.shape[-2], ends)
+        return _rows(along, rows, columns, ends)
+    return _columns(along, rows, ends)
 
 
 def zero_tail(x: Tensor, ends: Tensor) -> Tensor:

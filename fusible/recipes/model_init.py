@@ -79,5 +79,5 @@ def weight_parameter(value: Tensor) -> nn.Parameter:
         quantized = QuantizedTensor.quantize(value.detach(), fmt, rowwise=True, columnwise=True)
     parameter = nn.Parameter(quantized)
     if init.preserve_high_precision_init_val:
-        parameter.keep_high_precision_init_val(value)  # type: ignore[operator]
+        parameter.keep_high_precision_init_val(value)  # type: ignore[attr-defined]
     return parameter
