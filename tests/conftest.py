@@ -72,7 +72,7 @@ def _process_state():
 @pytest.fixture
 def own_fusions():
     """The registry, for tests that register fusions or rules; afterwards as it was."""
-    rules, functions = registry.rules, {k: list(v) for k, v in registry.functions.items()}
+    rules, functions = registry.rules, registry.functions
     yield registry
     registry.rules = rules
     registry.functions = functions

@@ -27,6 +27,7 @@ class OperationContext:
         needs: which gradients it has to give (input, parameters, extra inputs); it may return
             None for the others.
         recipe: the recipe in force in the forward, None in high precision.
+        dtype: that in which the op computes, where its forward has set it.
         autocast_dtype: the dtype of matrix products under ``torch.autocast``, None outside it.
         parameters: in the forward, the op's parameters in the order of their gradients: the very
             tensors that autograd differentiates. Reading the module would evaluate a
@@ -58,10 +59,11 @@ class OperationContext:
     leaves: Sequence[Tensor | None]
     to_save: tuple[Tensor | None, ...] = ()
     saved_tensors: tuple[Any, ...]
-    grad_quantizer: Any
+    dtype: Any = None
+    grad_quantizer: Any = None
     next_quantizer: Any = None
-    kwargs: dict[str, Any]
-    given_shape: torch.Size | None
+    kwargs: dict[str, Any] = _NO_KWARGS
+    given_shape: torch.Size | None = None
     memo: dict[Any, Any]
     kernels: Any = None
     quantizes: bool
@@ -87,9 +89,6 @@ class OperationContext:
         self.recipe = recipe
         self.autocast_dtype = autocast_dtype
         self.parameters = parameters
-        self.grad_quantizer = None
-        self.kwargs = _NO_KWARGS
-        self.given_shape = None
         self.memo = {} if memo is None else memo
         if quantizes is None:
             quantizes = recipe is not None and recipe.quantizes
@@ -111,7 +110,8 @@ class OperationContext:
         context.forward = self
         context.requires_grad = self.requires_grad
         context.needs = self.needs
-        # Copied, since most backwards read them, and what follows costs more.
+        # Copied, since they have defaults, or since most backwards read them.
+        context.dtype, context.grad_quantizer = self.dtype, self.grad_quantizer
         context.recipe, context.quantizes = self.recipe, self.quantizes
         context.kernels = self.kernels
         context.saved_tensors = saved_tensors

@@ -139,45 +139,98 @@ def explain(
             "explain needs a module, and then the inputs of a call of it, got "
             f"{type(module).__name__}"
         )
-    on = None if target is None else Target.parse(target)
-    planned: list[PlannedRun] = []
-    cut: list[tuple[PlannedRun, Sequence[Part]]] = []
-    names: dict[Any, str] = {}
-    refused: dict[Any, str] = {}  # by op
-
-    def schedule_for(run: Run, call: PlanKey) -> Schedule:
-        if run.ops[0] not in names:  # a stand-in for a module may be made in the call
-            names.update(op_names(module))
-        first, last = names[run.ops[0]], names[run.ops[-1]]
-        where = first if first == last else f"{first} to {last}"
-        made = run.plan_for(call, on or target_of(call.device))
-        schedule = run.scheduled(made, call)
-        if schedule.division is not None:  # each part of which is planned in its turn
-            cut.append((PlannedRun(where, run, made), schedule.division.parts))
-            return schedule
-        planned.append(PlannedRun(where, run, made))
-        _note_refusals(refused, names, made)
-        return unfused(schedule, partial(partial, _forward_or_note, refused, names))
-
+    planning = _Planning(module, None if target is None else Target.parse(target))
     _check_initialized(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     *fakes, fake_kwargs = _fakes(mode, (*inputs, kwargs))
     parts = [part for _, part in named_modules(module)]
     with (
-        _named_errors(module, planned),
+        _named_errors(module, planning.planned),
         _uncompiled(),
         leaving_alone(parts, mode),
-        observed(schedule_for),
+        observed(planning.schedule_for),
     ):
         module(*fakes, **fake_kwargs)
-    if not planned:
+    if not planning.planned:
         raise ValueError(
             f"explain needs a module whose forward runs fusible ops, got {type(module).__name__}, "
             "which ran none"
         )
-    for whole, of_run in reversed(cut):  # a part may be cut again
-        _join(planned, whole, of_run)
-    return Explanation(tuple(planned), tuple(_ends(module)), tuple(refused.values()))
+    planning.join()
+    return Explanation(
+        tuple(planning.planned), tuple(_ends(module)), tuple(planning.refused.values())
+    )
+
+
+class _Planning:
+    """The plans that a call of ``module`` on a target asks for; it runs basic ops one by one.
+
+    Attributes:
+        planned: the runs, in the order of the call.
+        refused: what ops would raise, by op.
+    """
+
+    def __init__(self, module: nn.Module, target: Target | None) -> None:
+        self.planned: list[PlannedRun] = []
+        self.refused: dict[Any, str] = {}
+        self._module, self._target = module, target
+        self._names: dict[Any, str] = {}
+        self._divided: list[tuple[PlannedRun, Sequence[Part]]] = []
+
+    def schedule_for(self, run: Run, call: PlanKey) -> Schedule:
+        """What a run executes for a call: basic ops that note what they refuse."""
+        names = self._names
+        if run.ops[0] not in names:  # a stand-in for a module may be made in the call
+            names.update(op_names(self._module))
+        first, last = names[run.ops[0]], names[run.ops[-1]]
+        where = first if first == last else f"{first} to {last}"
+        made = run.plan_for(call, self._target or target_of(call.device))
+        schedule = run.scheduled(made, call)
+        planned = PlannedRun(where, run, made)
+        if schedule.division is not None:  # each part of which is planned in its turn
+            self._divided.append((planned, schedule.division.parts))
+            return schedule
+        self.planned.append(planned)
+        for op, needs in zip(made.basic_ops, made.grad, strict=True):
+            try:
+                op.check_plan(needs, made.recipe, backward=True)
+            except ValueError as error:
+                self._note(op, error)
+        return unfused(schedule, lambda op: partial(self._forward_or_note, op))
+
+    def _note(self, op: Any, error: Exception) -> None:
+        self.refused.setdefault(op, f"{self._names[op]} ({type(op).__name__}): {error}")
+
+    def _forward_or_note(
+        self, op: Any, contexts: list[OperationContext], x: Tensor, extra_inputs: Any
+    ) -> Any:
+        """What the op's forward gives; where it raises, the error is noted.
+
+        It then gives what it would for an input that fits it, outside of a recipe.
+        """
+        try:
+            return call_fuser_forward(op, contexts, x, extra_inputs)
+        except (TypeError, ValueError) as error:
+            self._note(op, error)
+            (context,) = contexts
+            context.recipe = context.next_quantizer = None
+            context.quantizes = False
+            for features in (x.shape[-1:], *_features(op)):
+                dtype = context.parameters[0].dtype if context.parameters else x.dtype
+                with suppress(TypeError, ValueError):
+                    fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
+                    return call_fuser_forward(op, contexts, fits, extra_inputs)
+            raise
+
+    def join(self) -> None:
+        """Put one plan in the place of those of a run's parts, unless the call left some out."""
+        for whole, parts in reversed(self._divided):  # a part may be divided again
+            runs = [part.call for part in parts]
+            found = [p for p in self.planned if p.run in runs]
+            if len(found) == len(runs):
+                at = self.planned.index(found[0])
+                made = of_parts(whole.plan, [p.plan for p in found])
+                self.planned[at : at + len(found)] = [replace(whole, plan=made)]
 
 
 @contextmanager
@@ -196,15 +249,6 @@ def _named_errors(module: nn.Module, planned: Sequence[PlannedRun]) -> Iterator[
             f"explain called {_caller(error, module)} with fake tensors; {_ran(planned)}"
         )
         raise
-
-
-def _note_refusals(refused: dict[Any, str], names: dict[Any, str], plan: Plan) -> None:
-    """Note the ops that cannot run a plan."""
-    for op, needs in zip(plan.basic_ops, plan.grad, strict=True):
-        try:
-            op.check_plan(needs, plan.recipe, backward=True)
-        except ValueError as error:
-            refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
 
 
 def _caller(error: Exception, module: nn.Module) -> str:
@@ -233,48 +277,8 @@ def _check_initialized(module: nn.Module) -> None:
             )
 
 
-def _join(planned: list[PlannedRun], whole: PlannedRun, parts: Sequence[Part]) -> None:
-    """Put one plan in the place of those of a run's parts."""
-    plans, at = [], None
-    for part in parts:
-        found = next((p for p in planned if p.run is part.call), None)
-        if found is None:  # a part that the call did not come to
-            return
-        at = planned.index(found) if at is None else at
-        plans.append(found.plan)
-        planned.remove(found)
-    planned.insert(at or 0, replace(whole, plan=of_parts(whole.plan, plans)))
-
-
-def _forward_or_note(
-    refused: dict[Any, str],
-    names: dict[Any, str],
-    op: Any,
-    contexts: list[OperationContext],
-    x: Tensor,
-    extra_inputs: Sequence[Sequence[Tensor | None]],
-) -> Any:
-    """What the op's forward gives; where it raises, the error is noted.
-
-    It then gives what it would for an input that it takes, outside of a recipe.
-    """
-    try:
-        return call_fuser_forward(op, contexts, x, extra_inputs)
-    except (TypeError, ValueError) as error:
-        refused.setdefault(op, f"{names[op]} ({type(op).__name__}): {error}")
-        (context,) = contexts
-        context.recipe = context.next_quantizer = None
-        context.quantizes = False
-        for features in (x.shape[-1:], *_features(op)):
-            dtype = context.parameters[0].dtype if context.parameters else x.dtype
-            with suppress(TypeError, ValueError):
-                fits = x.new_empty((*x.shape[:-1], *features), dtype=dtype)
-                return call_fuser_forward(op, contexts, fits, extra_inputs)
-        raise
-
-
 def _features(op: Any) -> Iterator[tuple[int]]:
-    """How many features an op takes, where it says."""
+    """The input features of an op, where it says them."""
     for name in ("in_features", "hidden_size", "size"):
         if isinstance(size := getattr(op, name, None), int):
             yield (size,)

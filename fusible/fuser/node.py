@@ -367,7 +367,7 @@ def _check_grads(step: ScheduledStep, returned: Any, contexts: Sequence[Operatio
             f"{step.num_grads[0]} and {step.num_grads[1]}, got {got[0]} and {got[1]}"
         )
     if isinstance(grad, Tensor) and not torch.compiler.is_compiling():
-        shape = contexts[0].given_shape
+        shape = contexts[0].forward.given_shape
         if shape not in (None, grad.shape):
             raise RuntimeError(
                 f"the backward of {name} must return a gradient of the shape of its input, "

@@ -94,6 +94,9 @@ class OpFacts:
 Facts = tuple[OpFacts, ...]
 """Everything that conditions may read of one call, except recipe, target and gradients."""
 
+FactsOf = Callable[[dict[str, Any], int], SimpleNamespace]
+"""Makes the namespace ``this`` of ops that fit a pattern from an index on."""
+
 
 class Step(NamedTuple):
     """An op that runs, and the basic ops that it covers."""
@@ -168,6 +171,9 @@ class UserFusions:
     joint: tuple[Fusion, ...] = ()
     forward: tuple[Fusion, ...] = ()
     backward: tuple[Fusion, ...] = ()
+
+
+_NO_USER_FUSIONS = UserFusions()
 
 
 @dataclass(frozen=True, repr=False)
@@ -260,14 +266,13 @@ def plan(
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
     autocast_dtype: Any = None,
-    user: UserFusions | None = None,
+    user: UserFusions = _NO_USER_FUSIONS,
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
 
     The user's own fusions stand as they are; built-in rules take only ops that these leave, joint
     rules first, then forward and backward rules independently of each other.
     """
-    user = user or UserFusions()
     refusals: list[Refusal] = []
     facts_of = _facts_reader(facts, recipe, target, grad)
 
@@ -275,16 +280,18 @@ def plan(
         chosen = [r for r in rules if r.phase == phase]
         return list(_scan(ops, chosen, taken, facts_of, refusals))
 
-    joint = scan("joint", [*user.joint, *user.forward, *user.backward])
-    forward = scan("forward", [*joint, *user.forward])
-    # Without gradients there is no backward to plan.
-    wanted = any(needs.requires_grad for needs in grad)
-    backward = scan("backward", [*joint, *user.backward]) if wanted else []
     # A user's joint fusions are among the forward ones and the backward ones too.
+    own = scan("joint", [*user.joint, *user.forward, *user.backward])
+    joint = [*user.joint, *own]
+    forward = [*user.forward, *own]
+    forward += scan("forward", forward)
+    backward = [*user.backward, *own]
+    if any(needs.requires_grad for needs in grad):
+        backward += scan("backward", backward)
     made: list[tuple[Phase, Fusion]] = [
-        *(("joint", f) for f in (*user.joint, *joint)),
-        *(("forward", f) for f in (*user.forward, *forward) if f not in user.joint),
-        *(("backward", f) for f in (*user.backward, *backward) if f not in user.joint),
+        *(("joint", f) for f in joint),
+        *(("forward", f) for f in forward if f not in joint),
+        *(("backward", f) for f in backward if f not in joint),
     ]
     selecting = [r for r in rules if r.phase == "kernels"]
     taken = {i for _, fusion in made for i in range(fusion.start, fusion.stop)}
@@ -294,8 +301,8 @@ def plan(
     ]
     return Plan(
         tuple(ops),
-        _steps(ops, [*user.forward, *joint, *forward]),
-        _steps(ops, [*user.backward, *joint, *backward]),
+        _steps(ops, forward),
+        _steps(ops, backward),
         tuple(made),
         tuple(kernels),
         tuple(refusals),
@@ -311,7 +318,7 @@ def _scan(
     ops: Sequence[Any],
     rules: Sequence[Rule],
     taken: Sequence[Fusion],
-    facts_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    facts_of: FactsOf,
     refusals: list[Refusal],
 ) -> Iterator[Fusion]:
     """The fusions of one pass over the ops, each by the first rule that fits; adds the refusals."""
@@ -321,19 +328,13 @@ def _scan(
         free = at
         while free < len(ops) and free not in blocked:
             free += 1
-        for rule in rules:
-            bound = rule.fit(ops[:free], at)
-            if bound is None:
-                continue
-            stop = at + sum(op is not None for op in bound.values())
-            this = facts_of(bound, at)
-            if reasons := rule.why_not(bound, this):
-                other_target = not rule.applies_to_target(this)
-                refusals.append(Refusal(rule, at, tuple(ops[at:stop]), reasons, other_target))
-                continue
-            yield Fusion(at, stop, _built(rule, bound, ops[at:stop]), rule, rule.name)
-            at = stop - 1
-            break
+        found, refused = _first_fitting(ops[:free], at, rules, facts_of)
+        refusals.extend(refused)
+        if found is not None:
+            rule, bound, covered = found
+            op = _built(rule, bound, covered)
+            yield Fusion(at, at + len(covered), op, rule, rule.name)
+            at += len(covered) - 1
         at += 1
 
 
@@ -341,22 +342,34 @@ def _selected(
     ops: Sequence[Any],
     at: int,
     rules: Sequence[Rule],
-    facts_of: Callable[[dict[str, Any], int], SimpleNamespace],
+    facts_of: FactsOf,
     refusals: list[Refusal],
 ) -> Selected | None:
     """The kernels of the first rule that fits an op; if none does, their refusals are added."""
-    refused = []
+    found, refused = _first_fitting(ops[: at + 1], at, rules, facts_of)
+    if found is None:
+        refusals.extend(refused)
+        return None
+    rule, bound, (op,) = found
+    return Selected(rule, _built_kernels(rule, bound, op))
+
+
+def _first_fitting(
+    ops: Sequence[Any], at: int, rules: Sequence[Rule], facts_of: FactsOf
+) -> tuple[tuple[Rule, dict[str, Any], tuple[Any, ...]] | None, list[Refusal]]:
+    """The first rule that applies from ``at`` on, with the ops; and the refusals before it."""
+    refused: list[Refusal] = []
     for rule in rules:
-        bound = rule.fit(ops[: at + 1], at)
+        bound = rule.fit(ops, at)
         if bound is None:
             continue
+        covered = tuple(op for op in bound.values() if op is not None)
         this = facts_of(bound, at)
         reasons = rule.why_not(bound, this)
         if not reasons:
-            return Selected(rule, _built_kernels(rule, bound, ops[at]))
-        refused.append(Refusal(rule, at, (ops[at],), reasons, not rule.applies_to_target(this)))
-    refusals.extend(refused)
-    return None
+            return (rule, bound, covered), refused
+        refused.append(Refusal(rule, at, covered, reasons, not rule.applies_to_target(this)))
+    return None, refused
 
 
 def _built_kernels(rule: Rule, bound: dict[str, Any], op: Any) -> Any:
@@ -383,11 +396,7 @@ def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     return op
 
 
-def _facts_reader(
-    facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]
-) -> Callable[[dict[str, Any], int], SimpleNamespace]:
-    """A function that makes the namespace ``this`` of ops that fit a pattern from an index on."""
-
+def _facts_reader(facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]) -> FactsOf:
     def facts_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
         this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,

@@ -32,11 +32,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: tuple[Rule, ...] = ()
-        self.functions: dict[Phase, list[Callable[..., Any]]] = {
-            "joint": [],
-            "forward": [],
-            "backward": [],
-        }
+        self.functions: tuple[FusionFunction, ...] = ()
         self.version = 0
         self._discovered = False
         self.has_users = False
@@ -94,23 +90,19 @@ class Registry:
 
     def remove_rule(self, rule: Rule | Callable[..., Any] | str) -> None:
         """See :func:`unregister_rule`."""
-        found: list[Any] = [user for user in self._users() if user.function == rule]
+        found: list[Any] = [known for known in self.functions if known.function == rule]
         if not found:
-            known: list[Any] = [*self.rules, *self._users()]
+            known: list[Any] = [*self.rules, *self.functions]
             name = str(getattr(rule, "name", rule))
             self._named(name, known)
             found = [each for each in known if each.name == name]
-        for phase, functions in self.functions.items():
-            functions[:] = [f for f in functions if FusionFunction(phase, f) not in found]
+        self.functions = tuple(known for known in self.functions if known not in found)
         self.install([known for known in self.rules if known not in found])
 
     def rule(self, name: str) -> Any:
         """The rule or the user's function of that name; ValueError names those there are."""
         self.discover()
-        return self._named(name, [*self.rules, *self._users()])
-
-    def _users(self) -> list[FusionFunction]:
-        return [FusionFunction(p, f) for p in self.functions for f in self.functions[p]]
+        return self._named(name, [*self.rules, *self.functions])
 
     def _named(self, name: str, among: Iterable[Any]) -> Any:
         by_name = {known.name: known for known in among}
@@ -132,15 +124,15 @@ class Registry:
                 f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
             )
         check_bools("a fusion", prepend=prepend)
-        functions = self.functions[phase]
-        if function not in functions:
-            functions.insert(0 if prepend else len(functions), function)
+        added = FusionFunction(phase, function)
+        if added not in self.functions:
+            self.functions = (added, *self.functions) if prepend else (*self.functions, added)
             self._changed()
 
     def _changed(self) -> None:
         self.version += 1
         builds = [rule.build for rule in self.rules]
-        self.has_users = any(self.functions.values()) or not all(map(is_ours, builds))
+        self.has_users = bool(self.functions) or not all(map(is_ours, builds))
 
     def apply(self, ops: Sequence[Any], recipe: Any) -> UserFusions:
         """Run the user's functions over ``ops``: joint ones, then the other two on the result."""
@@ -148,9 +140,9 @@ class Registry:
 
         def run(phase: Phase, start: Sequence[Any]) -> list[Any]:
             current = list(start)
-            for function in self.functions[phase]:
-                name = FusionFunction(phase, function).name
-                returned = function(current, recipe=recipe)
+            for user in [user for user in self.functions if user.phase == phase]:
+                name = user.name
+                returned = user.function(current, recipe=recipe)
                 current = list(returned) if isinstance(returned, Iterable) else [returned]
                 if not all(hasattr(op, "basic_ops") for op in current):
                     raise TypeError(f"the fusion {name} must return ops, got {returned!r:.200}")

@@ -77,11 +77,16 @@ class Rule:
         """Every sentence that is false of ``facts``; empty where the rule applies."""
         reasons = []
         for slot in self.pattern:
-            op = bound[slot.name]
+            op: Any = bound[slot.name]
             if op is not None and _computes_as(op) not in slot.types:
                 reasons.append(
                     f"{slot.name} must be {slot} itself, got its subclass {type(op).__name__}, "
                     "whose math may differ"
+                )
+            if self.phase == "kernels" and op.is_formula:
+                reasons.append(
+                    f"{slot.name} must have a forward by hand, which runs on ctx.kernels, got "
+                    f"{type(op).__name__}, which is a formula alone"
                 )
         reasons.extend(r for need in self.needs if (r := need.why_not(facts)) is not None)
         return tuple(reasons)

@@ -58,7 +58,7 @@ def test_functions_of_other_kinds_have_names(own_fusions):
             return double(ops, recipe=recipe)
 
     for function, name in ((Fuse(), "Fuse"), (functools.partial(double), "double")):
-        own_fusions.functions["joint"] = []
+        own_fusions.functions = ()
         extend.register_forward_backward_fusion(function)
         seq = fz.Sequential(*scales(), require=[name])
         seq(torch.ones(2))
@@ -619,3 +619,27 @@ def test_a_bias_set_to_none():
     linear.bias = None
     with pytest.raises(AttributeError, match="bias of Bias must be a tensor, got None; make an op"):
         linear(torch.ones(2, 4))
+
+
+class Cubed(fz.BasicOperation):
+    def formula(self, x):
+        return x**3
+
+
+def test_no_kernels_are_selected_for_a_formula(own_fusions):
+    """Autograd differentiates it; nothing would read them."""
+
+    @rule(phase="kernels")
+    def for_cubed(op: Cubed) -> object:
+        """Nothing that runs."""
+        return object()
+
+    register_rule(for_cubed)
+    op, x = Cubed(), torch.randn(3)
+    torch.testing.assert_close(op(x), x**3)
+    assert op.plan.fired == ()
+    text = str(fz.explain(op, x))
+    assert "for_cubed (kernels) for ops[0:1]" in text
+    assert "op must have a forward by hand, which runs on ctx.kernels, got Cubed" in text
+    with pytest.raises(fz.NotFused, match="Cubed, which is a formula alone"):
+        fz.Sequential(Cubed(), require=["for_cubed"])(x)

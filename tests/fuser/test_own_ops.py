@@ -16,10 +16,10 @@ from fusible.fuser.rules import rule
 
 @pytest.fixture
 def own_rules():
-    rules, functions = registry.rules, {p: list(f) for p, f in registry.functions.items()}
+    rules, functions = registry.rules, registry.functions
     yield
     registry.install(rules)
-    registry.functions.update(functions)
+    registry.functions = functions
 
 
 class Double(fz.BasicOperation):
