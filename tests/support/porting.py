@@ -40,7 +40,6 @@ PENDING = {
     "Quantize next to a GroupedLinear": "Quantize anywhere",
     "is not defined for quantized tensors": "quantized tensors are tensors",
     "a view of a .* tensor must keep": "quantized tensors are tensors",
-    "must be a multiple of .*, the format of its": "partial blocks",
     "must agree in requires_grad": "partially frozen groups",
 }
 """Sentences of cases that do not run yet, and what makes them run."""

@@ -53,7 +53,9 @@ class MakeScale(te.BasicOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         (input_,) = basic_op_ctxs[0].saved_tensors
         grad_scale = basic_op_grad_extra_outputs[0][0]
-        return grad_output + grad_scale[..., None] * 2 * input_ / input_.size(-1), [()], [()]
+        if grad_scale is not None:
+            grad_output = grad_output + grad_scale[..., None] * 2 * input_ / input_.size(-1)
+        return grad_output, [()], [()]
 
 
 class ScaleByExtra(te.BasicOperation):
@@ -316,7 +318,6 @@ def test_own_fusions(name):
 # --- weights --------------------------------------------------------------------------------------
 
 
-@later
 @pytest.mark.parametrize("recipe", porting.RECIPES)
 @pytest.mark.parametrize("final", porting.DTYPES)
 @pytest.mark.parametrize("first", porting.DTYPES)
@@ -413,7 +414,6 @@ OPERATIONS = {
 }
 
 
-@later
 @pytest.mark.parametrize("recipe", porting.QUANTIZING)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_quantized_tensors_are_those_of_their_values(name, recipe):
@@ -421,7 +421,9 @@ def test_operations_of_quantized_tensors_are_those_of_their_values(name, recipe)
     q = te.recipes.Quantizer(KINDS[recipe].format("input"))(x)
     got, want = OPERATIONS[name](q), OPERATIONS[name](q.dequantize())
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    ref.assert_near(got.to(torch.float64), want.to(torch.float64), torch.finfo(want.dtype).eps)
+    # A wider nominal dtype keeps the format, whose values BF16 has rounded.
+    eps = torch.finfo(torch.bfloat16 if name == "to float" else want.dtype).eps
+    ref.assert_near(got.to(torch.float64), want.to(torch.float64), eps)
     leaf = q.detach().requires_grad_()
     plain = q.dequantize().requires_grad_()
     if want.dtype.is_floating_point and name != "zeros_like":
@@ -441,7 +443,6 @@ IN_PLACE = {
 }
 
 
-@later
 @pytest.mark.parametrize("recipe", porting.QUANTIZING)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_operations_quantize_again(name, recipe):
@@ -453,7 +454,6 @@ def test_in_place_operations_quantize_again(name, recipe):
     assert torch.equal(q.dequantize(), quantizer(values).dequantize())
 
 
-@later
 @pytest.mark.parametrize("recipe", porting.QUANTIZING)
 @pytest.mark.parametrize("shape", [(1,), (311,), (7, 11), (7, 5, 3), (2, 3, 5, 3)])
 def test_any_shape_quantizes(shape, recipe):
@@ -466,7 +466,6 @@ def test_any_shape_quantizes(shape, recipe):
     ref.assert_near(got, want, 1e-6)
 
 
-@later
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_groups_quantized_before_give_the_bits_of_their_values(columnwise):
     """A dispatch that sends MXFP8 gives row-wise data alone."""
@@ -551,7 +550,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@later
 @pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_recipes(name, override):
