@@ -26,6 +26,7 @@ from fusible.ops import (
     ScaledSwiGLU,
     Sequential,
 )
+from fusible.ops.inputs import described
 from fusible.ops.parameters import stored
 
 NAME = "fusible"
@@ -125,15 +126,15 @@ class ExpertsBlock(nn.Module):
         self.__dict__["_experts"] = experts  # not a submodule: the parameters stay theirs
         self.__dict__["_options"] = _options(experts)
         up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
-        _check_sizes(experts, up)
-        dispatch, act = Dispatch(up.num_groups), activation_of(experts)
+        act = activation_of(experts)
+        down = ExpertsLinear(experts, "down_proj", scale_bias=act is not None and experts.has_bias)
+        _check_sizes(experts, up, down)
+        dispatch = Dispatch(up.num_groups)
         self.mlp = None
         if act is None:
-            self.dispatch, self.up = dispatch, up
-            self.down = ExpertsLinear(experts, "down_proj")
+            self.dispatch, self.up, self.down = dispatch, up, down
             self.combine = Combine(weighted=True)
         else:
-            down = ExpertsLinear(experts, "down_proj", scale_bias=experts.has_bias)
             self.mlp = Sequential(dispatch, up, act, down, Combine())
 
     def is_of(self, experts: Any) -> bool:
@@ -174,9 +175,8 @@ def _options(experts: Any) -> tuple[Any, ...]:
     return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)
 
 
-def _check_sizes(experts: Any, up: ExpertsLinear) -> None:
+def _check_sizes(experts: Any, up: ExpertsLinear, down: ExpertsLinear) -> None:
     """Refuse a second weight that does not go with the first."""
-    down = ExpertsLinear(experts, "down_proj")
     inner = up.out_features // 2 if experts.has_gate else up.out_features
     wanted = up.num_groups, up.in_features, inner
     got = down.num_groups, down.out_features, down.in_features
@@ -243,12 +243,9 @@ class ExpertsLinear(GroupedLinear):
     def _weight(self) -> Tensor:
         experts, weight = self._experts, getattr(self._experts, self._name, None)
         if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
-            got = type(weight).__name__
-            if isinstance(weight, Tensor):
-                got = f"{weight.dtype} of shape {tuple(weight.shape)}"
             raise ValueError(
                 f"{self._name} of {type(experts).__name__} must be a floating 3-D parameter, got "
-                f'{got}; use experts_implementation="eager" for this model'
+                f'{described(weight)}; use experts_implementation="eager" for this model'
             )
         return weight.mT if experts.is_transposed else weight
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fusible import formulas
 from fusible.activations import GATED, UNARY
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
-from fusible.ops.handover import accept, accept_grad, accepted, hand_over
+from fusible.ops.handover import CastingOp, accept_grad, hand_over
 from fusible.ops.inputs import check_interleaved, check_sizes
-from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import E4M3, fp8_tensor
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantization import dequantize
@@ -23,7 +20,7 @@ from fusible.recipes.quantize_ops import quantize_matrix
 _CACHED = fp8_tensor(E4M3)
 
 
-class Activation(BasicOperation):
+class Activation(CastingOp):
     """A function of the input, or of its gate and linear half, times one scale per row or none.
 
     Under ``torch.autocast`` input and output have its dtype.
@@ -31,10 +28,6 @@ class Activation(BasicOperation):
 
     activation: ClassVar[str]
     """The name of its row in :data:`fusible.activations.UNARY` or ``GATED``."""
-
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The output."""
@@ -69,7 +62,7 @@ class _Unscaled(Activation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The activation."""
-        x = accept(ctx, input_, type(self).__name__)
+        x = self.accept(ctx, input_)
         self.save_input(ctx, x)
         return hand_over(self.value(x), ctx.next_quantizer)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusible.ops.inputs import described
+
 NAMES = ("output", "grad_input")
 
 
@@ -30,21 +32,20 @@ def take(
             f"op_kwargs must not give {name!r} under torch.compile, which allocates "
             "results itself; copy the result, or call the module uncompiled"
         )
-    wanted = (
+    if (
+        isinstance(buffer, Tensor)
+        and (buffer.shape, buffer.dtype, buffer.device) == (tuple(shape), dtype, x.device)
+        and buffer.is_contiguous()
+        and not buffer.requires_grad
+    ):
+        return buffer.detach()
+    got = described(buffer)
+    if isinstance(buffer, Tensor):
+        got += f" with strides {buffer.stride()} and requires_grad={buffer.requires_grad}"
+    raise ValueError(
         f"the caller's {name!r} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "
-        f"{x.device} without requires_grad, got "
+        f"{x.device} without requires_grad, got {got}; give buffer.detach() if it has the latter"
     )
-    if not isinstance(buffer, Tensor):
-        raise ValueError(f"{wanted}{type(buffer).__name__}")
-    if buffer.shape != tuple(shape) or buffer.dtype != dtype or buffer.device != x.device:
-        raise ValueError(
-            f"{wanted}{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
-        )
-    if not buffer.is_contiguous():
-        raise ValueError(f"{wanted}strides {buffer.stride()}")
-    if buffer.requires_grad:
-        raise ValueError(f"{wanted}requires_grad=True; give buffer.detach()")
-    return buffer.detach()
 
 
 def written(buffer: Tensor) -> Tensor:

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from fusible.arguments import check_numbers
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
-from fusible.ops.handover import accept, accept_grad, accepted, hand_over
-from fusible.ops.op import BasicOperation
+from fusible.ops.handover import CastingOp, accept_grad, hand_over
 
 
-class Dropout(BasicOperation):
+class Dropout(CastingOp):
     """Zeros with probability ``p`` in training, other elements of x ``[...]`` over ``1 - p``.
 
     In evaluation the input itself. Draws from PyTorch's generator of the device as
@@ -36,13 +34,9 @@ class Dropout(BasicOperation):
             raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")
         self.p = p
 
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
-
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input, partly dropped."""
-        x = accept(ctx, input_, "Dropout")
+        x = self.accept(ctx, input_)
         if self.training and self.p == 1:  # PyTorch draws nothing for it
             x, mask = x * 0, torch.zeros_like(x, dtype=torch.bool)
             ctx.save_for_backward(mask)

@@ -11,35 +11,35 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.ops.inputs import check_dtype
+from fusible.ops.op import BasicOperation
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 
 
-def accept(
-    ctx: OperationContext, x: Tensor, op_name: str, dtype: torch.dtype | None = None
-) -> Tensor:
-    """``x`` decoded if it is quantized, in the dtype of ``torch.autocast``, or in ``dtype``.
+class CastingOp(BasicOperation):
+    """An op that computes, and gives its output, in the dtype of its weight, or of its input.
 
-    Notes its dtype as ``ctx.dtype``, in which the backward takes the gradient. Autocast leaves
-    FP64 as it is; without ``dtype``, which is a weight's, x keeps its own.
-
-    Raises:
-        ValueError: a dtype that ops do not compute in.
+    In that of ``torch.autocast`` inside it, which leaves FP64 as it is.
     """
-    check_dtype(x, "input", op_name)
-    x = values(x)
-    ctx.dtype = autocast_to(x.dtype if dtype is None else dtype, ctx.autocast_dtype)
-    return cast(x, ctx.dtype)
 
+    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
+        """Autocast's, or the weight's, or the input's."""
+        dtype = given.params[0] if given.params else given.input
+        return (None if dtype is None else autocast_to(dtype, given.autocast),)
 
-def accepted(given: Dtypes) -> tuple[torch.dtype | None]:
-    """The dtype of what `accept` gives, in which an op's output is too."""
-    return (None if given.input is None else autocast_to(given.input, given.autocast),)
+    def accept(self, ctx: OperationContext, x: Tensor) -> Tensor:
+        """``x`` in that dtype, decoded if it is quantized.
 
+        Notes the dtype as ``ctx.dtype``, in which the backward takes the gradient.
 
-def accepted_by_weight(given: Dtypes) -> tuple[torch.dtype | None]:
-    """The dtype of the output of an op that casts its input to its weight's dtype."""
-    return (autocast_to(given.params[0], given.autocast),)
+        Raises:
+            ValueError: a dtype that ops do not compute in.
+        """
+        check_dtype(x, "input", type(self).__name__)
+        x = values(x)
+        dtype = ctx.parameters[0].dtype if ctx.parameters else x.dtype
+        ctx.dtype = autocast_to(dtype, ctx.autocast_dtype)
+        return cast(x, ctx.dtype)
 
 
 def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:

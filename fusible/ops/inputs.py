@@ -130,6 +130,8 @@ def check_row_scales(scales: Tensor | None, x: Tensor, op_name: str) -> Tensor:
     )
 
 
-def described(t: Tensor | None) -> str:
-    """What a message says of a tensor that does not fit."""
-    return "None" if t is None else f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"
+def described(t: object) -> str:
+    """What a message says of a value that is no tensor or not one that fits."""
+    if not isinstance(t, Tensor):
+        return "None" if t is None else type(t).__name__
+    return f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
@@ -12,20 +12,13 @@ from torch import Tensor, nn
 from fusible import formulas
 from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
 from fusible.kernels import normalization as kernels
-from fusible.ops.handover import (
-    accept,
-    accept_grad,
-    accepted,
-    accepted_by_weight,
-    hand_over,
-)
+from fusible.ops.handover import CastingOp, accept_grad, hand_over
 from fusible.ops.inputs import check_device, check_sizes
-from fusible.ops.op import BasicOperation, OpGrads
+from fusible.ops.op import OpGrads
 
 
-class _Norm(BasicOperation):
+class _Norm(CastingOp):
     """A norm with a weight of ``normalized_shape``, the last dimensions of the input.
 
     Arithmetic is in FP32, on the input cast to the weight's dtype, that of ``torch.autocast``
@@ -33,7 +26,9 @@ class _Norm(BasicOperation):
     """
 
     fact_names = ("normalized_shape", "features", "eps", "zero_centered_gamma")
-    has_bias: ClassVar[bool] = False
+    kernel: ClassVar[Callable[..., tuple[Tensor, ...]]]
+    """Gives the output, and statistics that ``backward_kernel`` reads."""
+    backward_kernel: ClassVar[Callable[..., tuple[Tensor, ...]]]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -58,7 +53,7 @@ class _Norm(BasicOperation):
         self.features = math.prod(self.normalized_shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
-        for name, present in (("weight", True), ("bias", self.has_bias)):
+        for name, present in (("weight", True), ("bias", "bias" in (self.parameter_names or ()))):
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty) if present else None)
         self.reset_parameters()
@@ -69,10 +64,6 @@ class _Norm(BasicOperation):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the weight's."""
-        return accepted_by_weight(given)
-
     def rows(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input as ``[rows, features]``, refused unless it ends in ``normalized_shape``."""
         op_name, shape = type(self).__name__, self.normalized_shape
@@ -81,9 +72,26 @@ class _Norm(BasicOperation):
                 f"input of {op_name} must end in the dimensions {shape}, got shape "
                 f"{tuple(input_.shape)}"
             )
-        weight = ctx.parameters[0]
-        check_device(input_, weight, op_name)
-        return accept(ctx, input_, op_name, weight.dtype).reshape(-1, self.features)
+        check_device(input_, ctx.parameters[0], op_name)
+        return self.accept(ctx, input_).reshape(-1, self.features)
+
+    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """The normalized input."""
+        x, parameters = self.rows(ctx, input_), ctx.parameters
+        flat = [p.view(-1) for p in parameters]
+        y, *statistics = type(self).kernel(x, *flat, self.eps, self.zero_centered_gamma)
+        ctx.save_for_backward(x, *statistics, parameters[0])
+        return hand_over(y.view(input_.shape), ctx.next_quantizer)
+
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
+        """Gradients of the input and of the parameters."""
+        x, *statistics, weight = ctx.saved_tensors
+        dy = accept_grad(ctx, grad_output).reshape(x.shape)
+        dx, *dparams = type(self).backward_kernel(
+            dy, x, *statistics, weight.view(-1), self.zero_centered_gamma
+        )
+        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
+        return dx, *[dparam.view(weight.shape) for dparam in dparams]
 
 
 def _check_eps(eps: float, op_name: str) -> None:
@@ -113,27 +121,8 @@ class LayerNorm(_Norm):
 
     parameter_names = ("weight", "bias")
     saves = "x, mean, reciprocal deviation, weight"
-    has_bias = True
+    kernel, backward_kernel = kernels.layer_norm, kernels.layer_norm_backward
     bias: nn.Parameter
-
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """The normalized input."""
-        x, (weight, bias) = self.rows(ctx, input_), ctx.parameters
-        y, mean, rstd = kernels.layer_norm(
-            x, weight.view(-1), bias.view(-1), self.eps, self.zero_centered_gamma
-        )
-        ctx.save_for_backward(x, mean, rstd, weight)
-        return hand_over(y.view(input_.shape), ctx.next_quantizer)
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
-        """Gradients of the input, the weight and the bias."""
-        x, mean, rstd, weight = ctx.saved_tensors
-        dy = accept_grad(ctx, grad_output).reshape(x.shape)
-        dx, dweight, dbias = kernels.layer_norm_backward(
-            dy, x, mean, rstd, weight.view(-1), self.zero_centered_gamma
-        )
-        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
-        return dx, dweight.view(weight.shape), dbias.view(weight.shape)
 
 
 class RMSNorm(_Norm):
@@ -146,26 +135,10 @@ class RMSNorm(_Norm):
 
     parameter_names = ("weight",)
     saves = "x, reciprocal root mean square, weight"
-
-    def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        """The normalized input."""
-        x, (weight,) = self.rows(ctx, input_), ctx.parameters
-        y, rstd = kernels.rms_norm(x, weight.view(-1), self.eps, self.zero_centered_gamma)
-        ctx.save_for_backward(x, rstd, weight)
-        return hand_over(y.view(input_.shape), ctx.next_quantizer)
-
-    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
-        """Gradients of the input and the weight."""
-        x, rstd, weight = ctx.saved_tensors
-        dy = accept_grad(ctx, grad_output).reshape(x.shape)
-        dx, dweight = kernels.rms_norm_backward(
-            dy, x, rstd, weight.view(-1), self.zero_centered_gamma
-        )
-        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
-        return dx, dweight.view(weight.shape)
+    kernel, backward_kernel = kernels.rms_norm, kernels.rms_norm_backward
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(CastingOp):
     """``x / sqrt(sum(x^2) + eps)`` over the last dimension, as for queries and keys.
 
     Saves ``(x, rnorm)``, the latter the reciprocal of the root in FP32, ``[..., 1]``; the dtype of
@@ -186,13 +159,9 @@ class L2Normalization(BasicOperation):
         _check_eps(eps, "L2Normalization")
         self.eps = eps
 
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """Autocast's, or the input's."""
-        return accepted(given)
-
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize`."""
-        x = accept(ctx, input_, "L2Normalization")
+        x = self.accept(ctx, input_)
         y, rnorm = formulas.l2_normalize(x, self.eps)
         ctx.save_for_backward(x, rnorm)
         return hand_over(y, ctx.next_quantizer)

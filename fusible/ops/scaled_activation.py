@@ -11,7 +11,7 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.activation import Activation, GatedOp, UnaryOp
-from fusible.ops.handover import accept, accept_grad, hand_over
+from fusible.ops.handover import accept_grad, hand_over
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.op import OpGrads
 
@@ -30,7 +30,7 @@ class _Scaled(Activation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, scaled."""
-        x = accept(ctx, input_, type(self).__name__)
+        x = self.accept(ctx, input_)
         scales = check_row_scales(scales, x, type(self).__name__)
         self.save_input(ctx, x, scales)
         (y,) = in_pieces(lambda *rows: (self.value(*rows),), x, scales)

@@ -14,7 +14,13 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels.moe import routing
-from fusible.ops.inputs import check_device, check_dtype, check_features, check_sizes
+from fusible.ops.inputs import (
+    check_device,
+    check_dtype,
+    check_features,
+    check_sizes,
+    described,
+)
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values
 
@@ -191,12 +197,9 @@ class TopKRouter(BasicOperation):
                 "update_expert_bias needs expert_bias=True, got a TopKRouter without one"
             )
         if not isinstance(split_sizes, Tensor) or split_sizes.shape != self.expert_bias.shape:
-            got = type(split_sizes).__name__
-            if isinstance(split_sizes, Tensor):
-                got = f"shape {tuple(split_sizes.shape)}"
             raise ValueError(
                 "split_sizes of update_expert_bias must be a tensor of shape "
-                f"({self.num_experts},), the rows of each expert, got {got}"
+                f"({self.num_experts},), the rows of each expert, got {described(split_sizes)}"
             )
         load = split_sizes.to(self.expert_bias.dtype)
         self.expert_bias += rate * torch.sign(load.mean() - load)

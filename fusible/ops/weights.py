@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
-from fusible.ops.handover import accepted_by_weight
+from fusible.ops.handover import CastingOp
 from fusible.ops.inputs import capturing
-from fusible.ops.op import BasicOperation, FusibleOperation, Grads
+from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.wgrad import (
     Delayed,
     WeightGradient,
@@ -45,7 +44,7 @@ WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductK
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
 
-class WeightedOperation(BasicOperation):
+class WeightedOperation(CastingOp):
     """A linear transformation: its weights are operands of quantized products.
 
     A subclass has ``parameter_names``, the first ``num_weights`` of them the weights, and calls
@@ -79,10 +78,6 @@ class WeightedOperation(BasicOperation):
         # Weight gradients of backwards so far, oldest first, and where each is to go.
         self._delayed: deque[Delayed] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
-
-    def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
-        """The product's: autocast's, or the weight's."""
-        return accepted_by_weight(given)
 
     def weights(self) -> list[Tensor]:
         """The weights as they are now; in a forward, ``ctx.parameters`` has them."""
