@@ -29,9 +29,8 @@ from grouped_mlp import activation, graphed
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels import grouped
+from fusible.kernels import grouped, moe
 from fusible.kernels.grouped import Glu
-from fusible.kernels.moe import permute, routing
 
 
 class Shape(NamedTuple):
@@ -327,39 +326,39 @@ def both(
 def bandwidth(problem: Problem) -> dict[str, dict[str, float]]:
     """Milliseconds of each launch that moves rows, and its bandwidth relative to a copy's."""
     shape, x, dy = problem.shape, problem.x.detach(), problem.dy
-    logits = routing.logits(x, problem.block[0].weight.detach(), None)
-    probs, ids = routing.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2])
-    row_map, *_ = permute.permutation(ids, shape.experts, None)
+    logits = moe.logits(x, problem.block[0].weight.detach(), None)
+    probs, ids = moe.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2])
+    row_map, *_ = moe.permutation(ids, shape.experts, None)
     count = ids.numel()
-    y, _ = permute.scatter_rows(x, row_map, None, count, False)
+    y, _ = moe.scatter_rows(x, row_map, None, count, False)
     other, scales = torch.empty_like(y), torch.rand(count, device="cuda")
     few, many = x.nbytes + row_map.nbytes, y.nbytes
     calls = {
         "copy": (lambda: other.copy_(y), 2 * many),
-        "row map": (lambda: permute.permutation(ids, shape.experts, None), 0),
+        "row map": (lambda: moe.permutation(ids, shape.experts, None), 0),
         "route": (
-            lambda: routing.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2]),
+            lambda: moe.route(logits, None, shape.top_k, "softmax", True, 1.0, [1, 1, 2]),
             0,
         ),
         "route backward": (
-            lambda: routing.route_backward(probs, logits, ids, "softmax", True, 1.0),
+            lambda: moe.route_backward(probs, logits, ids, "softmax", True, 1.0),
             0,
         ),
-        "logits": (lambda: routing.logits(x, problem.block[0].weight.detach(), None), 0),
+        "logits": (lambda: moe.logits(x, problem.block[0].weight.detach(), None), 0),
         "dispatch forward": (
-            lambda: permute.scatter_rows(x, row_map, probs, count, False),
+            lambda: moe.scatter_rows(x, row_map, probs, count, False),
             few + many,
         ),
         "dispatch backward": (
-            lambda: permute.gather_sum(y, row_map, None, scales),
+            lambda: moe.gather_sum(y, row_map, None, scales),
             few + many,
         ),
-        "combine forward": (lambda: permute.gather_sum(y, row_map, None, None), few + many),
+        "combine forward": (lambda: moe.gather_sum(y, row_map, None, None), few + many),
         "combine backward": (
-            lambda: permute.scatter_rows(dy, row_map, None, count, False),
+            lambda: moe.scatter_rows(dy, row_map, None, count, False),
             few + many,
         ),
-        "dot products": (lambda: permute.row_dots(y, dy, row_map, True), few + many),
+        "dot products": (lambda: moe.row_dots(y, dy, row_map, True), few + many),
     }
     ms = measure({name: call for name, (call, _) in calls.items()})
     speed = {name: moved / ms[name] / 1e9 for name, (_, moved) in calls.items()}

@@ -89,7 +89,7 @@ def quantizers(rows: int, columns: int) -> list[dict[str, float | str]]:
 def _cases(
     x: torch.Tensor, name: str, fmt: NumberFormat, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    rows, ops, spelled = x.shape[0], torch.ops.fusible, fmt.spelled()
+    rows, ops, spelled = x.shape[0], torch.ops.fusible, fmt.as_constants()
     equal = torch.arange(1, 129, device="cuda", dtype=torch.int32) * (rows // 128)
     ragged = torch.randint(0, rows, (127,), device="cuda", dtype=torch.int32).sort().values
     ragged = torch.cat((ragged, ragged.new_tensor([rows])))

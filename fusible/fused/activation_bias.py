@@ -25,6 +25,7 @@ class BackwardActivationBias(FusedOperation):
         (bias, activation), (ctx, ctx_act) = self._basic_ops, ctxs
         x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, dy)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
+        dx: Tensor | None
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())
         dx = hand_over(dx.view(x.shape), ctx.grad_quantizer) if ctx.needs.input else None
         return dx, [(bias.bias_grad(dbias),), ()], [(), ()]

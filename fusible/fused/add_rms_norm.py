@@ -31,7 +31,7 @@ class BackwardAddRMSNorm(FusedOperation):
         addend = None if dextra is None or wider else dextra.reshape(x.shape)
         dx, dweight = rms_norm_backward(rows, x, rstd, factor, addend)
         dx = dx.view(dy.shape)
-        if wider:
+        if dextra is not None and wider:
             dx = dextra + dx
         return dx, [(), (dweight.view(weight.shape),)], [(), ()]
 

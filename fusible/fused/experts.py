@@ -11,7 +11,7 @@ from fusible.fused.grouped_mlp import MLP_SM90, GroupedMLP, ScaledGLU
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
-from fusible.kernels.moe import permute
+from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.grouped_kernels import LIBRARY
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
@@ -90,7 +90,7 @@ class MoEExperts(FusedOperation):
         del drows
         x = second.saved.x
         if dispatch.recompute_rows:
-            x, _ = permute.scatter_rows(x, row_map, None, last.num_rows, False)
+            x, _ = moe.scatter_rows(x, row_map, None, last.num_rows, False)
         params1, extra1 = self._mlp.first_grads(ctx1, second, x, second.dpreact.row)
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, (second.dscales,), second.extra, (None,)]

@@ -24,6 +24,7 @@ from fusible.ops.grouped_kernels import (
     GroupedKernels,
     GroupedOperand,
     Saved,
+    glu_of,
 )
 from fusible.ops.matrices import as_rows
 from fusible.ops.weights import one_weight, quantize_weights
@@ -214,7 +215,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         bias = linear.stacked_bias(ctx, ctx.dtype)
-        made = sm100.glu(x, weights, groups.padded, scales, bias=bias, **_options(act))
+        made = sm100.glu(x, weights, groups.padded, scales, bias=bias, glu=glu_of(act))
         return Activated(*made)
 
     def dglu(
@@ -232,7 +233,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         d, dscales, dbias = sm100.dglu(
-            dy, weights, groups.padded, preact, scales, bias=bias, **_options(act)
+            dy, weights, groups.padded, preact, scales, bias=bias, glu=glu_of(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 
@@ -242,10 +243,6 @@ SM100 = Sm100Kernels()
 
 def _recipe(ctx: OperationContext) -> Recipe:
     return Recipe() if ctx.recipe is None else ctx.recipe
-
-
-def _options(act: Any) -> dict[str, Any]:
-    return {"activation": act.activation, **act.options()}
 
 
 def _quantized(

@@ -13,7 +13,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
-from fusible.kernels.moe import permute
+from fusible.kernels import moe
 from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.top_k_router import TopKRouter
@@ -33,7 +33,7 @@ class Dispatch(BasicOperation):
     - ``split_sizes``, int64 ``[num_experts]``: the rows of each expert. No host reads them.
     - ``scales`` ``[rows]``: the weight of each row, from ``probs``; not with ``scale_input``.
     - ``row_map``, int32 ``[..., k]``: the row of each choice. Where a choice is not computed,
-      ``~r`` for a row r in the tail (see :mod:`fusible.kernels.moe.permute`), so test for ``>= 0``.
+      ``~r`` for a row r in the tail (:mod:`fusible.kernels.moe.definitions`), so test for ``>= 0``.
 
     There is a row for each choice, computed or not: ``rows`` is the number of choices, or at most
     ``num_experts`` times the capacity. Within an expert rows are in the order of the tokens; rows
@@ -122,14 +122,14 @@ class Dispatch(BasicOperation):
     ) -> tuple[Tensor, ...]:
         """The row map, then the rows."""
         x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
-        row_map, split_sizes, ends = permute.permutation(
+        row_map, split_sizes, ends = moe.permutation(
             ids, self.num_experts, self.capacity(ids.numel())
         )
         rows = ids.numel()
         if (capacity := self.capacity(rows)) is not None:
             rows = min(rows, self.num_experts * capacity)
         ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        y, scales = permute.scatter_rows(x, row_map, probs, rows, self.scale_input)
+        y, scales = moe.scatter_rows(x, row_map, probs, rows, self.scale_input)
         ctx.dtype = probs.dtype
         ctx.shape = input_.shape
         if self.scale_input:
@@ -175,9 +175,10 @@ class Dispatch(BasicOperation):
         row_map, *scaled = ctx.saved_tensors
         dy = grad_output
         dscales = None if self.scale_input else grad_extra_outputs[1]
-        dx, dprobs = permute.gather_sum(dy, row_map, scaled[1] if scaled else None, dscales)
+        dprobs: Tensor | None
+        dx, dprobs = moe.gather_sum(dy, row_map, scaled[1] if scaled else None, dscales)
         if scaled and ctx.needs.extra_inputs[0]:
-            dprobs = cast(permute.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
+            dprobs = cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
         elif dscales is None:
             dprobs = None
         if dprobs is not None:
@@ -231,7 +232,7 @@ class Combine(BasicOperation):
         flat = row_map.reshape(-1, row_map.shape[-1])
         ctx.num_rows = rows.shape[0]
         ctx.save_for_backward(flat, *((rows, scales) if self.weighted else ()))
-        y, _ = permute.gather_sum(rows, flat, scales, None)
+        y, _ = moe.gather_sum(rows, flat, scales, None)
         return y.view(*row_map.shape[:-1], rows.shape[1])
 
     @staticmethod
@@ -261,9 +262,9 @@ class Combine(BasicOperation):
         scales = weighted[1] if weighted else None
         drows = dscales = None
         if ctx.needs.input:
-            drows, _ = permute.scatter_rows(dy, row_map, scales, ctx.num_rows, self.weighted)
+            drows, _ = moe.scatter_rows(dy, row_map, scales, ctx.num_rows, self.weighted)
         if scales is not None and ctx.needs.extra_inputs[1]:
             rows = weighted[0]
-            dscales = permute.row_dots(rows, cast(dy, rows.dtype), row_map, True)
+            dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
             dscales = cast(dscales, scales.dtype)
         return (drows, None, dscales) if self.weighted else (drows, None)

@@ -161,7 +161,7 @@ class DirectMLP(_Direct):
             [grad_output, x, preact], [weights[:cut], weights[cut:]]
         )
         dpreact, hidden, dscales = second.dglu(
-            dy, w2, ends, preact, scales, self._glu, not (held or keeps_graph())
+            dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )
         dweights: list[Tensor | None] = [None] * len(weights)
         if self._needs2.params[0]:

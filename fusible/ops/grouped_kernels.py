@@ -273,7 +273,7 @@ class GroupedKernels:
         if these kernels fuse it. ``overwrite``: ``preact`` may be written to.
         """
         dpreact, act_again, dscales = grouped.grouped_dglu(
-            dy, weights, groups, preact, scales, glu_of(act), overwrite
+            dy, weights, groups, preact, scales, glu_of(act), overwrite=overwrite
         )
         again = None if self.saves_activation(ctx) else act_again
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)

@@ -13,7 +13,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
-from fusible.kernels.moe import routing
+from fusible.kernels import moe
 from fusible.ops.inputs import (
     check_device,
     check_dtype,
@@ -219,8 +219,8 @@ class TopKRouter(BasicOperation):
         """One product, then the choice."""
         x, weight = self._operands(ctx, values(input_))
         bias = ctx.parameters[1] if len(ctx.parameters) > 1 else None
-        logits = routing.logits(x, weight, bias)
-        probs, ids = routing.route(
+        logits = moe.logits(x, weight, bias)
+        probs, ids = moe.route(
             logits,
             self.expert_bias,
             self.top_k,
@@ -286,7 +286,7 @@ class TopKRouter(BasicOperation):
         if dprobs is not None:
             dprobs = dprobs.reshape(ids.shape)
             options = self.score_function, self.normalize, self.scaling_factor
-            parts.append(routing.route_backward(dprobs, logits, ids, *options))
+            parts.append(moe.route_backward(dprobs, logits, ids, *options))
         for dloss, loss in zip(dlosses, self._losses(), strict=True):
             if dloss is not None:
                 _, derivative = torch.func.vjp(lambda t, f=loss: f(t, ids), logits)  # type: ignore[misc]

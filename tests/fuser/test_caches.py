@@ -30,6 +30,7 @@ UNBOUNDED = {
     "kernels/runtime/gpu.py capability": "devices",
     "kernels/runtime/gpu.py has_cutlass": "no arguments",
     "kernels/runtime/gpu.py multiprocessors": "devices",
+    "kernels/runtime/gpu.py runs_kernels": "devices",
     "kernels/runtime/launch.py load_kernel": "compiled kernels",
     "kernels/sm100/launches.py _last_streams": "devices",
     "kernels/sm100/launches.py _warm": "compiled kernels",

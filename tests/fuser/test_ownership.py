@@ -640,13 +640,13 @@ def test_a_saved_pre_activation_is_written_to_unless_hooks_hold_it(hooked, leadi
     x, scales = (t.detach().reshape(*leading, *t.shape[1:]).requires_grad_() for t in (x, scales))
     held, overwritten = [], []
 
-    own = grouped._grouped_dglu
+    own = grouped.grouped_dglu
 
     def dglu(*args, overwrite):
         overwritten.append(overwrite)
         return own(*args)
 
-    monkeypatch.setattr(grouped, "_grouped_dglu", dglu)
+    monkeypatch.setattr(grouped, "grouped_dglu", dglu)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
     with assume_target("sm90"):
         with hooks if hooked else nullcontext():

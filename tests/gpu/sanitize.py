@@ -14,10 +14,9 @@ import torch
 import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
 from fusible import formulas
 from fusible.activations import UNARY
-from fusible.kernels import grouped
+from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
-from fusible.kernels.moe import permute, routing
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -60,7 +59,7 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
             for w in ([w2], separate(w2)):
                 for overwrite in (False, True):
                     d_preact, act, _ = ops.grouped_dglu(
-                        dy, w, ends, preact.clone(), scales, glu, overwrite, tile=tile
+                        dy, w, ends, preact.clone(), scales, glu, overwrite=overwrite, tile=tile
                     )
                     launches += 2
     for tile in tiles.TILES["store"]:
@@ -82,17 +81,17 @@ def rows() -> None:
     """`fusible.kernels.moe`: router, permutation, movement of rows and its gradients."""
     for function in ("softmax", "sigmoid"):
         logits = random(77, 60, dtype=torch.float32)
-        probs, ids = routing.route(logits, None, 4, function, True, 2.5, [1, 1, 2])
-        routing.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
-    permute.permutation(torch.randint(-9, 70, (5000, 4), device="cuda"), 60, 300)  # every CTA
+        probs, ids = moe.route(logits, None, 4, function, True, 2.5, [1, 1, 2])
+        moe.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
+    moe.permutation(torch.randint(-9, 70, (5000, 4), device="cuda"), 60, 300)  # every CTA
     for capacity in (None, 3):
-        row_map, *_ = permute.permutation(ids, 60, capacity)
+        row_map, *_ = moe.permutation(ids, 60, capacity)
         moved = 77 * 4 if capacity is None else min(77 * 4, 60 * capacity)
         x, y, per_row = random(77, 40), random(moved, 40), torch.rand(moved, device="cuda")
-        permute.scatter_rows(x, row_map, probs, moved, True)
-        permute.gather_sum(y, row_map, probs, per_row)
+        moe.scatter_rows(x, row_map, probs, moved, True)
+        moe.gather_sum(y, row_map, probs, per_row)
         for by_row in (False, True):
-            permute.row_dots(y, x, row_map, by_row)
+            moe.row_dots(y, x, row_map, by_row)
 
 
 def dense() -> None:

@@ -9,7 +9,7 @@ import fusible as fz
 from fusible import formulas
 from fusible.activations import UNARY
 from fusible.kernels import dense
-from fusible.kernels.dense import definitions, launch
+from fusible.kernels.dense import cuda, definitions
 from fusible.kernels.dense.spec import MAX_FEATURES
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def tensors(count, *shape, dtype, scale=1.0):
 def test_activation_bias(activation, columns, dtype):
     for rows in ROWS:
         dy, x = tensors(2, rows, columns, dtype=dtype, scale=2.0)
-        assert launch.takes(x, dy)
+        assert cuda.takes(x, dy)
         dx, dbias = dense.activation_bias_backward(dy, x, activation)
         exact, exact_sum = definitions.activation_bias_backward(dy.double(), x.double(), activation)
         ref.assert_accurate(dx, exact, 2)

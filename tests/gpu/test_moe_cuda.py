@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible import formulas
-from fusible.kernels import grouped
-from fusible.kernels.moe import definitions, launch, permute, routing
+from fusible.kernels import grouped, moe
+from fusible.kernels.moe import cuda as kernels
+from fusible.kernels.moe import definitions
 from fusible.kernels.moe.spec import SortSpec
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def test_row_map(kind, groups):
         for capacity in (None, 0, 1, max(1, tokens * k // groups), 10**6):
             want = definitions.permutation(ids, groups, capacity)
             dtype = torch.int32 if capacity else torch.int64
-            same(permute.permutation(ids.to(dtype).cuda(), groups, capacity), want)
+            same(moe.permutation(ids.to(dtype).cuda(), groups, capacity), want)
 
 
 @on_poison
@@ -58,14 +59,14 @@ def test_row_map(kind, groups):
 @pytest.mark.parametrize("kind", ["skewed", "one group"])
 def test_row_map_of_many_choices(kind, groups, choices):
     ids = IDS[kind](choices, 1, groups).int().cuda()
-    got = permute.permutation(ids, groups, choices // 2)
+    got = moe.permutation(ids, groups, choices // 2)
     ref.assert_equal(got, definitions.permutation(ids, groups, choices // 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
 def test_row_map_of_narrow_ids(dtype):
     ids = IDS["even"](1000, 4, 100).to(dtype)
-    same(permute.permutation(ids.cuda(), 100, 50), definitions.permutation(ids, 100, 50))
+    same(moe.permutation(ids.cuda(), 100, 50), definitions.permutation(ids, 100, 50))
 
 
 def test_ids_beyond_32_bits():
@@ -73,22 +74,22 @@ def test_ids_beyond_32_bits():
     ids = torch.randint(0, 6, (1000, 4))
     ids[::2] += 2**32
     ids[::3] -= 2**33
-    same(permute.permutation(ids.cuda(), 6, None), definitions.permutation(ids, 6, None))
+    same(moe.permutation(ids.cuda(), 6, None), definitions.permutation(ids, 6, None))
 
 
 def test_more_than_two_to_the_31_elements():
     tokens, k, hidden, groups = 65600, 8, 4112, 16
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(0, groups, (tokens, k), device="cuda")
-    row_map, sizes, ends = permute.permutation(ids, groups, None)
+    row_map, sizes, ends = moe.permutation(ids, groups, None)
     assert ids.numel() * hidden > 2**31
-    rows, _ = permute.scatter_rows(x, row_map, None, ids.numel(), False)
-    total, _ = permute.gather_sum(rows, row_map, None, None)
+    rows, _ = moe.scatter_rows(x, row_map, None, ids.numel(), False)
+    total, _ = moe.gather_sum(rows, row_map, None, None)
     assert torch.equal(total, k * x)
     for last in (rows[-1], rows[-2]):
         assert (last == x).all(-1).any()
     squares = x.float().square().sum(-1)
-    dots = permute.row_dots(rows, x, row_map, False)
+    dots = moe.row_dots(rows, x, row_map, False)
     torch.testing.assert_close(dots, squares[:, None].expand(-1, k), rtol=1e-4, atol=1e-3)
     sums = grouped.grouped_sum(rows.fill_(1), ends, None)
     assert torch.equal(sums, sizes.bfloat16()[:, None].expand(-1, hidden))
@@ -116,13 +117,13 @@ def rows_case(dtype, tokens, hidden, k, weights, capacity):
 def test_rows(dtype, weights, k):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
         row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
-        assert launch.why_not(x.cuda(), row_map.cuda(), w) is None
+        assert kernels.takes_rows(x.cuda(), row_map.cuda(), w)
         for scale in (False, True) if w is not None else (False,):
             args = (x, row_map, w, rows, scale)
-            same(permute.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
+            same(moe.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
         for values in (None, torch.randn(rows), torch.randn(rows).half())[: 3 if k == 8 else 2]:
             args = (y, row_map, w, values)
-            same(permute.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
+            same(moe.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
 
 
 @on_poison
@@ -133,7 +134,7 @@ def test_row_dots(dtype, k, by_row):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
         row_map, _, _, x, y = rows_case(dtype, tokens, hidden, k, "none", capacity)
         x[0, 0] = torch.inf
-        got = permute.row_dots(*cuda(y, x, row_map, by_row)).cpu()
+        got = moe.row_dots(*cuda(y, x, row_map, by_row)).cpu()
         want = definitions.row_dots(y.double(), x.double(), row_map, by_row)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
@@ -146,15 +147,15 @@ def test_what_the_kernels_do_not_take_is_served(case):
     hidden = 3 if case == "hidden" else hidden
     k = 40 if case == "choices" else k
     ids = torch.randint(0, 5, (tokens, k))
-    row_map, *_ = permute.permutation(ids, 4, None)
+    row_map, *_ = moe.permutation(ids, 4, None)
     x = torch.randn(tokens, hidden, dtype=dtype)
     x = x.T.contiguous().T if case == "layout" else x
-    assert (launch.why_not(x.cuda(), row_map.cuda()) is None) == (case == "layout")
+    assert kernels.takes_rows(x.cuda(), row_map.cuda()) == (case == "layout")
     args = (x, row_map, torch.rand(tokens, k), tokens * k, True)
-    same(permute.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
+    same(moe.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
     y = torch.randn(tokens * k, hidden, dtype=dtype)
     args = (y, row_map, None, torch.randn(tokens * k))
-    same(permute.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
+    same(moe.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
 
 
 # --- router ---------------------------------------------------------------------------------------
@@ -169,14 +170,14 @@ def test_route(function, normalize):
         logits[::3] = logits[::3].round()  # ties
         logits[0, 0] = torch.nan if tokens > 1 else 0
         args = (k, function, normalize, 2.5, [1, 1, 2])
-        probs, ids = routing.route(logits.cuda(), None, *args)
+        probs, ids = moe.route(logits.cuda(), None, *args)
         want, where = definitions.route(logits, None, *args)
         assert torch.equal(ids.cpu(), where)
         torch.testing.assert_close(probs.cpu(), want, rtol=2e-6, atol=1e-7, equal_nan=True)
         logits, ids = logits[1:], where[1:]
         dprobs = torch.randn(ids.shape)
         args = (function, normalize, 2.5)
-        got = routing.route_backward(dprobs.cuda(), logits.cuda(), ids.cuda(), *args)
+        got = moe.route_backward(dprobs.cuda(), logits.cuda(), ids.cuda(), *args)
         exact = formulas.router_probs_backward(dprobs.double(), logits.double(), ids, *args)
         torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -189,7 +190,7 @@ def test_route_by_biased_scores_in_groups(groups, function, biased):
     logits, k = torch.randn(2000, 256), 6
     bias = torch.randn(256) / 10 if biased else None
     args = (k, function, True, 1.0, list(groups))
-    probs, ids = routing.route(logits.cuda(), None if bias is None else bias.cuda(), *args)
+    probs, ids = moe.route(logits.cuda(), None if bias is None else bias.cuda(), *args)
     want, where = definitions.route(logits.double(), bias, *args)
     # Scores that differ by a rounding may change places.
     differs = (ids.cpu() != where).any(-1)
@@ -204,7 +205,7 @@ def test_ties_in_groups(groups, function):
     """Of equal groups the first are kept, of equal experts the first are chosen, as on the CPU."""
     logits = torch.randint(0, 4, (2000, 256)).float()
     args = (6, function, True, 1.0, list(groups))
-    _, ids = routing.route(logits.cuda(), None, *args)
+    _, ids = moe.route(logits.cuda(), None, *args)
     _, want = definitions.route(logits, None, *args)
     assert torch.equal(ids.cpu(), want)
 
@@ -259,7 +260,7 @@ def test_losses(function):
 
 def test_opcheck():
     ids = torch.randint(0, 5, (6, 2), device="cuda")
-    row_map, *_ = permute.permutation(ids, 4, None)
+    row_map, *_ = moe.permutation(ids, 4, None)
     x, y = torch.randn(6, 8, device="cuda"), torch.randn(12, 8, device="cuda")
     w, v = torch.rand(6, 2, device="cuda"), torch.rand(12, device="cuda")
     torch.library.opcheck(torch.ops.fusible.permutation.default, (ids, 4, 3))

@@ -1,7 +1,9 @@
 """Ops are called directly where nothing is there to see the call, and through PyTorch elsewhere."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import reference as ref
@@ -135,25 +137,66 @@ def test_bad_input_is_refused_as_by_the_op(direct, scope):
     assert direct == []
 
 
-def test_library_ops_call_their_cuda_implementation(monkeypatch):
-    """With what a schema cannot express; as an op where anything else would see the call."""
-    op = define(
-        "called_directly(Tensor x) -> Tensor",
-        torch.empty_like,
-        lambda x: x + 1,
-        lambda x, more=1: x + 1 + more,
+class Pair(NamedTuple):
+    """Stands for two arguments of an op."""
+
+    first: int
+    second: float
+
+
+def test_library_ops_call_their_cuda_implementations(monkeypatch):
+    """The first that supports the arguments; as an op where anything else would see the call."""
+
+    def called_directly(
+        x: torch.Tensor, pair: Pair, flag: bool = True, *, more: int = 0
+    ) -> torch.Tensor:
+        return x + pair.second if flag else x - pair.second
+
+    def large(x, pair, flag=True, *, more=0):
+        return NotImplemented if pair.first < 5 else x + 100 + more
+
+    def even(x, pair, flag=True, *, more=0):
+        return NotImplemented if pair.first % 2 else x + 10 + more
+
+    op = define(called_directly, lambda x, *_: torch.empty_like(x), [large, even])
+    schema = torch.ops.fusible.called_directly.default._schema
+    assert str(schema) == (
+        "fusible::called_directly(Tensor x, SymInt pair_first, float pair_second, bool flag) "
+        "-> Tensor"
     )
     x = torch.zeros(2)
     with torch.no_grad():
-        assert op(x, more=2).tolist() == [1, 1]  # on the CPU
+        assert op(x, Pair(6, 0.5), more=2).tolist() == [0.5, 0.5]  # on the CPU
+        assert op(x, pair=Pair(6, 0.5), flag=False).tolist() == [-0.5, -0.5]
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        assert op(x).tolist() == [2, 2]
-        assert op(x, more=2).tolist() == [3, 3]
-        assert op(nn.Parameter(x)).tolist() == [1, 1]
+        assert op(x, Pair(6, 0.5)).tolist() == [100, 100]
+        assert op(x, Pair(2, 0.5), more=3).tolist() == [13, 13]
+        assert op(x, Pair(1, 0.5), flag=False).tolist() == [-0.5, -0.5]
+        assert op(x=x, pair=Pair(6, 0.5)).tolist() == [100, 100]
+        assert op(nn.Parameter(x), Pair(6, 0.5)).tolist() == [0.5, 0.5]
         with Dispatched() as noting:
-            assert op(x, more=2).tolist() == [1, 1]
+            assert op(x, Pair(6, 0.5), more=2).tolist() == [0.5, 0.5]
     assert noting.seen == ["fusible::called_directly"]
-    assert op(x).tolist() == [1, 1]
+    assert op(x, Pair(6, 0.5)).tolist() == [0.5, 0.5]
+    torch.library.opcheck(torch.ops.fusible.called_directly.default, (x, 1, 0.5, True))
+
+
+def test_a_list_that_is_written_to_is_found_direct(monkeypatch):
+    """By its first tensor."""
+
+    def written_directly(out: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+        out[0].copy_(x)
+
+    op = define(written_directly, lambda *_: None, [lambda out, x: out[0].copy_(x + 1) and None])
+    schema = str(torch.ops.fusible.written_directly.default._schema)
+    assert schema == "fusible::written_directly(Tensor(a!)[] out, Tensor x) -> ()"
+    x = torch.zeros(1)
+    with torch.no_grad():
+        for cuda, written in ((False, 0), (True, 1)):
+            monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _, cuda=cuda: cuda))
+            out = torch.full((1,), 7.0)
+            op([out], x)
+            assert out.item() == written
 
 
 # What is saved, column-wise of inputs and weights, is encoded; what is multiplied at once is not.

@@ -7,7 +7,7 @@ from checks import assert_no_spills
 from fusible import formulas
 from fusible.activations import UNARY
 from fusible.kernels import dense
-from fusible.kernels.dense import launch
+from fusible.kernels.dense import cuda
 from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
 
 
@@ -41,7 +41,7 @@ def test_rms_norm_backward_op(add):
     ("shape", "strip"), [((1, 8), 4), ((256, 1024), 4), ((4096, 4096), 28), ((99999, 8192), 128)]
 )
 def test_strips_of_rows(shape, strip):
-    assert launch.strip_rows(*shape, 132) == strip
+    assert cuda.strip_rows(*shape, 132) == strip
 
 
 KERNELS = [
@@ -58,5 +58,5 @@ KERNELS = [
 @pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=str)
 def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
     pytest.importorskip("cutlass")
-    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    cuda.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)

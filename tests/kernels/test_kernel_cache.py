@@ -10,9 +10,9 @@ import torch
 
 import fusible
 from fusible import logs
-from fusible.kernels.dense import launch as dense
+from fusible.kernels.dense import cuda as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
-from fusible.kernels.moe import launch as moe
+from fusible.kernels.moe import cuda as moe
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize import launch as quantize
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec

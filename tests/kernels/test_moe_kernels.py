@@ -5,7 +5,7 @@ from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.moe import launch
+from fusible.kernels.moe import cuda
 from fusible.kernels.moe.spec import MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -39,5 +39,5 @@ KERNELS = [
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=lambda v: str(v)[:60])
 def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
-    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    cuda.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)

@@ -535,9 +535,7 @@ def test_checking_is_a_scope():
             return torch.device("cuda", 0)
 
     def ends(sizes, rows):
-        return groups.group_ends_definition(
-            torch.tensor(sizes).as_subclass(OnDevice), rows
-        ).tolist()
+        return groups.group_ends(torch.tensor(sizes).as_subclass(OnDevice), rows).tolist()
 
     assert ends([2, -1, 3], 4) == [2, 2, 4]  # clamped: no negative sizes, no more rows than given
     assert ends([5, 5], 4) == [4, 4]

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible import formulas
-from fusible.kernels.moe import permute, routing
+from fusible.kernels import moe
 from fusible.testing import assume_target
 
 HIDDEN, EXPERTS, TOP_K = 8, 6, 3
@@ -67,7 +67,7 @@ def random_ids(tokens=11, top_k=TOP_K, experts=EXPERTS, foreign=False):
 @pytest.mark.parametrize("capacity", [None, 0, 1, 4, 100])
 def test_row_map(capacity, foreign, dtype):
     ids = random_ids(foreign=foreign)
-    row_map, sizes, ends = permute.permutation(ids.to(dtype), EXPERTS, capacity)
+    row_map, sizes, ends = moe.permutation(ids.to(dtype), EXPERTS, capacity)
     taken, left = expected_rows(ids, EXPERTS, capacity)
     assert sizes.tolist() == [len(rows) for rows in taken]
     assert ends.tolist() == sizes.cumsum(0).tolist()
@@ -89,17 +89,17 @@ def test_moving_rows(weighted, factor, foreign):
     capacity = None if factor is None else math.ceil(factor * ids.numel() / EXPERTS)
     rows = ids.numel() if factor is None else min(ids.numel(), EXPERTS * capacity)
     probs = torch.rand(ids.shape, dtype=torch.float64)
-    row_map, *_ = permute.permutation(ids, EXPERTS, capacity)
+    row_map, *_ = moe.permutation(ids, EXPERTS, capacity)
     taken, _ = expected_rows(ids, EXPERTS, capacity)
     order = [choice for of_expert in taken for choice in of_expert]
     want, scales = torch.zeros(rows, HIDDEN).double(), torch.zeros(rows).double()
     for r, (t, j) in enumerate(order):
         scales[r] = probs[t, j]
         want[r] = x[t] * (probs[t, j] if weighted else 1)
-    got, moved = permute.scatter_rows(x, row_map, probs, rows, weighted)
+    got, moved = moe.scatter_rows(x, row_map, probs, rows, weighted)
     assert torch.equal(got, want)
     assert torch.equal(moved, scales)
-    by_row, none = permute.scatter_rows(x, row_map, scales if weighted else None, rows, weighted)
+    by_row, none = moe.scatter_rows(x, row_map, scales if weighted else None, rows, weighted)
     assert torch.equal(by_row, want)
     assert none.numel() == 0
 
@@ -111,35 +111,35 @@ def test_moving_rows(weighted, factor, foreign):
         picked[t, j] = values[r]
         dots[t, j] = row_dots[r] = y[r] @ x[t]
     for weights in (probs, scales):
-        got, mine = permute.gather_sum(y, row_map, weights if weighted else None, values)
+        got, mine = moe.gather_sum(y, row_map, weights if weighted else None, values)
         torch.testing.assert_close(got, total, rtol=1e-14, atol=1e-14)
         assert torch.equal(mine, picked)
     for by_row, exact in ((False, dots), (True, row_dots)):
-        got = permute.row_dots(y, x, row_map, by_row)
+        got = moe.row_dots(y, x, row_map, by_row)
         torch.testing.assert_close(got, exact, rtol=1e-14, atol=1e-14)
 
 
 def test_values_of_dropped_rows_do_not_spread():
     """NaN in the tail, or in the weight of a dropped choice, stays there."""
     ids = torch.tensor([[0, 9], [9, 1]])
-    row_map, *_ = permute.permutation(ids, 2, None)
+    row_map, *_ = moe.permutation(ids, 2, None)
     y = torch.tensor([[1.0], [2.0], [math.nan], [math.nan]])
     probs = torch.tensor([[0.5, math.nan], [math.nan, 0.25]])
-    total, picked = permute.gather_sum(y, row_map, probs, y[:, 0])
+    total, picked = moe.gather_sum(y, row_map, probs, y[:, 0])
     assert total.tolist() == [[0.5], [0.5]]
     assert picked.tolist() == [[1, 0], [0, 2]]
-    rows, scales = permute.scatter_rows(torch.ones(2, 1), row_map, probs, 4, True)
+    rows, scales = moe.scatter_rows(torch.ones(2, 1), row_map, probs, 4, True)
     assert rows[:, 0].tolist() == scales.tolist() == [0.5, 0.25, 0, 0]
 
 
 def test_sums_are_in_fp32_in_the_order_of_choices():
     row_map = torch.tensor([[2, 0, 1, 3]], dtype=torch.int32)
     y = torch.tensor([[256.0], [1.0], [0.5], [1.0]], dtype=torch.bfloat16)
-    total, _ = permute.gather_sum(y, row_map, None, None)
+    total, _ = moe.gather_sum(y, row_map, None, None)
     assert total.item() == 258  # 258.5 rounded once; 256 if it had been in BF16
     tiny = torch.tensor([[1.0], [2.0**-24], [2.0**-24], [0.0]])
-    forwards, _ = permute.gather_sum(tiny, torch.tensor([[1, 2, 0]]).int(), None, None)
-    backwards, _ = permute.gather_sum(tiny, torch.tensor([[0, 1, 2]]).int(), None, None)
+    forwards, _ = moe.gather_sum(tiny, torch.tensor([[1, 2, 0]]).int(), None, None)
+    backwards, _ = moe.gather_sum(tiny, torch.tensor([[0, 1, 2]]).int(), None, None)
     assert forwards.item() > backwards.item() == 1.0
 
 
@@ -153,7 +153,7 @@ LIBRARY_CALLS = {
 
 @pytest.mark.parametrize("name", LIBRARY_CALLS)
 def test_opcheck(name):
-    row_map, *_ = permute.permutation(torch.tensor([[0, 1], [7, 1]]), 3, None)
+    row_map, *_ = moe.permutation(torch.tensor([[0, 1], [7, 1]]), 3, None)
     args = LIBRARY_CALLS[name](row_map)
     torch.library.opcheck(getattr(torch.ops.fusible, name).default, args)
 
@@ -238,7 +238,7 @@ def test_hand_written_gradient_of_the_weights(function, normalize):
         return formulas.router_probs(logits, ids, function, normalize, 1.7)
 
     _, derivative = torch.func.vjp(probs, logits)
-    mine = routing.route_backward(dprobs, logits, ids, function, normalize, 1.7)
+    mine = moe.route_backward(dprobs, logits, ids, function, normalize, 1.7)
     torch.testing.assert_close(mine, derivative(dprobs)[0], rtol=1e-12, atol=1e-13)
 
 
@@ -271,12 +271,12 @@ def test_losses(function):
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_of_equal_scores_the_first_expert_is_chosen(function):
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0]])
-    _, ids = routing.route(logits, None, 5, function, True, 1.0, [1, 1, 2])
+    _, ids = moe.route(logits, None, 5, function, True, 1.0, [1, 1, 2])
     assert ids.tolist() == [[1, 2, 5, 0, 3]]
-    _, ids = routing.route(logits, torch.zeros(6), 5, function, True, 1.0, [1, 1, 2])
+    _, ids = moe.route(logits, torch.zeros(6), 5, function, True, 1.0, [1, 1, 2])
     assert ids.tolist() == [[1, 2, 5, 0, 3]]
     # Scores that round to the same are told apart by their logits.
-    _, ids = routing.route(torch.tensor([[80.0, 90.0]]), None, 1, function, True, 1.0, [1, 1, 2])
+    _, ids = moe.route(torch.tensor([[80.0, 90.0]]), None, 1, function, True, 1.0, [1, 1, 2])
     assert ids.item() == 1
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
-from fusible.kernels.sm90 import checked_products, checks, grouped_products, launch
+from fusible.kernels.runtime import gpu, library
+from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import Spec
 
 # The kernels' arguments: see GroupedGemm.__call__.
@@ -121,23 +121,36 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "load_kernel", load)
-        patch.setattr(launch, "multiprocessors", lambda _: 132)
-        patch.setattr(launch, "tile_counter", lambda *_: 0)
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-        patch.setattr(checks, "pointer_table", pointer_table)
-        patch.setattr(grouped_products, "supports", lambda *_: True)
-        patch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
-        for name in ("group_ends", "grouped_mm", "grouped_wgrad", "grouped_wgrad_"):
-            patch.setattr(grouped, f"_{name}", getattr(checked_products, name))
-        patch.setattr(grouped, "_grouped_mm_", checked_products.grouped_mm_)
-        for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
-            patch.setattr(grouped, f"_{name}", grouped._of_glu(getattr(checked_products, name), at))
+        take_cpu_tensors(patch)
         try:
             yield loaded
         finally:
-            launch._vector_kernel.cache_clear()
-            grouped_products.cached_products.cache_clear()
+            forget_launches()
+
+
+def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
+    patch.setattr(launch, "multiprocessors", lambda _: 132)
+    patch.setattr(launch, "tile_counter", lambda *_: 0)
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    patch.setattr(operands, "pointer_table", pointer_table)
+    for module in (checked_products, grouped_products):
+        patch.setattr(module, "supports", supports)
+    patch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
+    patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
+    patch.setattr(gpu, "capability", lambda _: (0, 0))  # of all other kernels
+
+
+def supports(_: torch.device, dtype: torch.dtype, *features: int) -> bool:
+    """Whether the kernels take matrices."""
+    return operands.limits.takes(90, operands.DTYPE_NAMES[dtype], *features)
+
+
+def forget_launches() -> None:
+    """Drop the launches that were made of kernels that are none."""
+    launch._vector_kernel.cache_clear()
+    grouped_products.cached_products.cache_clear()
 
 
 def is_direct(y: Tensor) -> bool:

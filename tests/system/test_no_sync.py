@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fusible as fz
-from fusible import formulas
-from fusible.kernels import grouped, sm90
-from fusible.kernels.grouped import bias_gradients, cuda, pytorch
-from fusible.kernels.moe import definitions, permute, routing
+from fusible.kernels import grouped, moe
+from fusible.kernels.grouped import pytorch
+from fusible.kernels.runtime import gpu, library
+from fusible.kernels.sm90 import operands
 from fusible.testing import assume_target
 
 aten = torch.ops.aten
@@ -60,11 +60,9 @@ class NoSync(TorchDispatchMode):
 @pytest.fixture
 def no_sync(monkeypatch):
     """Meta tensors, on which the library ops run their CUDA implementations."""
-    monkeypatch.setattr(sm90, "supports", lambda *_: False)
-    for name in ("group_ends", "grouped_mm", "grouped_mm_", "grouped_wgrad", "grouped_wgrad_"):
-        monkeypatch.setattr(grouped, f"_{name}", getattr(cuda, name))
-    for name in ("grouped_sum", "grouped_dots"):
-        monkeypatch.setattr(grouped, f"_{name}", getattr(bias_gradients, f"{name}_definition"))
+    monkeypatch.setattr(library, "is_direct", lambda _: True)
+    for module in (operands, gpu, moe.cuda):  # no kernel of ours
+        monkeypatch.setattr(module, "capability", lambda _: (0, 0))
     with torch.device("meta"), NoSync():
         yield
 
@@ -182,12 +180,8 @@ def test_dense_ops(no_sync):
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_moe_block(capacity, no_sync, monkeypatch):
-    """By the definitions, which also serve what the kernels do not take on CUDA."""
-    for name in ("permutation", "scatter_rows", "gather_sum", "row_dots"):
-        monkeypatch.setattr(permute, name, getattr(definitions, name))
-    monkeypatch.setattr(routing, "route", definitions.route)
-    monkeypatch.setattr(routing, "route_backward", formulas.router_probs_backward)
+def test_moe_block(capacity, no_sync):
+    """By the definitions, which also serve what the kernels do not support on CUDA."""
     options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
     with assume_target("sm100"):
         block = fz.Sequential(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-from fusible.kernels.dense import definitions, launch
+from fusible.kernels.dense import cuda, definitions
 from fusible.kernels.runtime.library import define
 
 
@@ -13,24 +13,17 @@ def _activation_bias_backward_fake(dy: Tensor, x: Tensor, activation: str) -> tu
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=math_dtype(x.dtype))
 
 
-activation_bias_backward = define(
-    "activation_bias_backward(Tensor dy, Tensor x, str activation) -> (Tensor, Tensor)",
-    _activation_bias_backward_fake,
-    definitions.activation_bias_backward,
-    launch.activation_bias_backward,
-)
-
-
 def _rms_norm_backward_fake(
-    dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
+    dy: Tensor, x: Tensor, rstd: Tensor, *_: object
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=rstd.dtype)
 
 
+activation_bias_backward = define(
+    definitions.activation_bias_backward,
+    _activation_bias_backward_fake,
+    [cuda.activation_bias_backward],
+)
 rms_norm_backward = define(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor gain, Tensor? addend) "
-    "-> (Tensor, Tensor)",
-    _rms_norm_backward_fake,
-    definitions.rms_norm_backward,
-    launch.rms_norm_backward,
+    definitions.rms_norm_backward, _rms_norm_backward_fake, [cuda.rms_norm_backward]
 )

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.grouped.groups import row_groups
-from fusible.kernels.moe.launch import compiled, rows_spec, why_not
+from fusible.kernels.moe.cuda import compiled, rows_spec, takes_rows
 from fusible.kernels.runtime.launch import aligned, launch
 
 _MAX_GRID_Y = 2**16
 
 
-def grouped_sum_definition(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+def grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Tensor:
     """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``."""
     wide = dy.to(math_dtype(dy.dtype))
     if row_scale is not None:
@@ -25,7 +25,7 @@ def grouped_sum_definition(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -
     return sums.to(dy.dtype)
 
 
-def grouped_dots_definition(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+def grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     """The gradient of a bias's row scales: ``sum(dy * bias[group])``, zero in the tail, ``[M]``.
 
     In FP32, of FP64 in FP64.
@@ -38,13 +38,13 @@ def grouped_dots_definition(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
 
 def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels of a bias's gradients take the rows."""
-    return why_not(dy, ends[:, None], *others) is None and ends.shape[0] < _MAX_GRID_Y
+    return takes_rows(dy, ends[:, None], *others) and ends.shape[0] < _MAX_GRID_Y
 
 
-def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
-    """`grouped_sum_definition`, by a kernel where it supports the rows."""
+def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Tensor:
+    """`grouped_sum` by a kernel."""
     if not _takes_bias(dy, ends, row_scale):
-        return grouped_sum_definition(dy, ends, row_scale)
+        return NotImplemented
     dy, ends = aligned(dy), ends.contiguous()
     row_scale = None if row_scale is None else row_scale.contiguous()
     out = dy.new_empty(ends.shape[0], dy.shape[1])
@@ -54,9 +54,9 @@ def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tens
 
 
 def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_dots_definition`, by a kernel where it supports the rows."""
+    """`grouped_dots` by a kernel."""
     if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
-        return grouped_dots_definition(dy, bias, ends)
+        return NotImplemented
     dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()
     out = dy.new_empty(dy.shape[0], dtype=torch.float32)
     spec = rows_spec(dy, ends[:, None], None)

@@ -1,7 +1,7 @@
 """The grouped products in plain PyTorch, of any device and floating dtype: what kernels equal.
 
-A loop over the groups, which reads their end rows on the host. The order of the arguments is that
-of the library ops.
+A loop over the groups, which reads their end rows on the host. The signatures are those of the
+library ops.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ def grouped_mm(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    transpose_w: bool,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
 ) -> Tensor:
-    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e, or ``x @ w[e]``."""
+    """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
+
+    With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter. ``bias`` is
+    ``[E, N]``, ``row_scale`` has one value for each row.
+    """
     y = x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
     grouped_mm_(y, x, w, ends, bias, row_scale, transpose_w)
     return y
@@ -47,9 +51,9 @@ def grouped_mm_(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    transpose_w: bool,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
 ) -> None:
     """`grouped_mm` into ``out``."""
     if w[0].dim() == 3:
@@ -81,12 +85,16 @@ def grouped_glu(
     ends: Tensor,
     scales: Tensor | None,
     glu: Glu,
-    bias: Tensor | None,
-    save_preact: bool,
+    bias: Tensor | None = None,
+    save_preact: bool = True,
+    *,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor]:
-    """The pre-activation ``x @ w[e].T + bias[e]``, empty unless saved, and its activation."""
-    preact = product(x, w, ends, bias, None, False)
+    """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, one scale for each row.
+
+    With None the activation is not scaled. Without ``save_preact`` the first result has no rows.
+    """
+    preact = product(x, w, ends, bias)
     out = _without_tail(glu.forward(preact, scales), ends)
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
 
@@ -99,12 +107,17 @@ def grouped_dglu(
     preact: Tensor,
     scales: Tensor,
     glu: Glu,
+    *,
+    overwrite: bool = False,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``dy @ w[e]``, the activation's gradient: the pre-activation's gradient, the activation
-    once more, the scales' gradient.
+    """Backward of the activation between two grouped linears, in the second one's data gradient.
+
+    With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout of columns), the
+    activation ``glu(preact) * scales`` once more (for the weight gradient of the second linear),
+    and the gradient of ``scales``. With ``overwrite`` the first may take the memory of ``preact``.
     """
-    d = product(dy, w, ends, None, None, True)
+    d = product(dy, w, ends, transpose_w=True)
     dpreact, dscales = glu.backward(d, preact, scales)
     assert dscales is not None
     act = glu.forward(preact, scales)
@@ -120,7 +133,10 @@ def _without_tail(t: Tensor, ends: Tensor) -> Tensor:
 def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``dy[rows of e].T @ x[rows of e]`` for each group e, rounded once, to ``out_dtype``."""
+    """``dy[rows of e].T @ x[rows of e]`` for each group e, ``[E, N, K]``; zeros for no rows.
+
+    Rounded once, to ``out_dtype``.
+    """
     if out_dtype not in (None, dy.dtype):
         wide = torch.promote_types(out_dtype, dy.dtype)
         return grouped_wgrad(dy.to(wide), x.to(wide), ends).to(out_dtype)
@@ -135,9 +151,9 @@ def grouped_wgrad(
 
 
 def grouped_wgrad_(
-    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool
+    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
 ) -> None:
-    """`grouped_wgrad` into ``out``, or added to it."""
+    """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype)
     write(out, grouped_wgrad(dy.to(wide), x.to(wide), ends), accumulate)

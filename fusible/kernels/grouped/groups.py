@@ -35,8 +35,12 @@ def checks_enabled() -> bool:
     return _checking
 
 
-def group_ends_definition(split_sizes: Tensor, rows: int) -> Tensor:
-    """End rows of the groups, int32; sizes that the host may see are checked."""
+def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
+    """First row past each group, int32 ``[E]``, from the integers ``split_sizes``.
+
+    On a device negative sizes count as 0 and groups end at ``rows``; on the host, or under
+    `checking`, they raise ValueError.
+    """
     if _checking or split_sizes.device.type == "cpu":
         sizes = split_sizes.tolist()
         if min(sizes) < 0:
@@ -54,8 +58,8 @@ def group_ends_definition(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.clamp(min=0).cumsum(0).clamp(max=rows).to(torch.int32)
 
 
-def check_alignment_definition(split_sizes: Tensor, alignment: int) -> None:
-    """Raise ValueError for sizes that the host may see and that are no multiples."""
+def check_alignment(split_sizes: Tensor, alignment: int) -> None:
+    """Raise ValueError for sizes that the host may see and that are not whole ``alignment``."""
     if _checking or split_sizes.device.type == "cpu":
         wrong = [size for size in split_sizes.tolist() if size % alignment]
         if wrong:

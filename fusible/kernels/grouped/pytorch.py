@@ -1,8 +1,12 @@
-"""The grouped products on CUDA by PyTorch's own, of BF16 operands in any layout; no host sync."""
+"""The grouped products on CUDA by PyTorch's own, of BF16 operands in any layout; no host sync.
+
+Each returns NotImplemented for operands of another dtype.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +36,13 @@ def grouped_mm(
     x: Tensor,
     w: Sequence[Tensor],
     ends: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    transpose_w: bool,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    transpose_w: bool = False,
 ) -> Tensor:
     """`definitions.grouped_mm`."""
+    if x.dtype != torch.bfloat16:
+        return NotImplemented
     weight = stacked(w)
     rows, out_features = x.shape[0], weight.shape[2 if transpose_w else 1]
     if rows == 0:
@@ -57,18 +63,36 @@ def grouped_mm(
     return torch.where(live[:, None], y, 0).to(x.dtype)
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """`definitions.grouped_wgrad`, in the dtype of the operands."""
+def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> Any:
+    """`definitions.grouped_mm_`, by a copy."""
+    y = grouped_mm(x, *rest)
+    if y is NotImplemented:
+        return y
+    out.copy_(y)
+    return None
+
+
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`definitions.grouped_wgrad`, but that it is rounded to BF16 before another ``out_dtype``."""
+    if dy.dtype != torch.bfloat16:
+        return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]
     if dy.shape[0] == 0:
-        return dy.new_zeros(ends.shape[0], out_features, in_features)
+        return dy.new_zeros(ends.shape[0], out_features, in_features, dtype=out_dtype)
     dw = F.grouped_mm(_pitched(dy).t(), _pitched(x), offs=ends)
-    return dw[:, :out_features, :in_features].contiguous()
+    return dw[:, :out_features, :in_features].contiguous().to(out_dtype or dy.dtype)
 
 
 def grouped_wgrad_(
-    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool
+    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
 ) -> None:
     """`definitions.grouped_wgrad_`, but that it adds what was rounded to BF16."""
-    parts = grouped_wgrad(dy, x, ends).unbind(0)
-    (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(per_group(out)), parts)
+    dw = grouped_wgrad(dy, x, ends)
+    if dw is NotImplemented:
+        return NotImplemented
+    (torch._foreach_add_ if accumulate else torch._foreach_copy_)(
+        list(per_group(out)), dw.unbind(0)
+    )
+    return None

@@ -1,1 +1,44 @@
-"""Routing tokens and moving their rows: the contracts with their definitions, and the kernels."""
+"""Routing tokens and moving their rows as ``torch.library`` ops: `definitions` are what they equal.
+
+`cuda` has the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusible.formulas import math_dtype
+from fusible.kernels.moe import cuda, definitions
+from fusible.kernels.runtime.library import define
+
+__all__ = [
+    "gather_sum",
+    "logits",
+    "permutation",
+    "route",
+    "route_backward",
+    "row_dots",
+    "scatter_rows",
+]
+
+permutation = define(definitions.permutation, cuda.permutation_outputs, [cuda.permutation])
+scatter_rows = define(definitions.scatter_rows, cuda.scatter_outputs, [cuda.scatter_rows])
+gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_sum])
+row_dots = define(definitions.row_dots, cuda.dots_output, [cuda.row_dots])
+route = define(definitions.route, cuda.route_outputs, [cuda.route])
+route_backward = define(
+    definitions.route_backward,
+    lambda dprobs, logits, *_: torch.empty_like(logits),
+    [cuda.route_backward],
+)
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` of operands of one dtype, accumulated and kept in FP32 (FP64)."""
+    wide = math_dtype(x.dtype)
+    if x.device.type == "cuda" and x.dtype != wide:
+        y = torch.mm(x, weight.t(), out_dtype=wide)
+        return y if bias is None else y + bias.to(wide)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))

@@ -13,6 +13,8 @@ of the choices, and every element is written by one thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -123,7 +125,7 @@ def route(
     score_function: str,
     normalize: bool,
     scaling_factor: float,
-    groups: list[int],
+    groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids ``[T, top_k]`` of the experts chosen by logits ``[T, E]``.
 
@@ -132,3 +134,16 @@ def route(
     ids = formulas.choose_experts(logits, expert_bias, top_k, score_function, *groups)
     probs = formulas.router_probs(logits, ids, score_function, normalize, scaling_factor)
     return probs, ids
+
+
+def route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """The gradient of ``logits``."""
+    options = score_function, normalize, scaling_factor
+    return formulas.router_probs_backward(dprobs, logits, ids, *options)

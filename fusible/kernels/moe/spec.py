@@ -34,7 +34,7 @@ class RowsSpec(NamedTuple):
 
 
 class RouteSpec(NamedTuple):
-    """A router's choice, as ``routing.route`` names its arguments."""
+    """A router's choice, as ``definitions.route`` names its arguments."""
 
     experts: int
     top_k: int
@@ -54,7 +54,7 @@ GROUP_BITS = MAX_GROUPS.bit_length()
 
 
 class SortSpec(NamedTuple):
-    """A sort by group, as ``permute.permutation`` names its arguments."""
+    """A sort by group, as ``definitions.permutation`` names its arguments."""
 
     groups: int
     wide: bool

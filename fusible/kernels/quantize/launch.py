@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec, serves
-from fusible.kernels.runtime.gpu import architecture, capability, has_cutlass
+from fusible.kernels.runtime.gpu import architecture, has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import (
     aligned,
     call_on_device,
@@ -31,6 +31,7 @@ from fusible.recipes.quantize_ops import (
 )
 
 _library = torch.library.Library("fusible", "IMPL")
+_MIN_SM = 89
 
 
 def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
@@ -43,8 +44,7 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
         and matrix.shape[-1] % 8 == 0
         and matrix.numel() > 0
         and (ends is None or (ends.is_contiguous() and ends.dtype in (torch.int32, torch.int64)))
-        and capability(matrix.device) >= (8, 9)
-        and has_cutlass()
+        and runs_kernels(matrix.device, _MIN_SM)
     )
 
 

@@ -35,3 +35,9 @@ def has_cutlass() -> bool:
     """Whether nvidia-cutlass-dsl is installed, and new enough; does not import it."""
     version = installed("nvidia-cutlass-dsl")
     return version is not None and version >= CUTLASS_DSL
+
+
+@cache
+def runs_kernels(device: torch.device, least_sm: int) -> bool:
+    """Whether a CUDA device is SM ``least_sm`` or later, and kernels can be compiled for it."""
+    return capability(device) >= divmod(least_sm, 10) and has_cutlass()

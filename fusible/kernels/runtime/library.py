@@ -2,46 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
+from torch import Tensor
 
 from fusible.calls import is_direct
 from fusible.kernels.runtime.flops import Formula, count_flops
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # Kept alive for the life of the process: the registrations end with it.
 _library = torch.library.Library("fusible", "DEF")
+_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[Tensor]: "Tensor[]", bool: "bool",
+    int: "SymInt", int | None: "SymInt?", Sequence[int]: "int[]", float: "float", str: "str",
+    torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?",
+}  # fmt: skip
 
 
 def define(
-    schema: str,
+    definition: Callable[P, R],
     fake: Callable[..., Any],
-    cpu: Callable[..., Any] | None = None,
-    cuda: Callable[..., Any] | None = None,
+    cuda: Sequence[Callable[..., Any]] = (),
     flops: Formula | None = None,
-) -> Callable[..., Any]:
-    """Register the op ``fusible::<schema>`` and return the function that calls it.
+    name: str = "",
+) -> Callable[P, R]:
+    """Register ``definition`` as the op ``fusible::<name>``, by default its own; return its caller.
 
-    The function calls ``cuda`` itself where PyTorch's dispatcher would run nothing else, as
-    `is_direct` finds from the first argument. Its keyword arguments are for such calls alone: what
-    a schema cannot express, which the op goes without. ``flops`` gives the number of floating-point
-    operations from the arguments, if the op multiplies.
+    The op has the signature of its definition: a NamedTuple stands for its fields, ``out`` is
+    written to, and keyword-only arguments are left out, as a schema cannot express them. ``cuda``
+    are the implementations for CUDA, the preferred one first. Each returns NotImplemented for
+    arguments that it does not support; what none supports runs by the definition. ``flops`` gives
+    the number of floating-point operations from the arguments of the op, if it multiplies.
+
+    The function runs the implementation itself where PyTorch's dispatcher would run nothing else,
+    as `is_direct` finds from the first tensor.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    for key, implementation in (("CPU", cpu), ("CUDA", cuda)):
-        if implementation is not None:
-            _library.impl(name, implementation, key)
-    torch.library.register_fake(f"fusible::{name}", fake, lib=_library)
+    name, types = name or definition.__name__, get_type_hints(definition)
+    parameters = [
+        (p.name, p.default, types[p.name])
+        for p in inspect.signature(definition).parameters.values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+    structs = [kind if hasattr(kind, "_fields") else None for *_, kind in parameters]
+    nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
+
+    on_cuda = _first_of(*cuda, definition)
+
+    @wraps(definition)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else kwargs[parameters[0][0]]
+        if is_direct(first[0] if nested else first):
+            return on_cuda(*args, **kwargs)
+        given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
+        flat: list[Any] = []
+        for struct, arg in zip(structs, given, strict=True):
+            flat.extend((arg,) if struct is None else arg)
+        return op(*flat)
+
+    _library.define(_schema(name, parameters, types["return"]))
+    _library.impl(name, _of_fields(definition, structs), "CPU")
+    _library.impl(name, _of_fields(on_cuda, structs), "CUDA")
+    torch.library.register_fake(f"fusible::{name}", _of_fields(fake, structs), lib=_library)
     if flops is not None:
         count_flops(name, flops)
     op = getattr(torch.ops.fusible, name).default
-
-    if cuda is None:
-        return op
-
-    def call(*args: Any, **direct_only: Any) -> Any:
-        return cuda(*args, **direct_only) if is_direct(args[0]) else op(*args)
-
     return call
+
+
+def _first_of(*implementations: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the first of the implementations that supports the arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for implementation in implementations:
+            result = implementation(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        raise AssertionError("the definition supports all arguments")
+
+    return run
+
+
+def _of_fields(function: Callable[..., Any], structs: Sequence[Any]) -> Callable[..., Any]:
+    """``function``, of the arguments that the op takes."""
+
+    def run(*flat: Any) -> Any:
+        given = iter(flat)
+        return function(*[
+            next(given) if struct is None else struct(*islice(given, len(struct._fields)))
+            for struct in structs
+        ])  # fmt: skip
+
+    return run if any(structs) else function
+
+
+def _schema(name: str, parameters: Sequence[tuple[str, Any, Any]], returns: Any) -> str:
+    arguments = []
+    for argument, _, kind in parameters:
+        if hasattr(kind, "_fields"):
+            fields = get_type_hints(kind)
+            arguments += [f"{_TYPES[fields[part]]} {argument}_{part}" for part in kind._fields]
+        else:
+            written = "Tensor(a!)" if argument == "out" else "Tensor"
+            arguments.append(f"{_TYPES[kind].replace('Tensor', written)} {argument}")
+    kinds = get_type_hints(returns).values() if hasattr(returns, "_fields") else get_args(returns)
+    results = "Tensor" if returns is Tensor else f"({', '.join(_TYPES[kind] for kind in kinds)})"
+    return f"{name}({', '.join(arguments)}) -> {results}"

@@ -5,6 +5,7 @@ The kernels' own checks come later, name other arguments, and leave out what onl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,11 @@ class Weights(NamedTuple):
 
 
 def check_weights(
-    w: list[Tensor], scales: list[Tensor], x: Rows, device: torch.device, n_major: bool
+    w: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    x: Rows,
+    device: torch.device,
+    n_major: bool,
 ) -> Weights:
     """One ``[E, n, k]`` (``[E, k, n]`` if ``n_major``), or E of ``[n, k]``, with packed scales."""
     first, dense = w[0], w[0].ndim == 3

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import aligned, begins_aligned
+from fusible.kernels.sm100 import ops
 from fusible.kernels.sm100.checks import FP8, address_unit
 from fusible.kernels.sm100.padding import (
     PaddedGroups,
@@ -21,10 +23,8 @@ from fusible.kernels.sm100.padding import (
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
-from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix, saved_data
+from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix
 from fusible.recipes.product import is_quantized
-
-_ops = torch.ops.fusible
 
 
 class Rounded(NamedTuple):
@@ -149,10 +149,7 @@ def glu(
     prob: Tensor,
     *,
     bias: Tensor | None,
-    activation: str,
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    offset: float = 0.0,
+    glu: Glu,
 ) -> tuple[Tensor, Operand | Rounded]:
     """The first linear with the activation: BF16 ``c``, and ``d`` of the second linear's operand.
 
@@ -161,9 +158,7 @@ def glu(
     both uses, of others it is BF16. ``prob`` is FP32, one value a row.
     """
     bias = None if bias is None else aligned(bias)
-    c, *d = _ops.sm100_glu.default(
-        *_product(x, w, padded), bias, prob, activation, limit, alpha, offset
-    )
+    c, *d = ops.glu(_product(x, w, padded), bias, prob, glu)
     return c, _written(_format_of(x), *d)
 
 
@@ -196,19 +191,14 @@ def dglu(
     prob: Tensor,
     *,
     bias: bool,
-    activation: str,
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    offset: float = 0.0,
+    glu: Glu,
 ) -> tuple[Operand | Rounded, Tensor, Tensor]:
     """Gradients of ``c``, of ``prob`` (where the rows came from) and of the bias ``[E, N]``.
 
     From ``dy @ w[e]`` and what ``glu`` was given and gave. The gradient of ``c`` is as ``glu``
     gives ``d``; without ``bias`` the third has no rows.
     """
-    *d, dprob, dbias = _ops.sm100_dglu.default(
-        *_product(dy, w, padded), c, prob, bias, activation, limit, alpha, offset
-    )
+    *d, dprob, dbias = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
     dprob = dprob[:-1] if padded.rows is None else unpad_rows(dprob, padded)
     return _written(_format_of(dy), *d), dprob, dbias
 
@@ -228,7 +218,7 @@ def gemm(
     With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """
     bias = None if bias is None else aligned(bias)
-    y = _ops.sm100_gemm.default(*_product(x, w, padded), bias, row_scale, transpose_w)
+    y = ops.gemm(_product(x, w, padded), bias, row_scale, transpose_w)
     if padded.rows is not None:
         return unpad_rows(y, padded, out)
     # The kernel has left the rows past the last group as they were.
@@ -242,14 +232,14 @@ def wgrad(
     dy: OperandData, x: OperandData, padded: PaddedGroups, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e: ``[E, N, K]``; zeros for no rows."""
-    return _ops.sm100_wgrad.default(*_columns(dy, x, padded), out_dtype)
+    return ops.wgrad(_columns(dy, x, padded), out_dtype)
 
 
 def wgrad_(
     out: list[Tensor], dy: OperandData, x: OperandData, padded: PaddedGroups, accumulate: bool
 ) -> None:
     """`wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    _ops.sm100_wgrad_.default(out, *_columns(dy, x, padded), accumulate)
+    ops.wgrad_(out, _columns(dy, x, padded), accumulate)
 
 
 def takes_wgrad(out: Sequence[Tensor]) -> bool:
@@ -260,14 +250,15 @@ def takes_wgrad(out: Sequence[Tensor]) -> bool:
     )
 
 
-def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> tuple[Any, ...]:
+def _product(x: OperandData, w: Sequence[Any], padded: PaddedGroups) -> ops.ProductOperands:
     if isinstance(x, Tensor):
-        return x, None, list(w), [], padded.ends, None
+        return ops.ProductOperands(x, None, list(w), [], padded.ends, None)
     data, scales = [weight.data for weight in w], [weight.scale for weight in w]
-    return x.data, x.scale, data, scales, padded.ends, _alpha(x, w)
+    return ops.ProductOperands(x.data, x.scale, data, scales, padded.ends, _alpha(x, w))
 
 
-def _columns(dy: OperandData, x: OperandData, padded: PaddedGroups) -> tuple[Any, ...]:
-    (*dy_tensors, dy_top, _), (*x_tensors, x_top, _) = saved_data(dy), saved_data(x)
-    factors = [None if top is None else top.flatten() for top in (dy_top, x_top)]
-    return *dy_tensors, *x_tensors, padded.ends, *factors
+def _columns(dy: Any, x: Any, padded: PaddedGroups) -> ops.WgradOperands:
+    if isinstance(x, Tensor):
+        return ops.WgradOperands(dy, None, x, None, padded.ends, None, None)
+    tops = [None if m.tensor_scale is None else m.tensor_scale.flatten() for m in (dy, x)]
+    return ops.WgradOperands(dy.data, dy.scale, x.data, x.scale, padded.ends, *tops)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fusible import activations
 from fusible.kernels import grouped
+from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.library import define
 from fusible.kernels.runtime.provider import provider
 from fusible.kernels.runtime.workspaces import pointer_table
@@ -41,18 +42,30 @@ from fusible.kernels.sm100.launches import before_launch
 
 logger = logging.getLogger(__name__)
 
-_GLU = "str activation, float limit, float slope, float offset"
-_PRODUCT = "Tensor? x_scales, Tensor[] w, Tensor[] w_scales, Tensor ends, Tensor? alpha"
+
+class ProductOperands(NamedTuple):
+    """What a product of rows multiplies, scales packed for the MMA."""
+
+    x: Tensor
+    x_scales: Tensor | None
+    w: Sequence[Tensor]
+    w_scales: Sequence[Tensor]
+    ends: Tensor
+    alpha: Tensor | None
+    """FP32, what multiplies the product of each group."""
 
 
-def _define(schema: str, fake: Callable[..., Any], flops: Callable[..., int]) -> Callable[..., Any]:
-    """Register what is decorated for every device: the provider's kernels know where they run."""
+class WgradOperands(NamedTuple):
+    """What a weight gradient multiplies, scales packed for the MMA."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        define(schema, fake, function, function, flops)
-        return function
-
-    return register
+    dy: Tensor
+    dy_scales: Tensor | None
+    x: Tensor
+    x_scales: Tensor | None
+    ends: Tensor
+    dy_global: Tensor | None
+    x_global: Tensor | None
+    """FP32 factors of each group, of FP4."""
 
 
 def _run(
@@ -97,7 +110,7 @@ def _ones_of(size: int, device: torch.device) -> Tensor:
         return _ones(size, device)
 
 
-def _table(tensors: list[Tensor]) -> Tensor:
+def _table(tensors: Sequence[Tensor]) -> Tensor:
     """The addresses as int64 on the device of the tensors."""
     pointers = tuple([t.data_ptr() for t in tensors])
     device = tensors[0].device
@@ -106,10 +119,8 @@ def _table(tensors: list[Tensor]) -> Tensor:
     return pointer_table(pointers, device)
 
 
-def _weight_arguments(
-    w: list[Tensor], scales: list[Tensor], weights: Weights, n_major: bool
-) -> dict[str, Any]:
-    major = {"b_major": "n" if n_major else "k"}
+def _weight_arguments(p: ProductOperands, weights: Weights, n_major: bool) -> dict[str, Any]:
+    w, scales, major = p.w, p.w_scales, {"b_major": "n" if n_major else "k"}
     # Matrices that were allocated side by side are a dense tensor to the kernel.
     together = w[0] if weights.dense else None if scales else grouped.side_by_side(w)
     if together is not None:
@@ -120,22 +131,33 @@ def _weight_arguments(
     return {**tables, "sfb_ptrs": _table(scales)} if scales else tables
 
 
-def _common(
-    x: Tensor, x_scales: Tensor | None, ends: Tensor, alpha: Tensor | None, groups: int
-) -> dict[str, Any]:
-    """The operand A and the arguments common to every kernel over rows."""
-    alpha = _ones_of(groups, x.device) if alpha is None else alpha
-    common = {
-        "a_tensor": _as_element(x),
-        "padded_offsets": ends,
-        "alpha_tensor": alpha,
-        "acc_dtype": torch.float32,
-        "m_aligned": limits.GROUP_ROWS,
-        "use_dynamic_sched": True,
-    }
+def _multiply(
+    wrapper: str,
+    p: ProductOperands,
+    weights: Weights,
+    n_major: bool,
+    configuration: tuple[Any, ...],
+    alpha: Tensor | None,
+    **arguments: Any,
+) -> Any:
+    """Call the kernel of a product of rows, ``configuration`` being its options."""
+    x = p.x
+    operands = _weight_arguments(p, weights, n_major)
     if x.dtype in VECTOR:
-        common |= {"sfa_tensor": x_scales, "sf_vec_size": VECTOR[x.dtype]}
-    return common
+        operands |= {"sfa_tensor": p.x_scales, "sf_vec_size": VECTOR[x.dtype]}
+    return _run(
+        x.device,
+        wrapper,
+        (wrapper, x.dtype, weights, "b_tensor" in operands, n_major, *configuration),
+        a_tensor=_as_element(x),
+        padded_offsets=p.ends,
+        alpha_tensor=_ones_of(weights.groups, x.device) if alpha is None else alpha,
+        acc_dtype=torch.float32,
+        m_aligned=limits.GROUP_ROWS,
+        use_dynamic_sched=True,
+        **operands,
+        **arguments,
+    )
 
 
 def _quantizing(x: Tensor) -> dict[str, Any]:
@@ -146,14 +168,14 @@ def _quantizing(x: Tensor) -> dict[str, Any]:
     return {"d_dtype": FP8, "norm_const_tensor": one, "discrete_col_sfd": True}
 
 
-def _glu_arguments(
-    activation: str, limit: float, slope: float, offset: float, dtype: torch.dtype, prefix: str = ""
-) -> dict[str, Any]:
+def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, Any]:
+    activation, interleave, limit, slope, offset = glu
     require(
         activation in activations.SM100,
         f"activation must be one of {', '.join(activations.SM100)}",
         activation,
     )
+    require(interleave == limits.INTERLEAVE, f"interleave must be {limits.INTERLEAVE}", interleave)
     function = {"act_func": prefix + activations.SM100[activation]}
     if activation == "swiglu":
         return function
@@ -171,20 +193,12 @@ def _glu_arguments(
     }
 
 
-def _operands(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: list[Tensor],
-    w_scales: list[Tensor],
-    ends: Tensor,
-    alpha: Tensor | None,
-    n_major: bool,
-) -> tuple[Rows, Weights]:
-    rows = check_rows("x", x, x_scales)
-    weights = check_weights(w, w_scales, rows, x.device, n_major)
-    check_ends(ends, weights.groups, rows.rows, x.device)
-    if alpha is not None:
-        check_vector("alpha", alpha, weights.groups, x.device)
+def _checked(p: ProductOperands, n_major: bool) -> tuple[Rows, Weights]:
+    rows = check_rows("x", p.x, p.x_scales)
+    weights = check_weights(p.w, p.w_scales, rows, p.x.device, n_major)
+    check_ends(p.ends, weights.groups, rows.rows, p.x.device)
+    if p.alpha is not None:
+        check_vector("alpha", p.alpha, weights.groups, p.x.device)
     return rows, weights
 
 
@@ -193,11 +207,11 @@ def _numbers(x: Tensor) -> int:
     return x.numel() * (2 if x.dtype == FP4 else 1)
 
 
-def _forward_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: Any) -> int:
+def _forward_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
     return 2 * _numbers(x) * w[0].shape[-2]
 
 
-def _dgrad_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *_: Any) -> int:
+def _dgrad_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *_: Any) -> int:
     # FP4 weights are stored anew for it, the others as they were.
     return 2 * _numbers(x) * w[0].shape[-2 if x.dtype == FP4 else -1]
 
@@ -218,36 +232,38 @@ class _Activated(NamedTuple):
 
 def _activated(out: Any, x: Tensor, row: str, column: str) -> _Activated:
     """Outputs of a kernel, named ``row`` and ``column``, scales as the next kernel reads them."""
-    none = _nothing(x)
     if x.dtype != FP8:
         amax = out["amax_tensor"]
-        return _Activated(out[row], *none[:3], none[3] if amax is None else amax.flatten(1))
+        return _wide(out[row], None if amax is None else amax.flatten(1))
     scales = out["sfd_row_tensor"].reshape(-1)
-    shape = _column_scales(*out[row].shape)
-    return _Activated(out[row], scales, out[column], out["sfd_col_tensor"].reshape(shape), none[3])
+    column_scales = out["sfd_col_tensor"].reshape(_column_scales(*out[row].shape))
+    return _Activated(out[row], scales, out[column], column_scales, _nothing(x))
 
 
-def _nothing(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def empty() -> Tensor:
-        return x.new_empty(0, dtype=torch.float32)
+def _wide(d: Tensor, amax: Tensor | None) -> _Activated:
+    """BF16 elements, of which nothing is quantized."""
+    scales, column, column_scales, none = (_nothing(d) for _ in range(4))
+    return _Activated(d, scales, column, column_scales, none if amax is None else amax)
 
-    return empty(), empty(), empty(), empty()
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
 
 
 def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
     """The like for operand ``x``, not written; ``amax`` is that of no rows."""
-    none, rows = _nothing(x), x.shape[0]
+    rows = x.shape[0]
     if x.dtype != FP8:
-        shape = (groups, parts) if x.dtype == FP4 else (0,)
-        amax = x.new_full(shape, -torch.inf, dtype=torch.float32)
-        d = x.new_empty(rows, columns, dtype=torch.bfloat16)
-        return _Activated(d, *none[:3], amax)
+        peaks = None
+        if x.dtype == FP4:
+            peaks = x.new_full((groups, parts), -torch.inf, dtype=torch.float32)
+        return _wide(x.new_empty(rows, columns, dtype=torch.bfloat16), peaks)
     d, column = (x.new_empty(rows, columns, dtype=FP8) for _ in range(2))
     scales, column_scales = (
         x.new_empty(shape, dtype=torch.float8_e8m0fnu)
         for shape in (-(-rows // 128) * -(-columns // 128) * 512, _column_scales(rows, columns))
     )
-    return _Activated(d, scales, column, column_scales, none[3])
+    return _Activated(d, scales, column, column_scales, _nothing(x))
 
 
 def _column_scales(rows: int, columns: int) -> tuple[int, int]:
@@ -257,53 +273,35 @@ def _column_scales(rows: int, columns: int) -> tuple[int, int]:
 # --- forward with a gated activation --------------------------------------------------------------
 
 
-def _glu_outputs(x: Tensor, n: int, groups: int) -> tuple[Tensor, ...]:
+def _glu_outputs(x: Tensor, n: int, groups: int) -> Any:
     c = x.new_empty(x.shape[0], n, dtype=torch.bfloat16)
     return c, *_unwritten(x, n // 2, groups, parts=1)
 
 
-def _glu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, w, _, ends, *_ = rest
-    return _glu_outputs(x, w[0].shape[-2], ends.shape[0])
+def _glu_fake(p: ProductOperands, *_: object) -> Any:
+    return _glu_outputs(p.x, p.w[0].shape[-2], p.ends.shape[0])
 
 
-@_define(
-    f"sm100_glu(Tensor x, {_PRODUCT}, Tensor? bias, Tensor prob, {_GLU}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _glu_fake,
-    _forward_flops,
-)
-def glu(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: list[Tensor],
-    w_scales: list[Tensor],
-    ends: Tensor,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    prob: Tensor,
-    activation: str,
-    limit: float,
-    slope: float,
-    offset: float,
-) -> tuple[Tensor, ...]:
+def _glu(
+    operands: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fusible.kernels.sm100.glu`."""
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major=False)
+    x = operands.x
+    rows, weights = _checked(operands, n_major=False)
     check_bias(bias, weights, x.device)
     check_vector("prob", prob, rows.rows, x.device)
-    arguments = _glu_arguments(activation, limit, slope, offset, x.dtype)
+    arguments = _glu_arguments(glu, x.dtype)
     if rows.rows == 0:
         return _glu_outputs(x, weights.n, weights.groups)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
-    operands = _weight_arguments(w, w_scales, weights, n_major=False)
-    dense = "b_tensor" in operands
-    out = _run(
-        x.device,
+    out = _multiply(
         "grouped_gemm_glu",
-        ("glu", x.dtype, weights, dense, bias is not None, *arguments.values()),
-        **_common(x, x_scales, ends, alpha, weights.groups),
-        **operands,
+        operands,
+        weights,
+        False,
+        (bias is not None, *arguments.values()),
+        operands.alpha,
         **_quantizing(x),
         **arguments,
         c_dtype=torch.bfloat16,
@@ -313,47 +311,32 @@ def glu(
     return out["c_tensor"], *_activated(out, x, "d_tensor", "d_col_tensor")
 
 
+glu = define(_glu, _glu_fake, flops=_forward_flops, name="sm100_glu")
+
+
 # --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
-def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> tuple[Tensor, ...]:
+def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> Any:
     dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
     dbias = x.new_zeros((groups if bias else 0, 2 * n), dtype=torch.bfloat16)
     return *_unwritten(x, 2 * n, groups, parts=2), dprob, dbias
 
 
-def _dglu_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, _, ends, _, c, _, bias, *_ = rest
-    return _dglu_outputs(x, c.shape[1] // 2, ends.shape[0], bias)
+def _dglu_fake(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu) -> Any:
+    return _dglu_outputs(p.x, c.shape[1] // 2, p.ends.shape[0], bias)
 
 
-@_define(
-    f"sm100_dglu(Tensor x, {_PRODUCT}, Tensor c, Tensor prob, bool bias, {_GLU}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _dglu_fake,
-    _dgrad_flops,
-)
-def dglu(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: list[Tensor],
-    w_scales: list[Tensor],
-    ends: Tensor,
-    alpha: Tensor | None,
-    c: Tensor,
-    prob: Tensor,
-    bias: bool,
-    activation: str,
-    limit: float,
-    slope: float,
-    offset: float,
-) -> tuple[Tensor, ...]:
+def _dglu(
+    operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fusible.kernels.sm100.dglu`."""
+    x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
+    rows, weights = _checked(operands, n_major)
     check_vector("prob", prob, rows.rows, x.device)
     _check_preactivation(c, (rows.rows, 2 * weights.n))
-    arguments = _glu_arguments(activation, limit, slope, offset, x.dtype, "d")
+    arguments = _glu_arguments(glu, x.dtype, "d")
     if rows.rows == 0:
         return _dglu_outputs(x, weights.n, weights.groups, bias)
     if x.dtype == torch.bfloat16:
@@ -362,14 +345,13 @@ def dglu(
     dprob = x.new_zeros(rows.rows + 1, dtype=torch.float32)
     if x.dtype in VECTOR and not bias and torch.are_deterministic_algorithms_enabled():
         arguments["deterministic"] = True
-    operands = _weight_arguments(w, w_scales, weights, n_major)
-    out = _run(
-        x.device,
+    out = _multiply(
         "grouped_gemm_dglu",
-        ("dglu", x.dtype, weights, "b_tensor" in operands, bias, *arguments.values()),
-        # The kernel multiplies by alpha twice.
-        **_common(x, x_scales, ends, None if alpha is None else alpha.sqrt(), weights.groups),
-        **operands,
+        operands,
+        weights,
+        n_major,
+        (bias, *arguments.values()),
+        None if alpha is None else alpha.sqrt(),  # the kernel multiplies by alpha twice
         **_quantizing(x),
         **arguments,
         c_tensor=c,
@@ -380,6 +362,9 @@ def dglu(
     )
     dbias = out["dbias_tensor"].flatten(1) if bias else c.new_empty(0, 2 * weights.n)
     return *_activated(out, x, "d_row_tensor", "d_col_tensor"), dprob, dbias
+
+
+dglu = define(_dglu, _dglu_fake, flops=_dgrad_flops, name="sm100_dglu")
 
 
 def _check_preactivation(c: Tensor, shape: tuple[int, int]) -> None:
@@ -394,37 +379,24 @@ def _check_preactivation(c: Tensor, shape: tuple[int, int]) -> None:
 # --- plain grouped product ------------------------------------------------------------------------
 
 
-def _gemm_flops(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> int:
+def _gemm_flops(x: Tensor, x_scales: Any, w: Sequence[Tensor], *rest: Any) -> int:
     *_, transpose_w = rest
     return (_dgrad_flops if transpose_w else _forward_flops)(x, x_scales, w)
 
 
-def _gemm_fake(x: Tensor, x_scales: Tensor | None, w: list[Tensor], *rest: Any) -> Tensor:
+def _gemm_fake(p: ProductOperands, *rest: Any) -> Tensor:
     *_, transpose_w = rest
-    n = w[0].shape[-1 if transpose_w and x.dtype != FP4 else -2]
-    return x.new_empty(x.shape[0] + 1, n, dtype=torch.bfloat16)
+    n = p.w[0].shape[-1 if transpose_w and p.x.dtype != FP4 else -2]
+    return p.x.new_empty(p.x.shape[0] + 1, n, dtype=torch.bfloat16)
 
 
-@_define(
-    f"sm100_gemm(Tensor x, {_PRODUCT}, Tensor? bias, Tensor? row_scale, bool transpose_w) "
-    "-> Tensor",
-    _gemm_fake,
-    _gemm_flops,
-)
-def gemm(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: list[Tensor],
-    w_scales: list[Tensor],
-    ends: Tensor,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    transpose_w: bool,
+def _gemm(
+    operands: ProductOperands, bias: Tensor | None, row_scale: Tensor | None, transpose_w: bool
 ) -> Tensor:
     """See `fusible.kernels.sm100.gemm`."""
+    x = operands.x
     n_major = transpose_w and x.dtype != FP4
-    rows, weights = _operands(x, x_scales, w, w_scales, ends, alpha, n_major)
+    rows, weights = _checked(operands, n_major)
     check_bias(bias, weights, x.device)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
@@ -433,124 +405,85 @@ def gemm(
     out[-1].zero_()
     if rows.rows == 0:
         return out
-    arguments = {
-        **_common(x, x_scales, ends, alpha, weights.groups),
-        **_weight_arguments(w, w_scales, weights, n_major),
-        "bias_tensor": None if bias is None else bias.t(),
-        "d_dtype": torch.bfloat16,
-        "d_tensor": out[:-1],
-    }
-    scaled = row_scale is not None
-    dense = "b_tensor" in arguments
-    configuration = "gemm", x.dtype, weights, dense, bias is not None, scaled, n_major
+    configuration = bias is not None, row_scale is not None
     if x.dtype == torch.bfloat16:
         # This kernel has no form without prob, which multiplies the bias, or the product alone.
         prob = x.new_ones(rows.rows, dtype=torch.float32) if row_scale is None else row_scale
-        _run(x.device, "grouped_gemm", configuration, **arguments, prob_tensor=prob)
+        wrapper, arguments = "grouped_gemm", dict[str, Any](prob_tensor=prob)
     else:
         # The maximum per group that the kernel can find costs a fill and atomics.
-        arguments |= {"prob_tensor": row_scale, "generate_amax": False}
-        _run(x.device, "grouped_gemm_quant", configuration, **arguments)
+        wrapper = "grouped_gemm_quant"
+        arguments = {"prob_tensor": row_scale, "generate_amax": False}
+    _multiply(
+        wrapper,
+        operands,
+        weights,
+        n_major,
+        configuration,
+        operands.alpha,
+        bias_tensor=None if bias is None else bias.t(),
+        d_dtype=torch.bfloat16,
+        d_tensor=out[:-1],
+        **arguments,
+    )
     return out
+
+
+gemm = define(_gemm, _gemm_fake, flops=_gemm_flops, name="sm100_gemm")
 
 
 # --- weight gradient ------------------------------------------------------------------------------
 
-_WGRAD = (
-    "Tensor dy, Tensor? dy_scales, Tensor x, Tensor? x_scales, Tensor ends, Tensor? dy_global, "
-    "Tensor? x_global"
-)
 
-
-def _wgrad_flops(
-    dy: Tensor, dy_scales: Tensor | None, x: Tensor, x_scales: Tensor | None, *_: Any
-) -> int:
+def _wgrad_flops(dy: Tensor, dy_scales: Any, x: Tensor, *_: Any) -> int:
     # FP4 is transposed.
     return 2 * _numbers(dy) * x.shape[0 if x.dtype == FP4 else 1]
 
 
-def _wgrad_into_flops(out: list[Tensor], *operands: Any) -> int:
-    return _wgrad_flops(*operands)
+def _wgrad_output(p: WgradOperands, out_dtype: torch.dtype) -> Tensor:
+    at = 0 if p.x.dtype == FP4 else 1
+    return p.x.new_empty((p.ends.shape[0], p.dy.shape[at], p.x.shape[at]), dtype=out_dtype)
 
 
-def _wgrad_fake(
-    dy: Tensor,
-    dy_scales: Tensor | None,
-    x: Tensor,
-    x_scales: Tensor | None,
-    ends: Tensor,
-    *rest: Any,
-) -> Tensor:
-    *_, out_dtype = rest
-    at = 0 if x.dtype == FP4 else 1
-    return x.new_empty((ends.shape[0], dy.shape[at], x.shape[at]), dtype=out_dtype)
-
-
-@_define(f"sm100_wgrad({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake, _wgrad_flops)
-def wgrad(
-    dy: Tensor,
-    dy_scales: Tensor | None,
-    x: Tensor,
-    x_scales: Tensor | None,
-    ends: Tensor,
-    dy_global: Tensor | None,
-    x_global: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
     """See `fusible.kernels.sm100.wgrad`."""
-    out = _wgrad_fake(dy, dy_scales, x, x_scales, ends, dy_global, x_global, out_dtype)
-    wgrad_([out], dy, dy_scales, x, x_scales, ends, dy_global, x_global, accumulate=False)
+    out = _wgrad_output(operands, out_dtype)
+    _wgrad_([out], operands, accumulate=False)
     return out
 
 
-def _wgrad_fake_(*_: object) -> None:
-    return None
-
-
-@_define(
-    f"sm100_wgrad_(Tensor(a!)[] out, {_WGRAD}, bool accumulate) -> ()",
-    _wgrad_fake_,
-    _wgrad_into_flops,
-)
-def wgrad_(
-    out: list[Tensor],
-    dy: Tensor,
-    dy_scales: Tensor | None,
-    x: Tensor,
-    x_scales: Tensor | None,
-    ends: Tensor,
-    dy_global: Tensor | None,
-    x_global: Tensor | None,
-    accumulate: bool,
-) -> None:
+def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
     """See `fusible.kernels.sm100.wgrad_`."""
+    dy, dy_scales, x, x_scales, ends, *_ = operands
     left, right = check_columns("dy", dy, dy_scales), check_columns("x", x, x_scales)
     require(
         (left.rows, left.dtype) == (right.rows, right.dtype),
         "dy and x must share rows and dtype",
         f"{left.rows} of {left.dtype} and {right.rows} of {right.dtype}",
     )
-    groups = ends.shape[0]
+    groups, features = ends.shape[0], (left.depth, right.depth)
     check_ends(ends, groups, left.rows, x.device)
-    _check_grads(out, (left.depth, right.depth), groups)
+    _check_grads(out, features, groups)
     if left.rows == 0:
         # No rows, no valid strides for the kernel: nothing is added.
         for t in () if accumulate else out:
             t.zero_()
         return
-    arguments = _wgrad_operands(dy, x, dy_global, x_global, groups)
-    if x.dtype in VECTOR:
-        arguments |= {"sf_vec_size": VECTOR[x.dtype], "descriptor_workspace": _workspace(out, x)}
     dense = len(out) == 1 and out[0].ndim == 3
+    arguments = _wgrad_arguments(operands, groups)
+    if x.dtype in VECTOR:
+        # One set of TMA descriptors a call: the wrapper's own would be shared by streams.
+        size = 128 * (4 if dense else 5) * groups
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        arguments |= {"sf_vec_size": VECTOR[x.dtype], "descriptor_workspace": workspace}
     if dense:
         arguments |= {"wgrad_tensor": out[0]}
     else:
         arguments |= {"output_mode": "discrete", "wgrad_ptrs": _table(out)}
-    features = left.depth, right.depth
     _run(
         x.device,
         "grouped_gemm_wgrad",
-        ("wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense),
+        ("grouped_gemm_wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense),
         sfa_tensor=dy_scales,
         sfb_tensor=x_scales,
         offsets_tensor=ends,
@@ -561,20 +494,27 @@ def wgrad_(
     )
 
 
-def _wgrad_operands(
-    dy: Tensor, x: Tensor, dy_global: Tensor | None, x_global: Tensor | None, groups: int
-) -> dict[str, Any]:
+wgrad = define(_wgrad, _wgrad_output, flops=_wgrad_flops, name="sm100_wgrad")
+wgrad_ = define(
+    _wgrad_,
+    lambda *_: None,
+    flops=lambda out, *operands: _wgrad_flops(*operands),
+    name="sm100_wgrad_",
+)
+
+
+def _wgrad_arguments(p: WgradOperands, groups: int) -> dict[str, Any]:
     """The operands ``[N, rows]`` and ``[rows, K]``, with the factors of FP4's groups."""
-    if x.dtype != FP4:
-        return {"a_tensor": dy.t(), "b_tensor": x}
-    factors = {"global_scale_a": dy_global, "global_scale_b": x_global}
+    if p.x.dtype != FP4:
+        return {"a_tensor": p.dy.t(), "b_tensor": p.x}
+    factors = {"global_scale_a": p.dy_global, "global_scale_b": p.x_global}
     for name, factor in factors.items():
-        check_vector(name, factor, groups, x.device)
-    a, b = _as_element(dy), _as_element(x).t()
+        check_vector(name, factor, groups, p.x.device)
+    a, b = _as_element(p.dy), _as_element(p.x).t()
     return {"a_tensor": a, "b_tensor": b, "input_order": "tensor_ragged", **factors}
 
 
-def _check_grads(out: list[Tensor], shape: tuple[int, int], groups: int) -> None:
+def _check_grads(out: Sequence[Tensor], shape: tuple[int, int], groups: int) -> None:
     dense = len(out) == 1 and out[0].ndim == 3
     wanted = [(groups, *shape)] if dense else [shape] * groups
     require(
@@ -589,10 +529,3 @@ def _check_grads(out: list[Tensor], shape: tuple[int, int], groups: int) -> None
             t.dtype,
         )
         check_layout("out", t)
-
-
-def _workspace(out: list[Tensor], x: Tensor) -> Tensor:
-    """Memory for TMA descriptors, one set per call: the default one would be shared by streams."""
-    sets = 4 if len(out) == 1 and out[0].ndim == 3 else 5
-    groups = out[0].shape[0] if sets == 4 else len(out)
-    return torch.empty(128 * sets * groups, dtype=torch.uint8, device=x.device)

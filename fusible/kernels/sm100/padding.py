@@ -21,8 +21,6 @@ from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
 from fusible.recipes.matrix import QuantizedMatrix
 
-_ops = torch.ops.fusible
-
 
 class PaddedGroups(NamedTuple):
     """Groups of rows as the kernels see them."""
@@ -43,7 +41,7 @@ def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
     if aligned and rows % limits.GROUP_ROWS == 0:
         return PaddedGroups(ends, None, rows)
     size = padded_size(rows, ends.shape[0])
-    ends_padded, place = torch.ops.fusible.sm100_pad_groups.default(ends, rows)
+    ends_padded, place = _place_groups_op(ends, rows)
     return PaddedGroups(ends_padded, place, size)
 
 
@@ -60,16 +58,12 @@ def padded_ends(ends: Tensor) -> Tensor:
     return ((sizes + unit - 1) // unit * unit).cumsum(0, dtype=torch.int32)
 
 
-def _pad_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _place_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ends_padded = padded_ends(ends)
     group = group_of_row(ends, rows)
     row = torch.arange(rows, device=ends.device)
     place = row + (group_starts(ends_padded) - group_starts(ends))[group]
     return ends_padded, torch.where(row < ends[-1], place, padded_size(rows, ends.shape[0]))
-
-
-def _pad_groups_fake(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)
 
 
 def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
@@ -112,7 +106,7 @@ def packed_rows(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor,
         # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
         unit = address_unit(encoded.data.dtype)
         return aligned(encoded.data, unit), packed_scales(encoded.scale)
-    return _ops.sm100_pack_rows.default(encoded.data, encoded.scale, padded.rows, padded.size)
+    return _pack_rows_op(encoded.data, encoded.scale, padded)
 
 
 def packed_columns(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
@@ -125,24 +119,15 @@ def packed_columns(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tens
     fmt = encoded.format
     assert fmt.block is not None
     pairs = fmt.element.per_byte == 2
-    data, scales = _ops.sm100_pack_columns.default(
-        encoded.data, encoded.scale, encoded.ends, *padded, fmt.block[1], pairs
+    assert encoded.ends is not None
+    data, scales = _pack_columns_op(
+        encoded.data, encoded.scale, encoded.ends, padded, fmt.block[1], pairs
     )
     return aligned(encoded.data) if padded.rows is None and not pairs else data, scales
 
 
-def packed_scales(scale: Tensor) -> Tensor:
-    """Scales ``[..., rows, blocks]``, blocks along the reduction, as the MMA reads them."""
-    return _ops.sm100_pack_scales.default(scale)
-
-
-def _pack_rows(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    padded = PaddedGroups(rows, rows, size)
+def _pack_rows(data: Tensor, scale: Tensor, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
     return pad_rows(data, padded), swizzle_scales(pad_rows(scale, padded))
-
-
-def _pack_rows_fake(data: Tensor, scale: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    return data.new_empty(size, data.shape[1]), _swizzled_like(scale, size)
 
 
 def _swizzled_like(scale: Tensor, rows: int) -> Tensor:
@@ -151,41 +136,28 @@ def _swizzled_like(scale: Tensor, rows: int) -> Tensor:
 
 
 def _pack_columns(
-    data: Tensor,
-    scale: Tensor,
-    ends: Tensor,
-    placed_ends: Tensor,
-    rows: Tensor | None,
-    size: int,
-    along: int,
-    pairs: bool,
+    data: Tensor, scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int, pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    padded = PaddedGroups(placed_ends, rows, size)
+    padded_ends, rows, size = padded
     scale = pad_scales(scale, ends, padded, along)
     lines, blocks = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
-    scales = swizzle_group_scales(scale, size, placed_ends, along)
+    scales = swizzle_group_scales(scale, size, padded_ends, along)
     scales = scales[: lines * blocks].view(lines, blocks)
     if pairs:
-        return _pairs_of_rows(pad_rows(data, padded), placed_ends), scales
+        return _pairs_of_rows(pad_rows(data, padded), padded_ends), scales
     # An op returns no tensor that it was given.
     return pad_rows(data, padded) if rows is not None else data.new_empty(0), scales
 
 
 def _pack_columns_fake(
-    data: Tensor,
-    scale: Tensor,
-    ends: Tensor,
-    placed_ends: Tensor,
-    rows: Tensor | None,
-    size: int,
-    along: int,
-    pairs: bool,
+    data: Tensor, scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int, pairs: bool
 ) -> tuple[Tensor, Tensor]:
+    size = padded.size
     lines = (scale.shape[1] + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS
     scales = scale.new_empty(lines, size // along)
     if pairs:
         return data.new_empty(2 * data.shape[1], size // 2), scales
-    return data.new_empty((size, data.shape[1]) if rows is not None else 0), scales
+    return data.new_empty((size, data.shape[1]) if padded.rows is not None else 0), scales
 
 
 def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
@@ -208,27 +180,23 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
 
 
 # torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
-for _schema, _function, _fake in (
-    (
-        "sm100_pad_groups(Tensor ends, SymInt rows) -> (Tensor, Tensor)",
-        _pad_groups,
-        _pad_groups_fake,
+_place_groups_op = define(
+    _place_groups,
+    lambda ends, rows: (torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)),
+    name="sm100_pad_groups",
+)
+packed_scales = define(
+    swizzle_scales,
+    lambda scale: _swizzled_like(scale, scale.shape[-2]),
+    name="sm100_pack_scales",
+)
+"""Scales ``[..., rows, blocks]``, blocks along the reduction, as the MMA reads them."""
+_pack_rows_op = define(
+    _pack_rows,
+    lambda data, scale, padded: (
+        data.new_empty(padded.size, data.shape[1]),
+        _swizzled_like(scale, padded.size),
     ),
-    (
-        "sm100_pack_scales(Tensor scale) -> Tensor",
-        swizzle_scales,
-        lambda scale: _swizzled_like(scale, scale.shape[-2]),
-    ),
-    (
-        "sm100_pack_rows(Tensor data, Tensor scale, Tensor rows, SymInt size) -> (Tensor, Tensor)",
-        _pack_rows,
-        _pack_rows_fake,
-    ),
-    (
-        "sm100_pack_columns(Tensor data, Tensor scale, Tensor ends, Tensor placed_ends, "
-        "Tensor? rows, SymInt size, int along, bool pairs) -> (Tensor, Tensor)",
-        _pack_columns,
-        _pack_columns_fake,
-    ),
-):
-    define(_schema, _fake, _function, _function)
+    name="sm100_pack_rows",
+)
+_pack_columns_op = define(_pack_columns, _pack_columns_fake, name="sm100_pack_columns")

@@ -59,9 +59,7 @@ def quantized(
     """
     if amax is not None:
         _check_amax(amax, x, ends, fmt)
-    uses = rowwise, columnwise
-    quantize = torch.ops.fusible.sm100_quantize.default
-    return quantize(x, ends, *padded, fmt.name, *uses, sums, row_scale, amax)
+    return _quantize_op(x, ends, padded, fmt.name, rowwise, columnwise, sums, row_scale, amax)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -77,9 +75,7 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
 def _quantize(
     x: Tensor,
     ends: Tensor,
-    placed_ends: Tensor,
-    rows: Tensor | None,
-    size: int,
+    padded: PaddedGroups,
     name: str,
     rowwise: bool,
     columnwise: bool,
@@ -87,9 +83,9 @@ def _quantize(
     row_scale: Tensor | None,
     amax: Tensor | None,
 ) -> Pieces:
-    padded, fmt = PaddedGroups(placed_ends, rows, size), FORMATS[name]
+    fmt = FORMATS[name]
     row, column = _encoded(x, fmt, ends, rowwise, columnwise, amax)
-    pieces = [*_empty(x, 0, ends, fmt, False, False, None)]
+    pieces = [*_outputs(x, ends, padded, name, False, False, None)]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
     if column is not None:
@@ -120,15 +116,17 @@ def _encoded(
     return row, column
 
 
-def _empty(
+def _outputs(
     x: Tensor,
-    size: int,
     ends: Tensor,
-    fmt: NumberFormat,
+    padded: PaddedGroups,
+    name: str,
     rowwise: bool,
     columnwise: bool,
     sums: torch.dtype | None,
+    *_: object,
 ) -> Pieces:
+    size, fmt = padded.size, FORMATS[name]
     assert fmt.block is not None
     columns, along, per_byte = x.shape[1], fmt.block[1], fmt.element.per_byte
     lines, atoms = (columns + 127) // 128, (columns // along + 3) // 4
@@ -150,22 +148,6 @@ def _empty(
         x.new_empty(ends.shape if scaled else 0, dtype=torch.float32),
         x.new_empty((0,) if sums is None else (*ends.shape, columns), dtype=sums),
     )
-
-
-def _fake(
-    x: Tensor,
-    ends: Tensor,
-    placed_ends: Tensor,
-    rows: Tensor | None,
-    size: int,
-    name: str,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    row_scale: Tensor | None,
-    amax: Tensor | None,
-) -> Pieces:
-    return _empty(x, size, ends, FORMATS[name], rowwise, columnwise, sums)
 
 
 def compiled(spec: PlacedSpec, options: str = "") -> Any:
@@ -204,9 +186,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 def _cuda(
     x: Tensor,
     ends: Tensor,
-    placed_ends: Tensor,
-    rows: Tensor | None,
-    size: int,
+    padded: PaddedGroups,
     name: str,
     rowwise: bool,
     columnwise: bool,
@@ -214,35 +194,26 @@ def _cuda(
     row_scale: Tensor | None,
     amax: Tensor | None,
 ) -> Pieces:
+    size = padded.size
     if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
-        return _quantize(
-            x, ends, placed_ends, rows, size, name, rowwise, columnwise, sums, row_scale, amax
-        )
+        return NotImplemented
     fmt, columns, groups = FORMATS[name], x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
     spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
-    pieces = _empty(x, size, ends, fmt, rowwise, columnwise, sums)
+    pieces = _outputs(x, ends, padded, name, rowwise, columnwise, sums)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
         amax = largest_magnitudes(x, ends, fmt) if amax is None else amax.contiguous()
     scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
     partial = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
     sizes = size, columns, x.stride(0), groups, parts
-    tensors = x, scale, amax, ends, placed_ends, *pieces[:5], partial
+    tensors = x, scale, amax, ends, padded.ends, *pieces[:5], partial
     launch(compiled, (spec,), x.device, *tensors, *sizes)
     if spec.sums:
         what = spec.rows, sums == torch.float32
-        launch(
-            compiled_sums, what, x.device, partial, ends, placed_ends, pieces[5], columns, groups
-        )
+        to_sum = partial, ends, padded.ends, pieces[5]
+        launch(compiled_sums, what, x.device, *to_sum, columns, groups)
     return pieces
 
 
-define(
-    "sm100_quantize(Tensor x, Tensor ends, Tensor placed_ends, Tensor? rows, SymInt size, "
-    "str format, bool rowwise, bool columnwise, ScalarType? sums, Tensor? row_scale, "
-    "Tensor? amax) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake,
-    _quantize,
-    _cuda,
-)
+_quantize_op = define(_quantize, _outputs, [_cuda], name="sm100_quantize")

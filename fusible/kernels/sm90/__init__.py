@@ -17,7 +17,6 @@ from fusible.kernels.sm90.checked_products import (
     grouped_wgrad,
     grouped_wgrad_,
 )
-from fusible.kernels.sm90.checks import supports
 from fusible.kernels.sm90.grouped_products import find_products, still_fits
 
 __all__ = [
@@ -31,5 +30,4 @@ __all__ = [
     "grouped_wgrad_",
     "limits",
     "still_fits",
-    "supports",
 ]

@@ -16,8 +16,15 @@ from fusible.calls import is_traced, is_transformed
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.checks import DTYPE_NAMES, Matrices, check_scale, layout, supports
 from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_tile_sums
+from fusible.kernels.sm90.operands import (
+    DTYPE_NAMES,
+    Matrices,
+    check_scale,
+    layout,
+    matrices_of,
+    supports,
+)
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
 
@@ -61,9 +68,6 @@ class WeightProducts:
         separate: whether the matrices are behind a table.
         many_rows: whether groups have many rows, which decides the tiles.
         tile: of every product, instead of the one that `tiles` chooses.
-
-    Raises:
-        ValueError: TMA cannot read the weight.
     """
 
     def __init__(
@@ -79,16 +83,7 @@ class WeightProducts:
         self._device, self._dtype, self._separate, self._tile = device, dtype, separate, tile
         self._many_rows = many_rows
         self._groups, self._columns, self._depth = shape
-        self._layouts = []
-        for transpose in (False, True):
-            found = layout(shape, strides, transpose, not separate)
-            if found is None:
-                raise ValueError(
-                    "w must be contiguous in one of its last two dimensions, with a pitch and "
-                    f"sizes that are multiples of {limits.MULTIPLE_OF}, got shape {shape} with "
-                    f"strides {strides}; call .contiguous()"
-                )
-            self._layouts.append(found)
+        self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
         self._sums = -(-self._depth // self._choose("dglu", self._depth).n)
         self._launches: dict[tuple, Launch] = {}
 
@@ -102,6 +97,7 @@ class WeightProducts:
         if scale is not None:
             check_scale("scales", scale)
         weight = self._layouts[transpose]
+        assert weight is not None  # `cached_products` looks
         columns = weight.rows // 2 if kind == "glu" else weight.rows
         wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
         tile, dtype = self._choose(kind, columns, 0, wide), DTYPE_NAMES[self._dtype]
@@ -299,11 +295,12 @@ class WeightProducts:
         """
         (rows, columns), depth, into = a.shape, b.shape[1], None
         if out is not None:
-            into = out.strides, out_dtype, out.table != 0
+            into = out.strides, out_dtype, out.pointers is not None
         key = columns, depth, pitches, into, accumulate
         launch = self._launches.get(key) or self._wgrad_launch(*key)
         if out is not None:
-            launch(rows, a.data_ptr(), b.data_ptr(), out.address, ends.data_ptr(), table=out.table)
+            table = out.table(self._device)
+            launch(rows, a.data_ptr(), b.data_ptr(), out.address, ends.data_ptr(), table=table)
             return None
         dw = a.new_empty(self._groups, columns, depth)
         launch(rows, a.data_ptr(), b.data_ptr(), dw.data_ptr(), ends.data_ptr())
@@ -350,10 +347,8 @@ def cached_products(
     tile: Tile | None = None,
 ) -> WeightProducts | None:
     """The products with weights of this layout, None if the kernels do not support it."""
-    if (
-        not supports(device, dtype, *shape[1:])
-        or layout(shape, strides, False, not separate) is None
-    ):
+    readable = shape[0] > 0 and layout(shape, strides, False, not separate) is not None
+    if not (readable and supports(device, dtype, *shape[1:])):
         return None
     return WeightProducts(device, dtype, shape, strides, separate, many_rows, tile)
 
@@ -375,11 +370,18 @@ def find_products(
         return None
     found = []
     for shape, w in linears:
-        strides = _strides(w, shape, dtype, device)
-        if strides is None:
+        matrices = matrices_of(w)
+        if (
+            matrices is None
+            or matrices.shape != shape
+            or (len(w) > 1 and matrices.strides[0] != shape[1] * shape[2])
+            or w[0].dtype != dtype
+            or w[0].device != device
+            or not all([type(t) in _TYPES for t in w])
+        ):
             return None
         many = tiles.has_many_rows(x.shape[0], shape[0])
-        products = cached_products(device, dtype, shape, strides, False, many)
+        products = cached_products(device, dtype, shape, matrices.strides, False, many)
         if products is None:
             return None
         found.append(products)
@@ -420,22 +422,3 @@ def _is_contiguous_and_aligned(t: Tensor, dtype: torch.dtype) -> bool:
         and t.dtype == dtype
         and type(t) in _TYPES
     )
-
-
-def _strides(
-    w: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[int, ...] | None:
-    """Strides of a weight as one tensor, if it is one or its matrices lie side by side."""
-    first, (groups, rows, columns) = w[0], shape
-    if len(w) == 1:
-        aligned = first.data_ptr() % limits.ALIGNMENT_BYTES == 0
-        fits = type(first) in _TYPES and first.dtype == dtype and first.device == device
-        return first.stride() if aligned and fits and first.shape == shape else None
-    if not _is_contiguous_and_aligned(first, dtype) or first.device != device or len(w) != groups:
-        return None
-    start, step = first.data_ptr(), rows * columns * dtype.itemsize
-    if [t.data_ptr() for t in w] != list(range(start, start + groups * step, step)):
-        return None
-    matrix = rows, columns
-    alike = all([t.shape == matrix and t.is_contiguous() and t.dtype == dtype for t in w])
-    return (rows * columns, columns, 1) if alike and all([type(t) in _TYPES for t in w]) else None

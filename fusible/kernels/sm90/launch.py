@@ -105,7 +105,9 @@ class Launch:
         scales: int = 0,
         partials: int = 0,
     ) -> None:
-        """Launch the kernel on the device's current stream."""
+        """Launch the kernel on the device's current stream, unless there are no rows."""
+        if total_rows == 0:
+            return
         tiles, index = self._groups, self._index
         if self._rows:
             # Every group, and the rows past the last, may end in a part of a tile.

@@ -1,5 +1,7 @@
 """What the SM90 kernels take, as plain data: for rules, and for the choice at run time."""
 
+import functools
+
 from fusible import activations
 
 ARCHITECTURE = 90
@@ -18,6 +20,7 @@ def takes(sm: int, dtype: str, *features: int) -> bool:
     return sm == ARCHITECTURE and dtype in DTYPES and sizes
 
 
+@functools.lru_cache(maxsize=1024)
 def takes_glu(activation: str, interleave: int, features: int) -> bool:
     """Whether their epilogue has an activation of ``features`` gate and linear columns together."""
     known = activation in ACTIVATIONS and interleave in INTERLEAVES

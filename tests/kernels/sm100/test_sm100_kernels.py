@@ -8,6 +8,7 @@ import torch
 import fusible as fz
 from fusible import recipes
 from fusible.kernels import sm100
+from fusible.kernels.glu import Glu
 from fusible.kernels.sm100 import launches, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
@@ -49,7 +50,7 @@ PRODUCT = {
     "ends": ends(),
     "alpha": None,
 }
-SWIGLU = {"activation": "swiglu", "limit": 0.0, "slope": 0.0, "offset": 0.0}
+SWIGLU = {"glu": Glu(interleave=32)}
 GLU = {**PRODUCT, "bias": None, "prob": torch.ones(M), **SWIGLU}
 # dY [M, K] against W2 [E, K, N] as it is stored: n = N, contiguous.
 DGLU = {
@@ -80,11 +81,20 @@ BFLOAT = {
     "w_scales": [],
 }
 KERNELS = {
-    "glu": (ops.glu, GLU),
-    "dglu": (ops.dglu, DGLU),
-    "gemm": (ops.gemm, GEMM),
-    "wgrad": (ops.wgrad_, WGRAD),
+    "glu": (ops._glu, GLU),
+    "dglu": (ops._dglu, DGLU),
+    "gemm": (ops._gemm, GEMM),
+    "wgrad": (ops._wgrad_, WGRAD),
 }
+
+
+def run(kernel, arguments):
+    """The op of a kernel, of its operands and all other arguments by name."""
+    kind = ops.WgradOperands if kernel == "wgrad" else ops.ProductOperands
+    operands = kind(**{name: arguments[name] for name in kind._fields})
+    rest = {name: value for name, value in arguments.items() if name not in kind._fields}
+    return KERNELS[kernel][0](operands=operands, **rest)
+
 
 POINTERS = {"w": [fp8(N, K) for _ in range(E)], "w_scales": [scales(N, K) for _ in range(E)]}
 
@@ -118,8 +128,9 @@ WRONG = [
     ),
     ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be BF16 of shape (2, 1"),
     ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous and begin at a multi"),
-    ("glu", {"activation": "relu"}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
-    ("glu", {**BFLOAT, "activation": "clamped_qgeglu", "limit": 2.0}, "limit and alpha of clamped"),
+    ("glu", {"glu": Glu("relu", 32)}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
+    ("glu", {**BFLOAT, "glu": Glu("clamped_qgeglu", 32, 2.0)}, "limit and alpha of clamped"),
+    ("glu", {"glu": Glu()}, "interleave must be 32, got 0"),
     ("glu", {**BFLOAT, "x_scales": scales(M, K)}, "scales of x must be None for torch.bfloat16"),
     ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
     ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be BF16 of shape (512, 256)"),
@@ -151,11 +162,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("kernel", "change", "sentence"), WRONG)
 def test_wrong_arguments_are_refused_first(kernel, change, sentence):
-    function, right = KERNELS[kernel]
+    _, right = KERNELS[kernel]
     with assume_target("sm100", emulator_sm100):
-        function(**right)
+        run(kernel, right)
     with assume_target("sm100", NoKernels()), pytest.raises(ValueError, match=re.escape(sentence)):
-        function(**{**right, **change})
+        run(kernel, {**right, **change})
 
 
 def test_fp4_weight_gradients_need_their_factors():
@@ -167,7 +178,7 @@ def test_fp4_weight_gradients_need_their_factors():
         assume_target("sm100", NoKernels()),
         pytest.raises(ValueError, match="global_scale_a must be float32 of shape"),
     ):
-        ops.wgrad_(**given)
+        run("wgrad", given)
 
 
 class Package:
@@ -332,10 +343,13 @@ def test_fakes_are_like_the_real_ones(kernel, dtype):
                 arguments[key] = [] if isinstance(value, list) else None
             elif key == "w":
                 arguments[key] = [w.to(BF16) for w in value]
+    flat = []
+    for value in arguments.values():
+        flat.extend(value if isinstance(value, Glu) else (value,))
     with assume_target("sm100"):
         torch.library.opcheck(
             getattr(torch.ops.fusible, name).default,
-            tuple(arguments.values()),
+            tuple(flat),
             # It multiplies the arguments, which FP8 cannot be.
             test_utils=("test_faketensor", *(["test_schema"] if dtype == BF16 else [])),
         )

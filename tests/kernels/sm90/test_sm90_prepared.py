@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sm90_launches import forget_launches, take_cpu_tensors
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
-from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime import workspaces
 from fusible.kernels.sm90 import checked_products, grouped_products, launch
@@ -33,15 +33,9 @@ def launches(monkeypatch):
         return lambda *arguments: made.append((*what, arguments))
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(launch, "tile_counter", lambda *_: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(grouped_products, "supports", lambda *_: True)
-    monkeypatch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
+    take_cpu_tensors(monkeypatch)
     yield made
-    launch._vector_kernel.cache_clear()
-    grouped_products.cached_products.cache_clear()
+    forget_launches()
 
 
 def equal(one, other):
@@ -79,7 +73,8 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
          checked.grouped_glu(x, w, ends, None, act, b, True)),
         (it.dgrad(dy, at, ends), checked.grouped_mm(dy, w, ends, None, None, True)),
         (it.dglu(dy, at, ends, preact, scales, act), checked.grouped_dglu(*dglu)),
-        (it.dglu(dy, at, ends, preact, scales, act, True), checked.grouped_dglu(*dglu, True)),
+        (it.dglu(dy, at, ends, preact, scales, act, True),
+         checked.grouped_dglu(*dglu, overwrite=True)),
         (it.wgrad(dy, x, ends), checked.grouped_wgrad(dy, x, ends)),
         (it.wgrad(x, dy, ends), checked.grouped_wgrad(x, dy, ends)),
     )  # fmt: skip
@@ -161,11 +156,6 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
     model = fz.Sequential(linear, *rest)
     x, splits = random(16, 32).requires_grad_(), torch.tensor([9, 7])
     given = (x, splits, torch.rand(16, requires_grad=True), splits) if whole else (x, splits)
-    for name in ("group_ends", "grouped_mm", "grouped_wgrad"):
-        monkeypatch.setattr(grouped, f"_{name}", getattr(checked_products, name))
-    for name, at in (("grouped_glu", 4), ("grouped_dglu", 5)):
-        entry = grouped._of_glu(getattr(checked_products, name), at)
-        monkeypatch.setattr(grouped, f"_{name}", entry)
 
     def step():
         with assume_target("sm90"):

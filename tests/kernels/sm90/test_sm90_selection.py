@@ -1,16 +1,16 @@
 """The kernels that run a grouped product on a GPU are those that a plan for it names."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import reference as ref
 import torch
+from sm90_launches import sm90_on_cpu
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, cuda, definitions
-from fusible.kernels.sm90 import checks, limits
+from fusible.kernels.grouped import Glu, definitions, pytorch
+from fusible.kernels.sm90 import checked_products, grouped_products, limits, operands
 from fusible.testing import assume_target
 from fusible.versions import CUTLASS_DSL, Version
 
@@ -20,15 +20,15 @@ DEVICES = itertools.count()  # a device of its own for each case: the choice is 
 @pytest.fixture
 def gpu(monkeypatch):
     """Sets what the library ops find on a GPU; gives that GPU."""
-    checks.supports.cache_clear()
+    operands.supports.cache_clear()
 
     def pretend(sm, cutlass=True):
-        monkeypatch.setattr(checks, "capability", lambda _: divmod(sm, 10))
-        monkeypatch.setattr(checks, "has_cutlass", lambda: cutlass)
+        monkeypatch.setattr(operands, "capability", lambda _: divmod(sm, 10))
+        monkeypatch.setattr(operands, "has_cutlass", lambda: cutlass)
         return torch.device("cuda", next(DEVICES) % 100)
 
     yield pretend
-    checks.supports.cache_clear()
+    operands.supports.cache_clear()
 
 
 def planned(sm, dtype, features, cutlass):
@@ -48,8 +48,8 @@ def test_the_choice_at_run_time_is_that_of_the_plan(sm, gpu):
         (torch.bfloat16, torch.float16, torch.float32, torch.float64), (8, 12, 64), (4, 24)
     ):
         for cutlass in (True, False):
-            checks.supports.cache_clear()
-            runs = checks.supports(gpu(sm, cutlass), dtype, *features)
+            operands.supports.cache_clear()
+            runs = operands.supports(gpu(sm, cutlass), dtype, *features)
             assert runs == planned(sm, dtype, features, cutlass), (dtype, features, cutlass)
             chosen.add(runs)
     assert chosen == ({True, False} if sm == 90 else {False})
@@ -58,41 +58,45 @@ def test_the_choice_at_run_time_is_that_of_the_plan(sm, gpu):
 @pytest.mark.parametrize(
     ("sm", "dtype", "features", "interleave", "ran"),
     [
-        (90, torch.bfloat16, 16, 0, "sm90.grouped_glu"),
-        (90, torch.float16, 64, 32, "sm90.grouped_glu"),
-        (90, torch.bfloat16, 24, 0, "sm90.grouped_mm"),  # 12 gates are no whole 16 bytes
-        (90, torch.bfloat16, 24, 3, "sm90.grouped_mm"),
-        (90, torch.bfloat16, 12, 0, "pytorch.grouped_mm"),
-        (90, torch.float32, 16, 0, "definitions.grouped_mm"),
-        (80, torch.bfloat16, 16, 0, "pytorch.grouped_mm"),
-        (100, torch.float16, 16, 0, "definitions.grouped_mm"),
+        (90, torch.bfloat16, 16, 0, "glu"),
+        (90, torch.float16, 64, 32, "glu"),
+        (90, torch.bfloat16, 24, 0, "store"),  # 12 gates are no whole 16 bytes
+        (90, torch.bfloat16, 24, 3, "store"),
+        (90, torch.bfloat16, 12, 0, "pytorch"),
+        (90, torch.float32, 16, 0, "definitions"),
+        (80, torch.bfloat16, 16, 0, "pytorch"),
+        (100, torch.float16, 16, 0, "definitions"),
     ],
 )
 def test_each_call_runs_the_kernels_that_take_it(
     gpu, monkeypatch, sm, dtype, features, interleave, ran
 ):
     """With the definition's values, whoever multiplies."""
-    device, called = gpu(sm), []
-    monkeypatch.setattr(cuda.sm90, "supports", lambda _, *case: checks.supports(device, *case))
-
-    def noting(name):
-        def run(*args):
-            called.append(name)
-            return getattr(definitions, name.partition(".")[2])(*args)
-
-        return run
-
-    own = SimpleNamespace(**vars(definitions))
-    for name in ("grouped_mm", "grouped_glu"):
-        monkeypatch.setattr(cuda.sm90, name, noting(f"sm90.{name}"))
-    monkeypatch.setattr(cuda, "pytorch", SimpleNamespace(grouped_mm=noting("pytorch.grouped_mm")))
-    own.grouped_mm = noting("definitions.grouped_mm")
     x, w = torch.randn(6, 8, dtype=dtype), torch.randn(2, features, 8, dtype=dtype)
     ends, scales, glu = torch.tensor([2, 5]).int(), torch.rand(6), Glu(interleave=interleave)
     want = grouped.grouped_glu(x, [w], ends, scales, glu)
-    monkeypatch.setattr(cuda, "definitions", own)
-    got = cuda.grouped_glu(x, [w], ends, scales, glu, None, True)
-    assert called == [ran]
+    called = []
+
+    def grouped_mm(x, w, offs):
+        called.append("pytorch")
+        y = x.new_zeros(x.shape[0], w.shape[2])
+        definitions.grouped_mm_(y, x, [w], offs, None, None, True)
+        return y
+
+    whole = definitions.grouped_mm_
+
+    def by_definition(*args):
+        called.append("definitions")
+        whole(*args)
+
+    device = gpu(sm)
+    with sm90_on_cpu() as loaded, monkeypatch.context() as patch:
+        for module in (checked_products, grouped_products):
+            patch.setattr(module, "supports", lambda _, *case: operands.supports(device, *case))
+        patch.setattr(pytorch.F, "grouped_mm", grouped_mm)
+        patch.setattr(definitions, "grouped_mm_", by_definition)
+        got = grouped.grouped_glu(x, [w], ends, scales, glu)
+    assert [*[spec.kind for spec in loaded], *([] if loaded else called[:1])] == [ran]
     ref.assert_equal(got, want)
 
 

@@ -234,7 +234,7 @@ def permutation(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``permute.permutation`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.permutation`` names them."""
     _permutation(
         _vector(ids, Int64 if spec.wide else Int32, choices),
         _vector(row_map, Int32, choices),

@@ -214,7 +214,7 @@ def route(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``routing.route`` names them; ids in 64 bits."""
+    """Launch: addresses of contiguous tensors, as in ``definitions.route``; ids in 64 bits."""
     _route(logits, expert_bias, probs, ids, tokens, spec).launch(
         grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
     )
@@ -230,7 +230,7 @@ def route_backward(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``routing.route_backward`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.route_backward`` names them."""
     _route_backward(dprobs, logits, ids, dlogits, tokens, spec).launch(
         grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
     )

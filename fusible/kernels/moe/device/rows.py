@@ -224,7 +224,7 @@ def scatter(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``permute.scatter_rows`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them."""
     _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -242,7 +242,7 @@ def gather(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``permute.gather_sum`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.gather_sum`` names them."""
     _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -259,7 +259,7 @@ def dots(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``permute.row_dots`` names them."""
+    """Launch: addresses of contiguous tensors, as ``definitions.row_dots`` names them."""
     warps = THREADS // 32
     _dots(rows, x, row_map, out, tokens, row_count, spec).launch(
         grid=[(tokens + warps - 1) // warps, 1, 1], block=[THREADS, 1, 1], stream=stream

@@ -1,6 +1,7 @@
 """CUDA implementations of the dense backwards.
 
-cutlass is imported at the first launch. What the kernels do not take runs by the definitions.
+cutlass is imported at the first launch. What the kernels do not support (NotImplemented) runs by
+the definitions.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import gain as _in_fp32
-from fusible.kernels.dense import definitions
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
-from fusible.kernels.runtime.gpu import capability, has_cutlass, multiprocessors
+from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
@@ -29,8 +29,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
         and features % VECTOR == 0
         and rows * features > 0
         and rows < 2**31 - 2**10
-        and capability(x.device) >= divmod(MIN_SM, 10)
-        and has_cutlass()
+        and runs_kernels(x.device, MIN_SM)
     )
 
 
@@ -52,9 +51,9 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
 
 
 def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """`definitions.activation_bias_backward`, by a kernel where it supports the rows."""
+    """`definitions.activation_bias_backward`."""
     if not takes(x, dy):
-        return definitions.activation_bias_backward(dy, x, activation)
+        return NotImplemented
     dy, x = aligned(dy), aligned(x)
     rows, features = x.shape
     dx = torch.empty_like(x)
@@ -75,10 +74,10 @@ def strip_rows(rows: int, features: int, multiprocessors: int) -> int:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`definitions.rms_norm_backward`, by a kernel where it supports the rows."""
+    """`definitions.rms_norm_backward`."""
     fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
     if not fits:
-        return definitions.rms_norm_backward(dy, x, rstd, gain, addend)
+        return NotImplemented
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
     gain = aligned(_in_fp32(gain, torch.float32, False))
     addend = None if addend is None else aligned(addend)

@@ -1,4 +1,4 @@
-"""Operands of the SM90 kernels: checks, a sentence for each, and the layouts that TMA reads.
+"""Operands of the SM90 kernels: their layouts, copies of what TMA cannot read, and checks.
 
 A call's checks are part of its host time: each is one `if`, and its sentence is put together only
 to be raised.
@@ -54,26 +54,26 @@ def check_scale(name: str, dtype: torch.dtype) -> None:
 
 def as_vector(name: str, vector: Tensor, x: Tensor) -> Tensor:
     """One value for each row of ``x``, contiguous."""
-    if vector.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, got {vector.device}")
-    check_scale(name, vector.dtype)
-    if vector.shape != x.shape[:1]:
+    if vector.shape != x.shape[:1] or vector.device != x.device:
         raise ValueError(
-            f"{name} must have one value for each of the {x.shape[0]} rows, "
-            f"got shape {tuple(vector.shape)}"
+            f"{name} must have one value for each of the {x.shape[0]} rows, on {x.device}, got "
+            f"shape {tuple(vector.shape)} on {vector.device}"
         )
     return vector.contiguous()
 
 
 def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
     """The end row of each group."""
-    if ends.dtype != torch.int32 or ends.shape != (groups,) or not ends.is_contiguous():
+    if (
+        ends.dtype != torch.int32
+        or ends.shape != (groups,)
+        or not ends.is_contiguous()
+        or ends.device != device
+    ):
         raise ValueError(
             f"ends must be a contiguous int32 tensor with one value for each of the {groups} "
-            f"groups, got {ends.dtype} of shape {tuple(ends.shape)}"
+            f"groups on {device}, got {ends.dtype} of shape {tuple(ends.shape)} on {ends.device}"
         )
-    if ends.device != device:
-        raise ValueError(f"ends must be on {device}, got {ends.device}")
 
 
 def check_tensor(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
@@ -86,57 +86,65 @@ def check_tensor(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> Non
 
 
 class Matrices(NamedTuple):
-    """E matrices of one shape and layout: evenly spaced, or behind a table of their addresses."""
+    """E matrices of one shape and layout: evenly spaced, or each at its own address."""
 
     address: int
     """Of the first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    table: int
-    """Address of the table; 0 if the matrices are evenly spaced."""
+    pointers: tuple[int, ...] | None = None
+    """The addresses of all; None if they are evenly spaced."""
+
+    def table(self, device: torch.device) -> int:
+        """The address of a table of the matrices' addresses, 0 if they are evenly spaced."""
+        return 0 if self.pointers is None else pointer_table(self.pointers, device).data_ptr()
 
 
-def matrices_of(name: str, w: Sequence[Tensor], device: torch.device) -> Matrices | None:
-    """One ``[E, N, K]`` tensor or E of ``[N, K]``, or None if TMA cannot read their layout."""
+def matrices_of(w: Sequence[Tensor]) -> Matrices | None:
+    """One ``[E, N, K]`` tensor or E of ``[N, K]``, or None if they begin or differ oddly."""
+    first = w[0]
+    shape, strides, address = first.shape, first.stride(), first.data_ptr()
+    if len(w) == 1 and len(shape) == 3:
+        return None if address % limits.ALIGNMENT_BYTES else Matrices(address, shape, strides)
+    dtype, groups = first.dtype, len(w)
+    if (
+        len(shape) != 2
+        or address % limits.ALIGNMENT_BYTES
+        or not all([one.shape == shape and one.dtype == dtype for one in w])
+        or not all(
+            [one.is_contiguous() for one in w]
+            if first.is_contiguous()
+            else [one.stride() == strides for one in w]
+        )
+    ):
+        return None
+    pointers = tuple([one.data_ptr() for one in w])
+    # Matrices that were allocated side by side are a dense tensor to the kernel.
+    size = first.element_size()
+    step = pointers[1] - address if groups > 1 else first.numel() * size
+    spaced = step > 0 and step % (limits.MULTIPLE_OF * size) == 0
+    if spaced and pointers == tuple(range(address, address + groups * step, step)):
+        return Matrices(address, (groups, *shape), (step // size, *strides))
+    if any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers]):
+        return None
+    return Matrices(address, (groups, *shape), (0, *strides), pointers)
+
+
+def check_matrices(name: str, w: Sequence[Tensor], x: Tensor) -> None:
+    """Tensors of equal matrices, on the device of ``x``."""
     if not w or w[0].shape[0] == 0:
         raise ValueError(f"{name} must have at least one group")
-    first = w[0]
-    if first.device != device:
-        raise ValueError(f"{name} must be on {device}, got {first.device}")
-    shape, strides, address = tuple(first.shape), first.stride(), first.data_ptr()
-    if len(w) == 1 and len(shape) == 3:
-        fits = address % limits.ALIGNMENT_BYTES == 0 and layout(shape, strides) is not None
-        return Matrices(address, shape, strides, 0) if fits else None
-    pointers = _pointers(name, w)
-    if pointers is None:
-        return None
-    # Matrices that were allocated side by side are a dense tensor to the kernel.
-    groups, size = len(w), first.element_size()
-    step = pointers[1] - address if groups > 1 else first.numel() * size
-    evenly = step > 0 and pointers == tuple(range(address, address + groups * step, step))
-    spaced = evenly and step % (limits.MULTIPLE_OF * size) == 0
-    together = (groups, *shape), (step // size if spaced else 0, *strides)
-    if layout(*together, spaced=spaced) is None:
-        return None
-    table = 0 if spaced else pointer_table(pointers, device).data_ptr()
-    return Matrices(address, *together, table)
-
-
-def _pointers(name: str, w: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Addresses of separate matrices that differ in nothing else, None if they do in layout."""
-    groups, shape, strides, dtype = len(w), w[0].shape, w[0].stride(), w[0].dtype
+    first, groups = w[0], len(w)
+    if first.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {first.device}")
     for one in w:
-        if one.ndim != 2:
+        if one.ndim != 2 and not (one.ndim == 3 and groups == 1):
             raise ValueError(
                 f"{name} must be one tensor [E, N, K] or E tensors [N, K], got {groups} "
                 f"of {one.ndim} dimensions"
             )
-        if one.shape != shape or one.dtype != dtype:
+        if one.shape != first.shape or one.dtype != first.dtype:
             raise ValueError(f"the {groups} tensors of {name} must share shape and dtype")
-    pointers = tuple([one.data_ptr() for one in w])
-    readable = all([one.stride() == strides for one in w])
-    aligned = not any([pointer % limits.ALIGNMENT_BYTES for pointer in pointers])
-    return pointers if readable and aligned else None
 
 
 class Layout(NamedTuple):

@@ -1,0 +1,222 @@
+"""CUDA implementations of the ops that route tokens and move rows, and their outputs.
+
+cutlass is imported at the first launch. What the kernels do not support (NotImplemented) runs by
+the definitions, which give the same bits but for dot products and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import math_dtype
+from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
+from fusible.kernels.runtime.gpu import capability, runs_kernels
+from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
+
+_CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
+_MAX_TOP_K = 32
+_MIN_SM = 80
+_INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
+
+
+def takes_rows(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels move rows ``t`` ``[M, H]``, of a dtype like ``others``."""
+    vectors, rest = divmod(t.shape[1] * t.itemsize, BYTES)
+    return (
+        t.dtype in DTYPES
+        and rest == 0
+        and row_map.numel() > 0
+        and t.numel() > 0
+        and row_map.shape[1] <= _MAX_TOP_K
+        and row_map.shape[0] * vectors < _INDEX
+        and max(row_map.numel(), t.shape[0]) < _INDEX
+        and all([other is None or other.dtype in DTYPES for other in others])
+        and runs_kernels(t.device, _MIN_SM)
+    )
+
+
+def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = "") -> Any:
+    """Compile the kernel of that name in one of ``device``'s modules.
+
+    The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
+    for a GPU that need not be there.
+    """
+    from cutlass import Int32, Int64
+
+    from fusible.kernels.moe.device import bias, placement, router, rows
+
+    functions = {
+        "route": (router.route, [Int64] * 4 + [Int32]),
+        "route_backward": (router.route_backward, [Int64] * 4 + [Int32]),
+        "permutation": (placement.permutation, [Int64] * 4 + [Int32] * 2),
+        "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
+        "gather": (rows.gather, [Int64] * 6 + [Int32]),
+        "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
+        "group_sums": (bias.group_sums, [Int64] * 4 + [Int32]),
+        "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
+    }
+    function, kinds = functions[kernel]
+    return compile_kernel(function, kinds, (spec,), options)
+
+
+def permutation_outputs(
+    ids: Tensor, num_groups: int, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of `permutation`, not written."""
+    return (
+        ids.new_empty(ids.shape, dtype=torch.int32),
+        ids.new_empty(num_groups, dtype=torch.int64),
+        ids.new_empty(num_groups, dtype=torch.int32),
+    )
+
+
+def permutation(
+    ids: Tensor, num_groups: int, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`definitions.permutation`."""
+    ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
+    choices, spec = ids.numel(), SortSpec(num_groups, ids.dtype == torch.int64, ctas)
+    fits = ids.dtype in (torch.int64, torch.int32) and num_groups <= MAX_GROUPS
+    if not (fits and 0 < choices <= spec.most_choices and runs_kernels(ids.device, _MIN_SM)):
+        return NotImplemented
+    made = permutation_outputs(ids, num_groups, capacity)
+    most = choices if capacity is None else min(capacity, choices)
+    given = ids.contiguous(), *made, choices, most
+    launch(compiled, ("permutation", spec), ids.device, *given)
+    return made
+
+
+def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
+    """The kernel that moves rows ``t``, or reads them with ``weights``."""
+    kind = {None: "", 1: "row", 2: "choice"}[None if weights is None else weights.dim()]
+    vectors = t.shape[1] * t.itemsize // BYTES
+    dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
+    return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
+
+
+def scatter_outputs(
+    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
+) -> tuple[Tensor, Tensor]:
+    """The outputs of `scatter_rows`, not written."""
+    moved = x.new_empty(0)
+    if weights is not None and weights.dim() == 2:
+        moved = weights.new_empty(rows)
+    return x.new_empty(rows, x.shape[1]), moved
+
+
+def scatter_rows(
+    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
+) -> tuple[Tensor, Tensor]:
+    """`definitions.scatter_rows`."""
+    if rows == 0 or not takes_rows(x, row_map, weights):
+        return NotImplemented
+    made = scatter_outputs(x, row_map, weights, rows, scale)
+    spec = rows_spec(x, row_map, weights, scale=scale)
+    given = aligned(x), row_map.contiguous(), _contiguous(weights), *made, x.shape[0], rows
+    launch(compiled, ("scatter", spec), x.device, *given)
+    return made
+
+
+def gather_outputs(
+    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The outputs of `gather_sum`, not written."""
+    picked = rows.new_empty(0) if values is None else values.new_empty(row_map.shape)
+    return rows.new_empty(row_map.shape[0], rows.shape[1]), picked
+
+
+def gather_sum(
+    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`definitions.gather_sum`."""
+    if not takes_rows(rows, row_map, weights, values):
+        return NotImplemented
+    made = gather_outputs(rows, row_map, weights, values)
+    spec = rows_spec(rows, row_map, weights, values="" if values is None else DTYPES[values.dtype])
+    inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
+    launch(compiled, ("gather", spec), rows.device, *inputs, *made, row_map.shape[0])
+    return made
+
+
+def dots_output(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+    """The output of `row_dots`, not written."""
+    shape = rows.shape[:1] if by_row else row_map.shape
+    return rows.new_empty(shape, dtype=math_dtype(rows.dtype))
+
+
+def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+    """`definitions.row_dots`."""
+    if rows.dtype != x.dtype or not takes_rows(rows, row_map):
+        return NotImplemented
+    out = dots_output(rows, x, row_map, by_row)
+    spec = rows_spec(rows, row_map, out if by_row else None)
+    given = aligned(rows), aligned(x), row_map.contiguous(), out, x.shape[0], rows.shape[0]
+    launch(compiled, ("dots", spec), rows.device, *given)
+    return out
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
+    """Whether the router's kernels take the logits."""
+    tokens, experts = logits.shape
+    fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
+    fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < _INDEX
+    return fits and runs_kernels(logits.device, _MIN_SM)
+
+
+def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
+    """The outputs of `route`, not written."""
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def route(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+    groups: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """`definitions.route`."""
+    if not _routes(logits, top_k, groups[0]):
+        return NotImplemented
+    tokens, experts = logits.shape
+    bias = None if expert_bias is None else expert_bias.float().contiguous()
+    made = route_outputs(logits, expert_bias, top_k)
+    sigmoid, biased = score_function == "sigmoid", bias is not None
+    number, kept, summed = groups
+    spec = RouteSpec(
+        experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
+    )
+    launch(compiled, ("route", spec), logits.device, logits.contiguous(), bias, *made, tokens)
+    return made
+
+
+def route_backward(
+    dprobs: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    score_function: str,
+    normalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """`formulas.router_probs_backward`."""
+    top_k = ids.shape[1]
+    if not _routes(logits, top_k):
+        return NotImplemented
+    dprobs, logits = dprobs.float().contiguous(), logits.contiguous()
+    dlogits = torch.empty_like(logits)
+    sigmoid = score_function == "sigmoid"
+    spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
+    given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
+    launch(compiled, ("route_backward", spec), logits.device, *given)
+    return dlogits
