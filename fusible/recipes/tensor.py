@@ -135,7 +135,7 @@ class WrapperTensor(torch.Tensor):
         values = dequantize_matrix(self.matrix(columnwise=columnwise), dtype)
         if self.format.element.per_byte > 1:  # what fills the last byte of a row is none of them
             columns = self.numel() // max(math.prod(values.shape[:-1]), 1)
-            values = values[..., :columns]
+            values = values[..., :columns].contiguous()
         return values.reshape(self.shape)
 
     def quantize_(self, values: Tensor) -> Self:

@@ -244,7 +244,8 @@ def test_values_and_gradients_are_those_of_an_ordinary_tensor(name):
 
 @pytest.mark.parametrize("part", range(4))
 def test_compiled_in_one_graph(part):
-    functions = [f for name, f in list(OPS.items())[part::4] if name not in ("checkpoint", *SELF)]
+    skipped = "checkpoint", "cov", *SELF  # PyTorch does not compile the covariance of any tensor
+    functions = [f for name, f in list(OPS.items())[part::4] if name not in skipped]
 
     def run(t):
         return [f(t) for f in functions]
