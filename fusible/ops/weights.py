@@ -36,7 +36,7 @@ from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import ProductKind, quantize_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
-from fusible.recipes.sharding import local
+from fusible.recipes.sharding import local, shard
 from fusible.recipes.tensor import QuantizedTensor
 
 _Reused = tuple[tuple[Tensor, ...], Any]
@@ -122,20 +122,23 @@ class WeightedOperation(CastingOp):
     def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
 
-        A stored quantized one is quantized from values that were initialized in high precision.
+        A stored quantized one is quantized from values that were initialized in high precision. Of
+        a stack that is sharded, every process draws all matrices and keeps its own.
         """
         part = local(weight)
-        stored = isinstance(part, QuantizedTensor)
-        value = torch.empty_like(weight) if stored else weight
+        apart = isinstance(part, QuantizedTensor) or (part is not weight and weight.dim() == 3)
+        value = part.new_empty(weight.shape) if apart else weight
         for matrix in value.unbind(0) if value.dim() == 3 else (value,):
             if init_method is not None:
                 init_method(matrix)
             else:
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
-        if stored:
-            weight.copy_(value)
-            if part.get_high_precision_init_val() is not None:
-                part.keep_high_precision_init_val(local(value))
+        if not apart:
+            return
+        value = value if part is weight else shard(value, weight)
+        weight.copy_(value)
+        if isinstance(part, QuantizedTensor) and part.get_high_precision_init_val() is not None:
+            part.keep_high_precision_init_val(local(value))
 
     # --- the caller's buffers --------------------------------------------------------------------
 

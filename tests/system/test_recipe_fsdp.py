@@ -1,10 +1,15 @@
 """Recipes under FSDP2, whose gathered weights change in place without a version."""
 
+import copy
+
 import pytest
 import torch
+from number_formats import RECIPES
+from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fusible as fz
+from fusible.recipes.tensor import QuantizedTensor
 
 MX = fz.recipes.MXFP8BlockScaling()
 
@@ -33,3 +38,71 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_forward(mesh, reuse):
         outputs.append(results[0])
     assert not torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[1], outputs[2])
+
+
+def model(recipe, rows=64):
+    with fz.quantized_model_init(recipe=recipe):
+        return fz.Sequential(
+            fz.Linear(64, rows),
+            fz.GELU(),
+            fz.GroupedLinear(2, rows, 64, bias=False, single_grouped_weight=True),
+        )
+
+
+def difference_of_uneven_shards(rank, store, out):
+    """Train a step on shards of 48 rows, which cut blocks, and on the whole model."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    found = {}
+    for name, recipe in RECIPES.items():
+        torch.manual_seed(0)
+        sharded = model(recipe, 96)
+        whole, x = copy.deepcopy(sharded), torch.randn(8, 64)
+        fully_shard(sharded, mesh=mesh)
+        kinds = [isinstance(p.to_local(), QuantizedTensor) for p in sharded.parameters()]
+        results = []
+        for module in (sharded, whole):
+            with fz.autocast(recipe=recipe):
+                y = module(x, torch.tensor([3, 5]))
+            y.square().mean().backward()
+            grads = [p.grad for p in module.parameters()]
+            if module is sharded:
+                grads = [g.full_tensor() for g in grads]
+            results.append([y, *grads])
+        same = all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+        found[name] = (kinds, same)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_that_cut_blocks_are_values_and_train_as_the_whole(tmp_path):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch with gloo")
+    out = tmp_path / "found"
+    arguments = (str(tmp_path / "store"), str(out))
+    torch.multiprocessing.spawn(difference_of_uneven_shards, arguments, 2)
+    found = torch.load(out)
+    assert found.keys() == RECIPES.keys()
+    for kinds, same in found.values():
+        assert kinds == [False, False, True]  # the rows of a stack's matrices are not cut
+        assert same
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_from_the_meta_device_when_sharded(mesh, recipe):
+    torch.manual_seed(0)
+    want = model(recipe)
+    with torch.device("meta"):
+        got = model(recipe)
+    fully_shard(got, mesh=mesh)
+    got.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for op in (got[0], got[2]):
+        op.reset_parameters()
+    for mine, theirs in zip(got.parameters(), want.parameters(), strict=True):
+        part = mine.to_local()
+        assert isinstance(part, QuantizedTensor) == isinstance(theirs, QuantizedTensor)
+        assert torch.equal(part * 1, theirs.detach() * 1)
