@@ -62,7 +62,6 @@ class Dispatch(BasicOperation):
     num_extra_inputs = 2
     extra_input_names = ("probs", "expert_ids")
     fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor")
-    keywords = ()
     saves = "row map; with scale_input x, probs"
 
     def __init__(
@@ -208,7 +207,6 @@ class Combine(BasicOperation):
     num_extra_inputs = 1
     extra_input_names = ("row_map", "scales")
     fact_names = ("weighted",)
-    keywords = ()
     saves = "row map; if weighted rows, scales"
 
     def __init__(self, weighted: bool = False) -> None:

@@ -82,7 +82,19 @@ class ConstantScale(BasicOperation):
         return grad_output * self.scale
 
 
-class AddExtraInput(BasicOperation):
+class _InPlaceOp(BasicOperation):
+    """An op that may write its sum to a tensor that it is given. Saves nothing."""
+
+    fact_names = ("in_place",)
+    saves = "nothing"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        check_bools(type(self).__name__, in_place=in_place)
+        super().__init__()
+        self.in_place = in_place
+
+
+class AddExtraInput(_InPlaceOp):
     """``x + extra`` for x ``[...]`` and an extra input of the same shape. Saves nothing.
 
     Args:
@@ -99,14 +111,6 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
     extra_input_names = ("addend",)
-    fact_names = ("in_place",)
-    keywords = ()
-    saves = "nothing"
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        check_bools(type(self).__name__, in_place=in_place)
-        super().__init__()
-        self.in_place = in_place
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """What holds both, or the extra input's, which it is written into."""
@@ -149,7 +153,7 @@ def check_addend(addend: Tensor | None, shape: Sequence[int], input_: Tensor) ->
     return addend
 
 
-class MakeExtraOutput(BasicOperation):
+class MakeExtraOutput(_InPlaceOp):
     """The input ``[...]``, also given out as an extra output. Saves nothing.
 
     Both outputs share the input's memory.
@@ -161,14 +165,6 @@ class MakeExtraOutput(BasicOperation):
     """
 
     num_extra_outputs = 1
-    fact_names = ("in_place",)
-    keywords = ()
-    saves = "nothing"
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        check_bools(type(self).__name__, in_place=in_place)
-        super().__init__()
-        self.in_place = in_place
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """The input's, twice."""
@@ -207,7 +203,6 @@ class Swap(BasicOperation):
     num_extra_inputs = 1
     num_extra_outputs = 1
     extra_input_names = ("incoming",)
-    keywords = ()
     saves = "nothing"
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:

@@ -25,7 +25,6 @@ class _Scaled(Activation):
 
     num_extra_inputs = 1
     extra_input_names = ("scales",)
-    keywords = ()
     saves = "x, scales"
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:

@@ -73,7 +73,6 @@ class TopKRouter(BasicOperation):
     """
 
     saves = "x, weight, logits, expert ids"
-    keywords = ()
     casts_itself = True
     expert_bias: Tensor | None
     fact_names = (
