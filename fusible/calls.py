@@ -24,10 +24,12 @@ def is_direct(x: object) -> bool:
     return (
         type(x) is Tensor
         and x.is_cuda
+        # `is_traced` and `is_transformed`, without their calls
         and not (
-            is_traced()
+            torch.compiler.is_dynamo_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._len_torch_function_stack() > 0
             or torch.is_grad_enabled()
-            or is_transformed()
+            or torch._C._are_functorch_transforms_active()
         )
     )

@@ -12,7 +12,7 @@ import fusible as fz
 from fusible.fuser import target as targets
 from fusible.kernels.runtime import gpu
 from fusible.kernels.runtime.provider import use_provider
-from fusible.kernels.sm100 import launches, ops
+from fusible.kernels.sm100 import launch, ops
 from fusible.kernels.sm100.checks import FP4, address_unit
 from fusible.kernels.sm100.padding import PaddedGroups, packed_rows
 from fusible.recipes.formats import nvfp4
@@ -95,27 +95,27 @@ def test_each_device_is_warmed_up(monkeypatch):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(launches, "_warm", set())
-    monkeypatch.setattr(launches, "_last_streams", {})
-    launches.before_launch(GPU, "gemm", 1)
+    monkeypatch.setattr(launch, "_warm", set())
+    monkeypatch.setattr(launch, "_last_streams", {})
+    launch.before_launch(GPU, "gemm", 1)
     capturing = True
-    launches.before_launch(GPU, "gemm", 1)
+    launch.before_launch(GPU, "gemm", 1)
     with pytest.raises(RuntimeError, match="must have run once before a CUDA graph"):
-        launches.before_launch(torch.device("cuda", 1), "gemm", 1)
+        launch.before_launch(torch.device("cuda", 1), "gemm", 1)
 
 
 def test_a_compilation_is_logged_at_the_first_launch_of_a_configuration(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(launches, "_warm", set())
-    monkeypatch.setattr(launches, "_last_streams", {})
+    monkeypatch.setattr(launch, "_warm", set())
+    monkeypatch.setattr(launch, "_last_streams", {})
     kernels = SimpleNamespace(grouped_gemm_wrapper_sm100=lambda: None)
     told = []
     with use_provider("sm100", kernels), caplog.at_level(logging.INFO, "fusible"):
         for device, size in ((GPU, 1), (GPU, 1), (GPU, 2), (torch.device("cuda", 1), 1), (CPU, 3)):
             caplog.clear()
-            ops._run(device, "grouped_gemm", ("gemm", size))
+            ops._run(device, "grouped_gemm", (size,))
             told.append(sum("compiled and launched" in m for m in caplog.messages))
     assert told == [1, 0, 1, 1, 0]
 
@@ -140,7 +140,7 @@ def test_weights_side_by_side_are_a_configuration_of_their_own(monkeypatch):
     half = len(seen) // 2
     together, alone = seen[:half], seen[half:]
     for mine, other in zip(together, alone, strict=True):
-        assert (mine == other) == (mine[0] == "wgrad"), mine[0]
+        assert (mine == other) == (mine[0] == "grouped_gemm_wgrad"), mine[0]
 
 
 def test_fp4_elements_begin_where_the_kernels_read_them():

@@ -14,7 +14,7 @@ from fusible.kernels.dense import cuda as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
 from fusible.kernels.moe import cuda as moe
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
-from fusible.kernels.quantize import launch as quantize
+from fusible.kernels.quantize import cuda as quantize
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
 from fusible.kernels.runtime import cache, launch
 from fusible.kernels.sm90 import launch as sm90

@@ -6,7 +6,7 @@ from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.quantize import launch
+from fusible.kernels.quantize import cuda
 from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
 from fusible.recipes.formats import (
     E2M1,
@@ -79,11 +79,11 @@ def name(case):
 @pytest.mark.parametrize("case", KERNELS, ids=name)
 def test_kernels_compile_without_spills(case, architecture, capfd):
     kernel, spec = case
-    launch.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    cuda.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_offsets_kernel_compiles(dtype):
     for architecture in ("sm_90a", "sm_100a"):
-        launch.compiled_offsets(dtype, f"--gpu-arch {architecture}")
+        cuda.compiled_offsets(dtype, f"--gpu-arch {architecture}")

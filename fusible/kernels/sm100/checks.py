@@ -36,27 +36,43 @@ class Rows(NamedTuple):
     dtype: torch.dtype
 
 
-def check_rows(name: str, x: Tensor, scales: Tensor | None) -> Rows:
-    """A matrix whose rows are in groups, and its packed scales."""
+def check_rows(name: str, x: Tensor, scales: Tensor | None, columnwise: bool = False) -> Rows:
+    """A matrix whose rows are in groups, and its packed scales; ``columnwise``: reduced over rows.
+
+    Column-wise FP4 is ``[features, rows / 2]``, and column-wise scales are
+    ``[round_up(features, 128), rows / block]``, which contain the regions of the groups.
+    """
     require(x.ndim == 2, f"{name} must have 2 dimensions", x.ndim)
-    dtypes = (torch.bfloat16, FP8, FP4)
     require(
-        x.dtype in dtypes,
+        x.dtype in (torch.bfloat16, FP8, FP4),
         f"{name} must be BF16, FP8 E4M3 or FP4 in bytes",
         x.dtype,
         "use a recipe of those elements",
     )
-    rows, depth = x.shape[0], x.shape[1] * (2 if x.dtype == FP4 else 1)
+    rows, features = x.shape
+    if x.dtype == FP4:
+        rows, features = (2 * features, rows) if columnwise else (rows, 2 * features)
     check_layout(name, x)
     require(
         rows % limits.GROUP_ROWS == 0,
         f"rows of {name} must be a multiple of {limits.GROUP_ROWS}",
         rows,
-        "bring them to their places first",
+        "pad its groups first",
     )
-    check_features(f"columns of {name}", depth)
-    check_scales(name, scales, x.dtype, rows, depth)
-    return Rows(rows, depth, x.dtype)
+    check_features(f"features of {name}", features)
+    if columnwise and x.dtype in _SCALES:
+        shape = (-(-features // 128) * 128, rows // VECTOR[x.dtype])
+        require(
+            scales is not None
+            and scales.dtype == _SCALES[x.dtype]
+            and scales.shape == shape
+            and scales.is_contiguous(),
+            f"scales of {name} must be contiguous {_SCALES[x.dtype]} of shape {shape}",
+            None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}",
+        )
+    else:
+        check_scales(name, scales, x.dtype, rows, features)
+    return Rows(rows, features, x.dtype)
 
 
 def address_unit(dtype: torch.dtype) -> int:
@@ -202,36 +218,3 @@ def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> N
     )
     check_layout("bias", bias)
     require(bias.device == device, f"bias must be on {device}", bias.device)
-
-
-def check_columns(name: str, x: Tensor, scales: Tensor | None) -> Rows:
-    """An operand reduced over its rows: ``[rows, features]``, or ``[features, rows / 2]`` of FP4.
-
-    Scales: ``[round_up(features, 128), rows / block]``, which contains the regions of the groups.
-    """
-    require(x.ndim == 2, f"{name} must have 2 dimensions", x.ndim)
-    check_layout(name, x)
-    if x.dtype == FP4:
-        features, rows = x.shape[0], 2 * x.shape[1]
-    else:
-        require(x.dtype in (FP8, torch.bfloat16), f"{name} must be BF16, FP8 E4M3 or FP4", x.dtype)
-        rows, features = x.shape
-    check_features(f"features of {name}", features)
-    require(
-        rows % limits.GROUP_ROWS == 0,
-        f"rows of {name} must be a multiple of {limits.GROUP_ROWS}",
-        rows,
-    )
-    if x.dtype not in _SCALES:
-        require(scales is None, f"scales of {name} must be None for {x.dtype}", "a tensor")
-        return Rows(rows, features, x.dtype)
-    shape = (-(-features // 128) * 128, rows // VECTOR[x.dtype])
-    require(
-        scales is not None
-        and scales.dtype == _SCALES[x.dtype]
-        and scales.shape == shape
-        and scales.is_contiguous(),
-        f"scales of {name} must be contiguous {_SCALES[x.dtype]} of shape {shape}",
-        None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}",
-    )
-    return Rows(rows, features, x.dtype)

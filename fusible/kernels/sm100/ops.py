@@ -30,7 +30,6 @@ from fusible.kernels.sm100.checks import (
     Rows,
     Weights,
     check_bias,
-    check_columns,
     check_ends,
     check_layout,
     check_rows,
@@ -38,7 +37,7 @@ from fusible.kernels.sm100.checks import (
     check_weights,
     require,
 )
-from fusible.kernels.sm100.launches import before_launch
+from fusible.kernels.sm100.launch import before_launch
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +75,13 @@ def _run(
     ``configuration`` is all that the kernel may be compiled for.
     """
     function = getattr(provider("sm100"), f"{wrapper}_wrapper_sm100")
-    is_first = before_launch(device, *configuration)
+    is_first = before_launch(device, wrapper, *configuration)
     start = time.perf_counter()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         result = function(**arguments)
     if is_first:
         seconds = time.perf_counter() - start
-        logger.info("compiled and launched kernel sm100 %s in %.1f s", configuration[0], seconds)
+        logger.info("compiled and launched kernel sm100 %s in %.1f s", wrapper, seconds)
     return result
 
 
@@ -148,7 +147,7 @@ def _multiply(
     return _run(
         x.device,
         wrapper,
-        (wrapper, x.dtype, weights, "b_tensor" in operands, n_major, *configuration),
+        (x.dtype, weights, "b_tensor" in operands, n_major, *configuration),
         a_tensor=_as_element(x),
         padded_offsets=p.ends,
         alpha_tensor=_ones_of(weights.groups, x.device) if alpha is None else alpha,
@@ -455,7 +454,7 @@ def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
 def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
     """See `fusible.kernels.sm100.wgrad_`."""
     dy, dy_scales, x, x_scales, ends, *_ = operands
-    left, right = check_columns("dy", dy, dy_scales), check_columns("x", x, x_scales)
+    left, right = check_rows("dy", dy, dy_scales, True), check_rows("x", x, x_scales, True)
     require(
         (left.rows, left.dtype) == (right.rows, right.dtype),
         "dy and x must share rows and dtype",
@@ -483,7 +482,7 @@ def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) ->
     _run(
         x.device,
         "grouped_gemm_wgrad",
-        ("grouped_gemm_wgrad", x.dtype, groups, *features, out[0].dtype, accumulate, dense),
+        (x.dtype, groups, *features, out[0].dtype, accumulate, dense),
         sfa_tensor=dy_scales,
         sfb_tensor=x_scales,
         offsets_tensor=ends,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
-from fusible.kernels.quantize.launch import largest_magnitudes, takes
+from fusible.kernels.quantize.cuda import largest_magnitudes, takes
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import compile_kernel, launch
 from fusible.kernels.runtime.library import define

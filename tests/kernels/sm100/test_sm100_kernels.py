@@ -9,7 +9,7 @@ import fusible as fz
 from fusible import recipes
 from fusible.kernels import sm100
 from fusible.kernels.glu import Glu
-from fusible.kernels.sm100 import launches, ops, padding
+from fusible.kernels.sm100 import launch, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
 from fusible.recipes.formats import mxfp8, nvfp4
@@ -208,18 +208,18 @@ def test_features_of_the_front_end_are_looked_at():
 
 
 def test_a_capture_needs_a_warm_configuration(monkeypatch):
-    monkeypatch.setattr(launches, "_warm", set())
-    monkeypatch.setattr(launches, "_last_streams", {})
+    monkeypatch.setattr(launch, "_warm", set())
+    monkeypatch.setattr(launch, "_last_streams", {})
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "a stream")
     gpu = torch.device("cuda", 0)
-    launches.before_launch(gpu, "glu", FP8, 64)
+    launch.before_launch(gpu, "glu", FP8, 64)
     capturing = True
-    launches.before_launch(gpu, "glu", FP8, 64)
-    launches.before_launch(torch.device("cpu"), "glu", FP8, 128)
+    launch.before_launch(gpu, "glu", FP8, 64)
+    launch.before_launch(torch.device("cpu"), "glu", FP8, 128)
     with pytest.raises(RuntimeError, match=r"must have run once before .* got glu in a conf"):
-        launches.before_launch(gpu, "glu", FP8, 128)
+        launch.before_launch(gpu, "glu", FP8, 128)
 
 
 def test_another_stream_waits_for_the_last(monkeypatch):
@@ -231,14 +231,14 @@ def test_another_stream_waits_for_the_last(monkeypatch):
 
     first, second = Stream(), Stream()
     current = first
-    monkeypatch.setattr(launches, "_warm", set())
-    monkeypatch.setattr(launches, "_last_streams", {})
+    monkeypatch.setattr(launch, "_warm", set())
+    monkeypatch.setattr(launch, "_last_streams", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     gpu = torch.device("cuda", 0)
     for stream in (first, first, second, second, first):
         current = stream
-        launches.before_launch(gpu, "glu")
+        launch.before_launch(gpu, "glu")
     assert waited == [(second, first), (first, second)]
 
 

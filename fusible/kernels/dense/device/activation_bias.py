@@ -9,8 +9,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.activations import UNARY
-from fusible.kernels import bits
 from fusible.kernels.dense.spec import VECTOR
+from fusible.kernels.device import bits
 
 WARPS, UNROLL = 4, 4
 _LOG2_E = 1.4426950408889634

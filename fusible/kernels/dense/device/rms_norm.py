@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.arch import inline_ptx
 
-from fusible.kernels import bits
 from fusible.kernels.dense.spec import VECTOR
+from fusible.kernels.device import bits
 
 
 def _load_kept(address, inside):

@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 from fusible.kernels.moe.device.rows import number, put
 
 WARPS = 8

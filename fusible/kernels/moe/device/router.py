@@ -9,7 +9,7 @@ wins. Lane j keeps the j-th choice.
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 
 WARPS = 8
 

@@ -9,7 +9,7 @@ every byte is read once and written once, and sums have the order of the choices
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 
 THREADS = 256
 UNROLL = 4  # tokens a thread has in flight

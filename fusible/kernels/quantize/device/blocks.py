@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from fusible.kernels.bits import load_index
+from fusible.kernels.device.bits import load_index
 from fusible.kernels.quantize.spec import THREADS
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
 from fusible.kernels.quantize.device.blocks import blocks_of, grid_of, place_of
 from fusible.kernels.quantize.device.magnitudes import (

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 
 
 def largest_of(words, dtype):

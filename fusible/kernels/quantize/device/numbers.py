@@ -4,7 +4,7 @@ import cutlass
 from cutlass import Float32, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from fusible.kernels.bits import (
+from fusible.kernels.device.bits import (
     INF,
     NAN,
     ONE,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from fusible.kernels import bits
+from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
 from fusible.kernels.quantize.device.blocks import find
 from fusible.kernels.quantize.device.magnitudes import (
