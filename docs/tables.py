@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import fusible.fused
-from fusible.fuser.rules import support_table
+from fusible.fuser.rules import Rule
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +31,17 @@ EXPERTS = {
     "gpt-oss-20b, decoding": "gpt-oss-20b, decoding",
 }
 SHAPES = {"tiny": "256, 128, 8, 512", "small": "1024, 512, 64, 8192"}
+
+
+def support_table(rules: Sequence[Rule]) -> str:
+    """The rules as a Markdown table, one row each, in order of priority."""
+    columns = ["rule", "pass", "pattern", "needs", "worth"]
+    rows = [columns, ["---"] * len(columns)]
+    for r in rules:
+        needs = "; ".join(map(str, r.needs)) or "nothing"
+        pattern = str(r).replace("|", "\\|")
+        rows.append([f"`{r.name}`", r.phase, pattern, needs, " ".join(r.worth.split())])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def measured_table(report: dict[str, Any]) -> str:

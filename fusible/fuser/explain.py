@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -419,10 +420,7 @@ def _reasons(refusals: Sequence[Refusal]) -> Iterator[str]:
 
 def _gaps(touched: set[int], n: int) -> Iterator[tuple[int, int]]:
     """The maximal ranges of indices below ``n`` that are not in ``touched``."""
-    start = None
-    for i in range(n + 1):
-        if i < n and i not in touched:
-            start = i if start is None else start
-        elif start is not None:
-            yield start, i
-            start = None
+    for is_touched, group in groupby(range(n), touched.__contains__):
+        if not is_touched:
+            indices = list(group)
+            yield indices[0], indices[-1] + 1

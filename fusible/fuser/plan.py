@@ -508,7 +508,7 @@ def of_parts(whole: Plan, plans: Sequence[Plan]) -> Plan:
 def check_cover(fused: Sequence[Any], basic: Sequence[Any], name: str) -> None:
     """Raise RuntimeError unless what the function ``name`` returned covers exactly ``basic``."""
     expanded = [part for op in fused for part in op.basic_ops]
-    if len(expanded) != len(basic) or any(a is not b for a, b in zip(expanded, basic, strict=True)):
+    if [*map(id, expanded)] != [*map(id, basic)]:
         raise RuntimeError(
             f"the fusion function {name} must return ops that cover exactly the basic ops it was "
             f"given, in order: given {[type(op).__name__ for op in basic]}, got "

@@ -155,15 +155,3 @@ def _slot(rule: str, name: str, hint: Any) -> Slot:
             f"got {hint!r}; name basic ops: Linear is BasicLinear + Bias"
         )
     return Slot(name, found, len(found) < len(members))
-
-
-def support_table(rules: Sequence[Rule], *, needs: bool = True) -> str:
-    """The rules as a Markdown table, one row each, in order of priority."""
-    columns = ["rule", "pass", "pattern", *(["needs"] if needs else []), "worth"]
-    rows = [columns, ["---"] * len(columns)]
-    for r in rules:
-        conditions = "; ".join(map(str, r.needs)) or "nothing"
-        rows.append([f"`{r.name}`", r.phase, str(r).replace("|", "\\|")])
-        rows[-1] += [conditions] if needs else []
-        rows[-1].append(" ".join(r.worth.split()))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -246,7 +246,7 @@ class Run:
             autocast_dtype,
             torch.is_grad_enabled(),
             device,
-            targets.assumed_target(),
+            targets.assumed_key,
             registry.version,
             first_places(inputs),
             tuple([(t.dtype, t.device, t.requires_grad) for t in inputs]),

@@ -71,13 +71,12 @@ class Target:
 
 
 _assumed: Target | None = None
-_assumed_key: str | None = None  # a constant to torch.compile, which a Target is not
+assumed_key: str | None = None
+"""The ``repr`` of the target that ``assume`` has set, None where plans are for this machine.
+
+A constant to torch.compile, which a Target is not.
+"""
 _cuda_targets: dict[torch.device, Target] = {}  # one a device
-
-
-def assumed_target() -> str | None:
-    """The ``repr`` of the target that ``assume`` has set, None where plans are for this machine."""
-    return _assumed_key
 
 
 def target_of(device: torch.device) -> Target:
@@ -108,10 +107,10 @@ def _driver() -> Version | None:
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Make all plans in this context for ``target``."""
-    global _assumed, _assumed_key
-    outer = _assumed, _assumed_key
-    _assumed, _assumed_key = target, repr(target)
+    global _assumed, assumed_key
+    outer = _assumed, assumed_key
+    _assumed, assumed_key = target, repr(target)
     try:
         yield
     finally:
-        _assumed, _assumed_key = outer
+        _assumed, assumed_key = outer

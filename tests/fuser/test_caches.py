@@ -21,6 +21,7 @@ SOURCES = Path(fz.__file__).parent
 
 # What has no bound of its own, and what bounds it.
 UNBOUNDED = {
+    "fuser/context.py _NO_KWARGS": "empty, as nothing writes to it",
     "fuser/run.py _traced_names": "256 names, grown below",
     "fuser/target.py _cuda_targets": "devices",
     "kernels/runtime/cache.py _compile_seconds": "compiled kernels",

@@ -1,4 +1,4 @@
-"""The fuser's own host time, held at two and a half times what the design allows."""
+"""The fuser's own host time: twice what the design allows, two and a half times with a backward."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_a_cached_call_costs_little_more_than_its_formulas() -> None:
         times = fuser_overhead.measure(repeats=200, separate_weights=False)
         added = fuser_overhead.scaled_overhead(times)
         best = {what: min(us, best.get(what, us)) for what, us in added.items()}
-    assert best["forward"] <= 75
+    assert best["forward"] <= 60
     assert best["forward + backward"] <= 150
