@@ -53,13 +53,15 @@ def define(
     structs = [kind if hasattr(kind, "_fields") else None for *_, kind in parameters]
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
 
-    on_cuda = _first_of(*cuda, definition)
+    preferred, *others = *cuda, definition
+    on_cuda, next_best = _first_of(preferred, *others), _first_of(*others)
 
     @wraps(definition)
     def call(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs[parameters[0][0]]
         if is_direct(first[0] if nested else first):
-            return on_cuda(*args, **kwargs)
+            result = preferred(*args, **kwargs)
+            return next_best(*args, **kwargs) if result is NotImplemented else result
         given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat: list[Any] = []
         for struct, arg in zip(structs, given, strict=True):
