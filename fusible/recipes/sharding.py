@@ -120,7 +120,7 @@ def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor
     Plain ones for another dtype, rank or number of columns.
     """
     dtype, device = options.get("dtype") or q.dtype, options.get("device") or q.device
-    if dtype != q.dtype or len(size) != q.dim() or size[-1] != q.shape[-1] or q.dim() < 2:
+    if dtype != q.dtype or q.dim() < 2 or len(size) != q.dim() or size[-1] != q.shape[-1]:
         return torch.zeros(size, dtype=dtype, device=device)
     check_layout(q)
     rows = {} if size[-2] == q.shape[-2] else _rows_of_pieces(q, 0, size[-2])

@@ -145,6 +145,8 @@ class WrapperTensor(torch.Tensor):
                 f"values must have the tensor's shape {tuple(self.shape)}, "
                 f"got {tuple(values.shape)}; nothing was written"
             )
+        if not self.numel():
+            return self
         values = values.detach().to(self.device, self.dtype)
         if self.format is None:
             new = {"rowwise_data": values}
@@ -447,7 +449,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
         ctx.dtype = q.dtype
-        return q.own_values(dtype, columnwise)
+        return q.own_values(dtype, columnwise).detach()  # no view, so that it can be written to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -289,7 +289,9 @@ def test_compiled_writes():
     assert torch.equal(compiled.dequantize(), eager.dequantize())
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (100,), (3, 5), (2, 0), (0,)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (100,), (3, 5), (2, 0), (0,), (0, 64), (2, 0, 64), (0, 64, 64)]
+)
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "none"])
 def test_any_shape_is_quantized(shape, kind):
     """One-dimensional tensors are one row; the last block, or byte, may be short."""
@@ -309,3 +311,18 @@ def test_any_shape_is_quantized(shape, kind):
     assert torch.equal(fz.recipes.tensor_from_state(state).dequantize(), q.dequantize())
     assert torch.equal(q.view(-1).dequantize(), q.dequantize().view(-1))
     assert torch.equal(q.clone() * 2, q.dequantize() * 2)
+    assert torch.equal(q.new_zeros(q.shape), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "none"])
+@pytest.mark.parametrize("shape", [(100,), (33, 33), (64, 64)])
+def test_values_with_history_can_be_written_to(shape, kind):
+    """As those of any operation, also by index into a clone of a parameter."""
+    leaf = nn.Parameter(fz.recipes.Quantizer(KINDS[kind].format("input"))(other(*shape)))
+    values, clone = leaf.dequantize(), leaf.clone()
+    values[0] = 0.0
+    clone[0] = 0.0
+    (values.sum() + 2 * clone.dequantize().sum()).backward()
+    want = torch.full(shape, 3.0)
+    want[0] = 0.0
+    assert torch.equal(leaf.grad, want)
