@@ -4,6 +4,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import fusible.kernels.quantize  # noqa: F401 - registers its kernels for CUDA
 from fusible import extend, ops, recipes
+from fusible.compat import (
+    checkpoint,
+    fp8_autocast,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    make_graphed_callables,
+)
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
@@ -13,9 +23,16 @@ from fusible.kernels.grouped import checking
 from fusible.names import did_you_mean
 from fusible.ops import *  # noqa: F403 - the ops' own list of names
 from fusible.recipes import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     GroupedTensor,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
     QuantizedTensor,
+    Quantizer,
     autocast,
+    get_default_recipe,
     keep_recipe,
     quantized_model_init,
 )
@@ -24,35 +41,57 @@ __version__ = "0.1.0"
 
 registry.install(RULES)
 
-_OTHER_NAMES = {
-    "fp8_autocast": "autocast",
-    "fp8_model_init": "quantized_model_init",
-    "recipe": "recipes",
+fp8_model_init = quantized_model_init
+recipe = recipes
+
+_NOT_OFFERED = {
+    "UserBufferQuantizationMode": "userbuffers are not; leave them out, the values are the same",
+    "destroy_ub": "userbuffers are not; leave them out, the values are the same",
+    "initialize_ub": "userbuffers are not; leave them out, the values are the same",
 }
 
 
 if not TYPE_CHECKING:  # for which every name would exist
 
     def __getattr__(name: str) -> NoReturn:
+        if name in _NOT_OFFERED:
+            raise AttributeError(f"fusible.{name} is not offered: {_NOT_OFFERED[name]}")
         known = [other for other in globals() if not other.startswith("_")]
-        hint = did_you_mean(_OTHER_NAMES.get(name, name), known)
+        hint = did_you_mean(name, known)
         raise AttributeError(f"module 'fusible' has no attribute {name!r}{hint}")
 
 
 __all__ = [
     "Explanation",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "GroupedTensor",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
     "NotFused",
     "Plan",
     "QuantizedTensor",
+    "Quantizer",
     "Target",
     "autocast",
     "checking",
+    "checkpoint",
     "explain",
     "extend",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "keep_recipe",
+    "make_graphed_callables",
     "ops",
     "quantized_model_init",
+    "recipe",
     "recipes",
     "register_rule",
     "unregister_rule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this
+from fusible.fuser.conditions import at_least, equal, multiple_of, one_of, this, where
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import activation_bias_backward
 from fusible.kernels.dense.spec import MIN_SM, VECTOR
@@ -32,7 +32,7 @@ class BackwardActivationBias(FusedOperation):
 
 
 @rule(
-    at_least(this.sm, MIN_SM),
+    where(this.device, "cuda", at_least(this.sm, MIN_SM)),
     one_of(this.activation.dtype, "bfloat16", "float16"),
     multiple_of(this.bias.size, VECTOR),
     equal(this.bias.params_require_grad, True),

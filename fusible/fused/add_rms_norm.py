@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusible.formulas import gain
-from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this
+from fusible.fuser.conditions import at_least, at_most, equal, multiple_of, one_of, this, where
 from fusible.fuser.rules import rule
 from fusible.kernels.dense import rms_norm_backward
 from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
@@ -37,7 +37,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
 
 @rule(
-    at_least(this.sm, MIN_SM),
+    where(this.device, "cuda", at_least(this.sm, MIN_SM)),
     one_of(this.norm.dtype, "bfloat16", "float16"),
     multiple_of(this.norm.features, VECTOR),
     at_most(this.norm.features, MAX_FEATURES),

@@ -82,13 +82,13 @@ def _propagated(
         yield given, x
 
 
-def gradient_needs(wiring: Wiring, call: PlanKey) -> tuple[GradNeeds, ...]:
+def gradient_needs(ops: Sequence[Any], wiring: Wiring, call: PlanKey) -> tuple[GradNeeds, ...]:
     """Which gradients each op has to give, from what requires one."""
     upstream, *callers = [call.grad_enabled and requires for _, _, requires in call.inputs]
     needs: list[GradNeeds] = []
     params = call.of_params(call.params_require_grad)
-    for of_op, sources in zip(params, wiring.sources, strict=True):
-        own = tuple(call.grad_enabled and requires for requires in of_op)
+    for op, of_op, sources in zip(ops, params, wiring.sources, strict=True):
+        own = op.params_needed(tuple(call.grad_enabled and requires for requires in of_op))
         extra = tuple(callers[k] if p == CALLER else needs[p].requires_grad for p, k in sources)
         requires_grad = upstream or any(own) or any(extra)
         needs.append(GradNeeds(requires_grad, upstream, own, extra))

@@ -391,7 +391,7 @@ class Run:
 
     def plan_for(self, call: PlanKey, target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""
-        grad = gradient_needs(self.wiring, call)
+        grad = gradient_needs(self.ops, self.wiring, call)
         user_key = (call.recipe, grad, call.registry_version)
         user = self._user.get(user_key)
         if user is None:

@@ -236,13 +236,19 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
 
 
 def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any] | None:
-    """How the op before and the op after ops[start:stop] want tensors to be handed to them."""
+    """How ops[start:stop] quantize what they give: as the op before and the op after want it."""
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
     with autocast(recipe=plan.recipe):
-        before = ops[start - 1].get_grad_output_quantizer() if start else None
-        return before, None if stop == len(ops) else ops[stop].get_input_quantizer()
+        before = (
+            ops[start - 1].get_grad_output_quantizer()
+            if start
+            else (ops[0].get_grad_input_quantizer())
+        )
+        at_end = stop == len(ops)
+        after = ops[-1].get_output_quantizer() if at_end else ops[stop].get_input_quantizer()
+        return before, after
 
 
 def _place(paths: tuple[str, ...], start: int, stop: int) -> str:

@@ -100,10 +100,15 @@ class AllReduce(_Collective):
     """The sum of the input over all processes; the gradient passes as it is.
 
     All processes are assumed to go on alike with the sum, so that they have one and the same
-    gradient of it. Saves nothing. Argument and error as in :class:`AllGather`.
+    gradient of it, which ``reduce_in_backward`` does not change. Saves nothing. Other argument and
+    error as in :class:`AllGather`.
     """
 
     functions = all_reduce, _unchanged
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group)
+        self.reduce_in_backward = reduce_in_backward
 
 
 class AllReduceGrad(_Collective):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.plan import GradNeeds, Plan
+from fusible.fuser.plan import Plan
 from fusible.kernels import grouped
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, has_default_gradients
@@ -92,7 +92,7 @@ class GroupedLinear(WeightedOperation):
         single_grouped_bias: one ``bias`` rather than one per group.
         delay_wgrad_compute: compute weight gradients in :meth:`backward_dw` rather than in
             ``backward()``, one call for every backward; those of biases come with the backward.
-        scale_bias: multiply the bias by the extra input ``scales``.
+        scale_bias: multiply the bias by the extra input ``scales``; no effect without ``bias``.
         split_alignment: a promise that every split size is a multiple of it, which spares kernels
             that want whole tiles (256 rows on Blackwell) from padding the groups; checked where
             the host knows the sizes, and under ``fusible.checking()``.
@@ -101,10 +101,10 @@ class GroupedLinear(WeightedOperation):
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is under 1, the dtype another, or ``scale_bias`` without ``bias``; in a
+        ValueError: a size is under 1, or the dtype another; in a
             call, x does not fit the weights (features, device),
             ``split_sizes`` are not ``num_groups`` integers or, where the host knows them, negative
-            or of more rows than x, or some groups are frozen and others not.
+            or of more rows than x.
     """
 
     num_groups: int
@@ -149,8 +149,7 @@ class GroupedLinear(WeightedOperation):
             single_grouped_bias=single_grouped_bias,
             scale_bias=scale_bias,
         )
-        if scale_bias and not bias:
-            raise ValueError("scale_bias=True of GroupedLinear needs bias=True, got bias=False")
+        scale_bias = scale_bias and bias
         self.num_extra_inputs = 2 if scale_bias else 1
         if scale_bias:
             self.saves = f"{type(self).saves}, bias"
@@ -414,17 +413,10 @@ class GroupedLinear(WeightedOperation):
             return None
         return self.stacked_bias(ctx, ctx.dtype)
 
-    def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
-        """Also refuse groups of which some need a gradient and some do not."""
-        super().check_plan(needs, recipe, backward=backward)
-        count = self.num_weights
-        for what, needed in (("weights", needs.params[:count]), ("biases", needs.params[count:])):
-            if len(set(needed)) > 1:
-                frozen = [group for group, wanted in enumerate(needed) if not wanted]
-                raise ValueError(
-                    f"{what} of all groups of GroupedLinear must agree in requires_grad, got False "
-                    f"for groups {frozen} only; freeze all groups, or zero their gradients"
-                )
+    def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Those of all weights, or biases, where one is needed: a launch computes all groups'."""
+        weights, biases = require_grad[: self.num_weights], require_grad[self.num_weights :]
+        return (any(weights),) * len(weights) + (any(biases),) * len(biases)
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor

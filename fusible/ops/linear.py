@@ -64,11 +64,13 @@ class BasicLinear(WeightedOperation):
             ``kaiming_uniform_(a=sqrt(5))``, as ``torch.nn.Linear``.
         accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (FP32 or BF16),
             or write it there if ``weight.overwrite_main_grad``, rather than give it to autograd.
+        tensor_parallel_mode, userbuffers_options: must be None; :class:`Linear` is tensor-parallel.
+        tensor_parallel_group, sequence_parallel: have no effect without the mode.
 
     Raises:
         TypeError: a size is no integer.
-        ValueError: a size is under 1, or the dtype another; in a call, x has other features or is
-            elsewhere.
+        ValueError: a size is under 1, the dtype another, or an option that must be None; in a call,
+            x has other features or is elsewhere.
     """
 
     fact_names = (
@@ -87,11 +89,27 @@ class BasicLinear(WeightedOperation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel_mode: None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        userbuffers_options: None = None,
     ) -> None:
         check_sizes("BasicLinear", dtype, in_features=in_features, out_features=out_features)
+        if tensor_parallel_mode is not None:
+            raise ValueError(
+                "tensor_parallel_mode of BasicLinear must be None, got "
+                f"{tensor_parallel_mode!r}; use Linear(..., bias=False), which composes it of "
+                "collectives and a BasicLinear"
+            )
+        if userbuffers_options is not None:
+            raise ValueError(
+                "userbuffers_options of BasicLinear must be None, got "
+                f"{userbuffers_options!r:.200}; userbuffers are not offered: leave them out, the "
+                "values are the same"
+            )
         super().__init__(accumulate_into_main_grad=accumulate_into_main_grad)
         self.in_features = in_features
         self.out_features = out_features
@@ -211,6 +229,9 @@ class Bias(BasicOperation):
         size: of the input's last dimension.
         device: of the bias; PyTorch's default if None.
         dtype: of the bias; PyTorch's default if None.
+        tensor_parallel: hold the part of the bias that is this process's, for the part of the
+            features that it has.
+        tensor_parallel_group: the processes that share the bias; all if None.
         summed_over: the process group over whose processes the gradient is summed, for one bias
             that each of them adds to other rows; None for no sum.
 
@@ -230,10 +251,15 @@ class Bias(BasicOperation):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
         summed_over: Any = None,
     ) -> None:
         check_sizes("Bias", dtype, size=size)
+        check_bools("Bias", tensor_parallel=tensor_parallel)
         super().__init__()
+        if tensor_parallel:
+            size = _divided(size, dist.get_world_size(tensor_parallel_group), "size", "Bias")
         self.size = size
         self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -442,10 +468,10 @@ def _collectives(
     raise ValueError(f'tensor_parallel_mode must be None, "column" or "row", got {mode!r}')
 
 
-def _divided(features: int, processes: int, what: str) -> int:
+def _divided(features: int, processes: int, what: str, op_name: str = "Linear") -> int:
     if features % processes:
         raise ValueError(
-            f"{what} of a tensor-parallel Linear must be a multiple of its {processes} processes, "
-            f"got {features}"
+            f"{what} of a tensor-parallel {op_name} must be a multiple of its {processes} "
+            f"processes, got {features}"
         )
     return features // processes

@@ -40,6 +40,7 @@ class _Norm(CastingOp):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
     ) -> None:
         check_bools(type(self).__name__, zero_centered_gamma=zero_centered_gamma)
         super().__init__()
@@ -53,6 +54,7 @@ class _Norm(CastingOp):
         self.features = math.prod(self.normalized_shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
+        self.sm_margin = sm_margin
         for name, present in (("weight", True), ("bias", "bias" in (self.parameter_names or ()))):
             empty = torch.empty(self.normalized_shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty) if present else None)
@@ -112,6 +114,7 @@ class LayerNorm(_Norm):
         device: of the parameters; PyTorch's default if None.
         dtype: of the parameters; PyTorch's default if None.
         zero_centered_gamma: multiply by ``1 + weight``; the weight starts at zero.
+        sm_margin: has no effect: these kernels leave no SMs to others.
 
     Raises:
         TypeError: a size is no integer.
@@ -146,6 +149,7 @@ class L2Normalization(CastingOp):
 
     Args:
         eps: added to the sum of squares.
+        seq_length, micro_batch_size: have no effect: nothing is compiled ahead.
 
     Raises:
         ValueError: ``eps`` is negative; in a call, x has a dtype that ops do not compute in.
@@ -154,10 +158,17 @@ class L2Normalization(CastingOp):
     fact_names = ("eps",)
     saves = "x, reciprocal norm"
 
-    def __init__(self, *, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
         super().__init__()
         _check_eps(eps, "L2Normalization")
         self.eps = eps
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize`."""

@@ -83,6 +83,20 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         return None
 
+    def get_output_quantizer(self) -> Any:
+        """How this op quantizes its output where no op of the run follows it, or None.
+
+        Asked when a plan is made, as :meth:`get_input_quantizer`.
+        """
+        return None
+
+    def get_grad_input_quantizer(self) -> Any:
+        """How this op quantizes its input's gradient where no op of the run precedes it, or None.
+
+        Asked when a plan is made, as :meth:`get_input_quantizer`.
+        """
+        return None
+
     @property
     def keeps_grads(self) -> bool:
         """Whether it reads gradients after its backward has returned."""
@@ -324,6 +338,10 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     def keeps_grads(self) -> bool:
         """Whether it reads gradients after its backward has returned."""
         return False
+
+    def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which parameters' gradients it computes, of those which require one."""
+        return require_grad
 
     @property
     def accumulates_grads(self) -> bool:

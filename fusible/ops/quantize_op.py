@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.kernels import grouped
 from fusible.ops.handover import hand_over
 from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
+from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.product import values
+from fusible.recipes.product import is_quantized, values
+from fusible.recipes.quantize_ops import decode, encode
+from fusible.recipes.quantizer import Quantizer
+from fusible.recipes.recipe import Role
+
+
+class _Outermost(NamedTuple):
+    """How a tensor is quantized that leaves the run."""
+
+    quantizer: Quantizer
 
 
 class Quantize(BasicOperation):
-    """The input, quantized as the next op wants it; the gradient, as the previous op wants it.
+    """The input, and the gradient, in the formats of the recipe; without a recipe the identity.
 
-    Without a recipe it is the identity. With ``num_groups`` it takes the extra input
-    ``split_sizes``, integers ``[num_groups]``, the rows of each group, which it saves; else it
-    saves nothing.
+    A neighbour that reads quantized tensors, as ``BasicLinear`` does, gets one in the format and
+    for the uses that it wants. Any other gets the values of the quantized tensor. The last op of a
+    run returns a quantized tensor, compiled code its values. The gradient of the first op likewise.
+
+    With ``num_groups`` it takes the extra input ``split_sizes``, integers ``[num_groups]``, the
+    rows of each group, which it saves; else it saves nothing.
 
     Args:
-        forward: quantize the input. The next op must take quantized inputs (``BasicLinear``,
-            ``GroupedLinear``).
-        backward: quantize the gradient. The previous op must take quantized gradients.
+        forward: quantize the input, in the recipe's format of inputs.
+        backward: quantize the gradient, in the recipe's format of gradients.
         num_groups: groups of rows to quantize apart, as a neighbouring ``GroupedLinear`` wants
-            them.
-
-    Raises:
-        ValueError: in a call, a neighbour does not take what it would be handed, or is a
-            ``GroupedLinear`` and ``num_groups`` is None.
+            them; it quantizes the values itself if they are not told apart.
     """
 
     extra_input_names = ("split_sizes",)
@@ -52,52 +62,61 @@ class Quantize(BasicOperation):
         self.quantize_backward = backward
         self.num_groups = num_groups
 
+    def get_output_quantizer(self) -> _Outermost | None:
+        """That of inputs, if it quantizes them."""
+        return self._quantizer("input") if self.quantize_forward else None
+
+    def get_grad_input_quantizer(self) -> _Outermost | None:
+        """That of gradients, if it quantizes them."""
+        return self._quantizer("grad") if self.quantize_backward else None
+
+    def _quantizer(self, role: Role) -> _Outermost | None:
+        recipe = current_recipe()
+        fmt = None if recipe is None else recipe.format(role)
+        if fmt is None:
+            return None
+        uses = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
+        if self.num_groups is None:
+            return _Outermost(Quantizer(fmt, **uses))
+        return _Outermost(GroupedQuantizer(fmt, self.num_groups, **uses))
+
     def forward_impl(self, ctx: OperationContext, input_: Tensor, *split_sizes: Tensor) -> Tensor:
         """``q(x)``."""
-        recipe = ctx.recipe
-        forward = self.quantize_forward and recipe is not None and recipe.format("input")
-        backward = self.quantize_backward and recipe is not None and recipe.format("grad")
-        groups = [_on_device(s, input_) for s in split_sizes] if forward or backward else []
-        if backward:
-            _required(ctx.grad_quantizer, "previous", "gradients", groups)
-            ctx.save_for_backward(*groups)
-        else:
-            ctx.grad_quantizer = None
-        if not forward:
+        sizes = [on_device_of(input_, s, "Quantize").clamp(min=0) for s in split_sizes]
+        ctx.save_for_backward(*sizes)
+        if not self.quantize_forward:
             return input_
-        quantizer = _required(ctx.next_quantizer, "next", "inputs", groups)
-        return hand_over(input_, quantizer, *groups)
+        return _quantized(ctx, "input", input_, ctx.next_quantizer, sizes)
 
     def backward_impl(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         """``q(dy)``."""
         extra = (None,) * self.num_extra_inputs
-        if ctx.grad_quantizer is None or not ctx.needs.input:
+        if not (self.quantize_backward and ctx.needs.input):
             return grad_output, *extra
-        dx = hand_over(values(grad_output), ctx.grad_quantizer, *ctx.saved_tensors)
-        return dx, *extra
-
-    def extra_repr(self) -> str:
-        """Passes."""
-        groups = "" if self.num_groups is None else f", num_groups={self.num_groups}"
-        return f"forward={self.quantize_forward}, backward={self.quantize_backward}{groups}"
+        quantizer, sizes = ctx.grad_quantizer, ctx.saved_tensors
+        return _quantized(ctx, "grad", grad_output, quantizer, sizes), *extra
 
 
-def _on_device(sizes: Tensor | None, x: Tensor) -> Tensor | None:
-    """Row counts where the rows are; negative ones count as zero, as in ``GroupedLinear``."""
-    return None if sizes is None else on_device_of(x, sizes, "Quantize").clamp(min=0)
-
-
-def _required(quantizer: Any, which: str, what: str, groups: Sequence[Any]) -> Any:
-    if isinstance(quantizer, GroupedQuantizer) and not groups:
-        raise ValueError(
-            f"Quantize next to a GroupedLinear of {quantizer.num_groups} groups must be given the "
-            f"rows of each, got none; make it Quantize(num_groups={quantizer.num_groups})"
-        )
-    if quantizer is None:
-        raise ValueError(
-            f"the op {'after' if which == 'next' else 'before'} Quantize must take quantized "
-            f"{what}, as BasicLinear does, got one that does not (or none); remove the Quantize op"
-        )
-    return quantizer
+def _quantized(
+    ctx: OperationContext, role: Role, x: Tensor, quantizer: Any, sizes: Sequence[Tensor]
+) -> Tensor:
+    """``x`` as a neighbour reads it, which may want it quantized; compiled code has values."""
+    fmt = None if ctx.recipe is None else ctx.recipe.format(role)
+    if fmt is None:
+        return x
+    reads_values = quantizer is None
+    if isinstance(quantizer, _Outermost):
+        reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
+    if isinstance(quantizer, GroupedQuantizer) and not sizes:
+        reads_values = True
+    if is_quantized(x):
+        return values(x) if reads_values else x
+    if not reads_values:
+        return hand_over(x, quantizer, *sizes)
+    rows = x.reshape(-1, x.shape[-1])
+    ends = grouped.group_ends(sizes[0], rows.shape[0]) if sizes else None
+    matrix, _ = encode(rows, fmt, rowwise=True, columnwise=False, ends=ends)
+    assert matrix is not None
+    return decode(matrix, x.dtype).view(x.shape)

@@ -27,6 +27,12 @@ class _Scaled(Activation):
     extra_input_names = ("scales",)
     saves = "x, scales"
 
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        op_name = type(self).__name__
+        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__()
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, scaled."""
         x = self.accept(ctx, input_)
@@ -78,12 +84,6 @@ class ScaledSReLU(_Scaled, UnaryOp):
     activation = "srelu"
     fact_names = ("activation_recompute_in_mlp",)
 
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        op_name = type(self).__name__
-        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
-        super().__init__()
-        self.activation_recompute_in_mlp = activation_recompute_in_mlp
-
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """That nothing is recomputed, if it was asked for."""
         if not self.activation_recompute_in_mlp:
@@ -101,13 +101,11 @@ class ScaledGLU(_Scaled, GatedOp):
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__()
-        op_name = type(self).__name__
-        check_bools(op_name, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         if activation_recompute_in_mlp:
             raise ValueError(
-                f"activation_recompute_in_mlp must be False in {op_name}, got True; only "
-                "ScaledSReLU takes it (fused grouped MLPs on Hopper recompute gated "
+                f"activation_recompute_in_mlp must be False in {type(self).__name__}, got True; "
+                "only ScaledSReLU takes it (fused grouped MLPs on Hopper recompute gated "
                 "activations anyway)"
             )
         self.set_interleave(glu_interleave_size)

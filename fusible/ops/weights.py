@@ -215,8 +215,13 @@ class WeightedOperation(CastingOp):
         Raises:
             ValueError: one is computed from others.
         """
-        traced = torch.compiler.is_compiling()
-        used = self._held_weights() if traced else ctx.leaves[: self.num_weights]
+        used = self._held_weights()
+        if not torch.compiler.is_compiling():
+            leaves = ctx.leaves[: self.num_weights]
+            used = [
+                held if leaf is None and held is not None and not held.requires_grad else leaf
+                for leaf, held in zip(leaves, used, strict=True)
+            ]
         names = zip(self._weight_names(), used, strict=True)
         if computed := [name for name, weight in names if weight is None]:
             raise ValueError(
@@ -308,7 +313,7 @@ class WeightedOperation(CastingOp):
 
     def _requires_grad(self) -> bool:
         """Whether the weights do, or what they are computed from."""
-        return any(p.requires_grad for p in self.stored(self.own_parameter_names()[0]))
+        return any(p.requires_grad for name in self._weight_names() for p in self.stored(name))
 
     def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
         recipe = current_recipe()

@@ -142,7 +142,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
-    """The ``main_grad`` of every weight, in its shape, and its ``overwrite_main_grad``.
+    """The ``main_grad`` of every weight that needs one, in its shape, and ``overwrite_main_grad``.
 
     A weight of Megatron-FSDP (``__fsdp_param__``) is asked for its buffer anew.
 
@@ -153,6 +153,9 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
     """
     buffers = []
     for weight in weights:
+        if not weight.requires_grad:  # beside others that do
+            buffers.append(torch.empty_like(weight))
+            continue
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
         buffers.append(_checked(getattr(weight, "main_grad", None), weight, op_name))
@@ -204,7 +207,7 @@ def placeholders(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def _placeholder(weight: Tensor) -> Tensor | None:
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    if not (weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")):
         return None
     zeros = torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False)
     if not torch.compiler.is_compiling():

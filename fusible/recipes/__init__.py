@@ -20,25 +20,30 @@ from fusible.recipes.quantizer import (
     Quantizer,
 )
 from fusible.recipes.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8Quantizer,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
     Role,
+    get_default_recipe,
 )
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import implicit_dequantizes, no_implicit_dequantize
 
 __all__ = [
     "SAVED",
+    "CustomRecipe",
     "DelayedScaling",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Format",
     "GroupedQuantizer",
     "GroupedTensor",
@@ -54,6 +59,7 @@ __all__ = [
     "Role",
     "autocast",
     "current_recipe",
+    "get_default_recipe",
     "group",
     "group_dequantize",
     "group_quantize",

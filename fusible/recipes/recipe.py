@@ -241,15 +241,34 @@ class NVFP4BlockScaling(_Scaling):
         return nvfp4()
 
 
-class DelayedScaling:
-    """Transformer Engine's recipe that is not offered; making one raises TypeError."""
+class _NotOffered:
+    """A class of Transformer Engine; making one raises TypeError with the reason."""
+
+    why: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError(
-            "a recipe must scale by the tensor at hand, got DelayedScaling: its scales come from "
-            "earlier calls, which checkpointing, graph replay and evaluation disturb; use "
-            "Float8CurrentScaling"
-        )
+        raise TypeError(f"{type(self).__name__} is not offered: {self.why}")
+
+
+class DelayedScaling(_NotOffered):
+    """Not offered; making one raises TypeError."""
+
+    why = (
+        "its scales come from earlier calls, which checkpointing, graph replay and evaluation "
+        "disturb; use Float8CurrentScaling"
+    )
+
+
+class Float8Quantizer(_NotOffered):
+    """Not offered; making one raises TypeError."""
+
+    why = "its scales are those of DelayedScaling; use Float8CurrentScalingQuantizer"
+
+
+class CustomRecipe(_NotOffered):
+    """Not offered; making one raises TypeError."""
+
+    why = "derive a recipe from recipes.Recipe, whose format(role) says how an operand is quantized"
 
 
 def get_default_recipe() -> Recipe:

@@ -535,3 +535,48 @@ class TestCompiled:
         compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
         with pytest.raises(Exception, match="delay_wgrad_compute of GroupedLinear must be False"):
             compiled(torch.randn(ROWS, 8), torch.tensor(SIZES))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", [None, fz.recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+@pytest.mark.parametrize("goes", ["to autograd", "to main_grad", "delayed"])
+@pytest.mark.parametrize("target", ["cpu", "sm90"])
+def test_some_groups_are_frozen(target, goes, recipe, compiled):
+    """The others have the gradients that they have where none is."""
+    if compiled and goes == "delayed":
+        pytest.skip("delayed gradients are not compiled")
+    options = {
+        "accumulate_into_main_grad": goes == "to main_grad",
+        "delay_wgrad_compute": goes == "delayed",
+    }
+    whole = fz.GroupedLinear(3, 64, 64, dtype=torch.bfloat16)
+    op = fz.GroupedLinear(3, 64, 64, dtype=torch.bfloat16, **options)
+    op.load_state_dict(whole.state_dict())
+    frozen = ("weight0", "bias1")
+    for name in frozen:
+        op.get_parameter(name).requires_grad_(False)
+    if goes == "to main_grad":
+        for name in ("weight1", "weight2"):
+            op.get_parameter(name).main_grad = torch.zeros(64, 64)
+    splits, results = torch.tensor([30, 0, 34]), []
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    for module in (op, whole):
+        call = module
+        if compiled and module is op:
+            call = torch.compile(op, backend="aot_eager", fullgraph=True)
+        x.grad = None
+        with assume_target(target), fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call(x, splits)
+            y.float().square().sum().backward()
+        module.backward_dw()
+        results.append([y, x.grad])
+    for name, p in op.named_parameters():
+        if name in frozen:
+            assert p.grad is None
+            continue
+        in_main_grad = goes == "to main_grad" and name.startswith("weight")
+        results[0].append(p.main_grad if in_main_grad else p.grad)
+        results[1].append(whole.get_parameter(name).grad)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=2**-7)

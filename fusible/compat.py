@@ -1,0 +1,140 @@
+"""What pipelines import from Transformer Engine beside its ops, in this package's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+from fusible.recipes.autocast import autocast, keep_recipe
+from fusible.recipes.recipe import Recipe
+
+
+def _available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True, with ``return_reason`` an empty reason too: it runs on every machine.
+
+    ``fusible.explain`` says what has kernels of its own.
+    """
+    return (True, "") if return_reason else True
+
+
+is_fp8_available = _available
+is_mxfp8_available = _available
+is_nvfp4_available = _available
+is_fp8_block_scaling_available = _available
+is_bf16_available = _available
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+) -> AbstractContextManager[None]:
+    """``autocast(enabled, fp8_recipe)``.
+
+    The other arguments are of recipes with a history, which no recipe here has.
+    """
+    return autocast(enabled, fp8_recipe)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint`` of a function, which is repeated under its recipe.
+
+    Args:
+        function: what is computed again in the backward.
+        *args: its arguments.
+        use_reentrant: as PyTorch's.
+        get_rng_state_tracker: returns an object with ``get_states()`` and ``set_states(states)``,
+            whose random states the repetition finds as the forward did.
+        distribute_saved_activations: has no effect: every process keeps its input whole.
+        tp_group: has no effect.
+        **kwargs: other arguments, of PyTorch's function and of ``function``.
+    """
+    repeated = keep_recipe(function)
+    if get_rng_state_tracker is not None:
+        repeated = _with_states(repeated, get_rng_state_tracker())
+    return torch_checkpoint.checkpoint(repeated, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _with_states(function: Callable[..., Any], tracker: Any) -> Callable[..., Any]:
+    """``function``, for which each call finds the random states that the first one did."""
+    first: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        states = tracker.get_states()
+        if not first:
+            first.append(states)
+            return function(*args, **kwargs)
+        tracker.set_states(first[0])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(states)
+
+    return call
+
+
+def make_graphed_callables(
+    modules: Any,
+    sample_args: tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    *,
+    enabled: bool | tuple[bool, ...] = False,
+    recipe: Recipe | None = None,
+    pool: Any = None,
+    **options: Any,
+) -> Any:
+    """``torch.cuda.make_graphed_callables`` of modules that run under a recipe.
+
+    Args:
+        modules: a module or a tuple of them.
+        sample_args: their arguments, a tuple for each.
+        num_warmup_iters: as PyTorch's.
+        allow_unused_input: as PyTorch's.
+        pool: as PyTorch's.
+        enabled: whether they run under the recipe.
+        recipe: the recipe, by default that of ``autocast``.
+        **options: Transformer Engine's others; ``fp8_enabled`` and ``fp8_recipe`` are ``enabled``
+            and ``recipe``. Those that are off, or of recipes with a history, have no effect.
+
+    Raises:
+        ValueError: an option that would have an effect, or modules of which some are enabled.
+    """
+    enabled = options.pop("fp8_enabled", enabled)
+    recipe = options.pop("fp8_recipe", recipe)
+    without_effect = (
+        "calibrating",
+        "fp8_calibrating",
+        "amax_reduction_group",
+        "fp8_group",
+        "clone_param_grads_on_return",
+    )
+    if asked := [name for name, value in options.items() if value and name not in without_effect]:
+        raise ValueError(
+            f"make_graphed_callables must be called without {', '.join(asked)}, which PyTorch's "
+            "has not; call it without, or capture with torch.cuda.graph"
+        )
+    given = enabled if isinstance(enabled, tuple) else (enabled,)
+    if len(set(given)) != 1:
+        raise ValueError(
+            f"enabled of make_graphed_callables must be the same for all modules, got {enabled}; "
+            "call it once for those under the recipe, and once for the others"
+        )
+    with autocast(given[0], recipe):
+        return torch.cuda.make_graphed_callables(
+            modules, sample_args, num_warmup_iters, allow_unused_input, pool=pool
+        )

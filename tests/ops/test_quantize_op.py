@@ -1,0 +1,156 @@
+"""``Quantize`` at every place: what it gives its neighbours, the caller and autograd."""
+
+import pytest
+import torch
+from number_formats import KINDS
+
+import fusible as fz
+from fusible.recipes import QuantizedTensor, no_implicit_dequantize
+
+RECIPES = {name: recipe for name, recipe in KINDS.items() if recipe is not None}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+
+
+def values(t):
+    return t.dequantize() if isinstance(t, QuantizedTensor) else t
+
+
+def representable(t, fmt):
+    return QuantizedTensor.quantize(t.detach(), fmt, rowwise=True, columnwise=False).dequantize()
+
+
+class Rounded(torch.autograd.Function):
+    """The values of a quantized tensor, and of a quantized gradient."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.format = backward
+        return x.clone() if forward is None else representable(x, forward)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if ctx.format is None else representable(dy, ctx.format), None, None
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+def test_alone_it_returns_quantized_tensors(forward, backward, dtype, recipe):
+    op = fz.Quantize(forward, backward)
+    x = torch.randn(32, 128, dtype=dtype, requires_grad=True)
+    dy = torch.randn(32, 128, dtype=dtype)
+    with fz.autocast(recipe=recipe):
+        y = op(x)
+    y.backward(dy)
+    assert isinstance(y, QuantizedTensor) == forward
+    assert isinstance(x.grad, QuantizedTensor) == backward
+    want = representable(x, recipe.format("input")) if forward else x
+    assert torch.equal(values(y), want)
+    want = representable(dy, recipe.format("grad")) if backward else dy
+    assert torch.equal(values(x.grad), want)
+    assert y.dtype == x.grad.dtype == dtype
+
+
+def test_without_a_recipe_it_is_the_identity():
+    x, dy = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    y = fz.Quantize(True, True)(x)
+    y.backward(dy)
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, dy)
+
+
+# What is before Quantize and after it; none of these reads quantized tensors.
+PLACES = {
+    "activations": ([fz.GELU], [fz.SiLU]),
+    "bias and norm": ([lambda: fz.Bias(128)], [lambda: fz.RMSNorm(128)]),
+    "before a scale": ([], [lambda: fz.ConstantScale(2.0), fz.GELU]),
+    "after a reshape": ([lambda: fz.Reshape((32, 128))], [fz.Identity, fz.ReLU]),
+    "twice": ([fz.GELU, lambda: fz.Quantize(True, True)], [fz.GELU]),
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@each_recipe
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("place", PLACES)
+def test_neighbours_that_read_values_get_them(place, compiled, recipe):
+    before, after = [[make() for make in makers] for makers in PLACES[place]]
+    seq = fz.Sequential(*before, fz.Quantize(True, True), *after)
+    call = torch.compile(seq, backend="aot_eager", fullgraph=True) if compiled else seq
+    x, dy = torch.randn(32, 128, requires_grad=True), torch.randn(32, 128)
+    leaves = [x, *seq.parameters()]
+    with fz.autocast(recipe=recipe), no_implicit_dequantize():
+        got = call(x)
+        grads = [values(g) for g in torch.autograd.grad(got, leaves, dy)]
+    want = x
+    for op in before:
+        want = op(want)  # outside of the recipe, where Quantize is the identity
+    if place == "twice":
+        want = Rounded.apply(want, recipe.format("input"), recipe.format("grad"))
+    want = Rounded.apply(want, recipe.format("input"), recipe.format("grad"))
+    for op in after:
+        want = op(want)
+    bound = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, want, **bound)
+    for a, b in zip(grads, torch.autograd.grad(want, leaves, dy), strict=True):
+        torch.testing.assert_close(a, b, **bound)
+
+
+@each_recipe
+def test_another_sequential_takes_what_one_returns(recipe):
+    first = fz.Sequential(fz.Linear(128, 128), fz.Quantize(True, True))
+    second = fz.Sequential(fz.Quantize(True, True), fz.Linear(128, 128))
+    whole = fz.Sequential(first[0], fz.Quantize(True, True), second[1])
+    x = torch.randn(32, 128, requires_grad=True)
+    leaves = [x, *whole.parameters()]
+    results = []
+    for call in (lambda t: second(first(t)), whole):
+        with fz.autocast(recipe=recipe), no_implicit_dequantize():
+            y = call(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(values(got), values(want))
+
+
+def test_another_recipe_and_none_take_the_values():
+    first, second = fz.Sequential(fz.GELU(), fz.Quantize()), fz.Linear(128, 128)
+    x = torch.randn(32, 128)
+    with fz.autocast(recipe=KINDS["mxfp8"]):
+        q = first(x)
+    assert isinstance(q, QuantizedTensor)
+    assert torch.equal(second(q), second(q.dequantize()))
+    with fz.autocast(recipe=KINDS["fp8_block"]):
+        assert torch.equal(second(q), second(q.dequantize()))
+
+
+def test_a_gradient_is_added_to_a_quantized_one():
+    op, x = fz.Quantize(False, True), torch.randn(32, 128, requires_grad=True)
+    for _ in range(2):
+        with fz.autocast(recipe=KINDS["mxfp8"]):
+            op(x).backward(torch.ones_like(x))
+    assert torch.equal(values(x.grad), torch.full_like(x, 2.0).detach())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@each_recipe
+def test_compiled_it_returns_the_values(recipe):
+    op, x = fz.Sequential(fz.GELU(), fz.Quantize()), torch.randn(32, 128)
+    with fz.autocast(recipe=recipe):
+        want = op(x)
+        got = torch.compile(op, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(got, want.dequantize(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_grouped_linear_without_groups_takes_the_values():
+    linear, splits = fz.GroupedLinear(2, 64, 64), torch.tensor([32, 32])
+    x = torch.randn(64, 64)
+    with fz.autocast(recipe=KINDS["mxfp8"]):
+        got = fz.Sequential(fz.Quantize(), linear)(x, splits)
+        fmt = KINDS["mxfp8"].format("input")
+        assert torch.equal(got, linear(representable(x, fmt), splits))
+        ends = fz.Sequential(fz.GELU(), fz.Quantize(num_groups=2))(x, splits)
+    assert isinstance(ends, fz.GroupedTensor)
+    assert ends.num_tensors == 2
+    want = representable(torch.nn.functional.gelu(x, approximate="tanh"), fmt)
+    torch.testing.assert_close(ends.dequantize(), want, rtol=1e-5, atol=1e-5)
