@@ -17,7 +17,7 @@ from fusible.ops.op import BasicOperation
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
-from fusible.recipes.quantize_ops import decode, encode
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Role
 
@@ -117,6 +117,6 @@ def _quantized(
         return hand_over(x, quantizer, *sizes)
     rows = x.reshape(-1, x.shape[-1])
     ends = grouped.group_ends(sizes[0], rows.shape[0]) if sizes else None
-    matrix, _ = encode(rows, fmt, rowwise=True, columnwise=False, ends=ends)
+    matrix, _ = quantize_matrix(rows, fmt, rowwise=True, columnwise=False, ends=ends)
     assert matrix is not None
-    return decode(matrix, x.dtype).view(x.shape)
+    return dequantize_matrix(matrix, x.dtype).view(x.shape)
