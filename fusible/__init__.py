@@ -42,7 +42,6 @@ __version__ = "0.1.0"
 registry.install(RULES)
 
 fp8_model_init = quantized_model_init
-recipe = recipes
 
 _NOT_OFFERED = {
     "UserBufferQuantizationMode": "userbuffers are not; leave them out, the values are the same",
@@ -91,7 +90,6 @@ __all__ = [
     "make_graphed_callables",
     "ops",
     "quantized_model_init",
-    "recipe",
     "recipes",
     "register_rule",
     "unregister_rule",

@@ -598,9 +598,7 @@ def test_a_condition_between_two_facts_holds_where_a_third_has_a_value():
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("fp8_autocast", "autocast"),
-        ("fp8_model_init", "quantized_model_init"),
-        ("recipe", "recipes"),
+        ("autocost", "autocast"),
         ("LayerNom", "LayerNorm"),
     ],
 )
