@@ -398,14 +398,14 @@ def compiled() -> Iterator[Case]:
 
 GROUPS_OF_CASES: dict[str, tuple[Callable[[], Iterator[Case]], int]] = {
     "alone": (alone, 17),
-    "positions": (positions, 31),
+    "positions": (positions, 53),
     "quantize": (quantize_anywhere, 29),
-    "given quantized": (given_quantized, 19),
+    "given quantized": (given_quantized, 23),
     "basic linear": (basic_linear, 3),
     "frozen": (frozen, 3),
     "sizes": (sizes, 2),
     "dtypes": (dtypes, 7),
-    "ways": (ways, 11),
+    "ways": (ways, 17),
     "compiled": (compiled, 31),
 }
 """Each group, and every how many-th case the test runs; none divides a number of choices."""
