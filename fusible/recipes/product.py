@@ -76,17 +76,16 @@ def quantize_operand(
     that quantizes, where a kernel can, and the quantized matrix is not written.
 
     Of a quantized ``x`` the use that it lacks is made from the values that it has; of one in
-    another format than the recipe's for this role all are. Raises what ``quantization.quantize``
-    raises, and ValueError if ``x`` is of another number of groups.
+    another format than the recipe's for this role, or viewed across rows, all are. Raises what
+    ``quantization.quantize`` raises, and ValueError if ``x`` is of another number of groups.
     """
     fmt = recipe.format(role)
     products = tuple(_quantized(products, recipe))
     if fmt is None:
         x = values(x)
         return Operand(row_values=x, column_values=x)
-    # By constants, whose integers may be symbolic where this is traced.
-    if is_quantized(x) and (x.format is None or x.format.as_constants() != fmt.as_constants()):
-        x = x.dequantize()
+    if is_quantized(x) and not _is_stored_for(x, fmt):
+        x = torch.atleast_2d(x.dequantize())
     if not is_quantized(x):
         if not products:
             return Operand()
@@ -105,6 +104,16 @@ def quantize_operand(
     return Operand(
         _checked_matrix(x, fmt, False) if rowwise and not missing.row else made.row,
         _checked_matrix(x, fmt, True) if columnwise and not missing.column else made.column,
+    )
+
+
+def _is_stored_for(x: WrapperTensor, fmt: NumberFormat) -> bool:
+    """Whether a tensor is in this format, in rows that are its own."""
+    data = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
+    # By constants, whose integers may be symbolic where this is traced.
+    is_in_format = x.format is not None and x.format.as_constants() == fmt.as_constants()
+    return (
+        data is not None and is_in_format and (data.shape[-1] * fmt.element.per_byte == x.shape[-1])
     )
 
 

@@ -288,11 +288,3 @@ def test_views_of_one_buffer_stay_views_in_a_copy():
     first, second, _ = copy.deepcopy(module)[0].weights()
     assert first.main_grad.data_ptr() != flat.data_ptr()
     assert second.main_grad.data_ptr() == first.main_grad.data_ptr() + first.nbytes
-
-
-def test_values_without_format_leave_no_pieces_behind():
-    module = build(True, "mxfp8")
-    with pytest.warns(UserWarning, match="makes stored quantized weights ordinary"):
-        module.load_state_dict(build(True).state_dict(), assign=True)
-    assert type(module[0].weight) is torch.nn.Parameter
-    assert not vars(module[0].weight)

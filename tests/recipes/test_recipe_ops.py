@@ -840,3 +840,11 @@ def test_gradients_of_a_bias_are_of_the_gradient_before_it_was_quantized(recipe,
     summed = torch.stack([dy[:128].sum(0), dy[:0].sum(0), dy[128:].sum(0)])
     if not scale_bias:
         torch.testing.assert_close(torch.stack(got[-3:]), summed)
+
+
+@each_recipe
+def test_quantized_inputs_viewed_across_rows_are_read_as_values(recipe):
+    given = fz.recipes.Quantizer(recipe.format("input"))(torch.randn(64, 64)).view(-1)
+    for view in (given, given.view(128, 32), given.view(2, 16, 128)):
+        linear = fz.Linear(view.shape[-1], 32)
+        assert torch.equal(run(linear, recipe, view), run(linear, recipe, view.dequantize()))
