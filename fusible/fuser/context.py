@@ -42,6 +42,8 @@ class OperationContext:
             all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         given_shape: of the first op that a user's op replaces, else None.
+        unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
+            ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
@@ -64,6 +66,7 @@ class OperationContext:
     next_quantizer: Any = None
     kwargs: dict[str, Any] = _NO_KWARGS
     given_shape: torch.Size | None = None
+    unmarked_extra: tuple[int, ...] = ()
     memo: dict[Any, Any]
     kernels: Any = None
     quantizes: bool

@@ -20,6 +20,9 @@ from fusible.fuser.wiring import CALLER
 
 ExtraOutputs = Sequence[Sequence[Tensor | None]]
 
+_COMPILES_REQUIRES_GRAD = torch.__version__ >= "2.13"
+"""Whether Dynamo traces ``requires_grad_()`` of a tensor that the traced code made."""
+
 
 def run_forward(
     schedule: Schedule, operands: Sequence[Tensor], kwargs: Kwargs | None
@@ -293,7 +296,7 @@ def _run_backward(
         if owner is not None and (step.is_users or step.op.keeps_grads):
             owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
-        _add_to_sources(step, step_extra, of_outputs, of_inputs)
+        _add_to_sources(step, own, step_extra, of_outputs, of_inputs)
     return [grad, *of_inputs, *chain(*of_params)]
 
 
@@ -305,16 +308,23 @@ def _leaf(node: Any) -> Tensor | None:
 
 def _add_to_sources(
     step: ScheduledStep,
+    contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
     of_outputs: dict[tuple[int, int], Tensor | None],
     of_inputs: list[Tensor | None],
 ) -> None:
     """Add the gradients of a step's extra inputs to those of their sources; None is zero."""
-    for of_op, grads in zip(step.sources, step_extra, strict=True):
-        for (producer, k), g in zip(of_op, grads, strict=True):
+    for context, of_op, grads in zip(contexts, step.sources, step_extra, strict=True):
+        for slot, ((producer, k), g) in enumerate(zip(of_op, grads, strict=True)):
             if g is None:
-                continue
-            if producer == CALLER:
+                if producer >= 0 and slot in context.forward.unmarked_extra:
+                    raise RuntimeError(
+                        f"before torch 2.13 a compiled backward of {type(step.op).__name__} must "
+                        f"return the gradient of extra input {slot}, which an earlier op of the "
+                        "run made, got None; read ctx.needs, not requires_grad of the tensors, and "
+                        "return zeros where nothing flows back"
+                    )
+            elif producer == CALLER:
                 of_inputs[k] = g
             elif producer >= 0:
                 of_outputs[producer, k] = _sum(of_outputs.get((producer, k)), g)
@@ -333,6 +343,16 @@ def _as_users_see(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         contexts[0].given_shape = x.shape  # for the check of its backward
+    elif not _COMPILES_REQUIRES_GRAD:
+        for of_op, context in zip(inputs, contexts, strict=True):
+            context.unmarked_extra = tuple([
+                slot
+                for slot, (t, needed) in enumerate(
+                    zip(of_op, context.needs.extra_inputs, strict=True)
+                )
+                if t is not None and needed and t.is_floating_point()
+            ])  # fmt: skip
+        return x, [list(of_op) for of_op in inputs]
 
     def seen(t: Tensor | None, needed: bool) -> Tensor | None:
         if t is None or not needed or t.requires_grad or not t.is_floating_point():

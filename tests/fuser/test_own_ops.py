@@ -325,6 +325,10 @@ def test_a_gradient_to_an_earlier_op_is_given_or_zero(asks, compiled, parts):
     if parts == "hooked":
         module[2].register_forward_hook(lambda *_: None)
     call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    if compiled and asks != "the context" and parts != "hooked" and torch.__version__ < "2.13":
+        with pytest.raises(Exception, match=r"must return the gradient of"):
+            call(x).sum().backward()
+        return
     call(x).sum().backward()
     want = x.detach().requires_grad_()
     scale = want.square().mean(-1, keepdim=True)

@@ -122,7 +122,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        y = linear(x, weight, self.recipe)
+        y = linear(x.to(weight.dtype), weight, self.recipe)
         return y if bias is None else y + bias
 
 
@@ -145,7 +145,8 @@ class Norm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, dtype = self.weight, self.bias, x.dtype
+        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
+        x = x.to(dtype)
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * (self.shift + weight)
@@ -223,7 +224,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, splits: Tensor, scales: Tensor | None = None) -> Tensor:
         weights = self._all("weight")
         biases = self._all("bias") if self.has_bias else []
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).to(weights[0].dtype)
         parts, start = [], 0
         for g, size in enumerate(splits.tolist()):
             stop = min(start + max(size, 0), len(rows))

@@ -288,3 +288,14 @@ def test_views_of_one_buffer_stay_views_in_a_copy():
     first, second, _ = copy.deepcopy(module)[0].weights()
     assert first.main_grad.data_ptr() != flat.data_ptr()
     assert second.main_grad.data_ptr() == first.main_grad.data_ptr() + first.nbytes
+
+
+def test_assigned_values_are_stored_in_the_format_of_the_module():
+    module, plain = build(True, "mxfp8"), build(True)
+    module.load_state_dict(plain.state_dict(), assign=True)
+    copied = build(True, "mxfp8")
+    copied.load_state_dict(plain.state_dict())
+    for name, p in copied.named_parameters():
+        assigned = dict(module.named_parameters())[name]
+        assert type(assigned) is type(p)
+        assert torch.equal(assigned, p)

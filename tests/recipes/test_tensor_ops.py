@@ -28,6 +28,9 @@ NAMES = """
     argmax argmin median nanmean nansum norm all any count_nonzero flatten numel double int
     bool contiguous sort argsort aminmax
 """
+BEFORE_2_13 = torch.__version__ < "2.13"
+if BEFORE_2_13:
+    NAMES = NAMES.replace(" aminmax", "")  # whose derivative PyTorch does not have
 METHODS = {name: (lambda t, name=name: getattr(t, name)()) for name in NAMES.split()}
 OPS = METHODS | {
     "@": lambda t: t @ SQUARE,
@@ -244,7 +247,8 @@ def test_values_and_gradients_are_those_of_an_ordinary_tensor(name):
 
 @pytest.mark.parametrize("part", range(4))
 def test_compiled_in_one_graph(part):
-    skipped = "checkpoint", "cov", *SELF  # PyTorch does not compile the covariance of any tensor
+    # PyTorch does not compile the covariance of any tensor, nor, before 2.13, these two.
+    skipped = ["checkpoint", "cov", *SELF, *(["equal", "quantile"] if BEFORE_2_13 else [])]
     functions = [f for name, f in list(OPS.items())[part::4] if name not in skipped]
 
     def run(t):
