@@ -51,6 +51,7 @@ class GroupedTensor(WrapperTensor):
     """
 
     names = (*_SIZES, *PIECES)
+    sizes = _SIZES
     flags = ("uniform",)
     first_dims: Tensor
     tensor_offsets: Tensor

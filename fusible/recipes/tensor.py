@@ -41,6 +41,8 @@ class WrapperTensor(torch.Tensor):
     """
 
     names: ClassVar[tuple[str, ...]] = PIECES
+    sizes: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that say where groups are."""
     flags: ClassVar[tuple[str, ...]] = ()
     """Attributes that are no tensors, other than ``format``."""
     format: NumberFormat | None
@@ -162,13 +164,21 @@ class WrapperTensor(torch.Tensor):
             overwrite(getattr(self, name), piece)
         return self
 
+    def can_group_as(self, other: WrapperTensor) -> bool:
+        """Tell whether the sizes of the groups of ``other``, if it has any, can be stored here."""
+        return (
+            type(self) is type(other)
+            and self.shape == other.shape
+            and all(getattr(other, flag) or not getattr(self, flag) for flag in self.flags)
+            and all(getattr(self, size).shape == getattr(other, size).shape for size in self.sizes)
+        )
+
     def holds_alike(self, other: WrapperTensor) -> bool:
         """Tell whether what ``other`` stores can be stored here as it is."""
         old, new = self.pieces(), other.pieces()
         return (
-            type(self) is type(other)
-            and (self.shape, self.format) == (other.shape, other.format)
-            and all(getattr(other, flag) or not getattr(self, flag) for flag in self.flags)
+            self.can_group_as(other)
+            and self.format == other.format
             and old.keys() <= new.keys()
             and all(new[name].shape == piece.shape for name, piece in old.items())
         )
@@ -183,9 +193,19 @@ class WrapperTensor(torch.Tensor):
             if isinstance(part, WrapperTensor):
                 part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
                 return
-        values = self.dequantize()
+        values = self._copied_values()
         values[index] = value
         self.copy_(values)
+
+    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Self:
+        """Write to the diagonal, which PyTorch does by means of a view."""
+        diagonal = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        self.masked_fill_(diagonal.fill_diagonal_(True, wrap), fill_value)
+        return self
+
+    def _copied_values(self) -> Tensor:
+        """Return the values as any operation reads them: an implicit dequantize."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).copy_(self)
 
     def view_as(self, other: Tensor) -> Tensor:
         """Return what is stored in another shape, to write to, as initializers do."""
@@ -193,13 +213,13 @@ class WrapperTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array that must not be written to."""
-        array = self.dequantize().numpy(force=force)
+        array = self._copied_values().numpy(force=force)
         array.flags.writeable = False
         return array
 
     def tolist(self) -> Any:
         """Return the values as numbers, in lists as deep as the tensor has dimensions."""
-        return self.dequantize().tolist()
+        return self._copied_values().tolist()
 
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""

@@ -49,7 +49,25 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return special[func](*args, **kwargs)
             except sharding.NotStorableError as error:
                 reason = error
+        if _is_whole_view(func, args, kwargs):
+            return args[0].map_pieces(lambda t: t)
     return _run_on_values(func, args, kwargs, reason)
+
+
+def _is_whole_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation returns a view of its first argument that is all of it, as it is.
+
+    For instance ``squeeze`` where no dimension is 1, and ``expand`` to the same shape.
+    """
+    info, returns = func._schema.arguments[0].alias_info, func._schema.returns
+    if info is None or info.is_write or len(returns) != 1 or func in _CONJUGATES:
+        return False
+    whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+    view = func(whole, *args[1:], **kwargs)
+    return isinstance(view, Tensor) and (
+        (view.shape, view.dtype, view.stride(), view.storage_offset())
+        == (whole.shape, whole.dtype, whole.stride(), 0)
+    )
 
 
 def _run_on_values(
@@ -71,7 +89,7 @@ def _run_on_values(
             if shape_only and x is args[0]:
                 values[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
-                values[id(x)] = _implicit_values(func, x, reason)
+                values[id(x)] = _implicit_values(func, x, reason=reason)
         return values[id(x)]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
@@ -126,9 +144,15 @@ def no_implicit_dequantize() -> Iterator[None]:
         _Implicit.forbidden -= 1
 
 
-def _implicit_values(func: Any, x: WrapperTensor, reason: Exception | None) -> Tensor:
+def _implicit_values(
+    func: Any,
+    x: WrapperTensor,
+    dtype: torch.dtype | None = None,
+    *,
+    reason: Exception | None = None,
+) -> Tensor:
     if x.format is None:
-        return x.own_values()
+        return x.own_values(dtype)
     if _Implicit.forbidden:
         if reason is not None:
             raise reason
@@ -142,9 +166,9 @@ def _implicit_values(func: Any, x: WrapperTensor, reason: Exception | None) -> T
         )
     _Implicit.count += 1
     if is_traced():
-        return x.own_values()
+        return x.own_values(dtype)
     with record_function(f"implicit_dequantize({func})"):
-        return x.own_values()
+        return x.own_values(dtype)
 
 
 # --- operations with special treatment -----------------------------------------------------------
@@ -193,6 +217,8 @@ _SHAPE_ONLY = {
     _aten.random_,
 }
 """Of their first argument they read the shape, not the values."""
+_CONJUGATES = {_aten._conj.default, _aten._neg_view.default}
+"""Views of the same shape and other values."""
 
 
 def _to_copy(
@@ -201,7 +227,8 @@ def _to_copy(
     """Keep the format for a dtype that can be nominal, else return values; keep groups."""
     dtype = dtype or q.dtype
     if q.format is not None and dtype not in HIGH_PRECISION:
-        return _aten._to_copy(q.own_values(), dtype=dtype, device=device, **options)
+        values = _implicit_values(_aten._to_copy.default, q)
+        return _aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
     new = q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
     if q.format is None and new.rowwise_data is not None:
@@ -209,14 +236,21 @@ def _to_copy(
     return new
 
 
-def _copy_(target: WrapperTensor, source: Tensor, non_blocking: bool = False) -> WrapperTensor:
-    """Copy what is stored if both store alike, the groups' sizes too; else quantize the values."""
+def _copy_(
+    target: WrapperTensor, source: Tensor | float, non_blocking: bool = False
+) -> WrapperTensor:
+    """Copy what is stored if both store alike, else quantize the values; the groups' sizes, too."""
     if _is_wrapper(source):
-        if target.holds_alike(source):
-            for name, piece in target.pieces().items():
-                overwrite(piece, getattr(source, name), non_blocking)
+        alike = target.holds_alike(source)
+        values = None if alike else _implicit_values(_aten.copy_.default, source, torch.float32)
+        names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
+        for name in names:
+            overwrite(getattr(target, name), getattr(source, name), non_blocking)
+        if values is None:
             return target
-        source = source.own_values(torch.float32)
+        source = values
+    elif not isinstance(source, Tensor):  # a number, which PyTorch hands over as such
+        source = torch.full((), source, dtype=target.dtype, device=target.device)
     with suppress(RuntimeError):  # of other sizes, which quantize_ refuses
         source = source.expand(target.shape)
     return target.quantize_(source)
@@ -255,18 +289,6 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     return q.with_pieces(pieces, shape)
 
 
-def _as_strided(
-    q: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> QuantizedTensor:
-    """The tensor itself, which is all that its layout allows."""
-    if q.shape != tuple(size) or q.stride() != tuple(stride) or offset:
-        raise sharding.NotStorableError(
-            f"as_strided of a quantized tensor must keep its shape and strides, got {tuple(size)} "
-            f"and {tuple(stride)} from {q!r}; call .dequantize()"
-        )
-    return q.map_pieces(lambda t: t)
-
-
 def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
     """Keep the format where a device is named, as ``Module.to_empty`` does; else an ordinary one.
 
@@ -288,7 +310,6 @@ _OF_GROUPED: dict[Any, Callable[..., Any]] = {
 }
 _OF_QUANTIZED: dict[Any, Callable[..., Any]] = _OF_GROUPED | {
     _aten.view.default: _view,
-    _aten.as_strided.default: _as_strided,
     _aten.slice.Tensor: sharding.slice_,
     _aten.split.Tensor: sharding.split,
     _aten.new_zeros.default: sharding.new_zeros,

@@ -53,6 +53,30 @@ def test_zero_in_training(name, recipe, stored, target):
     assert x.grad.isfinite().all()
 
 
+NVFP4 = recipes.NVFP4Quantizer()(torch.ones(64, 64))
+IMPLICIT = {
+    "add_": lambda q: q.add_(1),
+    "column": lambda q: q.__setitem__((slice(None), 3), 1.0),
+    "fill_diagonal_": lambda q: q.fill_diagonal_(1.0),
+    "copy_": lambda q: q.copy_(NVFP4),
+    "numpy": lambda q: q.numpy(),
+    "tolist": lambda q: q.tolist(),
+    "float64": lambda q: q.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_each_is_counted_and_can_be_forbidden(name):
+    q = recipes.MXFP8Quantizer()(torch.randn(64, 64))
+    values, before = q.dequantize(), recipes.implicit_dequantizes()
+    with recipes.no_implicit_dequantize(), pytest.raises(NotImplementedError, match="dequantize"):
+        IMPLICIT[name](q)
+    assert recipes.implicit_dequantizes() == before
+    assert torch.equal(q.dequantize(), values)
+    IMPLICIT[name](q)
+    assert recipes.implicit_dequantizes() == before + 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_zero_in_transformers(family, recipe):

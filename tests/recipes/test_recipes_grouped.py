@@ -146,6 +146,10 @@ def test_grouped_tensors_are_tensors(fmt):
         lambda t: t.add_(1),
         lambda t: t.mul_(new),
         lambda t: t.fill_(0.3),
+        lambda t: t.fill_diagonal_(3.0),
+        lambda t: (t.view(110, 128).add_(1), t)[1],
+        lambda t: (t[:].squeeze().expand_as(new).mul_(2), t)[1],
+        lambda t: t.copy_(0.7),
         lambda t: t.copy_(new),
         lambda t: t.copy_(new[0]),
     ):
@@ -158,6 +162,16 @@ def test_grouped_tensors_are_tensors(fmt):
     g.copy_(other)  # its groups, too
     ref.assert_same_bits(g.pieces(), other.pieces())
     assert {name: piece.data_ptr() for name, piece in g.pieces().items()} == pointers
+    for kind in [kind for kind in (None, *GROUPED.values()) if kind != fmt]:
+        g, sizes = made(), torch.tensor(SIZES[::-1])
+        pointers = {name: piece.data_ptr() for name, piece in g.pieces().items()}
+        other = recipes.group(new, 4, sizes)
+        if kind is not None:
+            other = recipes.group_quantize(new, recipes.Quantizer(kind), 4, sizes)
+        g.copy_(other)
+        want = made(other.dequantize(torch.float32).bfloat16(), SIZES[::-1])
+        ref.assert_same_bits(g.pieces(), want.pieces())
+        assert {name: piece.data_ptr() for name, piece in g.pieces().items()} == pointers
     equal = recipes.group(rows(112), 4)
     other = recipes.group(rows(112) + 1, 4, torch.tensor(SIZES))
     equal.copy_(other)  # whose groups are not equal: the values only

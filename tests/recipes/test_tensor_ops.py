@@ -186,7 +186,11 @@ WRITES = {
     "addmm_": lambda t: t.addmm_(SQUARE, SQUARE, alpha=0.1),
     "copy_": lambda t: t.copy_(SQUARE),
     "copy_ that broadcasts": lambda t: t.copy_(VECTOR),
+    "copy_ of a number": lambda t: t.copy_(0.7),
+    "through squeeze": lambda t: (t.squeeze().mul_(2), t)[1],
+    "through expand": lambda t: (t.expand_as(SQUARE).mul_(2), t)[1],
     "fill_": lambda t: t.fill_(0.3),
+    "fill_diagonal_": lambda t: t.fill_diagonal_(9.0),
     "zero_": lambda t: t.zero_(),
     "t_": lambda t: t.t_(),
     "tril_": lambda t: t.tril_(),
@@ -272,6 +276,23 @@ def test_writes_are_quantized_and_return_the_tensor(name, kind):
     for columnwise in (False, True):
         got = q.dequantize(columnwise=columnwise)
         assert torch.equal(got, want.dequantize(columnwise=columnwise))
+
+
+def test_diagonal_with_history():
+    """The gradient of what a diagonal had is zero; a tall matrix may have it wrap around."""
+    leaf = nn.Parameter(fz.recipes.MXFP8Quantizer()(other(9, 4)))
+    plain = nn.Parameter(leaf.dequantize().detach())
+    results = [t.clone().fill_diagonal_(0.5, wrap=True) for t in (leaf, plain)]
+    for result in results:
+        (3 * result).sum().backward()
+    assert torch.equal(results[0].dequantize(), leaf.stored_alike(results[1]).dequantize())
+    assert torch.equal(leaf.grad, plain.grad)
+    assert not plain.grad.all()
+
+
+def test_views_of_other_values_are_copies():
+    q = tensor()
+    assert torch.equal(torch._neg_view(q).resolve_neg(), -q.dequantize())
 
 
 def test_compiled_writes():
