@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
+from fusible.arguments import check_bools
 from fusible.recipes.autocast import autocast, keep_recipe
 from fusible.recipes.recipe import Recipe
 
@@ -19,6 +20,7 @@ def _available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
     ``fusible.explain`` says what has kernels of its own.
     """
+    check_bools("an availability check", return_reason=return_reason)
     return (True, "") if return_reason else True
 
 
@@ -39,6 +41,7 @@ def fp8_autocast(
 
     The other arguments are of recipes with a history, which no recipe here has.
     """
+    check_bools("fp8_autocast", calibrating=calibrating)
     return autocast(enabled, fp8_recipe)
 
 
@@ -63,6 +66,11 @@ def checkpoint(
         tp_group: has no effect.
         **kwargs: other arguments, of PyTorch's function and of ``function``.
     """
+    check_bools(
+        "checkpoint",
+        use_reentrant=use_reentrant,
+        distribute_saved_activations=distribute_saved_activations,
+    )
     repeated = keep_recipe(function)
     if get_rng_state_tracker is not None:
         repeated = _with_states(repeated, get_rng_state_tracker())
@@ -114,6 +122,7 @@ def make_graphed_callables(
     Raises:
         ValueError: an option that would have an effect, or modules of which some are enabled.
     """
+    check_bools("make_graphed_callables", allow_unused_input=allow_unused_input)
     enabled = options.pop("fp8_enabled", enabled)
     recipe = options.pop("fp8_recipe", recipe)
     without_effect = (

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.op import BasicOperation
 from fusible.recipes.product import values
@@ -107,6 +108,7 @@ class AllReduce(_Collective):
     functions = all_reduce, _unchanged
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        check_bools("AllReduce", reduce_in_backward=reduce_in_backward)
         super().__init__(process_group)
         self.reduce_in_backward = reduce_in_backward
 

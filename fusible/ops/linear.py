@@ -97,6 +97,7 @@ class BasicLinear(WeightedOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: None = None,
     ) -> None:
+        check_bools("BasicLinear", sequence_parallel=sequence_parallel)
         check_sizes("BasicLinear", dtype, in_features=in_features, out_features=out_features)
         if tensor_parallel_mode is not None:
             raise ValueError(

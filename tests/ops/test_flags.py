@@ -19,6 +19,10 @@ REQUIRED = {
     "normalized_shape": 4,
     "format": nvfp4(),
     "func": lambda ops, *, recipe: ops,
+    "function": lambda: None,
+    "size": 4,
+    "modules": torch.nn.Identity(),
+    "sample_args": (),
 }
 
 
