@@ -1,4 +1,4 @@
-"""What pipelines import from Transformer Engine beside its ops, in this package's terms."""
+"""What pipelines import from Transformer Engine besides its ops, in this package's terms."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
 ) -> AbstractContextManager[None]:
-    """``autocast(enabled, fp8_recipe)``.
-
-    The other arguments are of recipes with a history, which no recipe here has.
-    """
+    """``autocast`` with the older names of its arguments."""
     check_bools("fp8_autocast", calibrating=calibrating)
     return autocast(enabled, fp8_recipe)
 

@@ -12,6 +12,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.ops.op import BasicOperation
+from fusible.recipes.product import values
 
 
 class Identity(BasicOperation):
@@ -75,11 +76,11 @@ class ConstantScale(BasicOperation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """``x * scale``."""
-        return input_ * self.scale
+        return values(input_) * self.scale
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """``dy * scale``."""
-        return grad_output * self.scale
+        return values(grad_output) * self.scale
 
 
 class _InPlaceOp(BasicOperation):
@@ -123,10 +124,10 @@ class AddExtraInput(_InPlaceOp):
         """``x + extra``."""
         addend = check_addend(addend, input_.shape, input_)
         if not self.in_place:
-            return input_ + addend
+            return values(input_) + values(addend)
         if 0 in ctx.writable_extra:
-            return addend.detach().add_(input_)
-        return cast(input_ + addend, addend.dtype)
+            return addend.detach().add_(values(input_))
+        return cast(values(input_) + values(addend), addend.dtype)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """``dy``, twice."""

@@ -343,7 +343,7 @@ class GroupedLinear(WeightedOperation):
     def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
         """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
         weights = list(ctx.parameters[: self.num_weights])
-        if is_quantized(weights[0]) or weights[0].dtype != dtype:
+        if any([is_quantized(weight) or weight.dtype != dtype for weight in weights]):
             return [cast(values(weight), dtype) for weight in weights]
         return weights
 

@@ -275,7 +275,7 @@ class Bias(BasicOperation):
         check_features(input_, self.size, "Bias")
         (bias,) = ctx.parameters
         check_device(input_, bias, "Bias")
-        return hand_over(input_ + cast(bias, input_.dtype), ctx.next_quantizer)
+        return hand_over(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy``, and its sum over rows."""

@@ -82,7 +82,8 @@ class Quantize(BasicOperation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, *split_sizes: Tensor) -> Tensor:
         """``q(x)``."""
-        sizes = [on_device_of(input_, s, "Quantize").clamp(min=0) for s in split_sizes]
+        # Clamped first: the copy must not read memory that the caller may write to.
+        sizes = [on_device_of(input_, s.clamp(min=0), "Quantize") for s in split_sizes]
         ctx.save_for_backward(*sizes)
         if not self.quantize_forward:
             return input_

@@ -151,10 +151,12 @@ def main_grads(weights: Sequence[Tensor], op_name: str) -> MainGrads:
             other than FP32, BF16 and the weight's own, or one that no view gives the weight's
             shape.
     """
-    buffers = []
+    buffers: list[Tensor] = []
+    given = [getattr(weight, "main_grad", None) for weight in weights if weight.requires_grad]
+    dtype = given[0].dtype if given and isinstance(given[0], Tensor) else None
     for weight in weights:
-        if not weight.requires_grad:  # beside others that do
-            buffers.append(torch.empty_like(weight))
+        if not weight.requires_grad:  # while others do
+            buffers.append(torch.empty_like(weight, dtype=dtype))
             continue
         if hasattr(weight, "__fsdp_param__"):
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]

@@ -6,11 +6,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from fusible.arguments import check_bools
 from fusible.recipes.recipe import Recipe, check_scope
 
 P = ParamSpec("P")
@@ -89,15 +90,23 @@ def _scope(recipe: Recipe | None) -> Iterator[None]:
         _thread.recipe, _thread.graph_task = outer, outer_task
 
 
-def autocast(enabled: bool = True, recipe: Recipe | None = None) -> AbstractContextManager[None]:
+def autocast(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    *,
+    calibrating: bool = False,
+    amax_reduction_group: Any = None,
+) -> AbstractContextManager[None]:
     """Run the ops inside under ``recipe``; ``enabled=False`` switches an outer recipe off.
 
     Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. Thread-local and re-entrant.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
     uses the recipe of its forward. Raises TypeError for a recipe that is none of
-    ``fusible.recipes``, and for one given as ``enabled``, which comes first.
+    ``fusible.recipes``, and for one given as ``enabled``, which comes first. The other arguments
+    are of recipes with a history, which no recipe here has.
     """
     recipe = check_scope("autocast", enabled, recipe)
+    check_bools("autocast", calibrating=calibrating)
     return _scope(recipe if enabled else None)
 
 

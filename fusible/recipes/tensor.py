@@ -185,7 +185,7 @@ class WrapperTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write to whole blocks, if they can be viewed, or to the values of all."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
         if type(first) is int and -len(self) <= first < len(self):
             first = slice(first, first + 1 or None)
         if all(isinstance(i, slice) or i is Ellipsis for i in (first, *rest)):
@@ -209,6 +209,8 @@ class WrapperTensor(torch.Tensor):
 
     def view_as(self, other: Tensor) -> Tensor:
         """Return what is stored in another shape, to write to, as initializers do."""
+        if other.shape == self.shape:
+            return self.view(self.shape)
         return self.view(-1).view(other.shape)
 
     def numpy(self, *, force: bool = False) -> Any:

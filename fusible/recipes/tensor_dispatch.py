@@ -296,7 +296,13 @@ def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
     """
     device, dtype = options.get("device"), options.get("dtype") or q.dtype
     if device is not None and dtype in HIGH_PRECISION:
-        return q.map_pieces(lambda t: torch.empty_like(t, device=device), dtype=dtype)
+        new = {
+            name: t.to(device)
+            if name in q.sizes and not t.is_meta
+            else torch.empty_like(t, device=device)
+            for name, t in q.pieces().items()
+        }
+        return q.with_pieces(new, q.shape, dtype=dtype)
     return _aten.empty_like(torch.empty(q.shape, dtype=q.dtype, device=q.device), **options)
 
 

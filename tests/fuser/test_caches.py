@@ -35,7 +35,6 @@ UNBOUNDED = {
     "kernels/runtime/launch.py load_kernel": "compiled kernels",
     "kernels/sm100/launch.py _last_streams": "devices",
     "kernels/sm100/launch.py _warm": "compiled kernels",
-    "kernels/sm100/ops.py _ones": "numbers of groups",
     "kernels/runtime/workspaces.py _capture_counters": "devices",
     "kernels/runtime/workspaces.py _captured": "weights in captured graphs, grown below",
     "kernels/runtime/workspaces.py _pointer_tables": "1024 tables (test_sm90_prepared.py)",

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible import recipes
+from fusible.kernels import grouped
 from fusible.kernels.runtime.library import define
 from fusible.recipes import quantize_ops
 from fusible.recipes.formats import mxfp8, nvfp4
@@ -228,3 +229,10 @@ def test_values_that_are_multiplied_at_once_come_with_the_encoding(monkeypatch, 
     with fz.ops.reuse_quantized_weights(op):  # kept encoded, for every use
         step()
     assert wanted[3:] == [SAVED_AND_MULTIPLIED, Uses(True, True), MULTIPLIED_TWICE]
+
+
+def test_an_argument_that_an_op_does_not_have_is_refused():
+    x, w = torch.randn(4, 8), torch.randn(1, 8, 8)
+    ends = torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(TypeError, match="grouped_wgrad has no argument out_type"):
+        grouped.grouped_wgrad(x, x, ends, out_type=w.dtype)

@@ -277,3 +277,24 @@ def test_group_layout_is_the_formula(sizes, tail, columns):
         first_block += -(-size // 32)
         padded_rows += padded
     assert torch.equal(got, want)
+
+
+def test_what_is_allocated_alike_has_the_sizes_of_the_groups():
+    x, sizes = torch.randn(10, 64), torch.tensor([3, 0, 7])
+    q = recipes.group_quantize(x, recipes.MXFP8Quantizer(), 3, sizes)
+    new = torch.empty_like(q, device="cpu")
+    assert torch.equal(new.first_dims, q.first_dims)
+    assert torch.equal(new.tensor_offsets, q.tensor_offsets)
+    new.copy_(x)
+    for got, want in zip(new.split(), q.split(), strict=True):
+        assert torch.equal(got.dequantize(), want.dequantize())
+
+
+def test_a_view_of_the_same_shape_keeps_the_format_with_and_without_gradients():
+    q = recipes.group_quantize(
+        torch.randn(10, 64), recipes.MXFP8Quantizer(), 2, torch.tensor([3, 7])
+    )
+    with recipes.no_implicit_dequantize():
+        same = q.view_as(q)
+    assert type(same) is type(q)
+    assert torch.equal(same.rowwise_data.view(torch.uint8), q.rowwise_data.view(torch.uint8))

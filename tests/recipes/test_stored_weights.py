@@ -1,6 +1,7 @@
 """What users write to a weight takes effect on one that is stored quantized, or raises."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import fusible as fz
 from fusible import recipes
 from fusible.recipes import QuantizedTensor
+from fusible.testing import assume_target
 
 NEW = torch.randn(128, 256, generator=torch.Generator().manual_seed(1))
 
@@ -431,3 +433,20 @@ def test_from_the_meta_device_to_first_values(recipe):
     holder.to_empty(device="cpu")
     assert isinstance(holder.weight, QuantizedTensor)
     assert holder.weight.format == want[0].weight.format
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
+def test_a_weight_among_stored_ones_may_be_an_ordinary_one(target):
+    """Either the first or the last: all are read by their values."""
+    recipe = recipes.MXFP8BlockScaling()
+    with fz.quantized_model_init(recipe=recipe):
+        op = fz.GroupedLinear(3, 64, 64, bias=False, dtype=torch.bfloat16)
+    x, splits = torch.randn(12, 64).bfloat16(), torch.tensor([4, 3, 5])
+    for replaced in ("weight0", "weight2"):
+        other = copy.deepcopy(op)
+        plain = torch.nn.Parameter(getattr(op, replaced).dequantize().detach())
+        setattr(other, replaced, plain)
+        for scope in (fz.autocast(recipe=recipe), nullcontext()):
+            with scope, assume_target(target) if target != "cpu" else nullcontext():
+                want, got = op(x, splits), other(x, splits)
+            torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=2**-7)

@@ -33,6 +33,11 @@ def use() -> None:
             _library.impl(name, _quiet(function), "CPU")
 
 
+def is_nearest() -> bool:
+    """Whether results are rounded to the nearest, as they are but for `use`."""
+    return _library is None
+
+
 def _quiet(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Without NumPy's warnings of overflow: infinity is a value."""
 

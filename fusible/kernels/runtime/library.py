@@ -36,7 +36,7 @@ def define(
     """Register ``definition`` as the op ``fusible::<name>``, by default its own; return its caller.
 
     The op has the signature of its definition: a NamedTuple stands for its fields, ``out`` is
-    written to, and keyword-only arguments are left out, as a schema cannot express them. ``cuda``
+    written to, and keyword-only arguments, which only a direct call uses, are left out. ``cuda``
     are the implementations for CUDA, the preferred one first. Each returns NotImplemented for
     arguments that it does not support; what none supports runs by the definition. ``flops`` gives
     the number of floating-point operations from the arguments of the op, if it multiplies.
@@ -51,6 +51,7 @@ def define(
         if p.kind is not p.KEYWORD_ONLY
     ]
     structs = [kind if hasattr(kind, "_fields") else None for *_, kind in parameters]
+    known = tuple(inspect.signature(definition).parameters)
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
 
     preferred, *others = *cuda, definition
@@ -62,6 +63,8 @@ def define(
         if is_direct(first[0] if nested else first):
             result = preferred(*args, **kwargs)
             return next_best(*args, **kwargs) if result is NotImplemented else result
+        if unknown := [key for key in kwargs if key not in known]:
+            raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat: list[Any] = []
         for struct, arg in zip(structs, given, strict=True):

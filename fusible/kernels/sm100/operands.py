@@ -81,13 +81,14 @@ def quantize(
 
 def in_one_pass(weights: list[Tensor]) -> bool:
     """Whether `quantize_weights` takes them: not quantized, of whole atoms of scales each."""
-    return not is_quantized(weights[0]) and weights[0].shape[-2] % ATOM_ROWS == 0
+    return weights[0].shape[-2] % ATOM_ROWS == 0 and not any(map(is_quantized, weights))
 
 
 def quantize_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
     """Weights ``[E, N, K]`` or ``[N, K]`` for the forward and, if asked, the data gradient.
 
-    ``pack_weights`` of what ``encode`` gives, in one pass: matrices are groups of N rows.
+    ``pack_weights`` of what `fusible.ops.weights.quantize_weights` gives, in one pass: matrices are
+    groups of N rows.
     """
     n, k = w.shape[-2:]
     rows = w.reshape(-1, k)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -96,8 +96,9 @@ def _as_element(t: Tensor) -> Tensor:
     return t.view(torch.float4_e2m1fn_x2) if t.dtype == FP4 else t
 
 
-@cache  # one a number of groups
-def _ones(size: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=256)
+def _ones(size: int, device: torch.device, stream: int) -> Tensor:
+    """One a stream, since another one would not wait for its fill."""
     return torch.ones(size, dtype=torch.float32, device=device)
 
 
@@ -105,8 +106,9 @@ def _ones_of(size: int, device: torch.device) -> Tensor:
     """FP32 ones, cached; those made while a CUDA graph is captured belong to the graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.ones(size, dtype=torch.float32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     with torch.inference_mode(False):
-        return _ones(size, device)
+        return _ones(size, device, stream)
 
 
 def _table(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import limits, tiles
-from fusible.kernels.sm90.grouped_products import WeightProducts, cached_products
+from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
 from fusible.kernels.sm90.launch import launch_group_ends
 from fusible.kernels.sm90.operands import (
     Matrices,
@@ -60,6 +60,8 @@ def _operands(
     name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, transpose: bool, tile: Tile | None
 ) -> _Operands | None:
     """None if no kernel supports them."""
+    if any([type(t) not in TENSOR_TYPES for t in w]):
+        return None
     products, matrices = None, None
     if len(w) == 1 or (w and supports(x.device, x.dtype, *w[0].shape[-2:])):
         matrices = matrices_of(w)

@@ -333,7 +333,7 @@ def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 # --- products of given operands -------------------------------------------------------------------
 
-_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # the memory of a subclass may not hold its values
 
 
 @functools.lru_cache(maxsize=1024)
@@ -377,7 +377,7 @@ def find_products(
             or (len(w) > 1 and matrices.strides[0] != shape[1] * shape[2])
             or w[0].dtype != dtype
             or w[0].device != device
-            or not all([type(t) in _TYPES for t in w])
+            or not all([type(t) in TENSOR_TYPES for t in w])
         ):
             return None
         many = tiles.has_many_rows(x.shape[0], shape[0])
@@ -420,5 +420,5 @@ def _is_contiguous_and_aligned(t: Tensor, dtype: torch.dtype) -> bool:
         t.is_contiguous()
         and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
         and t.dtype == dtype
-        and type(t) in _TYPES
+        and type(t) in TENSOR_TYPES
     )

@@ -101,7 +101,7 @@ class Matrices(NamedTuple):
 
 
 def matrices_of(w: Sequence[Tensor]) -> Matrices | None:
-    """One ``[E, N, K]`` tensor or E of ``[N, K]``, or None if they begin or differ oddly."""
+    """One ``[E, N, K]`` tensor or E of ``[N, K]``, or None if TMA cannot address them."""
     first = w[0]
     shape, strides, address = first.shape, first.stride(), first.data_ptr()
     if len(w) == 1 and len(shape) == 3:

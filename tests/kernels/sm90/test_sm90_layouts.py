@@ -14,6 +14,7 @@ import fusible as fz
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import checked_products
+from fusible.recipes import product as recipes_product
 from fusible.testing import assume_target
 
 GROUPS, HIDDEN, INNER, ROWS = 4, 16, 8, 12
@@ -290,3 +291,18 @@ def test_what_the_entries_refuse(entry, argument, change, said):
             with pytest.raises(ValueError, match=said):
                 call(**arguments)
         assert loaded == []
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["one by one", "one"])
+def test_a_quantized_weight_is_read_by_its_values(one):
+    """The kernels read addresses, which a wrapper of other tensors does not have."""
+    torch.manual_seed(0)
+    quantizer = fz.recipes.Quantizer(fz.recipes.MXFP8BlockScaling().format("weight"))
+    values = torch.randn(2, 32, 64).bfloat16()
+    w = [quantizer(values)] if one else [quantizer(values[0]), values[1]]
+    x, ends = torch.randn(6, 64).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
+    want = grouped.grouped_mm(x, [recipes_product.values(t) for t in w], ends)
+    with torch.no_grad(), sm90_on_cpu() as loaded:
+        assert checked_products.grouped_mm(x, w, ends) is NotImplemented
+        torch.testing.assert_close(grouped.grouped_mm(x, w, ends), want)
+    assert not loaded
