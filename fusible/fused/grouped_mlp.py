@@ -67,11 +67,11 @@ def _linear_glu(
     groups = kernels.groups(linear, ends, rows.shape[0])
     prepared = kernels.row_scales(scales, groups)
     operand = linear.input_rows(kernels, ctx, rows, groups)
-    weights, transposed = kernels.weights(linear, ctx)
+    weights, backward_weights = kernels.weights(linear, ctx)
     activated = kernels.glu(
         linear, ctx, act, operand.row, weights, groups, prepared, ctx_act.requires_grad
     )
-    linear.save(kernels, ctx, operand.column, ends, None, groups, transposed)
+    linear.save(kernels, ctx, operand.column, ends, None, groups, backward_weights)
     return _FirstLinear(activated, groups, ends, prepared, scales.dtype)
 
 

@@ -117,7 +117,7 @@ class DirectLinear(_Direct):
         dx = product.dgrad(dy, w, ends) if self._needs.input else None
         dweights: Sequence[Tensor | None] = [None] * len(weights)
         if self._needs.params[0]:
-            dweights = self._linears[0].divided(product.wgrad(dy, x, ends))
+            dweights = self._linears[0].as_weight_grads(product.wgrad(dy, x, ends))
         return dx, None, *dweights
 
 
@@ -165,9 +165,9 @@ class DirectMLP(_Direct):
         )
         dweights: list[Tensor | None] = [None] * len(weights)
         if self._needs2.params[0]:
-            dweights[cut:] = fc2.divided(second.wgrad(dy, hidden, ends))
+            dweights[cut:] = fc2.as_weight_grads(second.wgrad(dy, hidden, ends))
         del hidden  # its memory serves what follows
         dx = first.dgrad(dpreact, w1, ends) if self._needs1.input else None
         if self._needs1.params[0]:
-            dweights[:cut] = fc1.divided(first.wgrad(dpreact, x, ends))
+            dweights[:cut] = fc1.as_weight_grads(first.wgrad(dpreact, x, ends))
         return dx, None, dscales, None, *dweights

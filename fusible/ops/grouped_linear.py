@@ -287,10 +287,10 @@ class GroupedLinear(WeightedOperation):
     ) -> Tensor:
         """The output ``[rows, out_features]``; saves what :meth:`restored` reads."""
         operand = self.input_rows(kernels, ctx, x, groups)
-        weights, transposed = kernels.weights(self, ctx)
+        weights, backward_weights = kernels.weights(self, ctx)
         y = kernels.product(self, ctx, operand.row, weights, groups, row_scale, output)
         column = operand.column if save_x else None
-        self.save(kernels, ctx, column, ends, row_scale, groups, transposed)
+        self.save(kernels, ctx, column, ends, row_scale, groups, backward_weights)
         return y
 
     def input_rows(
@@ -482,7 +482,7 @@ class GroupedLinear(WeightedOperation):
             extra = (dscales,)
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
 
-    def divided(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
         """See :class:`WeightedOperation`."""
         assert gradient is not None
         return (gradient,) if self.single_grouped_weight else gradient.unbind(0)

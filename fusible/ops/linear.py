@@ -260,7 +260,7 @@ class Bias(BasicOperation):
         check_bools("Bias", tensor_parallel=tensor_parallel)
         super().__init__()
         if tensor_parallel:
-            size = _divided(size, dist.get_world_size(tensor_parallel_group), "size", "Bias")
+            size = _per_process(size, dist.get_world_size(tensor_parallel_group), "size", "Bias")
         self.size = size
         self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -350,8 +350,8 @@ class Linear(FusedOperation):
         )
         column, row = tensor_parallel_mode == "column", tensor_parallel_mode == "row"
         linear = BasicLinear(
-            _divided(in_features, processes, "in_features") if row else in_features,
-            _divided(out_features, processes, "out_features") if column else out_features,
+            _per_process(in_features, processes, "in_features") if row else in_features,
+            _per_process(out_features, processes, "out_features") if column else out_features,
             device=device,
             dtype=dtype,
             rng_state_tracker_function=rng_state_tracker_function,
@@ -469,7 +469,7 @@ def _collectives(
     raise ValueError(f'tensor_parallel_mode must be None, "column" or "row", got {mode!r}')
 
 
-def _divided(features: int, processes: int, what: str, op_name: str = "Linear") -> int:
+def _per_process(features: int, processes: int, what: str, op_name: str = "Linear") -> int:
     if features % processes:
         raise ValueError(
             f"{what} of a tensor-parallel {op_name} must be a multiple of its {processes} "

@@ -188,7 +188,7 @@ class WeightedOperation(CastingOp):
         if not ctx.needs.params[0]:
             return nothing
         if not self.accumulates_grads:
-            return self.divided(gradient.compute(None, False))
+            return self.as_weight_grads(gradient.compute(None, False))
         weights, into = self._differentiated(ctx), None
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__)
@@ -231,7 +231,7 @@ class WeightedOperation(CastingOp):
             )
         return used  # type: ignore[return-value]
 
-    def divided(self, gradient: Tensor | None) -> Grads:
+    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
         """A gradient of all weights as one tensor, as the parameters are."""
         assert gradient is not None
         return (gradient,)
@@ -269,7 +269,7 @@ class WeightedOperation(CastingOp):
             if delayed.into is not None:
                 delayed.into.take(delayed.gradient)
             elif any([w.requires_grad for w in weights]):
-                accumulate(weights, self.divided(delayed.gradient.compute(None, False)))
+                accumulate(weights, self.as_weight_grads(delayed.gradient.compute(None, False)))
         for hook in self._wgrad_hooks:
             hook()
 

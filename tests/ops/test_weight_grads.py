@@ -131,8 +131,8 @@ def test_gradients_lie_as_their_weights(path, single):
     mlp = transpose_weights(build(path, single))
     grads = {}
     for fc in linears(mlp):  # what autograd is given, before it copies to the weight's layout
-        divided = fc.divided
-        fc.divided = lambda dw, fc=fc, divided=divided: grads.setdefault(fc, divided(dw))
+        own = fc.as_weight_grads
+        fc.as_weight_grads = lambda dw, fc=fc, own=own: grads.setdefault(fc, own(dw))
     run(path, mlp)
     got = [grad for fc in linears(mlp) for grad in grads[fc]]
     for w, grad, other in zip(weights(mlp), got, want, strict=True):
