@@ -12,6 +12,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from fusible.kernels.runtime.launch import load_kernel
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.launch import compile_spec
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from sm90_in_tile import in_tile
 
 KINDS = {
     "glu_keep": "glu",
@@ -92,20 +97,28 @@ def calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
 
     def wgrad(dy: torch.Tensor, x: torch.Tensor, tile: Tile | None) -> torch.Tensor:
         out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
-        ops.grouped_wgrad_([out], dy, x, ends, False, tile=tile)
+        with in_tile(tile):
+            ops.grouped_wgrad_([out], dy, x, ends)
         return out
 
     def glu(keep: bool, tile: Tile | None) -> Any:
-        return ops.grouped_glu(t["x"], w1, ends, scales, Glu(), None, keep, tile=tile)
+        with in_tile(tile):
+            return ops.grouped_glu(t["x"], w1, ends, scales, Glu(), None, keep)
+
+    def mm(x: torch.Tensor, w: list[torch.Tensor], transpose: bool, tile: Tile | None) -> Any:
+        with in_tile(tile):
+            return ops.grouped_mm(x, w, ends, None, None, transpose)
+
+    def dglu(tile: Tile | None) -> Any:
+        with in_tile(tile):
+            return ops.grouped_dglu(t["dy"], w2, ends, t["preact"], scales, Glu())
 
     return {
         "glu_keep": lambda tile: glu(True, tile),
         "glu": lambda tile: glu(False, tile)[1:],
-        "fc2": lambda tile: ops.grouped_mm(t["act"], w2, ends, None, None, False, tile=tile),
-        "dglu": lambda tile: ops.grouped_dglu(
-            t["dy"], w2, ends, t["preact"], scales, Glu(), tile=tile
-        ),
-        "dgrad1": lambda tile: ops.grouped_mm(t["d_preact"], w1, ends, None, None, True, tile=tile),
+        "fc2": lambda tile: mm(t["act"], w2, False, tile),
+        "dglu": dglu,
+        "dgrad1": lambda tile: mm(t["d_preact"], w1, True, tile),
         "wgrad1": lambda tile: wgrad(t["d_preact"], t["x"], tile),
         "wgrad2": lambda tile: wgrad(t["dy"], t["act"], tile),
     }

@@ -9,6 +9,9 @@ initcheck takes what TMA has stored for uninitialised, so nothing here copies an
 product; that they write every element is for `test_sm90_grouped_gemm`, where outputs begin as NaN.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 
 import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
@@ -22,6 +25,10 @@ from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from sm90_in_tile import in_tile
 
 SIZES = (127, 0, 128, 129, 1, 190, 0, 40)
 GROUPS, ROWS, HIDDEN, INNER = len(SIZES), sum(SIZES) + 30, 136, 264
@@ -53,26 +60,30 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
             every = (([w1], None), (separate(w1), bias), ([columns_first], None))
             for w, b in every if tile.n <= 128 else (([w1], None), (separate(w1), None)):
                 for keep in (False, True):
-                    _, act = ops.grouped_glu(x, w, ends, scales, glu, b, keep, tile=tile)
+                    with in_tile(tile):
+                        _, act = ops.grouped_glu(x, w, ends, scales, glu, b, keep)
                     launches += 1
         for tile in tiles.TILES["dglu"]:
             for w in ([w2], separate(w2)):
                 for overwrite in (False, True):
-                    d_preact, act, _ = ops.grouped_dglu(
-                        dy, w, ends, preact.clone(), scales, glu, overwrite=overwrite, tile=tile
-                    )
+                    with in_tile(tile):
+                        d_preact, act, _ = ops.grouped_dglu(
+                            dy, w, ends, preact.clone(), scales, glu, overwrite=overwrite
+                        )
                     launches += 2
     for tile in tiles.TILES["store"]:
-        for w in ([w2], separate(w2)):
-            ops.grouped_mm(act, w, ends, None, None, False, tile=tile)
-        for w in ([w1], separate(w1)):
-            ops.grouped_mm(d_preact, w, ends, None, None, True, tile=tile)
+        with in_tile(tile):
+            for w in ([w2], separate(w2)):
+                ops.grouped_mm(act, w, ends)
+            for w in ([w1], separate(w1)):
+                ops.grouped_mm(d_preact, w, ends, None, None, True)
         launches += 4
     for tile in tiles.TILES["wgrad"]:
         for dtype in (torch.bfloat16, torch.float32):
             grad = torch.zeros(GROUPS, 2 * INNER, HIDDEN, device="cuda", dtype=dtype)
             for out, accumulate in (([grad], False), ([grad], True), (separate(grad), True)):
-                ops.grouped_wgrad_(out, d_preact, x, ends, accumulate, tile=tile)
+                with in_tile(tile):
+                    ops.grouped_wgrad_(out, d_preact, x, ends, accumulate)
                 launches += 1
     return launches
 
@@ -110,8 +121,8 @@ def quantize() -> None:
     for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
         for given in (None, ends) if fmt.block != (128, 128) else (None,):
             row, column, *_ = quantize_for(x, fmt, Uses(True, True, True, True), given)
-            for encoded in (row, column):
-                dequantize_matrix(encoded, torch.bfloat16)
+            for matrix in (row, column):
+                dequantize_matrix(matrix, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, hopper, never_waiting
+from sm90_in_tile import in_tile
 
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
@@ -115,14 +116,16 @@ def test_every_tile(kind, tile, how):
     x = rows(sizes, TAIL, hidden)
     if kind == "store":
         w = random(len(sizes), inner, hidden, scale=hidden**-0.5)
-        y = ops.grouped_mm(x, stored(w, how), ends, None, None, False, tile=tile)
+        with in_tile(tile):
+            y = ops.grouped_mm(x, stored(w, how), ends)
         assert_close(y, product(x, w, sizes))
         assert (y[sum(sizes) :] == 0).all()
     elif kind == "wgrad":
         dy = rows(sizes, TAIL, inner)
         out = random(len(sizes), inner, hidden)
         outs = stored(out, "k" if how == "n" else how)
-        ops.grouped_wgrad_(outs, dy, x, ends, False, tile=tile)
+        with in_tile(tile):
+            ops.grouped_wgrad_(outs, dy, x, ends)
         expected = torch.stack([dy[p].float().T @ x[p].float() for _, p in groups(sizes)])
         got = torch.stack(list(outs)) if len(outs) > 1 else outs[0]
         assert_close(got, expected)
@@ -132,16 +135,15 @@ def test_every_tile(kind, tile, how):
         scales[sum(sizes) :] = math.nan
         if kind == "glu":
             w = random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
-            preact, out = ops.grouped_glu(
-                x, stored(w, how), ends, scales, Glu(), None, True, tile=tile
-            )
+            with in_tile(tile):
+                preact, out = ops.grouped_glu(x, stored(w, how), ends, scales, Glu())
             expected = product(x, w, sizes)
             assert_close(preact, expected)
             expected = glu(expected, 0) * scales[:, None]
             expected[sum(sizes) :] = 0
             assert_close(out, expected)
         else:
-            _check_dglu(sizes, hidden, inner, how, 0, {}, tile=tile)
+            _check_dglu(tile, sizes, hidden, inner, how, 0, {})
 
 
 def _glu(options, interleave):
@@ -149,16 +151,17 @@ def _glu(options, interleave):
     return Glu(**{**SWIGLU, **options}, interleave=interleave)
 
 
-def _check_dglu(sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16, tile=None):
+def _check_dglu(tile, sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16):
     ends = ends_of(sizes)
     dy, preact = rows(sizes, TAIL, hidden, dtype), rows(sizes, TAIL, 2 * inner, dtype)
     scales = torch.rand(dy.shape[0], device=DEVICE)
     scales[sum(sizes) :] = math.nan
     w = random(len(sizes), hidden, inner, dtype=dtype, scale=hidden**-0.5)
     # The parameter is [hidden, inner]; "k" and "n" here name its own order.
-    d_preact, act, d_scales = ops.grouped_dglu(
-        dy, stored(w, how), ends, preact, scales, _glu(options, interleave), tile=tile
-    )
+    with in_tile(tile):
+        d_preact, act, d_scales = ops.grouped_dglu(
+            dy, stored(w, how), ends, preact, scales, _glu(options, interleave)
+        )
     live = sum(sizes)
     d_act = product(dy, [one.T for one in w], sizes)[:live]
     leaf = preact[:live].float().requires_grad_()
@@ -183,16 +186,17 @@ def test_every_tile_with_alternating_columns(kind, tile):
     """GPT-OSS: single columns alternate, N is contiguous, a bias, a clamped gate."""
     sizes, hidden, inner = SIZES, 328, 264
     if kind == "dglu":
-        _check_dglu(sizes, hidden, inner, "n", 1, QGEGLU, tile=tile)
+        _check_dglu(tile, sizes, hidden, inner, "n", 1, QGEGLU)
         return
     x, w = rows(sizes, TAIL, hidden), random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
     scales, bias = torch.rand(x.shape[0], device=DEVICE), random(len(sizes), 2 * inner)
     scales[sum(sizes) :] = math.nan
     if tile not in gated_tiles(1, "n", bias=True):
         pytest.skip("not a tile of this product")
-    preact, out = ops.grouped_glu(
-        x, stored(w, "n"), ends_of(sizes), scales, _glu(QGEGLU, 1), bias, True, tile=tile
-    )
+    with in_tile(tile):
+        preact, out = ops.grouped_glu(
+            x, stored(w, "n"), ends_of(sizes), scales, _glu(QGEGLU, 1), bias
+        )
     expected = product(x, w, sizes, bias)
     assert_close(preact, expected)
     expected = glu(expected, 1, **QGEGLU) * scales[:, None]
@@ -211,14 +215,15 @@ def test_glu_layouts(dtype, interleave, options):
     expected = product(x, w, sizes)
     for tile in gated_tiles(interleave):
         arguments = (x, [w], ends, scales, _glu(options, interleave), None)
-        preact, out = ops.grouped_glu(*arguments, True, tile=tile)
-        none, same = ops.grouped_glu(*arguments, False, tile=tile)
+        with in_tile(tile):
+            preact, out = ops.grouped_glu(*arguments, True)
+            none, same = ops.grouped_glu(*arguments, False)
         assert none.shape[0] == 0
         assert torch.equal(out, same)
         assert_close(preact, expected)
         assert_close(out, glu(expected, interleave, **options) * scales[:, None])
     for tile in WIDTHS_OF_DGLU:
-        _check_dglu(sizes, hidden, inner, "k", interleave, options, dtype, tile)
+        _check_dglu(tile, sizes, hidden, inner, "k", interleave, options, dtype)
 
 
 @pytest.mark.parametrize("interleave", [0, 1, 4, 32])
@@ -233,14 +238,15 @@ def test_glu_columns_beside_the_tile(interleave, inner):
     expected = product(x, w, sizes)
     for tile in gated_tiles(interleave):
         for keep in (True, False):
-            preact, out = ops.grouped_glu(
-                x, [w], ends, scales, Glu(interleave=interleave), None, keep, tile=tile
-            )
+            with in_tile(tile):
+                preact, out = ops.grouped_glu(
+                    x, [w], ends, scales, Glu(interleave=interleave), None, keep
+                )
             if keep:
                 assert_close(preact, expected)
             assert_close(out, glu(expected, interleave) * scales[:, None])
     for tile in WIDTHS_OF_DGLU:
-        _check_dglu(sizes, hidden, inner, "k", interleave, {}, tile=tile)
+        _check_dglu(tile, sizes, hidden, inner, "k", interleave, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -304,7 +310,8 @@ def test_many_groups(tile, out_dtype):
     y = grouped.grouped_mm(x, [w], ends_of(sizes))
     assert_close(y, product(x, w, sizes))
     dw = random(150, 64, 64, dtype=out_dtype)
-    ops.grouped_wgrad_([dw], y, x, ends_of(sizes), False, tile=tile)
+    with in_tile(tile):
+        ops.grouped_wgrad_([dw], y, x, ends_of(sizes))
     assert_close(dw, torch.stack([y[p].float().T @ x[p].float() for _, p in groups(sizes)]))
     assert (dw[3] == 0).all()
 
@@ -453,16 +460,16 @@ def test_writes_nothing_beside_its_outputs(kind, tile, interleave, inner, margin
     x, dy, scales = rows(sizes, TAIL, hidden), rows(sizes, TAIL, hidden), rows(sizes, TAIL, 1)[:, 0]
     up, down = random(len(sizes), 2 * inner, hidden), random(len(sizes), hidden, inner)
     glu = Glu(interleave=interleave)
-    if kind == "store":
-        ops.grouped_mm(x, [up], ends, None, None, False, tile=tile)
-    elif kind == "wgrad":
-        out = x.new_empty(len(sizes), inner, hidden)
-        ops.grouped_wgrad_([out], rows(sizes, TAIL, inner), x, ends, False, tile=tile)
-    elif kind == "glu":
-        ops.grouped_glu(x, [up], ends, scales, glu, None, True, tile=tile)
-    else:
-        preact = rows(sizes, TAIL, 2 * inner)
-        ops.grouped_dglu(dy, [down], ends, preact, scales, glu, tile=tile)
+    out, preact = x.new_empty(len(sizes), inner, hidden), rows(sizes, TAIL, 2 * inner)
+    with in_tile(tile):
+        if kind == "store":
+            ops.grouped_mm(x, [up], ends)
+        elif kind == "wgrad":
+            ops.grouped_wgrad_([out], rows(sizes, TAIL, inner), x, ends)
+        elif kind == "glu":
+            ops.grouped_glu(x, [up], ends, scales, glu)
+        else:
+            ops.grouped_dglu(dy, [down], ends, preact, scales, glu)
     margins()
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import sm90_in_tile
 import torch
 from torch import Tensor
 
@@ -151,6 +152,7 @@ def forget_launches() -> None:
     """Drop the launches that were made of kernels that are none."""
     launch._vector_kernel.cache_clear()
     grouped_products.cached_products.cache_clear()
+    sm90_in_tile.launches_of.cache_clear()
 
 
 def is_direct(y: Tensor) -> bool:

@@ -1,13 +1,14 @@
 """The grouped products on SM90, of operands in any layout: checked, or copied where TMA needs it.
 
 The functions are those of `fusible.kernels.grouped.definitions`, and return NotImplemented for
-what no kernel supports; a ``tile`` is for tests and measurements. None synchronises with the host.
-Each calls the `WeightProducts` of its operands' layouts.
+what no kernel supports. None synchronises with the host. Each calls the `WeightProducts` of its
+operands' layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,11 @@ from fusible.kernels.sm90.operands import (
     matrices_of,
     supports,
 )
-from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.stacking import write
 
 
-def group_ends(split_sizes: Tensor, rows: int) -> Tensor:
-    """First row past each group, int32 ``[E]``; negative sizes count as 0, the last is ``rows``."""
+def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
+    """The end row of each group, int32 ``[E]``, at most ``rows``; negative sizes count as 0."""
     integers = split_sizes.dtype in (torch.int64, torch.int32) and split_sizes.ndim == 1
     if not (integers and supports(split_sizes.device, torch.bfloat16)):
         return NotImplemented
@@ -57,21 +57,21 @@ class _Operands(NamedTuple):
 
 
 def _operands(
-    name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, transpose: bool, tile: Tile | None
+    name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, transpose: bool
 ) -> _Operands | None:
-    """None if no kernel supports them."""
+    """Checked operands and the launches of their products; None if no kernel supports them."""
     if any([type(t) not in TENSOR_TYPES for t in w]):
         return None
     products, matrices = None, None
     if len(w) == 1 or (w and supports(x.device, x.dtype, *w[0].shape[-2:])):
         matrices = matrices_of(w)
     if matrices is not None and w[0].dtype == x.dtype and w[0].device == x.device:
-        products = _products(x, matrices, tile)
+        products = _products(x, matrices)
     if products is None:
         if w and not supports(x.device, x.dtype, *w[0].shape[-2:]):
             return None
         w, matrices = _copied(name, x, w)
-        products = _products(x, matrices, tile)
+        products = _products(x, matrices)
     assert products is not None
     assert matrices is not None
     x, pitch = as_matrix(name, x)
@@ -88,7 +88,7 @@ def _operands(
 
 
 def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor], Matrices]:
-    """Checked weights in a tensor ``[E, N, K]`` that TMA reads, at an address of its own."""
+    """A copy of checked weights as one tensor ``[E, N, K]``, which TMA reads, and its layout."""
     check_matrices("w", w, x)
     if w[0].dtype != x.dtype:
         raise ValueError(f"w must have {name}'s dtype {x.dtype}, got {w[0].dtype}")
@@ -97,10 +97,10 @@ def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor]
     return [one], Matrices(one.data_ptr(), one.shape, one.stride())
 
 
-def _products(x: Tensor, matrices: Matrices, tile: Tile | None) -> WeightProducts | None:
+def _products(x: Tensor, matrices: Matrices) -> WeightProducts | None:
     _, shape, strides, pointers = matrices
     many = tiles.has_many_rows(x.shape[0], shape[0])
-    return cached_products(x.device, x.dtype, shape, strides, pointers is not None, many, tile)
+    return cached_products(x.device, x.dtype, shape, strides, pointers is not None, many)
 
 
 def grouped_mm(
@@ -112,10 +112,9 @@ def grouped_mm(
     transpose_w: bool = False,
     *,
     out: Tensor | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
+) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    found = _operands("x", x, w, ends, transpose_w, tile)
+    found = _operands("x", x, w, ends, transpose_w)
     if found is None:
         return NotImplemented
     x, pitch, w, (groups, *features), address, table, products = found
@@ -132,7 +131,7 @@ def grouped_mm(
     return y if out is None or fits else out.copy_(y)
 
 
-def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> Any:
+def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> NotImplementedType | None:
     """`definitions.grouped_mm_`."""
     return None if grouped_mm(x, *rest, out=out) is not NotImplemented else NotImplemented
 
@@ -145,11 +144,9 @@ def grouped_glu(
     glu: Glu,
     bias: Tensor | None = None,
     save_preact: bool = True,
-    *,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
-    found = _operands("x", x, w, ends, False, tile)
+    found = _operands("x", x, w, ends, False)
     if found is None or not limits.takes_glu(*glu[:2], found.shape[1]):
         return NotImplemented
     x, pitch, w, shape, address, table, products = found
@@ -169,10 +166,9 @@ def grouped_dglu(
     glu: Glu,
     *,
     overwrite: bool = False,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    found = _operands("dy", dy, w, ends, True, tile)
+    found = _operands("dy", dy, w, ends, True)
     if found is None or not limits.takes_glu(*glu[:2], 2 * found.shape[2]):
         return NotImplemented
     dy, pitch, w, shape, address, table, products = found
@@ -187,11 +183,11 @@ def grouped_dglu(
 
 def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
-) -> Tensor:
+) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`."""
     groups, dtype = ends.shape[0], out_dtype or x.dtype
     if dtype == x.dtype and x.shape[0]:
-        found = _gradient_operands(dy, x, ends, groups, None)
+        found = _gradient_operands(dy, x, ends, groups)
         if found is None:
             return NotImplemented
         dy, x, products, pitches = found
@@ -203,12 +199,15 @@ def grouped_wgrad(
 
 
 def _gradient_operands(
-    dy: Tensor, x: Tensor, ends: Tensor, groups: int, tile: Tile | None
+    dy: Tensor, x: Tensor, ends: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, WeightProducts, tuple[int, int]] | None:
-    """What a weight gradient multiplies, as TMA reads it, the launches, and the row pitches."""
+    """``dy`` and ``x`` as TMA reads them, the launches of their products, and the row pitches.
+
+    None if no kernel supports them.
+    """
     shape = groups, dy.shape[1], x.shape[1]
-    # Only the gradients' shape counts.
-    products = _products(x, Matrices(0, shape, (shape[1] * shape[2], shape[2], 1)), tile)
+    # Of the weight, only its shape matters here.
+    products = _products(x, Matrices(0, shape, (shape[1] * shape[2], shape[2], 1)))
     if products is None:
         return None
     (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
@@ -227,12 +226,10 @@ def grouped_wgrad_(
     x: Tensor,
     ends: Tensor,
     accumulate: bool = False,
-    *,
-    tile: Tile | None = None,
-) -> Any:
+) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`."""
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
-    found = _gradient_operands(dy, x, ends, groups, tile)
+    found = _gradient_operands(dy, x, ends, groups)
     if found is None:
         return NotImplemented
     dy, x, products, pitches = found

@@ -1,4 +1,4 @@
-"""The SM90 grouped products with a weight of one layout: every launch is assembled here, once.
+"""The SM90 grouped products with a weight of one layout: the only place that makes launches.
 
 Nothing here checks or copies an operand; `checked_products` does, for operands of any layout.
 """
@@ -67,7 +67,6 @@ class WeightProducts:
         strides: in elements.
         separate: whether the matrices are behind a table.
         many_rows: whether groups have many rows, which decides the tiles.
-        tile: of every product, instead of the one that `tiles` chooses.
     """
 
     def __init__(
@@ -78,17 +77,13 @@ class WeightProducts:
         strides: tuple[int, ...],
         separate: bool,
         many_rows: bool,
-        tile: Tile | None = None,
     ) -> None:
-        self._device, self._dtype, self._separate, self._tile = device, dtype, separate, tile
+        self._device, self._dtype, self._separate = device, dtype, separate
         self._many_rows = many_rows
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        self._sums = -(-self._depth // self._choose("dglu", self._depth).n)
+        self._sums = -(-self._depth // tiles.choose("dglu", many_rows, self._depth).n)
         self._launches: dict[tuple, Launch] = {}
-
-    def _choose(self, kind: str, columns: int, rows: int = 0, wide: bool = True) -> Tile:
-        return self._tile or tiles.choose(kind, self._many_rows, columns, rows, wide)
 
     def _rows_launch(self, *key: object) -> Launch:
         """The launch of a product of rows, made once."""
@@ -97,10 +92,11 @@ class WeightProducts:
         if scale is not None:
             check_scale("scales", scale)
         weight = self._layouts[transpose]
-        assert weight is not None  # `cached_products` looks
+        assert weight is not None  # checked by `cached_products`
         columns = weight.rows // 2 if kind == "glu" else weight.rows
         wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
-        tile, dtype = self._choose(kind, columns, 0, wide), DTYPE_NAMES[self._dtype]
+        tile = tiles.choose(kind, self._many_rows, columns, 0, wide)
+        dtype = DTYPE_NAMES[self._dtype]
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu.interleave)
         spec = Spec(
             kind,
@@ -139,7 +135,7 @@ class WeightProducts:
         strides, out_dtype, separate = out or ((columns * depth, depth, 1), self._dtype, False)
         spec = Spec(
             "wgrad",
-            self._choose("wgrad", depth, columns),
+            tiles.choose("wgrad", self._many_rows, depth, columns),
             dtype=DTYPE_NAMES[self._dtype],
             table=separate,
             out_dtype=DTYPE_NAMES[out_dtype],
@@ -308,7 +304,7 @@ class WeightProducts:
 
 
 def _stripes(kind: str, tile: Tile, interleave: int) -> tuple[bool, int]:
-    """How gate and linear columns meet in a tile: as two boxes far apart, or in stripes."""
+    """Whether gate and linear columns are loaded as two boxes, and the columns of a stripe."""
     width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
     paired = interleave == 0 or interleave % width == 0
     return paired, width if paired else interleave
@@ -322,7 +318,7 @@ def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
 def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The scales' gradients in ``dtype`` from dglu's sums over each tile of columns.
 
-    A tile is summed in registers, and tiles are added in order: always the same bits.
+    A tile is summed in registers and tiles are added in order, so the bits are reproducible.
     """
     if partials.shape[0] == rows:
         return cast(partials, dtype)
@@ -344,13 +340,12 @@ def cached_products(
     strides: tuple[int, ...],
     separate: bool,
     many_rows: bool,
-    tile: Tile | None = None,
 ) -> WeightProducts | None:
     """The products with weights of this layout, None if the kernels do not support it."""
     readable = shape[0] > 0 and layout(shape, strides, False, not separate) is not None
     if not (readable and supports(device, dtype, *shape[1:])):
         return None
-    return WeightProducts(device, dtype, shape, strides, separate, many_rows, tile)
+    return WeightProducts(device, dtype, shape, strides, separate, many_rows)
 
 
 def find_products(

@@ -1,4 +1,4 @@
-"""The SM90 kernels: how each is compiled, and a launch with all that no call changes."""
+"""The SM90 kernels: how each is compiled, and a launch with the arguments that stay the same."""
 
 import functools
 from typing import Any
@@ -14,7 +14,9 @@ _GPU = "sm_90a"
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
-    """Compile a kernel; ``options`` such as ``"--gpu-arch sm_90a"`` for a GPU that is not here.
+    """Compile a kernel.
+
+    ``options`` such as ``"--gpu-arch sm_90a"`` compile for a GPU that need not be there.
 
     Raises:
         ValueError: a tile of the activation's backward is not ping-pong.

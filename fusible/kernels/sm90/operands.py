@@ -1,7 +1,7 @@
 """Operands of the SM90 kernels: their layouts, copies of what TMA cannot read, and checks.
 
-A call's checks are part of its host time: each is one `if`, and its sentence is put together only
-to be raised.
+A call's checks are part of its host time: each is one `if`, and its message is built only when it
+is raised.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_scale(name: str, dtype: torch.dtype) -> None:
 
 
 def as_vector(name: str, vector: Tensor, x: Tensor) -> Tensor:
-    """One value for each row of ``x``, contiguous."""
+    """``vector``, which must have one value for each row of ``x``, contiguous."""
     if vector.shape != x.shape[:1] or vector.device != x.device:
         raise ValueError(
             f"{name} must have one value for each of the {x.shape[0]} rows, on {x.device}, got "
@@ -63,7 +63,7 @@ def as_vector(name: str, vector: Tensor, x: Tensor) -> Tensor:
 
 
 def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
-    """The end row of each group."""
+    """Raise ValueError unless ``ends`` is the end row of each group."""
     if (
         ends.dtype != torch.int32
         or ends.shape != (groups,)
@@ -77,7 +77,7 @@ def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
 
 
 def check_tensor(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """A tensor of that shape, in the dtype and on the device of ``x``."""
+    """Raise ValueError unless ``t`` has that shape, and the dtype and device of ``x``."""
     if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
         raise ValueError(
             f"{name} must be a {x.dtype} tensor of shape {shape} on {x.device}, "
@@ -131,7 +131,7 @@ def matrices_of(w: Sequence[Tensor]) -> Matrices | None:
 
 
 def check_matrices(name: str, w: Sequence[Tensor], x: Tensor) -> None:
-    """Tensors of equal matrices, on the device of ``x``."""
+    """Raise ValueError unless ``w`` are equal matrices on the device of ``x``."""
     if not w or w[0].shape[0] == 0:
         raise ValueError(f"{name} must have at least one group")
     first, groups = w[0], len(w)

@@ -1,4 +1,4 @@
-"""What one compiled kernel is: plain tuples, quick to hash, importable without cutlass."""
+"""The specification of a compiled kernel: plain tuples, quick to hash, without cutlass."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ _BARRIER_BYTES = 1024
 class Tile(NamedTuple):
     """The output tile of one thread block, and how its two consumer warpgroups share the work.
 
-    Cooperating, each computes half of the rows of one tile; in ping-pong, they take whole tiles
-    in turn, and one's epilogue runs under the other's matrix products. A cluster of
+    Cooperating, each computes half of the rows of one tile; in ping-pong, they compute whole tiles
+    in turn, and the epilogue of one overlaps the matrix products of the other. A cluster of
     ``cluster_m`` x ``cluster_n`` blocks loads what its tiles share once.
     """
 
@@ -22,7 +22,7 @@ class Tile(NamedTuple):
     pingpong: bool = True
     cluster_m: int = 1
     cluster_n: int = 1
-    dynamic: bool = False  # tiles are drawn from a counter, not dealt out beforehand
+    dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
 
     @property
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
     @property
     def slabs(self) -> int:
-        """How many times 64 rows of a tile a warpgroup computes."""
+        """Slabs of 64 rows of a tile that a warpgroup computes."""
         return self.m // (WARPGROUP_ROWS * self.teams)
 
     def __str__(self) -> str:
@@ -43,8 +43,8 @@ class Tile(NamedTuple):
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
-    32 where 64 would not divide it or would be too much shared memory: the blocks that dglu holds
-    are better spent on pipeline stages.
+    32 where 64 does not divide it or needs too much shared memory: dglu is faster with more
+    pipeline stages.
     """
     width = tile.n // 2 if kind == "glu" else tile.n
     return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
@@ -104,20 +104,20 @@ class Spec(NamedTuple):
 
     @property
     def stored_rows(self) -> int:
-        """Rows that one store takes from a block: what a warp holds, or all.
+        """Rows of a block that one store writes: what a warp holds (wgrad), or all.
 
-        Stores of few rows begin early, which counts where products are short; they are many.
+        Stores of few rows begin earlier, which pays where reductions are short, but are more.
         """
         return WARP_ROWS if self.kind == "wgrad" else WARPGROUP_ROWS
 
     @property
     def fills(self) -> bool:
-        """Whether zeros are the output of groups without rows (wgrad), by a warp of their own."""
+        """Whether a warp of its own writes the zeros of groups without rows (wgrad)."""
         return self.skips and not self.accumulate
 
     @property
     def skips(self) -> bool:
-        """Whether groups without rows have no tiles: their output is what it was, or `fills`."""
+        """Whether groups without rows have no tiles: their output stays, or see `fills`."""
         if self.kind != "wgrad":
             return False
         return self.accumulate or not (self.table or self.out_dtype == "float32")
@@ -129,12 +129,12 @@ class Spec(NamedTuple):
 
     @property
     def fetches_early(self) -> bool:
-        """Whether weights are fetched under the end of the kernel before.
+        """Whether weights are fetched while the previous kernel ends.
 
-        It pays where reading them is most of the work, which is where tiles are dealt out.
+        It pays where reading them is most of the work, which is where tiles are not dynamic.
         """
-        dealt = not self.tile.dynamic and self.tile.cluster_m == 1
-        return self.by_rows and dealt and not self.table
+        static = not self.tile.dynamic and self.tile.cluster_m == 1
+        return self.by_rows and static and not self.table
 
     @property
     def stage_bytes(self) -> int:
@@ -143,20 +143,20 @@ class Spec(NamedTuple):
 
     @property
     def preact_slots(self) -> int:
-        """Blocks of gate and linear columns, of each one block, that dglu holds."""
+        """Pairs of blocks, of gate and of linear columns, that dglu holds in shared memory."""
         return self.tile.ahead if self.kind == "dglu" else 0
 
     @property
     def fetches_preacts(self) -> bool:
-        """Whether blocks are fetched to the L2 cache before dglu has room for them.
+        """Whether they are fetched to the L2 cache before dglu has room for them.
 
-        It pays where there is room for few, which do not hide the latency of memory.
+        It pays where there is room for few, too few to hide the latency of memory.
         """
         return 0 < self.preact_slots <= 2
 
     @property
     def preact_blocks(self) -> int:
-        """Such blocks that dglu reads for a tile."""
+        """Such pairs that dglu reads for a tile."""
         return self.tile.m * self.tile.n // (WARPGROUP_ROWS * self.block_columns)
 
     @property
@@ -175,7 +175,7 @@ class Spec(NamedTuple):
     def out_blocks(self) -> int:
         """Output blocks of shared memory for each warpgroup: up to 4, where room is left.
 
-        Of dglu, both warpgroups' are used in turns by the tile whose epilogue runs.
+        In dglu, the warpgroup whose epilogue runs uses those of both.
         """
         if self.kind == "dglu":
             return self._least_out_blocks

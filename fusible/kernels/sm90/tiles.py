@@ -1,11 +1,11 @@
-"""Which tile a problem gets: a table, read from sizes that the host knows.
+"""The tile of each product: a table, looked up by sizes that the host knows.
 
-Rows are counted through their mean over the groups; how they are really spread is known only to
-the device. The table comes from measurements on an H200 (``benchmarks/sm90_tiles.py``). A larger
-tile reads less for each product, which pays beside an activation; what it computes beside the
-output costs as if it were output.
-Two blocks that share rows beat two that share weights, ping-pong beats cooperation, and drawing
-tiles from a counter pays once a group has a few rows of tiles.
+Rows count by their mean over the groups, as only the device knows the size of each. The table
+comes from measurements on an H200 (``benchmarks/sm90_tiles.py``): a larger tile reads less for
+each product, which pays with an activation in the epilogue; columns of a tile past the output cost
+as much as others. Clusters of two blocks that share rows are faster than those that share weights,
+ping-pong is faster than cooperation, and drawing tiles from a counter pays once a group has a few
+rows of tiles.
 """
 
 import functools
@@ -14,7 +14,7 @@ from fusible.kernels.sm90.spec import Tile
 
 _MANY_ROWS = 256  # of a group, on average
 
-# By kind, for groups of few rows and of many: tiles, and their time for as much output relative to
+# By kind, for groups of few rows and of many: tiles, and their time for equal output relative to
 # the first one's.
 _SMALL, _ODD = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
 _FEW = ((_SMALL, 1.0), (_ODD, 1.08))
@@ -30,7 +30,7 @@ _TABLE = {
     "wgrad": (_MANY, _MANY),
 }
 
-# Every tile that a kernel may get; tests compile and run each.
+# Every tile in the table; tests compile and run each.
 TILES = {
     kind: tuple(dict.fromkeys(tile for choices in by_rows for tile, _ in choices))
     for kind, by_rows in _TABLE.items()
@@ -43,9 +43,9 @@ def has_many_rows(rows: int, groups: int) -> bool:
 
 
 def takes_wide(major: str, interleave: int, bias: bool) -> bool:
-    """Whether a gated product may get a tile of 192 columns, which leaves few registers.
+    """Whether a gated product may use a tile of 192 columns, which leaves few registers.
 
-    Its 96 gate columns hold whole stripes, and as a box of their own weights that are K-major.
+    The interleaves are those whose stripes fill its 96 gate columns exactly.
     """
     return major == "k" and interleave in (0, 8, 16, 32) and not bias
 
@@ -54,8 +54,8 @@ def takes_wide(major: str, interleave: int, bias: bool) -> bool:
 def choose(kind: str, many_rows: bool, columns: int, rows: int = 0, wide: bool = True) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns.
 
-    ``rows`` of the output, where the host knows them (wgrad); not a ``wide`` one, of more than 128
-    columns, where the product does not take it.
+    ``rows`` are those of the output where the host knows them (wgrad), else 0. Without ``wide``,
+    no tile has more than 128 columns.
     """
 
     def time(choice: tuple[Tile, float]) -> float:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sm90_in_tile import in_tile
 from sm90_launches import forget_launches, take_cpu_tensors
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
 from fusible.kernels.grouped import Glu
 from fusible.kernels.runtime import workspaces
-from fusible.kernels.sm90 import checked_products, grouped_products, launch
+from fusible.kernels.sm90 import checked_products, grouped_products, launch, tiles
 from fusible.testing import assume_target
 
 SWIGLU = Glu()
@@ -84,6 +85,38 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
         for one, other in zip(*map(_as_tuple, results), strict=True):
             assert one.shape == other.shape
             assert one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [(kind, tile) for kind, choices in tiles.TILES.items() for tile in choices],
+    ids=str,
+)
+def test_a_given_tile_is_that_of_every_product(launches, kind, tile):
+    """What the tests on a GPU and the benchmark of tiles rely on."""
+    x, dy, ends, scales = random(8, 64), random(8, 128), torch.zeros(2).int(), random(8)
+    w, preact = [random(2, 128, 64)], random(8, 128)
+    ops = checked_products
+
+    def call():
+        launches.clear()
+        if kind == "store":
+            ops.grouped_mm(x, w, ends)
+        elif kind == "glu":
+            ops.grouped_glu(x, w, ends, scales, SWIGLU)
+        elif kind == "dglu":
+            ops.grouped_dglu(dy, w, ends, preact, scales, SWIGLU)
+        else:
+            ops.grouped_wgrad_([torch.zeros(2, 128, 64)], dy, x, ends)
+        return launches[0][0].tile
+
+    chosen = call()
+    for given in (tile, tile._replace(dynamic=not tile.dynamic)):
+        with in_tile(given):
+            assert call() == given
+    with in_tile(None):
+        assert call() == chosen
+    assert call() == chosen
 
 
 def random(*shape):
