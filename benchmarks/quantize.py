@@ -4,8 +4,8 @@
 
 Bandwidth counts useful bytes: what is quantized is read once, elements and scales are written once
 for each use. A format with one scale for the whole tensor reads the tensor twice, of which one is
-counted. Decoding reads elements and scales and writes values. Also what a recipe costs: a linear
-layer and a grouped MLP, forward and backward, against BF16.
+counted. Dequantizing reads elements and scales and writes values. Also what a recipe costs: a
+linear layer and a grouped MLP, forward and backward, against BF16.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def size_of(pieces: Any) -> int:
 
 
 def quantizers(rows: int, columns: int) -> list[dict[str, float | str]]:
-    """One row per format, use, grouping and input dtype, and per decoded operand."""
+    """One row per format, use, grouping and input dtype, and per dequantized operand."""
     table: list[dict[str, float | str]] = []
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(rows, columns, device="cuda", dtype=dtype)
@@ -115,7 +115,7 @@ def _cases(
             call = partial(ops.dequantize, *given, ends, *spelled, columnwise, dtype)
             time = seconds(call)
             use = "column-wise" if columnwise else "row-wise"
-            out.append(_row(f"{name}, decode {use}{grouping}", size_of([x, *pieces]), time))
+            out.append(_row(f"{name}, dequantize {use}{grouping}", size_of([x, *pieces]), time))
     return out
 
 

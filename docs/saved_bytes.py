@@ -66,7 +66,7 @@ def row(name: str, recipe: fz.recipes.Recipe | None, machine: str) -> str | None
     unfused = machine == "unfused"
     with (
         assume_target("sm80" if unfused else machine),
-        # As on CUDA; on the CPU recipes decode to FP32.
+        # As on CUDA; on the CPU recipes dequantize to FP32.
         patch.object(grouped_kernels, "compute_dtype", lambda device: torch.bfloat16),
     ):
         per_token, fixed = per_token_and_fixed(module, recipe)

@@ -240,7 +240,14 @@ def steps_table(report: dict[str, Any]) -> str:
 def quantizers_table(report: dict[str, Any]) -> str:
     """Bandwidth of the quantizers, ``benchmarks/quantize.py``, from BF16, as Markdown."""
     share = {row["case"]: row["of_copy"] for row in report["quantizers"]}
-    columns = ["format", "row-wise", "column-wise", "both", "both, 128 groups", "decoded to BF16"]
+    columns = [
+        "format",
+        "row-wise",
+        "column-wise",
+        "both",
+        "both, 128 groups",
+        "dequantized to BF16",
+    ]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case, name in FORMATS.items():
         for both in ("both", "one for both"):
@@ -248,7 +255,7 @@ def quantizers_table(report: dict[str, Any]) -> str:
                 [f"{case}, torch.bfloat16, {use}"] for use in ("row-wise", "column-wise", both)
             ]
             cells.append([f"{case}, torch.bfloat16, {both}, 128 {how} groups" for how in SPLITS])
-            cells.append([key for key in share if key.startswith(f"{case}, decode ")])
+            cells.append([key for key in share if key.startswith(f"{case}, dequantize ")])
             if cells[2][0] in share:
                 row = [_range([share[key] for key in keys if key in share]) for keys in cells]
                 lines.append(f"| {name} | {' | '.join(row)} |")

@@ -28,7 +28,7 @@ class CastingOp(BasicOperation):
         return (None if dtype is None else autocast_to(dtype, given.autocast),)
 
     def accept(self, ctx: OperationContext, x: Tensor) -> Tensor:
-        """``x`` in that dtype, decoded if it is quantized.
+        """``x`` in that dtype, dequantized if it is quantized.
 
         Notes the dtype as ``ctx.dtype``, in which the backward takes the gradient.
 
@@ -43,7 +43,7 @@ class CastingOp(BasicOperation):
 
 
 def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
-    """The output's gradient, decoded if it is quantized, in the dtype of the forward."""
+    """The output's gradient, dequantized if it is quantized, in the dtype of the forward."""
     return cast(values(grad_output), ctx.dtype)
 
 

@@ -139,7 +139,7 @@ class BasicLinear(WeightedOperation):
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
         """The checked input and weight in the product's dtype, saved as the backward expects.
 
-        Without a recipe: quantized ones are decoded.
+        Without a recipe; quantized ones are dequantized.
         """
         self._check(ctx, input_)
         weight = cast(values(ctx.parameters[0]), ctx.dtype)

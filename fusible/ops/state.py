@@ -73,8 +73,8 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 def _quantized_converted(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Apply ``fn`` to the quantized parameters, which PyTorch's ``_apply`` inside does not see.
 
-    They keep their format, unless their dtype becomes one that no format is decoded to: then
-    their values are left.
+    They keep their format, unless their dtype becomes one to which no format is dequantized: then
+    they become ordinary tensors.
     """
     own = {name: p for name, p in module._parameters.items() if isinstance(p, QuantizedTensor)}
     module._parameters.update(dict.fromkeys(own))

@@ -1,4 +1,4 @@
-"""Products under a recipe by Hopper's kernels: the operands that the recipe decodes."""
+"""Products under a recipe by Hopper's kernels: the operands that the recipe dequantizes."""
 
 import pytest
 import torch

@@ -330,7 +330,7 @@ class Recorded:
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("shape", [(3, 128, 64), (2, 256, 192), (384, 128)])
-def test_weights_in_one_pass_are_those_encoded_and_packed(fmt, shape):
+def test_weights_in_one_pass_are_those_quantized_and_then_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
     operand = Operand(*quantize_matrix(w, fmt, rowwise=True, columnwise=True))
     (theirs,) = sm100.pack_weights([operand])

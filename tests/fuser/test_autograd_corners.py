@@ -390,7 +390,7 @@ def test_autocast_casts_separate_parameters_of_another_dtype(dtype):
 
 
 @pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.NVFP4BlockScaling()])
-def test_autocast_rounds_no_decoded_operand(recipe):
+def test_autocast_rounds_no_dequantized_operand(recipe):
     """Under both autocasts a linear is that of a model in the lower precision, bit by bit."""
     narrow = fz.Linear(64, 32, dtype=torch.bfloat16)
     wide = fz.Linear(64, 32)

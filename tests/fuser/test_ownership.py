@@ -583,7 +583,7 @@ def test_what_a_delayed_gradient_reads_must_not_change(which, main):
 
 
 @pytest.mark.parametrize("recipe", [None, fz.recipes.MXFP8BlockScaling()])
-def test_what_a_recipe_has_encoded_may_change(recipe):
+def test_what_a_recipe_has_quantized_may_change(recipe):
     """What is read then is a copy, of x and of dy."""
     results = []
     for change in (False, True):

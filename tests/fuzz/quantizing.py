@@ -36,7 +36,7 @@ def _values(side: Side, how: str, name: str) -> Tensor:
 
 
 def differences(side: Side, options: dict[str, Any], name: str) -> list[str]:
-    """A sentence for each use whose decoded values are not those of the format."""
+    """A sentence for each use whose dequantized values are not those of the format."""
     x = _values(side, options["values"], name)
     role, grouped = options["role"], options.get("groups")
     made: recipes.Recipe = recipe(side.case)

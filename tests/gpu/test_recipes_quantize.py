@@ -69,15 +69,15 @@ def matrix_of(tensors, fmt, columnwise, ends):
     return QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
 
 
-def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
-    """Bits of every piece, and values decoded from them."""
+def compare(x, fmt, ends=None, uses=(True, True), dequantized=(torch.bfloat16,)):
+    """Bits of every piece, and values dequantized from them."""
     uses = uses if fmt.directional else (True, False)
     on_device = x.cuda(), None if ends is None else ends.cuda()
     assert takes(on_device[0], x.dtype, on_device[1])
     got = torch.ops.fusible.quantize(*on_device, *fmt.as_constants(), *uses)
     want = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
     ref.assert_same_bits(got, want)
-    for dtype in decoded:
+    for dtype in dequantized:
         for columnwise in (False, True):
             if not uses[columnwise]:
                 continue
@@ -98,7 +98,7 @@ def compare(x, fmt, ends=None, uses=(True, True), decoded=(torch.bfloat16,)):
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
 def test_bits(fmt, dtype, special, uses):
     x = hostile(256, 1152, dtype=dtype, special=special)
-    compare(x, fmt, uses=uses, decoded=DTYPES if dtype == torch.bfloat16 else [dtype])
+    compare(x, fmt, uses=uses, dequantized=DTYPES if dtype == torch.bfloat16 else [dtype])
 
 
 @each_dtype
@@ -113,7 +113,7 @@ def test_bits_of_groups(fmt, ends, special, dtype):
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("wanted", [Uses(False, True, True, False), Uses(False, False, True, True)])
 @each_format
-def test_bits_of_values_that_are_made_with_the_encoding(fmt, wanted, special):
+def test_bits_of_values_from_the_launch_that_quantizes(fmt, wanted, special):
     x = hostile(128, 1152, special=special)
     compare_quantized(x, fmt, wanted)
     for ends in ENDS.values() if fmt.block != (128, 128) else ():
@@ -134,8 +134,8 @@ def compare_quantized(x, fmt, wanted, ends=None):
     with torch.no_grad():
         got = quantize_for(x.cuda(), fmt, wanted, on_device)
     uses = (wanted.rowwise, wanted.columnwise)
-    encodings = quantize_matrix(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
-    for columnwise, use in enumerate(encodings):
+    matrices = quantize_matrix(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
+    for columnwise, use in enumerate(matrices):
         assert (got[columnwise] is not None) == wanted[columnwise]
         assert (got[2 + columnwise] is not None) == wanted[2 + columnwise]
         if wanted[columnwise]:

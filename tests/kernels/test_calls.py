@@ -200,13 +200,13 @@ def test_a_list_that_is_written_to_is_found_direct(monkeypatch):
             assert out.item() == written
 
 
-# What is saved, column-wise of inputs and weights, is encoded; what is multiplied at once is not.
+# What is saved, column-wise of inputs and weights, is quantized; products read values.
 SAVED_AND_MULTIPLIED = Uses(False, True, row_values=True, column_values=False)
 MULTIPLIED_TWICE = Uses(False, False, row_values=True, column_values=True)
 
 
 @pytest.mark.parametrize("build", [fz.BasicLinear, partial(fz.GroupedLinear, 2, bias=False)])
-def test_values_that_are_multiplied_at_once_come_with_the_encoding(monkeypatch, build):
+def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypatch, build):
     op, recipe, wanted = build(64, 96), recipes.MXFP8BlockScaling(), []
     x, dy = torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
     sizes = [torch.tensor([20, 12])] * op.num_extra_inputs
@@ -226,7 +226,7 @@ def test_values_that_are_multiplied_at_once_come_with_the_encoding(monkeypatch, 
     monkeypatch.setattr(quantize_ops, "is_direct", lambda _: not torch.is_grad_enabled())
     ref.assert_equal(step(), want)
     assert wanted == [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED, MULTIPLIED_TWICE]
-    with fz.ops.reuse_quantized_weights(op):  # kept encoded, for every use
+    with fz.ops.reuse_quantized_weights(op):  # quantized for every use
         step()
     assert wanted[3:] == [SAVED_AND_MULTIPLIED, Uses(True, True), MULTIPLIED_TWICE]
 

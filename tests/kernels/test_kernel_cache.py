@@ -15,7 +15,7 @@ from fusible.kernels.dense.spec import ActivationBias, RMSNorm
 from fusible.kernels.moe import cuda as moe
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize import cuda as quantize
-from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
+from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
 from fusible.kernels.runtime import cache, launch
 from fusible.kernels.sm90 import launch as sm90
 from fusible.kernels.sm90.spec import Spec, Tile
@@ -64,14 +64,14 @@ def test_a_changed_source_is_another_folder(monkeypatch, tmp_path):
 
 
 KERNELS = [
-    (quantize.compiled, ("encode", EncodeSpec(mxfp8(), "bf16", False, False, True, True))),
-    (quantize.compiled, ("amax", EncodeSpec(mxfp8(), "bf16", False, False, True, True))),
-    (quantize.compiled, ("encode", EncodeSpec(mxfp8(E5M2), "bf16", False, False, True, True))),
-    (quantize.compiled, ("encode", EncodeSpec(mxfp8(), "bf16", False, False, True, False))),
-    (quantize.compiled, ("encode", EncodeSpec(fp8_block(), "bf16", True, False, True, True))),
+    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(), "bf16", False, False, True, True))),
+    (quantize.compiled, ("amax", QuantizeSpec(mxfp8(), "bf16", False, False, True, True))),
+    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(E5M2), "bf16", False, False, True, True))),
+    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(), "bf16", False, False, True, False))),
+    (quantize.compiled, ("quantize", QuantizeSpec(fp8_block(), "bf16", True, False, True, True))),
     (quantize.compiled,
-     ("encode", EncodeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True))),
-    (quantize.compiled, ("decode", DecodeSpec(mxfp8(), "bf16", False, False, False))),
+     ("quantize", QuantizeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True))),
+    (quantize.compiled, ("dequantize", DequantizeSpec(mxfp8(), "bf16", False, False, False))),
     (quantize.compiled_offsets, (torch.int32,)),
     (quantize.compiled_offsets, (torch.int64,)),
     (moe.compiled, ("scatter", RowsSpec("bf16", 8, 2))),

@@ -7,7 +7,7 @@ from checks import assert_no_spills
 pytest.importorskip("cutlass")
 
 from fusible.kernels.quantize import cuda
-from fusible.kernels.quantize.spec import DecodeSpec, EncodeSpec
+from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
 from fusible.recipes.formats import (
     E2M1,
     E4M3,
@@ -21,51 +21,51 @@ from fusible.recipes.formats import (
 
 # Every format with every input type, and every use and grouping of each at least once.
 ENCODERS = [
-    EncodeSpec(mxfp8(), "bf16", False, False, True, True),
-    EncodeSpec(mxfp8(E5M2), "f16", True, True, True, True),
-    EncodeSpec(mxfp8(E4M3, "floor"), "f32", True, False, False, True),
-    EncodeSpec(fp8_block(), "bf16", True, False, True, True),
-    EncodeSpec(fp8_block(power_of_two=False), "f16", False, False, True, False),
-    EncodeSpec(fp8_block(), "f32", False, False, False, True),
-    EncodeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False),
-    EncodeSpec(fp8_block(block=(128, 128)), "f32", False, False, True, False),
-    EncodeSpec(fp8_tensor(), "bf16", True, False, True, False),
-    EncodeSpec(fp8_tensor(E5M2), "f32", False, False, True, False),
-    EncodeSpec(nvfp4(), "bf16", True, False, True, True),
-    EncodeSpec(nvfp4(), "f16", False, False, True, False),
-    EncodeSpec(nvfp4(), "f32", False, False, False, True),
+    QuantizeSpec(mxfp8(), "bf16", False, False, True, True),
+    QuantizeSpec(mxfp8(E5M2), "f16", True, True, True, True),
+    QuantizeSpec(mxfp8(E4M3, "floor"), "f32", True, False, False, True),
+    QuantizeSpec(fp8_block(), "bf16", True, False, True, True),
+    QuantizeSpec(fp8_block(power_of_two=False), "f16", False, False, True, False),
+    QuantizeSpec(fp8_block(), "f32", False, False, False, True),
+    QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False),
+    QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, True, False),
+    QuantizeSpec(fp8_tensor(), "bf16", True, False, True, False),
+    QuantizeSpec(fp8_tensor(E5M2), "f32", False, False, True, False),
+    QuantizeSpec(nvfp4(), "bf16", True, False, True, True),
+    QuantizeSpec(nvfp4(), "f16", False, False, True, False),
+    QuantizeSpec(nvfp4(), "f32", False, False, False, True),
     # Formats of one's own, of the smallest block and of others.
-    EncodeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True, True),
-    EncodeSpec(NumberFormat("own", E4M3, (1, 64), "fp32"), "f32", True, False, True, True),
-    EncodeSpec(NumberFormat("own", E2M1, (1, 32), "e4m3"), "bf16", True, False, True, True),
-    EncodeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "f16", False, False, True, False),
+    QuantizeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True, True),
+    QuantizeSpec(NumberFormat("own", E4M3, (1, 64), "fp32"), "f32", True, False, True, True),
+    QuantizeSpec(NumberFormat("own", E2M1, (1, 32), "e4m3"), "bf16", True, False, True, True),
+    QuantizeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "f16", False, False, True, False),
     # With values, of one use and of both.
-    EncodeSpec(mxfp8(), "bf16", True, False, False, True, True, False),
-    EncodeSpec(mxfp8(E5M2), "bf16", True, False, False, False, True, True),
-    EncodeSpec(fp8_block(power_of_two=False), "f16", True, False, False, False, True, True),
-    EncodeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False, True, False),
-    EncodeSpec(fp8_tensor(), "bf16", True, False, True, False, True, False),
-    EncodeSpec(nvfp4(), "f32", True, True, True, True, True, True),
+    QuantizeSpec(mxfp8(), "bf16", True, False, False, True, True, False),
+    QuantizeSpec(mxfp8(E5M2), "bf16", True, False, False, False, True, True),
+    QuantizeSpec(fp8_block(power_of_two=False), "f16", True, False, False, False, True, True),
+    QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, False, True, False),
+    QuantizeSpec(fp8_tensor(), "bf16", True, False, True, False, True, False),
+    QuantizeSpec(nvfp4(), "f32", True, True, True, True, True, True),
 ]
 MAXIMA = [
-    EncodeSpec(fp8_tensor(), "bf16", True, False, True, True),
-    EncodeSpec(nvfp4(), "f32", False, False, True, True),
+    QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
+    QuantizeSpec(nvfp4(), "f32", False, False, True, True),
 ]
 DECODERS = [
-    DecodeSpec(mxfp8(), "bf16", True, False, True),
-    DecodeSpec(mxfp8(E5M2), "f16", False, False, False),
-    DecodeSpec(fp8_block(), "bf16", True, True, True),
-    DecodeSpec(fp8_block(block=(128, 128)), "f32", False, False, False),
-    DecodeSpec(fp8_tensor(), "bf16", True, False, False),
-    DecodeSpec(nvfp4(), "bf16", True, False, True),
-    DecodeSpec(nvfp4(), "f32", False, False, False),
-    DecodeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True),
-    DecodeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "bf16", False, False, False),
+    DequantizeSpec(mxfp8(), "bf16", True, False, True),
+    DequantizeSpec(mxfp8(E5M2), "f16", False, False, False),
+    DequantizeSpec(fp8_block(), "bf16", True, True, True),
+    DequantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False),
+    DequantizeSpec(fp8_tensor(), "bf16", True, False, False),
+    DequantizeSpec(nvfp4(), "bf16", True, False, True),
+    DequantizeSpec(nvfp4(), "f32", False, False, False),
+    DequantizeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True),
+    DequantizeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "bf16", False, False, False),
 ]
 KERNELS = [
-    *[("encode", spec) for spec in ENCODERS],
+    *[("quantize", spec) for spec in ENCODERS],
     *[("amax", spec) for spec in MAXIMA],
-    *[("decode", spec) for spec in DECODERS],
+    *[("dequantize", spec) for spec in DECODERS],
 ]
 
 

@@ -165,7 +165,7 @@ def test_of_a_file(tmp_path):
 
 @each_format
 @pytest.mark.parametrize("columnwise", [False, True], ids=["row", "column"])
-def test_decoding_checks_sizes(fmt, columnwise):
+def test_dequantize_checks_sizes(fmt, columnwise):
     """A scale that broadcasts would be read past its end on CUDA."""
     q = QuantizedTensor.quantize(torch.randn(128, 256), fmt, columnwise=columnwise)
     matrix = q.matrix(columnwise=columnwise)

@@ -504,7 +504,7 @@ def test_quantized_inputs_are_explained(recipe):
             assert f"recipe {recipe.name}" in str(fz.explain(module, *inputs))
 
 
-def test_quantized_inputs_are_decoded_where_there_is_no_recipe():
+def test_quantized_inputs_are_dequantized_where_there_is_no_recipe():
     given = recipes.MXFP8Quantizer()(torch.randn(64, 64))
     linear = fz.Linear(64, 32)
     want = nn.functional.linear(given.dequantize(), linear.weight, linear.bias)
@@ -539,15 +539,15 @@ def test_a_stored_weight_in_inference_mode(made_inside):
     with torch.inference_mode(made_inside), fz.quantized_model_init(recipe=MX):
         module = fz.GroupedLinear(2, 64, 64, single_grouped_weight=True)
     with torch.inference_mode():
-        decoded = module.weight.dequantize()
+        dequantized = module.weight.dequantize()
         state = module.state_dict()
-        assert torch.equal(module.weight.detach().dequantize(), decoded)
-        assert torch.equal(module.weight.reshape(1, 2, 64, 64).dequantize()[0], decoded)
+        assert torch.equal(module.weight.detach().dequantize(), dequantized)
+        assert torch.equal(module.weight.reshape(1, 2, 64, 64).dequantize()[0], dequantized)
         module.load_state_dict(state)
         module.to(torch.bfloat16)
         assert isinstance(module.weight, fz.QuantizedTensor)
         assert module.weight.dtype == torch.bfloat16
-        assert torch.equal(module.weight.dequantize().float(), decoded)
+        assert torch.equal(module.weight.dequantize().float(), dequantized)
     assert module.weight.is_inference() == made_inside
 
 

@@ -35,16 +35,16 @@ def test_what_is_in_the_format_is_kept_exactly(fmt):
 def test_two_dimensional_blocks_are_tiles():
     x = torch.randn(256, 384)
     fmt = fp8_block(block=(128, 128))
-    encoded = quantize(x, fmt)
-    assert encoded.scale.shape == (2, 3)
+    quantized = quantize(x, fmt)
+    assert quantized.scale.shape == (2, 3)
     for i in range(2):
         for j in range(3):
             tile = x[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].reshape(1, -1)
             whole = quantize(tile, fp8_tensor(power_of_two=True))
-            assert raw(whole.scale) == raw(encoded.scale[i, j])
+            assert raw(whole.scale) == raw(quantized.scale[i, j])
     batched = quantize(x.view(2, 128, 384), fmt)
-    assert raw(batched.scale) == raw(encoded.scale)
-    assert raw(batched.data) == raw(encoded.data)
+    assert raw(batched.scale) == raw(quantized.scale)
+    assert raw(batched.data) == raw(quantized.data)
 
 
 def test_scales_rounded_up_saturate_nothing():
@@ -70,30 +70,32 @@ def test_every_group_is_quantized_by_itself(fmt, columnwise, sizes, tail, wide):
     rows = sum(sizes) + tail
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
     x[sum(sizes) :] = torch.nan
-    encoded = quantize(x, fmt, columnwise=columnwise, ends=ends)
-    values = dequantize(encoded)
+    quantized = quantize(x, fmt, columnwise=columnwise, ends=ends)
+    values = dequantize(quantized)
     assert not values[sum(sizes) :].any()
     start = block = 0
     for group, size in enumerate(sizes):
         alone = quantize(x[start : start + size], fmt, columnwise=columnwise)
-        assert raw(encoded.data[start : start + size]) == raw(alone.data)
+        assert raw(quantized.data[start : start + size]) == raw(alone.data)
         if fmt.block is None:
-            mine = encoded.scale[group : group + 1] if size else alone.scale
+            mine = quantized.scale[group : group + 1] if size else alone.scale
         elif columnwise:
-            mine = encoded.scale[block : block + alone.scale.shape[0]]
+            mine = quantized.scale[block : block + alone.scale.shape[0]]
         else:
-            mine = encoded.scale[start : start + size]
+            mine = quantized.scale[start : start + size]
         assert raw(mine) == raw(alone.scale)
         if size and alone.tensor_scale is not None:
-            assert raw(encoded.tensor_scale[group]) == raw(alone.tensor_scale)
+            assert raw(quantized.tensor_scale[group]) == raw(alone.tensor_scale)
         want = dequantize(alone)
         assert torch.equal(values[start : start + size], want)
         start, block = start + size, block + alone.scale.shape[0]
     if columnwise and fmt.block is not None:
-        assert encoded.scale.shape[0] == column_block_bound(rows, len(sizes), fmt.block[1])
+        assert quantized.scale.shape[0] == column_block_bound(rows, len(sizes), fmt.block[1])
         assert int(column_block_ends(ends, fmt.block[1])[-1]) == block
         # Spare scales are those of blocks of zeros.
-        assert not encoded.scale[block:].view(torch.uint8).any() or fmt.scale_dtype == torch.float32
+        assert (
+            not quantized.scale[block:].view(torch.uint8).any() or fmt.scale_dtype == torch.float32
+        )
 
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4(), fp8_block()], ids=lambda f: f.name)
@@ -162,19 +164,19 @@ def test_opcheck(fmt, grouped):
 
 @pytest.mark.parametrize("wanted", [Uses(*on) for on in product((False, True), repeat=4)])
 @each_format
-def test_values_are_those_of_the_encoding(fmt, wanted):
+def test_values_are_those_of_the_quantized_matrix(fmt, wanted):
     x = torch.randn(128, 128)
     ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
-    encodings = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
+    matrices = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
     made = quantize_for(x, fmt, wanted, ends)
-    for columnwise, encoded in enumerate(encodings):
+    for columnwise, quantized in enumerate(matrices):
         got, values = made[columnwise], made[2 + columnwise]
         assert (got is not None, values is not None) == (wanted[columnwise], wanted[2 + columnwise])
         if got is not None:
-            assert raw(got.data) == raw(encoded.data)
-            assert raw(got.scale) == raw(encoded.scale)
+            assert raw(got.data) == raw(quantized.data)
+            assert raw(got.scale) == raw(quantized.scale)
         if values is not None:
-            want = dequantize_matrix(encoded)
+            want = dequantize_matrix(quantized)
             assert torch.equal(values, want)
 
 
@@ -263,11 +265,11 @@ def test_bad_ends(ends, sentence):
 
 
 def test_bits_are_never_read_in_another_format():
-    encoded = quantize(torch.randn(32, 32), mxfp8(E5M2))
+    quantized = quantize(torch.randn(32, 32), mxfp8(E5M2))
     with pytest.raises(TypeError, match=r"must be torch.float8_e4m3fn .* got torch.float8_e5m2"):
-        dequantize(encoded._replace(format=mxfp8()))
+        dequantize(quantized._replace(format=mxfp8()))
     with pytest.raises(TypeError, match="use the format the tensor was quantized in"):
-        dequantize(encoded._replace(scale=encoded.scale.float()))
+        dequantize(quantized._replace(scale=quantized.scale.float()))
 
 
 def test_unknown_options_of_formats():

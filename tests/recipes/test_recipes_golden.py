@@ -54,19 +54,19 @@ def test_golden_blocks(case, device):
         if columnwise:
             # Packing needs an even number of columns, the kernels on CUDA one of eight.
             along = functional.pad(along, (0, -along.shape[1] % 8))
-        encoded = quantize_matrix(along, fmt, rowwise=not columnwise, columnwise=columnwise)[
+        quantized = quantize_matrix(along, fmt, rowwise=not columnwise, columnwise=columnwise)[
             columnwise
         ]
-        scale = encoded.scale.mT[: x.shape[0]] if columnwise else encoded.scale
+        scale = quantized.scale.mT[: x.shape[0]] if columnwise else quantized.scale
         assert raw(scale) == bytes.fromhex(case["scale"])
-        if encoded.tensor_scale is not None:
-            assert raw(encoded.tensor_scale) == bytes.fromhex(case["tensor_scale"])
-        elements = DECODERS[fmt.element](encoded.data)
+        if quantized.tensor_scale is not None:
+            assert raw(quantized.tensor_scale) == bytes.fromhex(case["tensor_scale"])
+        elements = DECODERS[fmt.element](quantized.data)
         if columnwise:
             rowwise = quantize(x, fmt)
             assert same_values(elements.mT[: x.shape[0]], DECODERS[fmt.element](rowwise.data))
         else:
-            assert raw(encoded.data) == bytes.fromhex(case["data"])
+            assert raw(quantized.data) == bytes.fromhex(case["data"])
 
 
 def test_golden_values_of_every_code():

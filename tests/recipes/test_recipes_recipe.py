@@ -171,8 +171,8 @@ class Rounds(torch.nn.Module):
 
 
 def recipe_values(x, recipe):
-    encoded = recipes.quantize_operand(x, recipe, "input", "forward")
-    return recipes.operand_values(encoded, "forward", "input")
+    quantized = recipes.quantize_operand(x, recipe, "input", "forward")
+    return recipes.operand_values(quantized, "forward", "input")
 
 
 def gradient(model, call, recipe, *, backward_scope=None, thread=False):

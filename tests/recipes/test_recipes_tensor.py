@@ -28,8 +28,8 @@ def make(fmt, x=None, *, rowwise=True, columnwise=True):
 def test_values_are_those_of_the_functions(fmt):
     q = make(fmt)
     for columnwise in (False, True):
-        encoded = quantize(values(), fmt, columnwise=columnwise)
-        want = dequantize(encoded, torch.bfloat16)
+        quantized = quantize(values(), fmt, columnwise=columnwise)
+        want = dequantize(quantized, torch.bfloat16)
         assert torch.equal(q.dequantize(columnwise=columnwise), want)
     assert q.fp8_dtype == fmt.element.dtype
     assert fmt.name in repr(q)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.spec import DTYPES, DecodeSpec, EncodeSpec, serves
+from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, serves
 from fusible.kernels.runtime.gpu import architecture, has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import (
     aligned,
@@ -48,19 +48,19 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
     )
 
 
-def compiled(kernel: str, spec: EncodeSpec | DecodeSpec, options: str = "") -> Any:
-    """Compile ``"encode"``, ``"amax"`` or ``"decode"``, whose functions say what it is given.
+def compiled(kernel: str, spec: QuantizeSpec | DequantizeSpec, options: str = "") -> Any:
+    """Compile ``"quantize"``, ``"amax"`` or ``"dequantize"``; the functions name its arguments.
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
     from cutlass import Int32, Int64
 
-    from fusible.kernels.quantize.device import decode, encode
+    from fusible.kernels.quantize.device import dequantize, quantize
 
     functions = {
-        "encode": (encode.encode, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
-        "amax": (encode.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
-        "decode": (decode.decode, [Int64] * 5 + [Int32] * 4),
+        "quantize": (quantize.quantize, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
+        "amax": (quantize.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
+        "dequantize": (dequantize.dequantize, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]
     return compile_kernel(function, kinds, (spec,), options)
@@ -90,13 +90,21 @@ def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> 
         return quantize_by_formulas(x, ends, fmt, uses)
     x = _loadable(x)
     made = empty(x, ends, fmt, uses)
-    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *uses)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *uses)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
     row, column, *values = made
     tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     launch(
-        compiled, ("encode", spec), x.device, x, ends, amax, *tensors, *_sizes(x, ends), col_blocks
+        compiled,
+        ("quantize", spec),
+        x.device,
+        x,
+        ends,
+        amax,
+        *tensors,
+        *_sizes(x, ends),
+        col_blocks,
     )
     return made
 
@@ -109,7 +117,7 @@ def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Ten
 
     ``x`` has rows equally far apart, which begin at 16 bytes. One launch, and one that clears.
     """
-    spec = EncodeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), True, True)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), True, True)
     sizes = _sizes(x, ends)
     amax = x.new_zeros(sizes.groups, dtype=torch.int32)
     launch(compiled, ("amax", spec), x.device, x, ends, amax, *sizes)
@@ -155,9 +163,11 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
-    spec = DecodeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
+    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
     sizes = out.numel() // columns, columns, groups, rows
-    launch(compiled, ("decode", spec), data.device, data, scale, tensor_scale, ends, out, *sizes)
+    launch(
+        compiled, ("dequantize", spec), data.device, data, scale, tensor_scale, ends, out, *sizes
+    )
     return out
 
 

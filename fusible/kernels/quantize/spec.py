@@ -18,27 +18,27 @@ THREADS = 128
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """High precision on either side, by PTX name."""
 VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
-"""That of values which are decoded in the launch that encodes them."""
+"""That of the values that a quantizer gives besides, dequantized."""
 
 _WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix
-_ENCODED_WORDS = 128  # registers that hold a thread's part of the input
-_DECODED_ROWS = 16
+_INPUT_WORDS = 128  # registers that hold a thread's part of the input
+_DEQUANTIZED_ROWS = 16
 
 
 def serves(fmt: NumberFormat) -> bool:
     """Whether the kernels are made for the blocks and scales of a format, by its row alone.
 
-    Whole matrices have FP32 scales. Other blocks fill the rows that a thread decodes, and no more
-    than a warp stands side by side; square ones have no scale on top.
+    Whole matrices have FP32 scales. Other blocks have at least as many rows or columns as a
+    thread dequantizes, and at most those of a warp; square ones have no tensor scale.
     """
     if fmt.block is None:
         return fmt.scale_dtype == torch.float32
     along = fmt.block[1]
-    fits = _DECODED_ROWS <= along <= THREADS // fmt.element.per_byte
+    fits = _DEQUANTIZED_ROWS <= along <= THREADS // fmt.element.per_byte
     return fits and (fmt.directional or not fmt.has_tensor_scale)
 
 
-class EncodeSpec(NamedTuple):
+class QuantizeSpec(NamedTuple):
     """A kernel from high precision to ``format``; blocks without direction are row-wise only."""
 
     format: NumberFormat
@@ -51,7 +51,7 @@ class EncodeSpec(NamedTuple):
     rowwise: bool
     columnwise: bool
     row_values: bool = False
-    """Values are written that decoding the row-wise elements gives, whether those are or not."""
+    """The dequantized row-wise elements are written, whether these are or not."""
     col_values: bool = False
 
     @property
@@ -73,7 +73,7 @@ class EncodeSpec(NamedTuple):
     @property
     def thread_rows(self) -> int:
         """Rows of a thread."""
-        return min(self.rows, _ENCODED_WORDS // self.words)
+        return min(self.rows, _INPUT_WORDS // self.words)
 
     @property
     def parts(self) -> int:
@@ -99,7 +99,7 @@ class EncodeSpec(NamedTuple):
         return self.format.block[1] // self.vector
 
 
-class DecodeSpec(NamedTuple):
+class DequantizeSpec(NamedTuple):
     """A kernel from ``format`` to high precision, of data for one of its uses."""
 
     format: NumberFormat
@@ -113,7 +113,7 @@ class DecodeSpec(NamedTuple):
     def rows(self) -> int:
         """Rows of a block, which a group of threads takes at once."""
         along = self.format.block[1] if self.format.block is not None else _WHOLE_MATRIX_ROWS
-        return max(along, _DECODED_ROWS)
+        return max(along, _DEQUANTIZED_ROWS)
 
     @property
     def vector(self) -> int:
@@ -123,7 +123,7 @@ class DecodeSpec(NamedTuple):
     @property
     def thread_rows(self) -> int:
         """Rows of a thread."""
-        return _DECODED_ROWS
+        return _DEQUANTIZED_ROWS
 
     @property
     def parts(self) -> int:

@@ -63,7 +63,7 @@ def quantize(
     row_scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Operand, Tensor | None]:
-    """Rows ``x`` in groups up to ``ends`` in ``fmt``: ``pack`` of ``encode``, in one pass.
+    """Rows ``x`` in groups up to ``ends`` in ``fmt``: `pack` of them quantized, in one pass.
 
     ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
     ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.

@@ -100,30 +100,30 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
 
 
-def packed_rows(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
-    """Data ``[size, K]`` and packed scales of row-wise ``encoded`` rows."""
+def packed_rows(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
+    """Data ``[size, K]`` and packed scales of rows quantized row-wise."""
     if padded.rows is None:
-        # Elements lie as what was encoded did: the transpose of a matrix too, and anywhere.
-        unit = address_unit(encoded.data.dtype)
-        return aligned(encoded.data, unit), packed_scales(encoded.scale)
-    return _pack_rows_op(encoded.data, encoded.scale, padded)
+        # In the layout of the matrix, which may be a transpose, at any address.
+        unit = address_unit(matrix.data.dtype)
+        return aligned(matrix.data, unit), packed_scales(matrix.scale)
+    return _pack_rows_op(matrix.data, matrix.scale, padded)
 
 
-def packed_columns(encoded: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
-    """Data and packed scales of column-wise ``encoded`` groups.
+def packed_columns(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
+    """Data and packed scales of groups quantized column-wise.
 
     MXFP8: data ``[size, K]`` in row order. NVFP4: ``[K, size / 2]``, which only contains the
     bytes of one matrix ``[K, rows / 2]`` per group, two rows in a byte. Scales:
     ``[round_up(K, 128), size / block]``, which only contains one compact region per group.
     """
-    fmt = encoded.format
+    fmt = matrix.format
     assert fmt.block is not None
     pairs = fmt.element.per_byte == 2
-    assert encoded.ends is not None
+    assert matrix.ends is not None
     data, scales = _pack_columns_op(
-        encoded.data, encoded.scale, encoded.ends, padded, fmt.block[1], pairs
+        matrix.data, matrix.scale, matrix.ends, padded, fmt.block[1], pairs
     )
-    return aligned(encoded.data) if padded.rows is None and not pairs else data, scales
+    return aligned(matrix.data) if padded.rows is None and not pairs else data, scales
 
 
 def _pack_rows(data: Tensor, scale: Tensor, padded: PaddedGroups) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def _quantize(
     amax: Tensor | None,
 ) -> Pieces:
     fmt = FORMATS[name]
-    row, column = _encoded(x, fmt, ends, rowwise, columnwise, amax)
+    row, column = _quantized_matrices(x, fmt, ends, rowwise, columnwise, amax)
     pieces = [*_outputs(x, ends, padded, name, False, False, None)]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
@@ -98,7 +98,7 @@ def _quantize(
     return tuple(pieces)  # type: ignore[return-value]
 
 
-def _encoded(
+def _quantized_matrices(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,

@@ -296,12 +296,12 @@ def test_packed_columns_are_those_of_each_group_alone(fmt, columns):
         alone = torch.zeros(room, columns, dtype=BF16)
         alone[:size] = x[start : start + size]
         if room:
-            encoded = quantize(alone, fmt, columnwise=True)
-            wanted = swizzle_scales(encoded.scale.T.contiguous()).view(torch.uint8).flatten()
+            quantized = quantize(alone, fmt, columnwise=True)
+            wanted = swizzle_scales(quantized.scale.T.contiguous()).view(torch.uint8).flatten()
             base = packed.shape[0] * first // along
             region = packed.view(torch.uint8).flatten()[base : base + len(wanted)]
             assert torch.equal(region, wanted)
-            bits = encoded.data.view(torch.uint8)
+            bits = quantized.data.view(torch.uint8)
             if per_byte == 2:
                 values = torch.stack((bits & 15, bits >> 4), -1).flatten(1).T
                 bits = (values[:, 0::2] | values[:, 1::2] << 4).flatten()

@@ -63,8 +63,8 @@ def _e4m3(amax, outer, fmt):
     wanted = divide(divide(to_float(amax), fmt.element.max), outer)
     byte = pack_fp8([wanted, Float32(0), Float32(0), Float32(0)], E4M3)
     byte = select(wanted > Float32(E4M3_OVERFLOW), _NAN_E4M3, byte)
-    (decoded,) = unpack_fp8(byte, 1, E4M3)
-    inverse = cutlass.min(to_bits(divide(1.0, decoded * outer)), Uint32(_FLT_MAX))
+    (value,) = unpack_fp8(byte, 1, E4M3)
+    inverse = cutlass.min(to_bits(divide(1.0, value * outer)), Uint32(_FLT_MAX))
     inverse = select(byte == _NAN_E4M3, NAN, inverse)
     return byte, to_float(select(byte == 0, 0, inverse))
 

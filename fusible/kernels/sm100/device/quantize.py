@@ -133,7 +133,7 @@ def _quantize(
         if cta == 0:
             _store_factors(amax, parts, factors, count, spec)
         outer = _tensor_scale(amax, parts, mine.group, spec)
-    _encode(Source(x, pitch, row_scale), mine, outer, out, spec)
+    _quantize_rows(Source(x, pitch, row_scale), mine, outer, out, spec)
 
 
 @cute.jit
@@ -160,7 +160,7 @@ def _tensor_scale(amax, parts, group, spec):
     return numbers.tensor_scale(magnitude(bits.pack(found, DTYPE)[0], DTYPE), spec.format)
 
 
-def _encode(source, mine, outer, out, spec):
+def _quantize_rows(source, mine, outer, out, spec):
     """All that a thread reads and writes of its rows."""
     total, pairs = [Float32(0)] * VECTOR, [[] for _ in range(VECTOR)]
     for block in range(0, spec.rows, spec.along):
@@ -214,15 +214,15 @@ def _column_factors(words, mine, first, outer, scales, spec):
     """The factor of each column of a block of rows; the scales go to the group's own region."""
     largest = bits.magnitudes(largest_of_columns(words, DTYPE), DTYPE)
     outer = _outer(outer, first < mine.count)
-    encoded = [numbers.encode_scale(amax, outer, spec.format) for amax in largest]
+    scaling = [numbers.encode_scale(amax, outer, spec.format) for amax in largest]
     lines = (mine.columns + 127) // 128 * 128
     base = scales + Int64(mine.region // spec.along) * Int64(lines)
     blocks = (mine.region_end - mine.region) // spec.along
     block = (mine.first + first - mine.region) // spec.along
-    for i, (scale, _) in enumerate(encoded):
+    for i, (scale, _) in enumerate(scaling):
         offset = scale_offset(mine.column + i, block, blocks)
         bits.store_byte(base + Int64(offset), scale, mine.inside)
-    return [factor for _, factor in encoded]
+    return [factor for _, factor in scaling]
 
 
 def _store_row(data, values, factors, mine, r, spec):

@@ -116,21 +116,21 @@ def _store_scale(address, scale, fmt, inside):
 class Factors(NamedTuple):
     """FP32 factors of neighbouring columns."""
 
-    encode: list
+    to_element: list
     """From value to element."""
-    decode: list
+    to_value: list
     """From element to value."""
 
 
-def _factors(encoded, outer, mine, spec):
+def _factors(scaling, outer, mine, spec):
     """Factors by what `numbers.encode_scale` gave of each column, or of all of them.
 
     Zero for rows of no group, whatever the last group's scale.
     """
-    decode = [numbers.decode_scale(scale, spec.format) for scale, _ in encoded]
+    to_value = [numbers.decode_scale(scale, spec.format) for scale, _ in scaling]
     if outer is not None:
-        decode = [factor * outer for factor in decode]
-    factors = [[factor for _, factor in encoded], decode]
+        to_value = [factor * outer for factor in to_value]
+    factors = [[factor for _, factor in scaling], to_value]
     if spec.grouped and spec.has_matrix_scales:
         live = mine.live != 0
         factors = [
@@ -144,29 +144,29 @@ def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
     """The factors of a thread's columns; their scales are stored."""
     fmt = spec.format
     largest = _largest_of_parts(largest_of_columns(rows, spec.dtype), spec)
-    encoded = [
+    scaling = [
         numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
     ]
     if spec.columnwise:
         offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
         inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
-        scales = [scale for scale, _ in encoded]
+        scales = [scale for scale, _ in scaling]
         _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
-    return _factors(encoded, outer, mine, spec)
+    return _factors(scaling, outer, mine, spec)
 
 
 def _row_factors(words, r, mine, outer, columns, row_scale, spec):
     """The factors of row ``r`` of a thread; its scale is stored by the first thread of a block."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
-    encoded = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
+    scaling = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise:
         row_blocks = Int64(mine.first + r) * Int64(blocks_of(columns, along))
         offset = row_blocks + Int64(mine.column // along)
         inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
-        _store_scale(address, encoded[0], fmt, Int32(inside))
-    return _factors([encoded], outer, mine, spec)
+        _store_scale(address, scaling[0], fmt, Int32(inside))
+    return _factors([scaling], outer, mine, spec)
 
 
 def _square_factors(rows, mine, columns, row_scale, spec):
@@ -175,27 +175,27 @@ def _square_factors(rows, mine, columns, row_scale, spec):
     largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
     largest = largest_of_lanes(largest, spec.lanes, spec.dtype)
     (largest,) = _largest_of_parts([largest], spec)
-    encoded = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
+    scaling = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
     if spec.rowwise:
         offset = Int64(mine.block) * Int64(blocks_of(columns, along)) + Int64(mine.column // along)
         inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
-        _store_scale(address, encoded[0], fmt, Int32(inside))
-    return _factors([encoded], None, mine, spec)
+        _store_scale(address, scaling[0], fmt, Int32(inside))
+    return _factors([scaling], None, mine, spec)
 
 
 def _store_row(targets, wanted, values, factors, r, mine, columns, spec):
     """Elements of row ``r`` of a thread, and their values, to those ``targets`` that are wanted."""
     fmt = spec.format
-    scaled = [value * factor for value, factor in zip(values, factors.encode, strict=True)]
+    scaled = [value * factor for value, factor in zip(values, factors.to_element, strict=True)]
     offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
     inside = Int32(Boolean(r < mine.count) & mine.in_columns)
     words = numbers.pack_elements(scaled, fmt)
     if wanted[0]:
         bits.store(targets[0] + offset // fmt.element.per_byte, words, inside)
     if wanted[1]:
-        decoded = numbers.decode_elements(words, factors.decode, fmt, VALUES)
-        bits.store(targets[1] + offset * bits.SIZES[VALUES], decoded, inside)
+        dequantized = numbers.decode_elements(words, factors.to_value, fmt, VALUES)
+        bits.store(targets[1] + offset * bits.SIZES[VALUES], dequantized, inside)
 
 
 def _matrix_scales(amax, mine, spec):
@@ -215,7 +215,7 @@ def _stored_matrix_scale(amax, fmt):
     return numbers.encode_scale(amax, None, fmt)[0]
 
 
-def _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
+def _quantize_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
     """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any."""
     words = _load(x, pitch, mine, spec)
     if not spec.format.directional and common is None:
@@ -262,7 +262,7 @@ def _store_matrix_scales(amax: Int64, out: Out, groups: Int32, spec: cutlass.Con
 
 
 @cute.kernel
-def _encode(
+def _quantize(
     x: Int64,
     ends: Int64,
     amax: Int64,
@@ -297,13 +297,13 @@ def _encode(
         if cta == 0:
             _store_matrix_scales(amax, out, groups, spec)
     if mine.rows > 0:
-        _encode_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec)
+        _quantize_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec)
     elif cutlass.const_expr(spec.columnwise):
         _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
-def encode(
+def quantize(
     x: Int64,
     ends: Int64,
     amax: Int64,
@@ -326,7 +326,7 @@ def encode(
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements."""
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
-    _encode(
+    _quantize(
         x, ends, amax, row_data, row_scale, row_tensor_scale, col_data, col_scale,
         col_tensor_scale, row_values, col_values, rows, columns, pitch, groups, matrix_rows,
         col_blocks, blocks, chunks, spec,

@@ -47,7 +47,7 @@ def _stored_scales(scale, place, block, first, columns, column, insides, live, s
     return [same] * spec.thread_rows
 
 
-def _decode_rows(source, out, place, block, first, columns, column, scales, spec):
+def _dequantize_rows(source, out, place, block, first, columns, column, scales, spec):
     fmt, (scale, tensor_scale) = spec.format, scales
     count = place.end - first
     exists = [Boolean(r < count) & (column < columns) for r in range(spec.thread_rows)]
@@ -79,7 +79,7 @@ def _decode_rows(source, out, place, block, first, columns, column, scales, spec
 
 
 @cute.kernel
-def _decode(
+def _dequantize(
     data: Int64,
     scale: Int64,
     tensor_scale: Int64,
@@ -100,11 +100,11 @@ def _decode(
     place = place_of(block, rows, groups, matrix_rows, ends, spec)
     first = place.first + (thread // width) * spec.thread_rows
     scales = (scale, tensor_scale)
-    _decode_rows(data, out, place, block, first, columns, column, scales, spec)
+    _dequantize_rows(data, out, place, block, first, columns, column, scales, spec)
 
 
 @cute.jit
-def decode(
+def dequantize(
     data: Int64,
     scale: Int64,
     tensor_scale: Int64,
@@ -119,6 +119,6 @@ def decode(
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses and sizes, all contiguous."""
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
-    _decode(
+    _dequantize(
         data, scale, tensor_scale, ends, out, rows, columns, groups, matrix_rows, chunks, spec
     ).launch(grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream)
