@@ -298,6 +298,83 @@ def test_stacked_one():
     assert torch.equal(grouped.stacked([w[0]]), w[:1])
 
 
+# --- FP8 operands ---------------------------------------------------------------------------------
+
+
+def fp8(shape, scales, dtype=torch.float8_e4m3fn):
+    """Elements and scales of random values."""
+    return torch.randn(shape).to(dtype), torch.exp2(torch.randint(-6, 6, scales).float())
+
+
+def decoded(elements, scale):
+    """What each element stands for, in FP64: one by one."""
+    shape = elements.shape
+    blocks = [torch.arange(n) // (1 if scale.shape[d] == n else 128) for d, n in enumerate(shape)]
+    return elements.double() * scale.double()[torch.meshgrid(*blocks, indexing="ij")]
+
+
+@pytest.mark.parametrize(("sizes", "rows"), SPLITS)
+@pytest.mark.parametrize("grad", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_products_of_fp8_rows(sizes, rows, grad):
+    """Of values that the scales make, in FP32, rounded once; last blocks may be short."""
+    ends, K, N = ends_of(sizes), 144, 272
+    x, x_scale = fp8((rows, K), (rows, 2), grad)
+    w, w_scale = fp8((E, N, K), (E, 3, 2))
+    bias, scales = torch.randn(E, N).bfloat16(), torch.rand(rows)
+    x64, w64 = decoded(x, x_scale), decoded(w, w_scale)
+    given = {"x_scale": x_scale.t().contiguous().t(), "w_scale": w_scale}
+    exact = ref.grouped_linear(x64, w64, sizes, bias.double(), scales.double())
+    y = grouped.grouped_mm(x, [w], ends, bias, scales, **given)
+    assert y.dtype == torch.bfloat16
+    near = {"rtol": 2**-8, "atol": 2**-16 * float((x64.abs().amax() + 1) * w64.abs().amax() * K)} \
+        if rows else {"rtol": 0, "atol": 0}  # fmt: skip
+    torch.testing.assert_close(y.double(), exact, **near)
+    out = torch.empty_like(y)
+    assert grouped.grouped_mm(x, [w], ends, bias, scales, out=out, **given) is out
+    assert torch.equal(out, y)
+    one = given["w_scale"][:1, :1, :1].expand(E, 3, 2)  # of the whole tensor
+    torch.testing.assert_close(
+        grouped.grouped_mm(x, [w], ends, x_scale=x_scale, w_scale=one).double(),
+        ref.grouped_linear(x64, decoded(w, one), sizes), **near,
+    )  # fmt: skip
+    preact, act = grouped.grouped_glu(x, [w], ends, scales, Glu(), bias, **given)
+    torch.testing.assert_close(preact, grouped.grouped_mm(x, [w], ends, bias, **given))
+    torch.testing.assert_close(act, grouped.grouped_glu(*gated(preact, scales), Glu())[1])
+    again = {"dy_scale": x_scale, "w_scale": w_scale}
+    wide = torch.randn(rows, 2 * N).bfloat16()
+    got = grouped.grouped_dglu(x, [w], ends, wide, scales, Glu(), **again)
+    d = grouped.grouped_mm(x, [w], ends, **given)
+    eye = torch.eye(N).bfloat16().expand(E, N, N)
+    torch.testing.assert_close(got, grouped.grouped_dglu(d, [eye], ends, wide, scales, Glu()))
+
+
+def gated(preact, scales):
+    """Arguments of a gated product whose pre-activation is ``preact``."""
+    return preact, [torch.eye(preact.shape[1]).bfloat16()[None]], ends_of([len(preact)]), scales
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_weight_gradients_of_fp8_columns(out_dtype):
+    sizes, P = [128, 0, 256, 128], 640  # what is behind the last group is not read
+    (dy, dy_scale), (x, x_scale) = fp8((16, P), (5, 16)), fp8((32, P), (5, 32))
+    dy.view(torch.uint8)[:, 512:] = 0x7F  # NaN
+    dy, x, ends = dy.t(), x.t(), ends_of(sizes)
+    exact = torch.stack([
+        decoded(dy, dy_scale)[end - size : end].T @ decoded(x, x_scale)[end - size : end]
+        for end, size in zip(ends.tolist(), sizes, strict=True)
+    ])  # fmt: skip
+    scales = {"dy_scale": dy_scale, "x_scale": x_scale}
+    dw = grouped.grouped_wgrad(dy, x, ends, out_dtype, **scales)
+    assert dw.dtype == (out_dtype or torch.bfloat16)
+    near = {"rtol": 2**-8 if out_dtype is None else 1e-5, "atol": 1e-3}
+    torch.testing.assert_close(dw.double(), exact, **near)
+    main = torch.randn(4, 16, 32)
+    for out in ([main.clone()], list(main.clone().unbind(0))):
+        grouped.grouped_wgrad_(out, dy, x, ends, True, **scales)
+        got = out[0] if len(out) == 1 else torch.stack(out)
+        torch.testing.assert_close(got.double(), main + exact, rtol=1e-5, atol=1e-3)
+
+
 # --- as library ops -------------------------------------------------------------------------------
 
 
@@ -306,19 +383,20 @@ def opcheck_cases():
     ends, x, dy = ends_of([3, 0, 4, 1]), torch.randn(9, K), torch.randn(9, N)
     w, bias, scales = torch.randn(E, N, K), torch.randn(E, N), torch.rand(9)
     yield "ends", ops.group_ends, (torch.tensor([3, 0, 4, 1]), 9)
-    yield "mm", ops.grouped_mm, (x, [w], ends, None, None, False)
-    yield "mm, everything", ops.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False)
-    yield "mm, transposed", ops.grouped_mm, (dy, [w], ends, None, None, True)
-    yield "mm, no rows", ops.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False)
-    yield "mm_", ops.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False)
+    no = None, None  # scales of FP8 operands
+    yield "mm", ops.grouped_mm, (x, [w], ends, None, None, False, *no)
+    yield "mm, everything", ops.grouped_mm, (x, list(w.unbind(0)), ends, bias, scales, False, *no)
+    yield "mm, transposed", ops.grouped_mm, (dy, [w], ends, None, None, True, *no)
+    yield "mm, no rows", ops.grouped_mm, (x[:0], [w], ends_of([0] * E), None, None, False, *no)
+    yield "mm_", ops.grouped_mm_, (torch.randn(9, N), x, [w], ends, bias, scales, False, *no)
     glu = Glu("clamped_qgeglu", 2, 1.5, 1.702, 1.0)
     w1, w2, preact = torch.randn(E, 8, K), torch.randn(E, N, 4), torch.randn(9, 8)
-    yield "glu", ops.grouped_glu, (x, [w1], ends, scales, *glu, torch.randn(E, 8), True)
-    yield "glu, not kept", ops.grouped_glu, (x, [w1], ends, scales, *Glu(), None, False)
-    yield "glu, not scaled", ops.grouped_glu, (x, [w1], ends, None, *glu, None, True)
-    yield "dglu", ops.grouped_dglu, (dy, [w2], ends, preact, scales, *glu)
-    yield "wgrad", ops.grouped_wgrad, (dy, x, ends, None)
-    yield "wgrad, in FP64", ops.grouped_wgrad, (dy, x, ends, torch.float64)
+    yield "glu", ops.grouped_glu, (x, [w1], ends, scales, *glu, torch.randn(E, 8), True, *no)
+    yield "glu, not kept", ops.grouped_glu, (x, [w1], ends, scales, *Glu(), None, False, *no)
+    yield "glu, not scaled", ops.grouped_glu, (x, [w1], ends, None, *glu, None, True, *no)
+    yield "dglu", ops.grouped_dglu, (dy, [w2], ends, preact, scales, *glu, *no)
+    yield "wgrad", ops.grouped_wgrad, (dy, x, ends, None, *no)
+    yield "wgrad, in FP64", ops.grouped_wgrad, (dy, x, ends, torch.float64, *no)
     yield "sum", ops.grouped_sum, (dy, ends, None)
     yield "sum, scaled", ops.grouped_sum, (dy, ends, scales)
     yield "dots", ops.grouped_dots, (dy, bias, ends)
@@ -326,8 +404,26 @@ def opcheck_cases():
         yield (
             f"wgrad_, {accumulate=}",
             ops.grouped_wgrad_,
-            ([torch.randn(E, N, K)], dy, x, ends, accumulate),
+            ([torch.randn(E, N, K)], dy, x, ends, accumulate, *no),
         )
+
+
+def fp8_cases():
+    ops, ends = torch.ops.fusible, ends_of([3, 0, 4, 1])
+    (x, x_scale), (dy, dy_scale) = fp8((9, 160), (9, 2)), fp8((9, 144), (9, 2))
+    (w, w_scale), (w2, w2_scale) = fp8((E, 144, 160), (E, 2, 2)), fp8((E, 72, 144), (E, 1, 2))
+    products = x, [w], ends, torch.randn(E, 144).bfloat16(), torch.rand(9), False, x_scale, w_scale
+    scales, preact = torch.rand(9), torch.randn(9, 144).bfloat16()
+    yield "mm, FP8", ops.grouped_mm, products
+    yield "mm_, FP8", ops.grouped_mm_, (torch.randn(9, 144).bfloat16(), *products)
+    glu = scales, *Glu(), None, True
+    yield "glu, FP8", ops.grouped_glu, (x, [w], ends, *glu, x_scale, w_scale)
+    yield "dglu, FP8", ops.grouped_dglu, (dy, [w2], ends, preact, *glu[:-2], dy_scale, w2_scale)
+    (dy, dy_scale), (x, x_scale) = fp8((384, 16), (3, 16)), fp8((384, 32), (3, 32))
+    ends = ends_of([128, 0, 256, 0])
+    yield "wgrad, FP8", ops.grouped_wgrad, (dy, x, ends, None, dy_scale, x_scale)
+    out = [torch.randn(E, 16, 32)]
+    yield "wgrad_, FP8", ops.grouped_wgrad_, (out, dy, x, ends, True, dy_scale, x_scale)
 
 
 @pytest.mark.parametrize(
@@ -335,3 +431,11 @@ def opcheck_cases():
 )
 def test_opcheck(op, args):
     torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"), [pytest.param(op, args, id=name) for name, op, args in fp8_cases()]
+)
+def test_opcheck_of_fp8(op, args):
+    others = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(op.default, args, test_utils=others)  # the schema's compares FP8 values

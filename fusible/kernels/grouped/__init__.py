@@ -72,8 +72,9 @@ check_alignment = define(groups.check_alignment, _writes_only)
 
 
 def _grouped_mm_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> Tensor:
-    *_, transpose_w = rest
-    return x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
+    *_, transpose_w, x_scale, _w_scale = rest
+    shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
+    return x.new_empty(shape, dtype=definitions.result_dtype(x, x_scale))
 
 
 _grouped_mm = define(
@@ -98,12 +99,14 @@ def grouped_mm(
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
     out: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    if out is None or out.dtype != x.dtype:
-        y = _grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+    if out is None or out.dtype != definitions.result_dtype(x, x_scale):
+        y = _grouped_mm(x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
         return y if out is None else out.copy_(y)
-    _grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
+    _grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
     return out
 
 
@@ -111,32 +114,32 @@ def grouped_mm(
 
 
 def _grouped_glu_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, save_preact = rest
-    rows, features = x.shape[0], w[0].shape[-2]
-    return x.new_empty(rows if save_preact else 0, features), x.new_empty(rows, features // 2)
+    *_, save_preact, x_scale, _w_scale = rest
+    rows, features, dtype = x.shape[0], w[0].shape[-2], definitions.result_dtype(x, x_scale)
+    preact = x.new_empty(rows if save_preact else 0, features, dtype=dtype)
+    return preact, x.new_empty(rows, features // 2, dtype=dtype)
 
 
 grouped_glu = define(
     definitions.grouped_glu,
     _grouped_glu_fake,
     [sm90.grouped_glu, partial(definitions.grouped_glu, product=_grouped_mm)],
-    lambda x, w, *_: flops.product(x, w, False),
+    lambda x, w, *_: flops.product(x, w),
 )
 
 
 def _grouped_dglu_fake(
-    dy: Tensor, w: Sequence[Tensor], ends: Tensor, preact: Tensor, scales: Tensor, glu: Glu
+    dy: Tensor, w: Sequence[Tensor], ends: Tensor, preact: Tensor, scales: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, features = dy.shape[0], w[0].shape[-1]
-    act, dscales = dy.new_empty(rows, features), torch.empty_like(scales)
-    return dy.new_empty(rows, 2 * features), act, dscales
+    act = preact.new_empty(preact.shape[0], preact.shape[1] // 2)
+    return preact.new_empty(preact.shape), act, torch.empty_like(scales)
 
 
 grouped_dglu = define(
     definitions.grouped_dglu,
     _grouped_dglu_fake,
     [sm90.grouped_dglu, partial(definitions.grouped_dglu, product=_grouped_mm)],
-    lambda dy, w, *_: flops.product(dy, w, True),
+    lambda dy, w, ends, preact, *_: dy.numel() * preact.shape[1],
 )
 
 
@@ -144,10 +147,15 @@ grouped_dglu = define(
 
 
 def _grouped_wgrad_fake(
-    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype | None,
+    dy_scale: Tensor | None,
+    x_scale: Tensor | None,
 ) -> Tensor:
     shape = ends.shape[0], dy.shape[1], x.shape[1]
-    return dy.new_empty(shape, dtype=out_dtype or dy.dtype)
+    return dy.new_empty(shape, dtype=out_dtype or definitions.result_dtype(dy, dy_scale))
 
 
 grouped_wgrad = define(

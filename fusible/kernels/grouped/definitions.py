@@ -2,6 +2,10 @@
 
 A loop over the groups, which reads their end rows on the host. The signatures are those of the
 library ops.
+
+Operands are FP8 if their scales are given, ``x_scale`` and the like, FP32 and of any strides: one
+for each 128 elements along the reduction, and a weight's for each 128 x 128. An element times its
+scale is the value. These products are computed in FP32 and rounded once, to BF16.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import write
 
+FP8_BLOCK = 128
+"""Elements along a dimension that share a scale."""
+
 
 def _sizes(ends: Tensor) -> list[int]:
     """Rows of every group; reads ``ends`` on the host."""
@@ -28,6 +35,19 @@ def _by_group(t: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     return t.split_with_sizes([*sizes, t.shape[0] - sum(sizes)])
 
 
+def result_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
+    """The dtype of products of rows ``x``: theirs, or BF16 of FP8 ones, which have scales."""
+    return x.dtype if scale is None else torch.bfloat16
+
+
+def _decoded(elements: Tensor, scale: Tensor) -> Tensor:
+    """FP32 values of FP8 elements, with a scale for each one or 128 of them along a dimension."""
+    for dim in (-2, -1):
+        if scale.shape[dim] != elements.shape[dim]:
+            scale = scale.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, elements.shape[dim])
+    return elements.float() * scale
+
+
 def grouped_mm(
     x: Tensor,
     w: Sequence[Tensor],
@@ -35,14 +55,19 @@ def grouped_mm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter. ``bias`` is
-    ``[E, N]``, ``row_scale`` has one value for each row.
+    ``[E, N]``, ``row_scale`` has one value for each row. FP8 operands are ``x`` ``[M, K]`` with
+    ``x_scale`` ``[M, ceil(K / 128)]`` and one ``w`` ``[E, N, K]`` with ``w_scale``
+    ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed.
     """
-    y = x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
-    grouped_mm_(y, x, w, ends, bias, row_scale, transpose_w)
+    shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
+    y = x.new_empty(shape, dtype=result_dtype(x, x_scale))
+    grouped_mm_(y, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
     return y
 
 
@@ -54,8 +79,15 @@ def grouped_mm_(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> None:
     """`grouped_mm` into ``out``."""
+    if x_scale is not None and w_scale is not None:
+        x, w = _decoded(x, x_scale), [_decoded(w[0], w_scale)]
+        bias = None if bias is None else bias.float()
+        out.copy_(grouped_mm(x, w, ends, bias, row_scale, transpose_w))
+        return
     if w[0].dim() == 3:
         matrices: Sequence[Tensor] = (w[0] if transpose_w else w[0].mT).unbind(0)
     else:
@@ -87,14 +119,17 @@ def grouped_glu(
     glu: Glu,
     bias: Tensor | None = None,
     save_preact: bool = True,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
     *,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor]:
     """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, one scale for each row.
 
     With None the activation is not scaled. Without ``save_preact`` the first result has no rows.
+    FP8 operands are those of `grouped_mm`.
     """
-    preact = product(x, w, ends, bias)
+    preact = product(x, w, ends, bias, x_scale=x_scale, w_scale=w_scale)
     out = _without_tail(glu.forward(preact, scales), ends)
     return preact if save_preact else preact.new_empty(0, preact.shape[1]), out
 
@@ -107,6 +142,8 @@ def grouped_dglu(
     preact: Tensor,
     scales: Tensor,
     glu: Glu,
+    dy_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
     *,
     overwrite: bool = False,
     product: Callable[..., Tensor] = grouped_mm,
@@ -116,8 +153,10 @@ def grouped_dglu(
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout of columns), the
     activation ``glu(preact) * scales`` once more (for the weight gradient of the second linear),
     and the gradient of ``scales``. With ``overwrite`` the first may take the memory of ``preact``.
+    FP8 operands are those of `grouped_mm`: ``w`` is then transposed, ``[E, features, out]``.
     """
-    d = product(dy, w, ends, transpose_w=True)
+    fp8 = dy_scale is not None
+    d = product(dy, w, ends, transpose_w=not fp8, x_scale=dy_scale, w_scale=w_scale)
     dpreact, dscales = glu.backward(d, preact, scales)
     assert dscales is not None
     act = glu.forward(preact, scales)
@@ -131,12 +170,21 @@ def _without_tail(t: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_wgrad(
-    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype | None = None,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, ``[E, N, K]``; zeros for no rows.
 
-    Rounded once, to ``out_dtype``.
+    Rounded once, to ``out_dtype``. FP8 operands are column-major, with scales ``[rows / 128, N]``
+    and ``[rows / 128, K]``; groups end at multiples of 128 rows, padded with zeros.
     """
+    if dy_scale is not None and x_scale is not None:
+        out_dtype = out_dtype or result_dtype(dy, dy_scale)
+        dy, x = _decoded(dy, dy_scale), _decoded(x, x_scale)
     if out_dtype not in (None, dy.dtype):
         wide = torch.promote_types(out_dtype, dy.dtype)
         return grouped_wgrad(dy.to(wide), x.to(wide), ends).to(out_dtype)
@@ -151,9 +199,17 @@ def grouped_wgrad(
 
 
 def grouped_wgrad_(
-    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
+    out: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    accumulate: bool = False,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    if dy_scale is not None and x_scale is not None:
+        dy, x = _decoded(dy, dy_scale), _decoded(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype)
     write(out, grouped_wgrad(dy.to(wide), x.to(wide), ends), accumulate)

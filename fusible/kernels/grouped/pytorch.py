@@ -39,6 +39,8 @@ def grouped_mm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
     """`definitions.grouped_mm`."""
     if x.dtype != torch.bfloat16:
@@ -73,7 +75,12 @@ def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> Any:
 
 
 def grouped_wgrad(
-    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype | None = None,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """`definitions.grouped_wgrad`, but that it is rounded to BF16 before another ``out_dtype``."""
     if dy.dtype != torch.bfloat16:
@@ -86,7 +93,13 @@ def grouped_wgrad(
 
 
 def grouped_wgrad_(
-    out: Sequence[Tensor], dy: Tensor, x: Tensor, ends: Tensor, accumulate: bool = False
+    out: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    accumulate: bool = False,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """`definitions.grouped_wgrad_`, but that it adds what was rounded to BF16."""
     dw = grouped_wgrad(dy, x, ends)

@@ -68,10 +68,10 @@ if _COUNTER not in sys.modules:
 # --- formulas that ops share ----------------------------------------------------------------------
 
 
-def product(x: Tensor, w: list[Tensor], *rest: Any) -> int:
-    """Of ``(x, w, ..., transpose_w)``: rows times the ``[N, K]`` or ``[K, N]`` of their group."""
-    *_, transpose_w = rest
-    return 2 * x.numel() * w[0].shape[-1 if transpose_w else -2]
+def product(x: Tensor, w: list[Tensor], *_: Any) -> int:
+    """Of rows times a matrix of their group, ``[N, K]`` or ``[K, N]``; K is that of the rows."""
+    shape = w[0].shape
+    return 2 * x.shape[0] * shape[-2] * shape[-1]
 
 
 def product_into(out: Tensor, *operands: Any) -> int:

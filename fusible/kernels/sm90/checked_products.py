@@ -110,6 +110,8 @@ def grouped_mm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     transpose_w: bool = False,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
@@ -144,6 +146,8 @@ def grouped_glu(
     glu: Glu,
     bias: Tensor | None = None,
     save_preact: bool = True,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
     found = _operands("x", x, w, ends, False)
@@ -164,6 +168,8 @@ def grouped_dglu(
     preact: Tensor,
     scales: Tensor,
     glu: Glu,
+    dy_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
     *,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
@@ -182,7 +188,12 @@ def grouped_dglu(
 
 
 def grouped_wgrad(
-    dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype | None = None,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`."""
     groups, dtype = ends.shape[0], out_dtype or x.dtype
@@ -226,6 +237,8 @@ def grouped_wgrad_(
     x: Tensor,
     ends: Tensor,
     accumulate: bool = False,
+    dy_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`."""
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
