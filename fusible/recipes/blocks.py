@@ -59,6 +59,23 @@ def column_block_bound(rows: int, groups: int, along: int) -> int:
     return (rows + groups * (along - 1)) // along
 
 
+def padded_size(rows: int, groups: int, unit: int) -> int:
+    """Return the most rows that ``rows`` rows in ``groups`` groups padded to ``unit`` can have."""
+    return column_block_bound(rows, groups, unit) * unit
+
+
+def place_rows(ends: Tensor, rows: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Return the end of each group, int32, when each is padded to ``unit`` rows, and row places.
+
+    Those are int64 ``[rows]``, ``padded_size`` for rows of no group.
+    """
+    starts = group_starts(ends)
+    padded_ends = ((ends - starts + unit - 1) // unit * unit).cumsum(0, dtype=torch.int32)
+    row = torch.arange(rows, device=ends.device)
+    place = row + (group_starts(padded_ends) - starts)[group_of_row(ends, rows)]
+    return padded_ends, torch.where(row < ends[-1], place, padded_size(rows, len(ends), unit))
+
+
 def group_of_row(ends: Tensor, rows: int) -> Tensor:
     """Return the group of each row, int64 ``[rows]``; rows past the last group count to it."""
     row = torch.arange(rows, device=ends.device, dtype=ends.dtype)

@@ -1,5 +1,6 @@
 """Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
 
 from fusible.kernels.quantize.cuda import takes
+from fusible.kernels.quantize.k_major import KMajor, ScaledMatrix, quantize_k_major, transposed
 
-__all__ = ["takes"]
+__all__ = ["KMajor", "ScaledMatrix", "quantize_k_major", "takes", "transposed"]

@@ -17,6 +17,7 @@ from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
+from fusible.recipes import blocks
 from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
 from fusible.recipes.matrix import QuantizedMatrix
@@ -47,23 +48,11 @@ def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
 
 def padded_size(rows: int, groups: int) -> int:
     """Rows that are enough for ``rows`` rows in any ``groups`` groups of whole 256."""
-    unit = limits.GROUP_ROWS
-    return (rows + groups * (unit - 1)) // unit * unit
-
-
-def padded_ends(ends: Tensor) -> Tensor:
-    """The ends of the groups when each is of whole 256 rows."""
-    unit = limits.GROUP_ROWS
-    sizes = ends - group_starts(ends)
-    return ((sizes + unit - 1) // unit * unit).cumsum(0, dtype=torch.int32)
+    return blocks.padded_size(rows, groups, limits.GROUP_ROWS)
 
 
 def _place_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    ends_padded = padded_ends(ends)
-    group = group_of_row(ends, rows)
-    row = torch.arange(rows, device=ends.device)
-    place = row + (group_starts(ends_padded) - group_starts(ends))[group]
-    return ends_padded, torch.where(row < ends[-1], place, padded_size(rows, ends.shape[0]))
+    return blocks.place_rows(ends, rows, limits.GROUP_ROWS)
 
 
 def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
@@ -89,12 +78,12 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     """Column-wise scales ``[blocks, columns]`` of groups up to ``ends``, where their rows are."""
     if padded.rows is None:
         return scale[: padded.size // along]
-    blocks = column_block_ends(ends, along)
+    block_ends = column_block_ends(ends, along)
     block = torch.arange(scale.shape[0], device=ends.device)
-    group = torch.searchsorted(blocks, block, right=True).clamp(max=len(ends) - 1)
-    place = block + (group_starts(padded.ends) // along - group_starts(blocks))[group]
+    group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
+    place = block + (group_starts(padded.ends) // along - group_starts(block_ends))[group]
     spare = padded.size // along
-    place = torch.where(block < blocks[-1], place, spare)
+    place = torch.where(block < block_ends[-1], place, spare)
     bits = scale.view(torch.uint8)
     out = bits.new_zeros(spare + 1, scale.shape[1])
     return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
@@ -140,9 +129,9 @@ def _pack_columns(
 ) -> tuple[Tensor, Tensor]:
     padded_ends, rows, size = padded
     scale = pad_scales(scale, ends, padded, along)
-    lines, blocks = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
+    lines, across = -(-scale.shape[1] // ATOM_ROWS) * ATOM_ROWS, size // along
     scales = swizzle_group_scales(scale, size, padded_ends, along)
-    scales = scales[: lines * blocks].view(lines, blocks)
+    scales = scales[: lines * across].view(lines, across)
     if pairs:
         return _pairs_of_rows(pad_rows(data, padded), padded_ends), scales
     # An op returns no tensor that it was given.

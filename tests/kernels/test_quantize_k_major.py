@@ -1,0 +1,132 @@
+"""Operands of FP8 products: what the op makes is what the formulas make of each group."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fusible.kernels.quantize import quantize_k_major, transposed
+from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
+from fusible.recipes.quantization import quantize
+
+ROWS = 600
+ENDS = {
+    "ragged": [0, 1, 128, 256, 385, 513],  # groups of 0, 1, 127, 128, 129 and 128 rows
+    "one": [600],
+    "empty": [0, 0],
+    "beyond": [130, 1000],
+    "many": [5 * i for i in range(1, 100)],
+}
+FORMATS = {
+    "e4m3": fp8_block(),
+    "e5m2": fp8_block(E5M2),
+    "fp32 scales": fp8_block(power_of_two=False, amax_epsilon=1e-3),
+}
+SQUARE = fp8_block(block=(128, 128))
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+each_ends = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+
+
+def same_bits(a, b):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    return torch.equal(*[t.flatten().clone().view(torch.uint8) for t in (a, b)])
+
+
+def rows(columns=272, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-20, 20, (ROWS, 1), generator=generator)
+    return (torch.randn(ROWS, columns, generator=generator) * 2.0**exponents).to(dtype)
+
+
+@each_format
+@each_ends
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_each_group_is_quantized_by_itself(fmt, ends, kind):
+    x, given = rows(), torch.tensor(ends, dtype=kind)
+    made = quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=given)
+    assert made.row.scale.t().is_contiguous()
+    assert made.column.data.t().is_contiguous()
+    assert made.column.data.shape == ((ROWS + 127 * len(ends)) // 128 * 128, x.shape[1])
+    assert made.padded_ends.dtype == torch.int32
+    row = quantize(x, fmt, ends=given)
+    assert same_bits(made.row.data, row.data)
+    assert same_bits(made.row.scale, row.scale)
+    start = padded = 0
+    inside = given.clamp(max=ROWS).tolist()
+    for end, padded_end in zip(inside, made.padded_ends.tolist(), strict=True):
+        assert padded_end == padded + -(-(end - start) // 128) * 128
+        column = quantize(x[start:end], fmt, columnwise=True)
+        data = made.column.data[padded:padded_end]
+        assert same_bits(data[: end - start], column.data)
+        assert not data[end - start :].view(torch.uint8).any()
+        assert same_bits(made.column.scale[padded // 128 : padded_end // 128], column.scale)
+        start, padded = end, padded_end
+    assert padded <= len(made.column.data)
+
+
+@each_format
+def test_values_are_elements_times_scales_of_their_blocks(fmt):
+    x = rows(dtype=torch.float32)
+    made = quantize_k_major(x, fmt, rowwise=True, columnwise=True)
+    assert made.padded_ends is None
+    bits, smallest = (2, 2.0**-16) if fmt.element is E5M2 else (3, 2.0**-9)
+    scales = (
+        made.row.scale.repeat_interleave(128, 1)[:, : x.shape[1]],
+        made.column.scale.repeat_interleave(128, 0)[:ROWS],
+    )
+    for matrix, scale in zip(made[:2], scales, strict=True):
+        error = (matrix.data[:ROWS].float() * scale - x).abs()
+        assert (error <= torch.maximum(x.abs() * 2.0**-bits, scale * smallest) / 2).all()
+    assert not made.column.data[ROWS:].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400)])
+def test_weights_have_the_same_elements_for_both_uses(shape):
+    w = torch.randn(shape, dtype=torch.bfloat16)
+    made, want = quantize_k_major(w, SQUARE, rowwise=True, columnwise=True), quantize(w, SQUARE)
+    assert same_bits(made.row.data, want.data)
+    assert same_bits(made.row.scale, want.scale)
+    assert made.column.data.is_contiguous()
+    assert same_bits(made.column.data, want.data.view(torch.uint8).mT.view(want.data.dtype))
+    assert same_bits(made.column.scale, want.scale.mT)
+    assert same_bits(transposed(made.row.data), made.column.data)
+    alone = quantize_k_major(w, SQUARE, rowwise=False, columnwise=True)
+    assert alone.row is None
+    assert all(same_bits(*pair) for pair in zip(alone.column, made.column, strict=True))
+
+
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), SQUARE], ids=[*FORMATS, "square"])
+def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
+    x = torch.randn(150, 144)
+    torch.compiler.reset()
+    op = torch.ops.fusible.quantize_k_major
+    for ends in (None, torch.tensor([3, 140])) if fmt.directional else (None,):
+        opcheck(op, (x, ends, *fmt.as_constants(), *uses))
+
+        def call(x, ends):
+            made = quantize_k_major(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
+            tensors = [t for matrix in made[:2] if matrix is not None for t in matrix]
+            return [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
+
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(x, ends)
+        assert all(same_bits(a, b) for a, b in zip(got, call(x, ends), strict=True))
+    opcheck(torch.ops.fusible.transposed_fp8, (torch.ones(2, 3, 4, dtype=torch.uint8),))
+
+
+def test_no_gradient_passes():
+    made = quantize_k_major(
+        torch.randn(4, 16, requires_grad=True), fp8_block(), rowwise=True, columnwise=False
+    )
+    assert not made.row.scale.requires_grad
+
+
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
+def test_other_formats_are_refused(fmt):
+    with pytest.raises(ValueError, match="FP32 scale for each 1x128 or 128x128"):
+        quantize_k_major(torch.randn(4, 32), fmt, rowwise=True, columnwise=True)
+
+
+def test_a_batch_of_rows_is_refused():
+    with pytest.raises(ValueError, match="must be 2-D"):
+        quantize_k_major(torch.randn(2, 4, 32), fp8_block(), rowwise=True, columnwise=True)
