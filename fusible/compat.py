@@ -1,4 +1,4 @@
-"""What pipelines import from Transformer Engine besides its ops, in this package's terms."""
+"""Functions of Transformer Engine besides its ops: checkpointing, CUDA graphs, availability."""
 
 from __future__ import annotations
 

@@ -43,11 +43,8 @@ class Activation(CastingOp):
 class _Unscaled(Activation):
     """An op of one input without parameters.
 
-    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`.
-
-    Args:
-        cache_quantized_input: save the input in FP8 (E4M3, one scale for the tensor): half the
-            memory of BF16, and a less exact gradient. The output is not affected.
+    Saves ``(x,)``, and its dtype as ``ctx.dtype``; read it by :meth:`saved_input`. Argument as in
+    :class:`GELU`.
     """
 
     fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input",)
@@ -202,10 +199,7 @@ class GatedOp(Activation):
 class _GLU(_Unscaled, GatedOp):
     """A gated linear unit of x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
 
-    Args:
-        cache_quantized_input: as in every activation.
-        glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
-            the first half is the gate and the second is linear.
+    Arguments as in :class:`SwiGLU`.
     """
 
     fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input", "glu_interleave_size")
@@ -251,8 +245,7 @@ class SwiGLU(_GLU):
     """``silu(gate) * linear`` for x ``[..., 2F]``, gate first. Saves ``(x,)`` and ``ctx.dtype``.
 
     Args:
-        cache_quantized_input: save the input in FP8 (E4M3, one scale for the tensor): half the
-            memory of BF16, and a less exact gradient. The output is not affected.
+        cache_quantized_input: as in :class:`GELU`.
         glu_interleave_size: with b, blocks of b gate and b linear features alternate; by default
             the first half is the gate and the second is linear.
 

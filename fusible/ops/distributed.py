@@ -34,6 +34,11 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     processes = dist.get_world_size(group)
     if processes == 1:
         return x
+    if x.dim() == 0:
+        raise ValueError(
+            "input of AllGather must have a first dimension, along which the processes' tensors "
+            "are joined, got a tensor without dimensions; give it x.unsqueeze(0)"
+        )
     x = values(x).contiguous()
     gathered = x.new_empty(processes * x.shape[0], *x.shape[1:])
     _all_gather(gathered, x, group=group)
@@ -73,7 +78,7 @@ class _Collective(BasicOperation):
 
     saves = "nothing"
     functions: ClassVar[tuple[Callable[[Tensor, Any], Tensor], Callable[[Tensor, Any], Tensor]]]
-    """Of the input and of the gradient: each the other's adjoint."""
+    """The collective of the input, and its adjoint, of the gradient."""
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
@@ -98,11 +103,11 @@ class _Collective(BasicOperation):
 
 
 class AllReduce(_Collective):
-    """The sum of the input over all processes; the gradient passes as it is.
+    """The sum of the input over all processes; the gradient passes unchanged.
 
-    All processes are assumed to go on alike with the sum, so that they have one and the same
-    gradient of it, which ``reduce_in_backward`` does not change. Saves nothing. Other argument and
-    error as in :class:`AllGather`.
+    All processes are assumed to compute the same from the sum, and so to have the same gradient of
+    it; ``reduce_in_backward`` changes nothing. Saves nothing. Other argument and
+    RuntimeError as in :class:`AllGather`.
     """
 
     functions = all_reduce, _unchanged
@@ -116,8 +121,8 @@ class AllReduce(_Collective):
 class AllReduceGrad(_Collective):
     """The input as it is; its gradient is summed over all processes: :class:`AllReduce`'s adjoint.
 
-    For an input that all processes share and each uses in part, as a column-parallel ``Linear``
-    does. Saves nothing. Argument and error as in :class:`AllGather`.
+    For an input that all processes share and of which each uses a part, as in a column-parallel
+    ``Linear``. Saves nothing. Argument and RuntimeError as in :class:`AllGather`.
     """
 
     functions = _unchanged, all_reduce
@@ -133,6 +138,7 @@ class AllGather(_Collective):
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized.
+        ValueError: in a call, the input has no dimensions.
     """
 
     functions = all_gather, reduce_scatter
@@ -141,7 +147,7 @@ class AllGather(_Collective):
 class ReduceScatter(_Collective):
     """The own part ``[n, ...]`` of the sum of the inputs ``[processes * n, ...]``.
 
-    The gradients of all parts are gathered. Saves nothing. Argument and error as in
+    The gradients of all parts are gathered. Saves nothing. Argument and RuntimeError as in
     :class:`AllGather`, and:
 
     Raises:

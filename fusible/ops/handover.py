@@ -1,4 +1,4 @@
-"""Tensors between ops: taken in the dtype an op computes in, handed on quantized where asked."""
+"""Tensors between ops: cast to the dtype that an op computes in, quantized for the next op."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fusible.recipes.product import is_quantized, values
 
 
 class CastingOp(BasicOperation):
-    """An op that computes, and gives its output, in the dtype of its weight, or of its input.
+    """An op that computes in the dtype of its weight, or of its input if it has no weight.
 
-    In that of ``torch.autocast`` inside it, which leaves FP64 as it is.
+    Its output has that dtype. Inside ``torch.autocast`` the dtype is autocast's, unless it would be
+    FP64, which stays.
     """
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
@@ -28,9 +29,9 @@ class CastingOp(BasicOperation):
         return (None if dtype is None else autocast_to(dtype, given.autocast),)
 
     def accept(self, ctx: OperationContext, x: Tensor) -> Tensor:
-        """``x`` in that dtype, dequantized if it is quantized.
+        """``x`` in the dtype that the op computes in, dequantized if it is quantized.
 
-        Notes the dtype as ``ctx.dtype``, in which the backward takes the gradient.
+        Stores the dtype as ``ctx.dtype``, to which the backward casts the gradient.
 
         Raises:
             ValueError: a dtype that ops do not compute in.
@@ -48,11 +49,11 @@ def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
 
 
 def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Tensor:
-    """``x`` ``[..., features]`` quantized as its receiver wants it, if it does.
+    """``x`` ``[..., features]``, quantized by the ``quantizer`` of the op that reads it, if any.
 
-    As one matrix of all rows, which is how a linear quantizes for itself: the same bits; for a
-    grouped linear by ``first_dims``, the rows of each group. Compiled code, and an op that does not
-    know the groups, leave it to the receiver; so does one whose receiver reads the values too.
+    As one matrix of all rows, as a linear quantizes its own input, with the same bits; for a
+    grouped linear in groups of ``first_dims`` rows. ``x`` itself, for the reader to quantize, where
+    this is compiled, where the groups are not known, and where the reader needs the values too.
     """
     if quantizer is None or torch.compiler.is_compiling():
         return x

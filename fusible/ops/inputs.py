@@ -51,7 +51,7 @@ def capturing() -> bool:
 
 
 def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:
-    """The number of rows of each group, on the device of the rows ``x``.
+    """``sizes``, or their end rows, on the device of the rows ``x``, copied there if needed.
 
     Raises:
         RuntimeError: they are on another device while a CUDA graph is captured.

@@ -1,4 +1,4 @@
-"""``Quantize``: says where in a run tensors are converted to the recipe's number format."""
+"""``Quantize``: converts tensors inside a run to the recipe's number format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Role
 
 
-class _Outermost(NamedTuple):
-    """How a tensor is quantized that leaves the run."""
+class _BoundaryQuantizer(NamedTuple):
+    """The quantizer of a tensor that leaves the run: the last output or the first gradient."""
 
     quantizer: Quantizer
 
@@ -62,23 +62,23 @@ class Quantize(BasicOperation):
         self.quantize_backward = backward
         self.num_groups = num_groups
 
-    def get_output_quantizer(self) -> _Outermost | None:
+    def get_output_quantizer(self) -> _BoundaryQuantizer | None:
         """That of inputs, if it quantizes them."""
         return self._quantizer("input") if self.quantize_forward else None
 
-    def get_grad_input_quantizer(self) -> _Outermost | None:
+    def get_grad_input_quantizer(self) -> _BoundaryQuantizer | None:
         """That of gradients, if it quantizes them."""
         return self._quantizer("grad") if self.quantize_backward else None
 
-    def _quantizer(self, role: Role) -> _Outermost | None:
+    def _quantizer(self, role: Role) -> _BoundaryQuantizer | None:
         recipe = current_recipe()
         fmt = None if recipe is None else recipe.format(role)
         if fmt is None:
             return None
         uses = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
         if self.num_groups is None:
-            return _Outermost(Quantizer(fmt, **uses))
-        return _Outermost(GroupedQuantizer(fmt, self.num_groups, **uses))
+            return _BoundaryQuantizer(Quantizer(fmt, **uses))
+        return _BoundaryQuantizer(GroupedQuantizer(fmt, self.num_groups, **uses))
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, *split_sizes: Tensor) -> Tensor:
         """``q(x)``."""
@@ -108,7 +108,7 @@ def _quantized(
     if fmt is None:
         return x
     reads_values = quantizer is None
-    if isinstance(quantizer, _Outermost):
+    if isinstance(quantizer, _BoundaryQuantizer):
         reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
     if isinstance(quantizer, GroupedQuantizer) and not sizes:
         reads_values = True

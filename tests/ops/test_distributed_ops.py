@@ -97,6 +97,8 @@ def rows_that_cannot_be_divided(rank):
         ValueError, match=r"multiple of the group's 2 processes, got shape \(3, 4\)"
     ):
         fz.ReduceScatter()(torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"AllGather must have a first dimension.*unsqueeze\(0\)"):
+        fz.AllGather()(torch.tensor(1.0))
     with pytest.raises(ValueError, match="in_features of a tensor-parallel Linear must be a multi"):
         fz.Linear(5, 4, tensor_parallel_mode="row")
     with pytest.raises(ValueError, match="out_features of a tensor-parallel Linear must be a mul"):

@@ -1,11 +1,12 @@
 """CUDA implementations of the dense backwards.
 
-cutlass is imported at the first launch. What the kernels do not support (NotImplemented) runs by
-the definitions.
+cutlass is imported at the first launch. For arguments that the kernels do not support the functions
+return NotImplemented, and the definitions run.
 """
 
 from __future__ import annotations
 
+from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take ``[rows, features]`` tensors of one dtype."""
+    """Whether the kernels support ``[rows, features]`` tensors, which must have one dtype."""
     rows, features = x.shape
     return (
         x.dtype in DTYPES
@@ -34,7 +35,7 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> Any:
-    """Compile ``"activation_bias"`` or ``"rms_norm_backward"``, which say what they are given.
+    """Compile ``"activation_bias"`` or ``"rms_norm_backward"``; the functions name its arguments.
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
@@ -50,7 +51,9 @@ def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> 
     return compile_kernel(function, kinds, (spec,), options)
 
 
-def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def activation_bias_backward(
+    dy: Tensor, x: Tensor, activation: str
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.activation_bias_backward`."""
     if not takes(x, dy):
         return NotImplemented
@@ -73,7 +76,7 @@ def strip_rows(rows: int, features: int, multiprocessors: int) -> int:
 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.rms_norm_backward`."""
     fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
     if not fits:

@@ -9,13 +9,14 @@ may have any strides.
 On the CPU the ops are their definitions (`definitions`, `groups`, `bias_gradients`), of any
 floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
 (`fusible.kernels.sm90.limits`); elsewhere PyTorch's grouped product, of BF16; else the definition,
-which reads the end rows on the host. An activation that no epilogue has follows its product.
+which reads the end rows on the host. An activation that no epilogue has runs after its product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -49,10 +50,6 @@ __all__ = [
 ]
 
 
-def _writes_only(*_: object) -> None:
-    """The fake of an op that only writes to its arguments, or only checks them."""
-
-
 # --- groups ---------------------------------------------------------------------------------------
 
 
@@ -60,12 +57,12 @@ def _group_ends_fake(split_sizes: Tensor, rows: int) -> Tensor:
     return split_sizes.new_empty(split_sizes.shape, dtype=torch.int32)
 
 
-def _group_ends_cuda(split_sizes: Tensor, rows: int) -> Tensor:
+def _group_ends_cuda(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
     return NotImplemented if checks_enabled() else sm90.group_ends(split_sizes, rows)
 
 
 group_ends = define(groups.group_ends, _group_ends_fake, [_group_ends_cuda])
-check_alignment = define(groups.check_alignment, _writes_only)
+check_alignment = define(groups.check_alignment)
 
 
 # --- products of rows -----------------------------------------------------------------------------
@@ -85,9 +82,8 @@ _grouped_mm = define(
 )
 _grouped_mm_ = define(
     definitions.grouped_mm_,
-    _writes_only,
-    [sm90.grouped_mm_, pytorch.grouped_mm_],
-    flops.product_into,
+    cuda=[sm90.grouped_mm_, pytorch.grouped_mm_],
+    flops=flops.product_into,
 )
 
 
@@ -166,9 +162,8 @@ grouped_wgrad = define(
 )
 grouped_wgrad_ = define(
     definitions.grouped_wgrad_,
-    _writes_only,
-    [sm90.grouped_wgrad_, pytorch.grouped_wgrad_],
-    flops.wgrad_into,
+    cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_],
+    flops=flops.wgrad_into,
 )
 
 

@@ -1,6 +1,8 @@
-"""Gradients of the biases of grouped products and of what scales these: sums over groups, dots."""
+"""Gradients of the bias of a grouped product and of the row scales that multiply the bias."""
 
 from __future__ import annotations
+
+from types import NotImplementedType
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ def grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Te
     if row_scale is not None:
         wide = wide * row_scale[:, None].to(wide.dtype)
     offsets = F.pad(ends, (1, 0)).long()
-    # unsafe: its checks would read the offsets on the host; they hold by construction.
+    # unsafe: the checks, which hold by construction, would read the offsets on the host.
     sums = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
     return sums.to(dy.dtype)
 
@@ -37,11 +39,13 @@ def grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
 
 
 def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels of a bias's gradients take the rows."""
+    """Whether the kernels of a bias's gradients support the rows."""
     return takes_rows(dy, ends[:, None], *others) and ends.shape[0] < _MAX_GRID_Y
 
 
-def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Tensor:
+def grouped_sum_cuda(
+    dy: Tensor, ends: Tensor, row_scale: Tensor | None = None
+) -> Tensor | NotImplementedType:
     """`grouped_sum` by a kernel."""
     if not _takes_bias(dy, ends, row_scale):
         return NotImplemented
@@ -53,7 +57,7 @@ def grouped_sum_cuda(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) 
     return out
 
 
-def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor | NotImplementedType:
     """`grouped_dots` by a kernel."""
     if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""The grouped products on CUDA by PyTorch's own, of BF16 operands in any layout; no host sync.
+"""The grouped products on CUDA by PyTorch's own, of BF16 operands; no host synchronisation.
 
 Each returns NotImplemented for operands of another dtype.
 """
@@ -6,6 +6,7 @@ Each returns NotImplemented for operands of another dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import per_group, stacked
 
-_ALIGNMENT = 16  # bytes: what torch.nn.functional.grouped_mm asks of strides and pointers
+_ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
 
 
 def _pitched(t: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def grouped_mm(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x.dtype != torch.bfloat16:
         return NotImplemented
@@ -55,7 +56,7 @@ def grouped_mm(
         weight = F.pad(weight, (0, 0, 0, short))
     weight = _pitched(weight) if weight.stride(1) != 1 else _pitched(weight.mT).mT
     y = F.grouped_mm(x, weight if transpose_w else weight.mT, offs=ends)[:, :out_features]
-    # grouped_mm leaves the tail uninitialised, so it is selected away, never multiplied.
+    # grouped_mm leaves the tail uninitialised: torch.where, since a product with 0 may give NaN.
     group, live = row_groups(ends, rows)
     if bias is not None:
         shift = bias[group]
@@ -65,7 +66,7 @@ def grouped_mm(
     return torch.where(live[:, None], y, 0).to(x.dtype)
 
 
-def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> Any:
+def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> NotImplementedType | None:
     """`definitions.grouped_mm_`, by a copy."""
     y = grouped_mm(x, *rest)
     if y is NotImplemented:
@@ -81,8 +82,8 @@ def grouped_wgrad(
     out_dtype: torch.dtype | None = None,
     dy_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
-) -> Tensor:
-    """`definitions.grouped_wgrad`, but that it is rounded to BF16 before another ``out_dtype``."""
+) -> Tensor | NotImplementedType:
+    """`definitions.grouped_wgrad`, except that it rounds to BF16 before ``out_dtype``."""
     if dy.dtype != torch.bfloat16:
         return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]
@@ -100,8 +101,8 @@ def grouped_wgrad_(
     accumulate: bool = False,
     dy_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
-) -> None:
-    """`definitions.grouped_wgrad_`, but that it adds what was rounded to BF16."""
+) -> NotImplementedType | None:
+    """`definitions.grouped_wgrad_`, except that it adds values rounded to BF16."""
     dw = grouped_wgrad(dy, x, ends)
     if dw is NotImplemented:
         return NotImplemented

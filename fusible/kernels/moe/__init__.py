@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusible import formulas
 from fusible.formulas import math_dtype
 from fusible.kernels.moe import cuda, definitions
 from fusible.kernels.runtime.library import define
@@ -29,9 +30,10 @@ gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_su
 row_dots = define(definitions.row_dots, cuda.dots_output, [cuda.row_dots])
 route = define(definitions.route, cuda.route_outputs, [cuda.route])
 route_backward = define(
-    definitions.route_backward,
+    formulas.router_probs_backward,
     lambda dprobs, logits, *_: torch.empty_like(logits),
     [cuda.route_backward],
+    name="route_backward",
 )
 
 

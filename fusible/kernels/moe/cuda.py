@@ -1,12 +1,13 @@
 """CUDA implementations of the ops that route tokens and move rows, and their outputs.
 
-cutlass is imported at the first launch. What the kernels do not support (NotImplemented) runs by
-the definitions, which give the same bits but for dot products and scores.
+cutlass is imported at the first launch. For arguments that the kernels do not support the functions
+return NotImplemented, and the definitions run, with the same bits except in dot products and
+scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
 _MIN_SM = 80
-_INDEX = 2**31 - 2**20  # what 32-bit indices reach, with room for a grid's end
+_INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run past the end
 
 
 def takes_rows(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels move rows ``t`` ``[M, H]``, of a dtype like ``others``."""
+    """Whether the kernels can move rows ``t`` ``[M, H]`` by ``row_map``.
+
+    ``others`` are weights or values of the rows, in any dtype that the kernels read.
+    """
     vectors, rest = divmod(t.shape[1] * t.itemsize, BYTES)
     return (
         t.dtype in DTYPES
@@ -40,10 +44,9 @@ def takes_rows(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
 
 
 def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = "") -> Any:
-    """Compile the kernel of that name in one of ``device``'s modules.
+    """Compile a kernel by its name; its function in ``device`` names the arguments.
 
-    The functions there say what it is given. ``options`` such as ``"--gpu-arch sm_100a"`` compile
-    for a GPU that need not be there.
+    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
     from cutlass import Int32, Int64
 
@@ -76,7 +79,7 @@ def permutation_outputs(
 
 def permutation(
     ids: Tensor, num_groups: int, capacity: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.permutation`."""
     ctas = _CLUSTER if capability(ids.device)[0] in (9, 10) else 1
     choices, spec = ids.numel(), SortSpec(num_groups, ids.dtype == torch.int64, ctas)
@@ -91,7 +94,7 @@ def permutation(
 
 
 def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any) -> RowsSpec:
-    """The kernel that moves rows ``t``, or reads them with ``weights``."""
+    """The specification of a kernel that moves rows ``t``, or reads them, with ``weights``."""
     kind = {None: "", 1: "row", 2: "choice"}[None if weights is None else weights.dim()]
     vectors = t.shape[1] * t.itemsize // BYTES
     dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
@@ -110,7 +113,7 @@ def scatter_outputs(
 
 def scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.scatter_rows`."""
     if rows == 0 or not takes_rows(x, row_map, weights):
         return NotImplemented
@@ -131,7 +134,7 @@ def gather_outputs(
 
 def gather_sum(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.gather_sum`."""
     if not takes_rows(rows, row_map, weights, values):
         return NotImplemented
@@ -148,7 +151,7 @@ def dots_output(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tenso
     return rows.new_empty(shape, dtype=math_dtype(rows.dtype))
 
 
-def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:
+def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor | NotImplementedType:
     """`definitions.row_dots`."""
     if rows.dtype != x.dtype or not takes_rows(rows, row_map):
         return NotImplemented
@@ -164,7 +167,7 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def _routes(logits: Tensor, top_k: int, groups: int = 1) -> bool:
-    """Whether the router's kernels take the logits."""
+    """Whether the router's kernels support the logits."""
     tokens, experts = logits.shape
     fits = experts <= MAX_GROUPS and top_k <= _MAX_TOP_K and groups <= 32
     fits = fits and logits.dtype == torch.float32 and 0 < tokens * max(experts, 32) < _INDEX
@@ -178,15 +181,10 @@ def route_outputs(logits: Tensor, expert_bias: Any, top_k: int, *_: Any) -> tupl
 
 
 def route(
-    logits: Tensor,
-    expert_bias: Tensor | None,
-    top_k: int,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-    groups: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, expert_bias: Tensor | None, top_k: int, *options: Any
+) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.route`."""
+    score_function, normalize, scaling_factor, groups = options
     if not _routes(logits, top_k, groups[0]):
         return NotImplemented
     tokens, experts = logits.shape
@@ -202,14 +200,10 @@ def route(
 
 
 def route_backward(
-    dprobs: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-) -> Tensor:
+    dprobs: Tensor, logits: Tensor, ids: Tensor, *options: Any
+) -> Tensor | NotImplementedType:
     """`formulas.router_probs_backward`."""
+    score_function, normalize, scaling_factor = options
     top_k = ids.shape[1]
     if not _routes(logits, top_k):
         return NotImplemented

@@ -129,21 +129,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids ``[T, top_k]`` of the experts chosen by logits ``[T, E]``.
 
-    ``groups`` are number, kept and scores summed, as in :func:`fusible.formulas.choose_experts`.
+    ``groups`` are the last arguments of :func:`fusible.formulas.choose_experts`.
     """
     ids = formulas.choose_experts(logits, expert_bias, top_k, score_function, *groups)
     probs = formulas.router_probs(logits, ids, score_function, normalize, scaling_factor)
     return probs, ids
-
-
-def route_backward(
-    dprobs: Tensor,
-    logits: Tensor,
-    ids: Tensor,
-    score_function: str,
-    normalize: bool,
-    scaling_factor: float,
-) -> Tensor:
-    """The gradient of ``logits``."""
-    options = score_function, normalize, scaling_factor
-    return formulas.router_probs_backward(dprobs, logits, ids, *options)

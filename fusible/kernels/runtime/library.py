@@ -28,7 +28,7 @@ _TYPES = {
 
 def define(
     definition: Callable[P, R],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
     cuda: Sequence[Callable[..., Any]] = (),
     flops: Formula | None = None,
     name: str = "",
@@ -36,10 +36,11 @@ def define(
     """Register ``definition`` as the op ``fusible::<name>``, by default its own; return its caller.
 
     The op has the signature of its definition: a NamedTuple stands for its fields, ``out`` is
-    written to, and keyword-only arguments, which only a direct call uses, are left out. ``cuda``
-    are the implementations for CUDA, the preferred one first. Each returns NotImplemented for
-    arguments that it does not support; what none supports runs by the definition. ``flops`` gives
-    the number of floating-point operations from the arguments of the op, if it multiplies.
+    written to, and keyword-only arguments, which only a direct call uses, are left out. ``fake``
+    gives the results' shapes; an op without results has none. ``cuda`` are the implementations for
+    CUDA, the preferred one first. Each returns NotImplemented for arguments that it does not
+    support; if none does, the definition runs. ``flops`` gives the number of floating-point
+    operations from the arguments of the op, if it multiplies.
 
     The function runs the implementation itself where PyTorch's dispatcher would run nothing else,
     as `is_direct` finds from the first tensor.
@@ -74,11 +75,17 @@ def define(
     _library.define(_schema(name, parameters, types["return"]))
     _library.impl(name, _of_fields(definition, structs), "CPU")
     _library.impl(name, _of_fields(on_cuda, structs), "CUDA")
-    torch.library.register_fake(f"fusible::{name}", _of_fields(fake, structs), lib=_library)
+    torch.library.register_fake(
+        f"fusible::{name}", _of_fields(fake or _nothing, structs), lib=_library
+    )
     if flops is not None:
         count_flops(name, flops)
     op = getattr(torch.ops.fusible, name).default
     return call
+
+
+def _nothing(*_: object) -> None:
+    """The fake of an op that only writes to its arguments, or only checks them."""
 
 
 def _first_of(*implementations: Callable[..., Any]) -> Callable[..., Any]:

@@ -498,7 +498,6 @@ def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) ->
 wgrad = define(_wgrad, _wgrad_output, flops=_wgrad_flops, name="sm100_wgrad")
 wgrad_ = define(
     _wgrad_,
-    lambda *_: None,
     flops=lambda out, *operands: _wgrad_flops(*operands),
     name="sm100_wgrad_",
 )

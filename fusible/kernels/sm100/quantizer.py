@@ -10,6 +10,7 @@ groups alone decide.
 
 from __future__ import annotations
 
+from types import NotImplementedType
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ def _cuda(
     sums: torch.dtype | None,
     row_scale: Tensor | None,
     amax: Tensor | None,
-) -> Pieces:
+) -> Pieces | NotImplementedType:
     size = padded.size
     if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
         return NotImplemented
