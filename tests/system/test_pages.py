@@ -35,6 +35,14 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if not list(ROOT.glob(name))] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_profiler_ranges_that_a_page_names_are_those_of_ops(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    sources = "".join(path.read_text() for path in (ROOT / "fusible").rglob("*.py"))
+    for name in re.findall(r"`fusible::(\w+) \[", text):
+        assert f"class {name}(" in sources + text, f"{page.name} has a range of {name}"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub and the site give to a page's headings."""
     headings = re.findall(
