@@ -9,9 +9,13 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_transformed() -> bool:
-    """Whether ``torch.func`` transforms what runs."""
-    return torch._C._are_functorch_transforms_active()
+def is_intercepted() -> bool:
+    """Whether something else sees calls: `is_traced`, or a transform of ``torch.func``."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def is_direct(x: object) -> bool:
@@ -24,7 +28,7 @@ def is_direct(x: object) -> bool:
     return (
         type(x) is Tensor
         and x.is_cuda
-        # `is_traced` and `is_transformed`, without their calls
+        # `is_intercepted`, without its call
         and not (
             torch.compiler.is_dynamo_compiling()
             or torch._C._len_torch_dispatch_stack() > 0

@@ -14,6 +14,7 @@ from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
+from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
@@ -25,8 +26,8 @@ from fusible.ops import (
     ScaledSiTUGLU,
     ScaledSwiGLU,
 )
-from fusible.ops.grouped_direct import DirectMLP, has_default_gradients
-from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand, glu_of
+from fusible.ops.grouped_direct import DirectGLU, DirectMLP, plan_needs_no_checks
+from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand
 from fusible.ops.grouped_linear import SavedLinear, matrix_for
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import with_rows_of
@@ -80,6 +81,14 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, ScaledGLU]
 
+    def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
+        """As a node of its own with the unfused backward, which both ops take part in."""
+        (linear, act), (needs, act_needs) = self._basic_ops, plan.grad
+        together = needs.requires_grad == act_needs.requires_grad
+        if not (together and plan_needs_no_checks(call, linear)):
+            return None
+        return DirectGLU(call, act, (linear, needs))
+
     def forward_impl(
         self,
         ctxs: Sequence[OperationContext],
@@ -111,11 +120,12 @@ class GroupedMLP(FusedOperation):
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation, scales"
         self._parts = fc1, act, fc2
 
-    def direct(self, plan: Plan) -> DirectMLP | None:
-        """Plain linears, with the library's kernels."""
+    def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
+        """With the library's kernels, as a node of its own."""
         fc1, act, fc2 = self._parts
-        fits = self.kernels is LIBRARY and has_default_gradients(fc1) and has_default_gradients(fc2)
-        return DirectMLP(fc1, glu_of(act), fc2, plan.grad) if fits else None
+        if not (self.kernels is LIBRARY and plan_needs_no_checks(call, fc1, fc2)):
+            return None
+        return DirectMLP(call, act, (fc1, plan.grad[0]), (fc2, plan.grad[2]))
 
     def forward_impl(
         self,

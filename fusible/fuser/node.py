@@ -405,7 +405,7 @@ def _refuse_second_derivatives() -> None:
 
 
 class _DirectFunction(torch.autograd.Function):
-    """A plan of one op by its :class:`Direct`."""
+    """A plan by its :class:`Direct`."""
 
     @staticmethod
     def forward(fctx: Any, schedule: Schedule, prepared: Any, *operands: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ class _DirectFunction(torch.autograd.Function):
         schedule = fctx.schedule
         backward = schedule.direct.backward
         if _is_profiled():
-            backward = record_function(f"{schedule.backward[0].label} backward")(backward)
+            backward = record_function(f"{schedule.forward[0].label} backward")(backward)
         return None, None, *backward(fctx.saved_tensors, grad_output, fctx.held)
 
 
@@ -434,7 +434,7 @@ def _direct_forward(
 
 
 def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) -> Tensor:
-    """The output of the only op by its :class:`Direct`, ``prepared`` for these operands."""
+    """The output of a run by its :class:`Direct`, ``prepared`` for these operands."""
     if schedule.plan.grad[-1].requires_grad:
         return _DirectFunction.apply(schedule, prepared, *operands)
     return _direct_forward(schedule, prepared, operands)[0]

@@ -349,7 +349,7 @@ class Run:
             dtypes=(*[dtype for dtype, *_ in call.inputs], *call.param_dtypes),
             params=slices(len(call.inputs), call.param_counts),
             kernels=[(i, s.kernels) for i, s in enumerate(plan.kernels) if s is not None],
-            direct=self._direct(plan),
+            direct=self._direct(plan, call),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
@@ -378,16 +378,14 @@ class Run:
         run.paths = self.paths[ops]
         return {"call": run}, outputs
 
-    def _direct(self, plan: Plan) -> Direct | None:
+    def _direct(self, plan: Plan, call: PlanKey) -> Direct | None:
         if plan.recipe is not None or plan.autocast_dtype is not None or self.wiring.public:
             return None
-        if len(plan.forward_ops) > 1 or len(plan.backward_ops) > 1:
+        forward, *others = [op for op, _ in plan.forward_ops]
+        backward = tuple([op for op, _ in plan.backward_ops])
+        if others or backward not in ((forward,), forward.basic_ops):
             return None
-        dtype = plan.facts[0].input.dtype
-        if any(of_op.param_dtype not in (None, dtype) for of_op in plan.facts):
-            return None  # the op casts its input
-        ((forward, _),) = plan.forward_ops
-        return forward.direct(plan)
+        return forward.direct(plan, call)
 
     def plan_for(self, call: PlanKey, target: Target) -> Plan:
         """The plan of a call on a target. A user's fusion functions run once for all targets."""

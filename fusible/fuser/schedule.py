@@ -51,7 +51,7 @@ class ScheduledStep(NamedTuple):
 
 
 class Direct(Protocol):
-    """A faster path for a plan of one op: an autograd function without contexts, to save host time.
+    """A faster path for a plan with one op in the forward: an autograd function without contexts.
 
     The operands are the inputs and then the parameters. The results are those of the op.
     """

@@ -1,77 +1,94 @@
-"""Grouped linears and grouped MLPs on Hopper as one autograd node each, with the least host time.
+"""Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
-They run calls that need nothing but the kernels; the fused ops run all others.
+This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
+gradient elsewhere than in autograd. Whether a call is one is decided here alone: what the plan key
+and the ops determine by `plan_needs_no_checks`, when the plan is made, and what only the tensors of
+a call can tell by `_Direct._need_no_checks`. All other calls run by the ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusible.calls import is_intercepted
 from fusible.fuser.plan import GradNeeds
+from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.tracing import keeps_graph
-from fusible.kernels import grouped, sm90
-from fusible.kernels.grouped import Glu
-from fusible.kernels.sm90 import tiles
+from fusible.kernels import grouped
+from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, cached_products
+from fusible.kernels.sm90.operands import DTYPE_NAMES, supports
+from fusible.ops.grouped_kernels import glu_of
+from fusible.ops.op import Grads
+from fusible.ops.scaled_activation import in_pieces
+
+Products = Sequence[tuple[Any, Any]]
+"""Of each linear the products of its weight, and the weight as these take it."""
+Dense = Iterable[tuple[Sequence[Tensor], tuple[int, ...], int]]
+"""Operands that are matrices or vectors in one piece of memory: the tensors, the shape of each, and
+how many bytes after one the next begins."""
 
 
-def has_default_gradients(linear: Any) -> bool:
-    """Whether a linear is its product alone and hands all its gradients to autograd."""
-    return not (
-        linear.has_bias
-        or linear.accumulate_into_main_grad
-        or linear.delay_wgrad_compute
-        or linear.split_alignment > 1
-    )
+def plan_needs_no_checks(call: PlanKey, *linears: Any) -> bool:
+    """Whether calls of a plan need no checks, as far as its ops and plan key determine it.
+
+    The inputs are those of :class:`DirectLinear`, :class:`DirectGLU` or :class:`DirectMLP`.
+    """
+    (dtype, device, _), (sizes_dtype, *_) = call.inputs[:2]
+    return (
+        all([on == device for _, on, _ in call.inputs])
+        and all([of_param == dtype for of_param in call.param_dtypes])
+        and sizes_dtype in (torch.int64, torch.int32)
+        and all([DTYPE_NAMES.get(scales) in limits.SCALE_DTYPES for scales, *_ in call.inputs[2:3]])
+        and all([supports(device, dtype, op.in_features, op.out_features) for op in linears])
+        and not any([
+            op.scale_bias or op.accumulates_grads or op.split_alignment > 1 for op in linears
+        ])
+    )  # fmt: skip
 
 
-class _Direct:
-    """The products of some linears, found once for few rows and once for many."""
+class _Linear:
+    """A linear of the plan: its products, and where its parameters are."""
 
-    def __init__(self, *linears: Any) -> None:
-        self._linears = linears
-        self._shapes = [
-            (linear.num_groups, linear.out_features, linear.in_features) for linear in linears
+    def __init__(
+        self, op: Any, needs: GradNeeds, call: PlanKey, first_param: int, first_weight: int
+    ) -> None:
+        self.op, self.needs = op, needs
+        dtype, device, _ = call.inputs[0]
+        _, rows, depth = shape = op.num_groups, op.out_features, op.in_features
+        strides = rows * depth, depth, 1
+        self.products: list[Any] = [  # for groups of few rows, and of many
+            cached_products(device, dtype, shape, strides, False, many) for many in (False, True)
         ]
-        self._groups, _, self._features = self._shapes[0]
-        self._by_row_count: dict[bool, Any] = {}
+        self.weights = slice(first_param, first_param + op.num_weights)
+        self.saved_weights = slice(first_weight, first_weight + op.num_weights)
+        self.biases = slice(self.weights.stop, first_param + len(op.own_parameter_names()))
+        size = dtype.itemsize
+        self._weight = (shape, 0) if op.single_grouped_weight else (shape[1:], strides[0] * size)
+        self._bias = (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
 
-    def _takes(self, x: Tensor, split_sizes: Tensor) -> bool:
-        """Whether these are the input and the groups' sizes, whose values no check reads."""
-        return (
-            x.shape[-1] == self._features
-            and split_sizes.shape == (self._groups,)
-            and split_sizes.dtype in (torch.int64, torch.int32)
-            and split_sizes.is_contiguous()
-            and split_sizes.device == x.device
-            and not grouped.checks_enabled()
-        )
+    def dense_params(self, params: Sequence[Tensor]) -> Dense:
+        """Its weights and biases among all parameters."""
+        weights = params[self.weights], *self._weight
+        return (weights, (params[self.biases], *self._bias)) if self.op.has_bias else (weights,)
 
-    def _products(self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> Any:
-        """The products, each with its weight, that run these operands, or None."""
-        many = tiles.has_many_rows(rows[0].shape[0], self._groups)
-        found = self._by_row_count.get(many)
-        if found is None or not sm90.still_fits(
-            rows, [w[0] for w in weights if len(w) == 1], self._shapes
-        ):
-            found = sm90.find_products(rows, *zip(self._shapes, weights, strict=True))
-            # A weight gradient has its weight's layout; these products write contiguous ones only.
-            if found is None or not all([w[0].is_contiguous() for w in weights]):
-                return None
-            self._by_row_count[many] = found
-        return [(p, p.weight_address(w)) for p, w in zip(found, weights, strict=True)]
+    def dense_weights(self, saved: Sequence[Tensor]) -> Dense:
+        """Its weights among those that were saved."""
+        return ((saved[self.saved_weights], *self._weight),)
 
-    def _backward_products(
-        self, rows: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]
-    ) -> Any:
-        """The rows and the products, by library ops where no other runs these operands."""
-        found = self._products(rows, weights)
-        if found is not None:
-            return rows, found
-        return rows, [(_LIBRARY_PRODUCTS, w) for w in weights]
+    def param_grads(self, products: Any, dy: Tensor, x: Tensor, ends: Tensor) -> Grads:
+        """The gradients of the weights and of the biases."""
+        op, needed = self.op, self.needs.params
+        grads: Grads = (None,) * op.num_weights
+        if needed[0]:
+            grads = op.as_weight_grads(products.wgrad(dy, x, ends))
+        if not op.has_bias:
+            return grads
+        return (*grads, *op.as_bias_grads(grouped.grouped_sum(dy, ends) if needed[-1] else None))
 
 
 class _LibraryProducts:
@@ -89,85 +106,190 @@ class _LibraryProducts:
 _LIBRARY_PRODUCTS = _LibraryProducts()
 
 
+class _Direct:
+    """What the plans of this path share; see `fusible.fuser.schedule.Direct`."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, call: PlanKey, act: Any, *linears: tuple[Any, GradNeeds]) -> None:
+        self._act, self._glu = act, None if act is None else glu_of(act)
+        self._linears: list[_Linear] = []
+        first_param, first_weight = 0, 0
+        for op, needs in linears:
+            self._linears.append(_Linear(op, needs, call, first_param, first_weight))
+            first_param += len(op.own_parameter_names())
+            first_weight += op.num_weights
+        self._dtype, self._device, _ = call.inputs[0]
+        self._groups, self._features = linears[0][0].num_groups, linears[0][0].in_features
+
+    def _need_no_checks(self, dense: Dense, vectors: Iterable[tuple[Tensor, int]] = ()) -> bool:
+        """Whether kernels can read all operands where they are, and nothing else sees the call.
+
+        ``vectors`` are tensors of any dtype with the number of their elements.
+        """
+        if is_intercepted() or grouped.checks_enabled():
+            return False
+        dtype, device = self._dtype, self._device
+        for tensors, shape, step in dense:
+            for t in tensors:
+                if not (
+                    type(t) in TENSOR_TYPES
+                    and t.shape == shape
+                    and t.is_contiguous()
+                    and t.dtype == dtype
+                    and t.device == device
+                ):
+                    return False
+            first = tensors[0].data_ptr()
+            if first % limits.ALIGNMENT_BYTES:
+                return False
+            if step:
+                stop = first + step * len(tensors)
+                if [t.data_ptr() for t in tensors] != [*range(first, stop, step)]:
+                    return False
+        for t, size in vectors:
+            if not (
+                type(t) in TENSOR_TYPES
+                and t.shape == (size,)
+                and t.is_contiguous()
+                and t.device == device
+            ):
+                return False
+        return True
+
+    def prepared(self, x: Tensor, split_sizes: Tensor, *rest: Tensor) -> Any:
+        """The products, weights and biases that run these operands, or None."""
+        if x.dim() != 2 or x.shape[0] == 0:
+            return None
+        rows, groups = x.shape[0], self._groups
+        params = rest[self.num_extra_inputs - 1 :]
+        dense = [((x,), (rows, self._features), 0)]
+        for linear in self._linears:
+            dense += linear.dense_params(params)
+        vectors = [(split_sizes, groups)]
+        if self.num_extra_inputs > 1:
+            vectors.append((rest[0], rows))
+        if not self._need_no_checks(dense, vectors):
+            return None
+        many = tiles.has_many_rows(rows, groups)
+        return [
+            (
+                linear.products[many],
+                params[linear.weights.start].data_ptr(),
+                params[linear.biases.start] if linear.op.has_bias else None,
+            )
+            for linear in self._linears
+        ]
+
+    def _backward_products(
+        self, matrices: Sequence[tuple[Tensor, int]], weights: Sequence[Tensor]
+    ) -> Products:
+        """The products of each linear for operands of a backward, whose rows these are."""
+        rows = matrices[0][0].shape[0]
+        dense = [((t,), (rows, features), 0) for t, features in matrices]
+        for linear in self._linears:
+            dense += linear.dense_weights(weights)
+        if not self._need_no_checks(dense):
+            return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
+        many = tiles.has_many_rows(rows, self._groups)
+        return [
+            (linear.products[many], weights[linear.saved_weights.start].data_ptr())
+            for linear in self._linears
+        ]
+
+
 class DirectLinear(_Direct):
-    """One ``GroupedLinear``: operands ``x, split_sizes, *weights``."""
+    """One ``GroupedLinear``: operands ``x, split_sizes, *params``."""
 
-    def __init__(self, linear: Any, needs: GradNeeds) -> None:
-        super().__init__(linear)
-        self._needs = needs
-
-    def prepared(self, *operands: Tensor) -> Any:
-        """The product that runs these operands, or None."""
-        x, split_sizes, *weights = operands
-        return self._products([x], [weights]) if self._takes(x, split_sizes) else None
-
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(
+        self, prepared: Any, x: Tensor, split_sizes: Tensor, *params: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
-        x, split_sizes, *weights = operands
-        ((product, w),) = prepared
-        ends = product.ends(split_sizes, x.shape[0])
-        return product.forward(x, w, ends), (x, ends, *weights)
+        ((products, w, bias),) = prepared
+        ends = products.ends(split_sizes, x.shape[0])
+        weights = params[self._linears[0].weights]
+        return products.forward(x, w, ends, bias), (x, ends, *weights)
 
     def backward(
         self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of the operands; ``held`` says that others may read what was saved."""
+        """The gradients of the operands."""
         x, ends, *weights = saved
-        (dy, x), ((product, w),) = self._backward_products([grad_output, x], [weights])
-        dx = product.dgrad(dy, w, ends) if self._needs.input else None
-        dweights: Sequence[Tensor | None] = [None] * len(weights)
-        if self._needs.params[0]:
-            dweights = self._linears[0].as_weight_grads(product.wgrad(dy, x, ends))
-        return dx, None, *dweights
+        (linear,), dy = self._linears, grad_output
+        features = linear.op.out_features
+        rows = (dy, features), (x, self._features)
+        ((products, w),) = self._backward_products(rows, weights)
+        dx = products.dgrad(dy, w, ends) if linear.needs.input else None
+        return dx, None, *linear.param_grads(products, dy, x, ends)
+
+
+class DirectGLU(_Direct):
+    """A ``GroupedLinear`` and a scaled activation: ``x, split_sizes, scales, *params``.
+
+    Both need gradients, or neither.
+    """
+
+    num_extra_inputs = 2
+
+    def forward(
+        self, prepared: Any, x: Tensor, split_sizes: Tensor, scales: Tensor, *params: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and what the backward reads."""
+        ((products, w, bias),) = prepared
+        ends = products.ends(split_sizes, x.shape[0])
+        (linear,) = self._linears
+        save_preact = linear.needs.requires_grad
+        preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
+        return out, (x, ends, scales, preact, *params[linear.weights])
+
+    def backward(
+        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands."""
+        x, ends, scales, preact, *weights = saved
+        (linear,), features = self._linears, preact.shape[1]
+        dy, dscales = in_pieces(self._act.grads, grad_output, preact, scales)
+        rows = (dy, features), (x, self._features)
+        ((products, w),) = self._backward_products(rows, weights)
+        dx = products.dgrad(dy, w, ends) if linear.needs.input else None
+        return dx, None, dscales, *linear.param_grads(products, dy, x, ends)
 
 
 class DirectMLP(_Direct):
-    """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *weights``."""
+    """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *params``."""
 
-    def __init__(self, fc1: Any, glu: Glu, fc2: Any, needs: Sequence[GradNeeds]) -> None:
-        super().__init__(fc1, fc2)
-        self._glu, self._cut = glu, fc1.num_weights
-        self._needs1, _, self._needs2 = needs
+    num_extra_inputs = 3
 
-    def prepared(self, *operands: Tensor) -> Any:
-        """The products that run these operands, or None."""
-        x, split_sizes, scales, _, *weights = operands
-        if not (
-            scales.shape == x.shape[:1]
-            and scales.is_floating_point()
-            and scales.is_contiguous()
-            and scales.device == x.device
-            and self._takes(x, split_sizes)
-        ):
-            return None
-        return self._products([x], [weights[: self._cut], weights[self._cut :]])
-
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(
+        self,
+        prepared: Any,
+        x: Tensor,
+        split_sizes: Tensor,
+        scales: Tensor,
+        _: Tensor,
+        *params: Tensor,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """The output, and what the backward reads."""
-        x, split_sizes, scales, _, *weights = operands
-        (first, w1), (second, w2) = prepared
+        (first, w1, bias1), (second, w2, bias2) = prepared
         ends = first.ends(split_sizes, x.shape[0])
-        save_preact = self._needs2.requires_grad
-        preact, hidden = first.glu(x, w1, ends, scales, self._glu, None, save_preact)
-        return second.forward(hidden, w2, ends), (x, ends, scales, preact, *weights)
+        fc1, fc2 = self._linears
+        save_preact = fc2.needs.requires_grad
+        preact, hidden = first.glu(x, w1, ends, scales, self._glu, bias1, save_preact)
+        y = second.forward(hidden, w2, ends, bias2)
+        return y, (x, ends, scales, preact, *params[fc1.weights], *params[fc2.weights])
 
     def backward(
         self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of the operands; ``held`` says that others may read what was saved."""
+        """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
-        (fc1, fc2), cut = self._linears, self._cut
-        (dy, x, preact), ((first, w1), (second, w2)) = self._backward_products(
-            [grad_output, x, preact], [weights[:cut], weights[cut:]]
-        )
+        (fc1, fc2), dy = self._linears, grad_output
+        rows = (dy, fc2.op.out_features), (x, self._features), (preact, fc1.op.out_features)
+        (first, w1), (second, w2) = self._backward_products(rows, weights)
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )
-        dweights: list[Tensor | None] = [None] * len(weights)
-        if self._needs2.params[0]:
-            dweights[cut:] = fc2.as_weight_grads(second.wgrad(dy, hidden, ends))
+        params2 = fc2.param_grads(second, dy, hidden, ends)
         del hidden  # its memory serves what follows
-        dx = first.dgrad(dpreact, w1, ends) if self._needs1.input else None
-        if self._needs1.params[0]:
-            dweights[:cut] = fc1.as_weight_grads(first.wgrad(dpreact, x, ends))
-        return dx, None, dscales, None, *dweights
+        dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
+        return dx, None, dscales, None, *fc1.param_grads(first, dpreact, x, ends), *params2

@@ -13,9 +13,10 @@ from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
+from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
 from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_direct import DirectLinear, has_default_gradients
+from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
 from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
 from fusible.ops.inputs import (
     check_features,
@@ -245,11 +246,13 @@ class GroupedLinear(WeightedOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
-    def direct(self, plan: Plan) -> DirectLinear | None:
-        """A plain linear that the SM90 kernels run."""
+    def direct(self, plan: Plan, call: PlanKey) -> DirectLinear | None:
+        """With the library's kernels, as a node of its own."""
         (selected,) = plan.kernels
-        fits = selected is not None and selected.kernels is LIBRARY and has_default_gradients(self)
-        return DirectLinear(self, plan.grad[0]) if fits else None
+        fits = selected is not None and selected.kernels is LIBRARY
+        if not (fits and plan_needs_no_checks(call, self)):
+            return None
+        return DirectLinear(call, None, (self, plan.grad[0]))
 
     def get_grad_output_quantizer(self) -> Any:
         """That of the weights; by this op itself if it has a bias, whose gradients sum values."""

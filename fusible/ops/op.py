@@ -16,6 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes
 from fusible.fuser.node import kind_of
 from fusible.fuser.plan import GradNeeds, Plan
+from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import Direct
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
@@ -189,10 +190,11 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
-    def direct(self, plan: Plan) -> Direct | None:
-        """A shorter way to run a plan of this op alone, or None.
+    def direct(self, plan: Plan, call: PlanKey) -> Direct | None:
+        """A faster path for a plan whose forward is this op alone, or None.
 
-        Asked once for each plan, in high precision and outside of autocast.
+        Asked once for each plan, in high precision and outside of autocast. The backward is this
+        op's too, or that of its basic ops.
         """
         return None
 

@@ -1,11 +1,9 @@
 """Plans that run as one node without contexts give what the ops give, and take nothing else."""
 
-from contextlib import nullcontext
-
 import pytest
 import reference as ref
 import torch
-from sm90_launches import is_direct, sm90_on_cpu
+from sm90_launches import is_direct, ops_only, sm90_on_cpu
 
 import fusible as fz
 from fusible.fuser import run as fuser_run
@@ -24,15 +22,20 @@ def mlp(**options):
     return ref.grouped_mlp(GROUPS, HIDDEN, INNER, BF16, **options)
 
 
+def glu(**options):
+    return fz.Sequential(linear(out=2 * INNER, **options), fz.ScaledSwiGLU())
+
+
 def inputs(model):
     torch.manual_seed(3)
     x = torch.randn(ROWS, HIDDEN).to(BF16).requires_grad_()
     splits, scales = torch.tensor([3, 0, 4, 1]), torch.rand(ROWS, requires_grad=True)
-    return (x, splits, scales, splits) if isinstance(model, fz.Sequential) else (x, splits)
+    given = x, splits, scales, splits
+    return given[: 1 + model.num_extra_inputs]
 
 
 def call(model, given, prepared=True, **kwargs):
-    with assume_target("sm90"), sm90_on_cpu() if prepared else nullcontext():
+    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
         return model(*given, **kwargs)
 
 
@@ -41,7 +44,7 @@ def leaves(model, given):
 
 
 def gradients(model, given, y, prepared=True, **options):
-    with assume_target("sm90"), sm90_on_cpu() if prepared else nullcontext():
+    with assume_target("sm90"), sm90_on_cpu() if prepared else ops_only():
         return torch.autograd.grad(y, leaves(model, given), torch.ones_like(y), **options)
 
 
@@ -51,20 +54,37 @@ def both(model, given, prepared):
     return y, *gradients(model, given, y, prepared)
 
 
-@pytest.mark.parametrize("build", [linear, mlp])
+def with_biases(model):
+    for name, p in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(p)
+    return model
+
+
+BIASES = {
+    "no bias": {},
+    "bias": {"bias": True, "single_grouped_bias": True},
+    "separate biases": {"bias": True},
+}
+
+
+@pytest.mark.parametrize("build", [linear, glu, mlp])
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
-@pytest.mark.parametrize("frozen", ["", "inputs", "weights"])
-def test_equals_the_op(build, single, frozen):
-    model = build(single_grouped_weight=single)
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("frozen", ["", "inputs", "weight", "bias"])
+def test_equals_the_op(build, single, bias, frozen):
+    model = with_biases(build(single_grouped_weight=single, **BIASES[bias]))
     given = inputs(model)
-    for t in {"": (), "inputs": given[::2], "weights": model.parameters()}[frozen]:
-        t.requires_grad_(False)
+    for name, t in [("inputs", t) for t in given[::2]] + [*model.named_parameters()]:
+        if frozen and frozen in name:
+            t.requires_grad_(False)
     ref.assert_equal(both(model, given, True), both(model, given, False))
 
 
-@pytest.mark.parametrize("build", [linear, mlp])
-def test_without_gradients(build):
-    model = build()
+@pytest.mark.parametrize("build", [linear, glu, mlp])
+@pytest.mark.parametrize("bias", BIASES)
+def test_without_gradients(build, bias):
+    model = with_biases(build(**BIASES[bias]))
     given = inputs(model)
     directly = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
@@ -76,13 +96,26 @@ def test_without_gradients(build):
     assert torch.equal(y, call(model, given, prepared=False))
 
 
-@pytest.mark.parametrize("build", [linear, mlp])
+@pytest.mark.parametrize("build", [linear, glu, mlp])
 def test_a_graph_that_is_kept(build):
     model = build()
     given = inputs(model)
     y = call(model, given)
     first, again = (gradients(model, given, y, retain_graph=keep) for keep in (True, False))
     ref.assert_equal(first, again)
+
+
+def test_only_scales_that_need_a_gradient():
+    """Then the linear has no backward, and saves nothing."""
+    model = glu()
+    x, splits, scales = inputs(model)
+    model.requires_grad_(False)
+    given = x.detach(), splits, scales
+    y = call(model, given)
+    assert not is_direct(y)
+    (got,) = gradients(model, given, y)
+    (want,) = gradients(model, given, call(model, given, False), False)
+    assert torch.equal(got, want)
 
 
 def test_differentiating_twice_is_refused():
@@ -127,32 +160,73 @@ def transposed():
     return model
 
 
+def apart():
+    """Its biases are in memory one by one, as after ``load_state_dict(assign=True)``."""
+    model = with_biases(linear(bias=True))
+    for name in ("bias0", "bias2"):
+        setattr(model, name, torch.nn.Parameter(getattr(model, name).detach().clone()))
+    return model
+
+
+def out_of_order():
+    """Its weights are in one piece of memory, the last one first."""
+    model = linear(single_grouped_weight=False)
+    memory = torch.stack([getattr(model, f"weight{e}").detach() for e in range(GROUPS)]).flip(0)
+    for e, part in enumerate(memory.unbind(0)):
+        setattr(model, f"weight{GROUPS - 1 - e}", torch.nn.Parameter(part))
+    return model
+
+
+class Wrapped(torch.Tensor):
+    """A subclass, whose memory may not hold its values."""
+
+
+def strided(t):
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def unaligned(t):
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
 @pytest.mark.parametrize(
     ("build", "change"),
     [
-        (lambda: mlp(bias=True), None),
+        (lambda: linear(bias=True, scale_bias=True), None),
         (lambda: linear(split_alignment=2), lambda x, s: (x, torch.tensor([2, 4, 0, 2]))),
         (lambda: linear(delay_wgrad_compute=True), None),
         (transposed, None),
+        (apart, None),
+        (out_of_order, None),
         (linear, lambda x, splits: (x[None], splits)),
-        (mlp, lambda x, a, scales, b: (x, a, torch.stack([scales, scales], 1)[:, 0], b)),
+        (linear, lambda x, splits: (strided(x), splits)),
+        (linear, lambda x, splits: (unaligned(x), splits)),
+        (linear, lambda x, splits: (x[:0], splits * 0)),
+        (linear, lambda x, splits: (x, strided(splits))),
+        (linear, lambda x, splits: (x, splits.as_subclass(Wrapped))),
+        (mlp, lambda x, a, scales, b: (x, a, strided(scales), b)),
+        (glu, lambda x, splits, scales: (x, splits, scales.as_subclass(Wrapped))),
     ],
-    ids=["bias", "alignment", "delayed", "transposed", "3-D", "strided scales"],
-)
+    ids=[
+        "scaled bias", "alignment", "delayed", "transposed", "apart", "order", "3-D", "strided x",
+        "unaligned x", "no rows", "strided sizes", "sizes of a subclass", "strided scales",
+        "scales of a subclass",
+    ],
+)  # fmt: skip
 def test_what_asks_for_more_goes_the_op_s_way(build, change):
     model = build()
     given = inputs(model)
     given = given if change is None else change(*given)
-    want = call(model, given, prepared=False)
     got = call(model, given)
     assert not is_direct(got)
-    assert torch.equal(got, want)
+    assert torch.equal(got, call(model, given, prepared=False))
 
 
 def test_buffers_of_the_caller_and_checks_go_the_op_s_way():
     model = mlp()
     given, out = inputs(model), torch.empty(ROWS, HIDDEN, dtype=BF16)
-    want = call(model, given, prepared=False)
+    want = call(model, given)
+    assert is_direct(want)
     got = call(model, given, op_kwargs={2: {"output": out}})
     assert not is_direct(got)
     assert torch.equal(out, want)

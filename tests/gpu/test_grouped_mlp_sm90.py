@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 from checks import graph_of, hopper, launched, never_waiting
+from sm90_launches import is_direct
 
 import fusible as fz
-from fusible.kernels import sm90
+from fusible.ops import grouped_direct
 from fusible.testing import assume_target
 
 pytestmark = hopper
@@ -19,14 +20,16 @@ SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
 TAIL = 60
 
 
-def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False, **options):
+def build(
+    act, single=True, bias=True, scale_bias=True, dtype=torch.bfloat16, transposed=False, **options
+):
     torch.manual_seed(0)
     options |= {"device": "cuda", "dtype": dtype, "bias": bias}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
     mlp = fz.Sequential(
         fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
         act,
-        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=bias, **options),
+        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=scale_bias, **options),
     )
     for fc in (mlp[0], mlp[2]):
         for name, p in list(fc.named_parameters()):
@@ -173,17 +176,15 @@ def test_cuda_graph_replay_with_other_splits(single):
 
 @pytest.mark.parametrize("act", [fz.ScaledSwiGLU(), fz.ScaledClampedQGeGLU(32)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"single": False}], ids=str)
-def test_prepared_launches_are_the_checked_ones(act, options, monkeypatch):
-    mlp = build(copy.deepcopy(act), bias=False, **options)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_prepared_launches_are_the_checked_ones(act, options, bias, monkeypatch):
+    mlp = build(copy.deepcopy(act), bias=bias, scale_bias=False, **options)
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
-    made = []
-    whole = sm90.find_products
-    monkeypatch.setattr(sm90, "find_products", lambda *a: made.append(whole(*a)) or made[-1])
+    assert is_direct(mlp(x, splits, scales, splits))
     prepared = step(mlp, x, scales, splits, dy)
-    assert made
-    assert None not in made
-    monkeypatch.setattr(sm90, "find_products", lambda *_: None)
+    monkeypatch.setattr(grouped_direct, "is_intercepted", lambda: True)
+    assert not is_direct(mlp(x, splits, scales, splits))
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name
 

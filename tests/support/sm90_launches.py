@@ -18,6 +18,7 @@ from fusible.kernels.grouped import definitions
 from fusible.kernels.runtime import gpu, library
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import Spec
+from fusible.ops import grouped_direct
 
 # The kernels' arguments: see GroupedGemm.__call__.
 NAMES = (
@@ -129,6 +130,14 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
             forget_launches()
 
 
+@contextmanager
+def ops_only() -> Iterator[None]:
+    """Run all plans by their ops, none by the autograd function that has no contexts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_direct, "is_intercepted", lambda: True)
+        yield
+
+
 def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
     patch.setattr(launch, "multiprocessors", lambda _: 132)
@@ -136,9 +145,8 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     patch.setattr(operands, "pointer_table", pointer_table)
-    for module in (checked_products, grouped_products):
+    for module in (checked_products, grouped_products, grouped_direct):
         patch.setattr(module, "supports", supports)
-    patch.setattr(grouped_products, "_runs_as_is", lambda x: x.shape[0] > 0)
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     patch.setattr(gpu, "capability", lambda _: (0, 0))  # of all other kernels
 

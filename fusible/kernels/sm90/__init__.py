@@ -17,10 +17,8 @@ from fusible.kernels.sm90.checked_products import (
     grouped_wgrad,
     grouped_wgrad_,
 )
-from fusible.kernels.sm90.grouped_products import find_products, still_fits
 
 __all__ = [
-    "find_products",
     "group_ends",
     "grouped_dglu",
     "grouped_glu",
@@ -29,5 +27,4 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_",
     "limits",
-    "still_fits",
 ]

@@ -6,23 +6,20 @@ Nothing here checks or copies an operand; `checked_products` does, for operands 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.calls import is_traced, is_transformed
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
-from fusible.kernels.sm90 import limits, tiles
+from fusible.kernels.sm90 import tiles
 from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_tile_sums
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
     check_scale,
     layout,
-    matrices_of,
     supports,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
@@ -153,11 +150,6 @@ class WeightProducts:
             out_pitch=strides[1],
         )
         return launch
-
-    @staticmethod
-    def weight_address(w: Sequence[Tensor]) -> int:
-        """The ``w`` of the methods for a weight of one tensor, or of matrices side by side."""
-        return w[0].data_ptr()
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""
@@ -346,74 +338,3 @@ def cached_products(
     if not (readable and supports(device, dtype, *shape[1:])):
         return None
     return WeightProducts(device, dtype, shape, strides, separate, many_rows)
-
-
-def find_products(
-    rows: Sequence[Tensor], *linears: tuple[tuple[int, ...], Sequence[Tensor]]
-) -> list[WeightProducts] | None:
-    """The products of grouped linears; None if these operands must be checked or copied first.
-
-    ``rows`` are the row operands, matrices with the same number of rows. Each linear is the
-    shape of its weight, ``[groups, N, K]``, and the tensors that it is made of. Gradients are not
-    recorded, whether they are enabled or not.
-    """
-    x = rows[0]
-    dtype, device = x.dtype, x.device
-    if not _runs_as_is(x):
-        return None
-    if not all([_is_contiguous_and_aligned(t, dtype) and t.dim() == 2 for t in rows]):
-        return None
-    found = []
-    for shape, w in linears:
-        matrices = matrices_of(w)
-        if (
-            matrices is None
-            or matrices.shape != shape
-            or (len(w) > 1 and matrices.strides[0] != shape[1] * shape[2])
-            or w[0].dtype != dtype
-            or w[0].device != device
-            or not all([type(t) in TENSOR_TYPES for t in w])
-        ):
-            return None
-        many = tiles.has_many_rows(x.shape[0], shape[0])
-        products = cached_products(device, dtype, shape, matrices.strides, False, many)
-        if products is None:
-            return None
-        found.append(products)
-    return found
-
-
-def still_fits(
-    rows: Sequence[Tensor], weights: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether a cached result of `find_products` holds for these operands.
-
-    It does for matrices on one device and contiguous weights of these shapes, in the dtype and on
-    the device that it was found for.
-    """
-    x = rows[0]
-    dtype, device = x.dtype, x.device
-    if len(weights) != len(shapes) or not _runs_as_is(x):
-        return False
-    for t in rows:
-        if not (_is_contiguous_and_aligned(t, dtype) and t.dim() == 2):
-            return False
-    for w, shape in zip(weights, shapes, strict=True):
-        if not (_is_contiguous_and_aligned(w, dtype) and w.shape == shape and w.device == device):
-            return False
-    return True
-
-
-def _runs_as_is(x: Tensor) -> bool:
-    """Whether ``x`` is on CUDA and has rows, and no tracing or functorch transform is active."""
-    return x.is_cuda and x.shape[0] > 0 and not (is_traced() or is_transformed())
-
-
-def _is_contiguous_and_aligned(t: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel can read ``t`` in place: contiguous, aligned, and no tensor subclass."""
-    return (
-        t.is_contiguous()
-        and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
-        and t.dtype == dtype
-        and type(t) in TENSOR_TYPES
-    )

@@ -27,7 +27,9 @@ DTYPE_NAMES = {
 
 @functools.lru_cache(maxsize=4096)
 def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:
-    """Whether the kernels run on a CUDA device for matrices of ``dtype`` and these features."""
+    """Whether the kernels run on a device for matrices of ``dtype`` and these features."""
+    if device.type != "cuda":
+        return False
     major, minor = capability(device)
     name = DTYPE_NAMES.get(dtype, "")
     return limits.takes(10 * major + minor, name, *features) and has_cutlass()

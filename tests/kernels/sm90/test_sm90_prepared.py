@@ -60,8 +60,9 @@ def test_prepared_launches_are_the_checked_ones(launches, sizes, act, how, bias)
     w, ends, scales = weights(groups, outer, inner, how), torch.zeros(groups).int(), random(rows)
     b = random(groups, outer) if bias else None
     row_scale = random(rows) if bias else None
-    (it,) = grouped_products.find_products([x, dy], ((groups, outer, inner), w))
-    at = it.weight_address(w)
+    strides = (1, outer) if how == "transposed" else (inner, 1)
+    it = products(groups, outer, inner, rows, strides)
+    at = w[0].data_ptr()
     checked, dglu = checked_products, (dy, w, ends, preact, scales, act)
     pairs = (
         (it.forward(x, at, ends, b, row_scale),
@@ -123,6 +124,15 @@ def random(*shape):
     return torch.randn(*shape, dtype=torch.bfloat16)
 
 
+def products(groups, columns, depth, rows, strides=None):
+    """The products with a weight in one piece of memory."""
+    strides = (columns * depth, *(strides or (depth, 1)))
+    many = tiles.has_many_rows(rows, groups)
+    return grouped_products.cached_products(
+        torch.device("cpu"), torch.bfloat16, (groups, columns, depth), strides, False, many
+    )
+
+
 def weights(groups, rows, columns, how):
     if how == "single":
         return [random(groups, rows, columns)]
@@ -135,44 +145,9 @@ def _as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda a: a | {"w": weights(2, 48, 32, "single")},
-        lambda a: a | {"w": [t.clone() for t in weights(2, 64, 32, "separate")]},
-        lambda a: a | {"w": weights(2, 64, 32, "separate")[::-1]},
-        lambda a: a | {"w": [a["w"][0].float()]},
-        lambda a: a | {"w": [random(2, 64, 64)[..., ::2]]},
-        lambda a: a | {"rows": [a["rows"][0][::2]]},
-        lambda a: a | {"rows": [a["rows"][0][:0]]},
-        lambda a: a | {"rows": [a["rows"][0], a["rows"][0].float()]},
-        lambda a: a | {"rows": [random(513)[1:].view(16, 32)]},
-    ],
-    ids=[
-        "shape", "apart", "order", "dtype", "strided", "pitched", "no rows", "rows' dtype",
-        "unaligned",
-    ],
-)  # fmt: skip
-def test_what_is_laid_out_otherwise_is_not_prepared(launches, change):
-    def find_products(w, rows):
-        return grouped_products.find_products(rows, ((2, 64, 32), w))
-
-    def still_fits(w, rows):
-        return grouped_products.still_fits(rows, w, [(2, 64, 32)])
-
-    given = {"w": weights(2, 64, 32, "single"), "rows": [random(16, 32)]}
-    assert find_products(**given) is not None
-    assert find_products(**change(given)) is None
-    assert still_fits(**given)
-    assert not still_fits(**change(given))
-    assert not still_fits(**given | {"w": weights(2, 64, 32, "transposed")})
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_prepared_ends_are_the_checked_ones(launches, dtype):
-    (it,) = grouped_products.find_products(
-        [random(16, 32)], ((2, 64, 32), weights(2, 64, 32, "single"))
-    )
+    it = products(2, 64, 32, rows=16)
     sizes = torch.tensor([9, 7], dtype=dtype)
     one, other = it.ends(sizes, 16), checked_products.group_ends(sizes, 16)
     (kind, (source, _, *counts)), (kind2, (source2, _, *counts2)) = launches
@@ -209,11 +184,10 @@ def test_one_node_launches_what_the_op_does(launches, monkeypatch, single, whole
 
 
 def test_scales_of_no_known_dtype_are_refused(launches):
-    w = weights(2, 64, 32, "single")
-    (it,) = grouped_products.find_products([random(16, 32)], ((2, 64, 32), w))
+    it, w = products(2, 64, 32, rows=16), weights(2, 64, 32, "single")
     scales = torch.ones(16, dtype=torch.float8_e5m2)
     with pytest.raises(ValueError, match=r"scales must be a float tensor, got torch\.float8_e5m2"):
-        it.glu(random(16, 32), it.weight_address(w), torch.zeros(2).int(), scales, SWIGLU)
+        it.glu(random(16, 32), w[0].data_ptr(), torch.zeros(2).int(), scales, SWIGLU)
 
 
 # --- tables of separate weights' addresses --------------------------------------------------------
