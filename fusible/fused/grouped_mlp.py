@@ -83,11 +83,11 @@ class GroupedLinearGLU(FusedOperation):
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
         """As a node of its own with the unfused backward, which both ops take part in."""
-        (linear, act), (needs, act_needs) = self._basic_ops, plan.grad
+        needs, act_needs = plan.grad
         together = needs.requires_grad == act_needs.requires_grad
-        if not (together and plan_needs_no_checks(call, linear)):
+        if not (together and plan_needs_no_checks(call, *self._basic_ops)):
             return None
-        return DirectGLU(call, act, (linear, needs))
+        return DirectGLU(call, plan.grad, *self._basic_ops)
 
     def forward_impl(
         self,
@@ -122,10 +122,9 @@ class GroupedMLP(FusedOperation):
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
         """With the library's kernels, as a node of its own."""
-        fc1, act, fc2 = self._parts
-        if not (self.kernels is LIBRARY and plan_needs_no_checks(call, fc1, fc2)):
+        if not (self.kernels is LIBRARY and plan_needs_no_checks(call, *self._parts)):
             return None
-        return DirectMLP(call, act, (fc1, plan.grad[0]), (fc2, plan.grad[2]))
+        return DirectMLP(call, plan.grad, *self._parts)
 
     def forward_impl(
         self,

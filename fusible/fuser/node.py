@@ -426,7 +426,7 @@ class _DirectFunction(torch.autograd.Function):
 
 def _direct_forward(
     schedule: Schedule, prepared: Any, operands: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor]]:
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     forward = schedule.direct.forward  # type: ignore[union-attr]
     if _is_profiled():
         forward = record_function(f"{schedule.forward[0].label} forward")(forward)

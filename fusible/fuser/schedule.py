@@ -59,7 +59,7 @@ class Direct(Protocol):
     def prepared(self, *operands: Tensor) -> Any:
         """What the forward needs to run these operands, or None if the op itself must run."""
 
-    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
 
     def backward(

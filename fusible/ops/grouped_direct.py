@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusible.calls import is_intercepted
+from fusible.formulas import cast
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.tracing import keeps_graph
@@ -28,27 +29,32 @@ from fusible.ops.scaled_activation import in_pieces
 
 Products = Sequence[tuple[Any, Any]]
 """Of each linear the products of its weight, and the weight as these take it."""
-Dense = Iterable[tuple[Sequence[Tensor], tuple[int, ...], int]]
-"""Operands that are matrices or vectors in one piece of memory: the tensors, the shape of each, and
-how many bytes after one the next begins."""
+DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
+"""An operand in one piece of memory: the tensors, the shape of each, and how many bytes after one
+the next begins."""
 
 
-def plan_needs_no_checks(call: PlanKey, *linears: Any) -> bool:
-    """Whether calls of a plan need no checks, as far as its ops and plan key determine it.
-
-    The inputs are those of :class:`DirectLinear`, :class:`DirectGLU` or :class:`DirectMLP`.
-    """
-    (dtype, device, _), (sizes_dtype, *_) = call.inputs[:2]
+def plan_needs_no_checks(call: PlanKey, *ops: Any) -> bool:
+    """Whether calls of a plan need no checks, as far as its ops and plan key determine it."""
+    (dtype, device, _), *extra = call.inputs
+    linears = [op for op in ops if hasattr(op, "num_weights")]
     return (
         all([on == device for _, on, _ in call.inputs])
         and all([of_param == dtype for of_param in call.param_dtypes])
-        and sizes_dtype in (torch.int64, torch.int32)
-        and all([DTYPE_NAMES.get(scales) in limits.SCALE_DTYPES for scales, *_ in call.inputs[2:3]])
-        and all([supports(device, dtype, op.in_features, op.out_features) for op in linears])
-        and not any([
-            op.scale_bias or op.accumulates_grads or op.split_alignment > 1 for op in linears
+        and all([
+            DTYPE_NAMES.get(of_input) in limits.SCALE_DTYPES
+            if name == "scales"
+            else of_input in (torch.int64, torch.int32)
+            for name, (of_input, *_) in zip(_extra_inputs(ops), extra, strict=True)
         ])
+        and not any([op.accumulates_grads or op.split_alignment > 1 for op in linears])
+        and all([supports(device, dtype, op.in_features, op.out_features) for op in linears])
     )  # fmt: skip
+
+
+def _extra_inputs(ops: Sequence[Any]) -> list[str]:
+    """The names of the extra inputs of ops."""
+    return [op.extra_input_name(slot) for op in ops for slot in range(op.num_extra_inputs)]
 
 
 class _Linear:
@@ -68,19 +74,36 @@ class _Linear:
         self.saved_weights = slice(first_weight, first_weight + op.num_weights)
         self.biases = slice(self.weights.stop, first_param + len(op.own_parameter_names()))
         size = dtype.itemsize
-        self._weight = (shape, 0) if op.single_grouped_weight else (shape[1:], strides[0] * size)
-        self._bias = (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
+        self.weight_layout: Any = (
+            (shape, 0) if op.single_grouped_weight else (shape[1:], strides[0] * size)
+        )
+        self.bias_layout: Any = (
+            (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
+        )
 
-    def dense_params(self, params: Sequence[Tensor]) -> Dense:
-        """Its weights and biases among all parameters."""
-        weights = params[self.weights], *self._weight
-        return (weights, (params[self.biases], *self._bias)) if self.op.has_bias else (weights,)
+    def saved_bias(self, params: Sequence[Tensor]) -> Tensor | None:
+        """What `scale_grads` reads: the biases ``[groups, rows]``, None if nothing needs them."""
+        if not (self.op.scale_bias and self.needs.extra_inputs[1]):
+            return None
+        biases = params[self.biases]
+        return biases[0] if self.op.single_grouped_bias else torch.stack(tuple(biases))
 
-    def dense_weights(self, saved: Sequence[Tensor]) -> Dense:
-        """Its weights among those that were saved."""
-        return ((saved[self.saved_weights], *self._weight),)
+    def scale_grads(
+        self, dy: Tensor, ends: Tensor, row_scale: Tensor, bias: Tensor | None
+    ) -> Grads:
+        """The gradient of the scales of its bias."""
+        return (
+            bias if bias is None else cast(grouped.grouped_dots(dy, bias, ends), row_scale.dtype),
+        )
 
-    def param_grads(self, products: Any, dy: Tensor, x: Tensor, ends: Tensor) -> Grads:
+    def param_grads(
+        self,
+        products: Any,
+        dy: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        row_scale: Tensor | None = None,
+    ) -> Grads:
         """The gradients of the weights and of the biases."""
         op, needed = self.op, self.needs.params
         grads: Grads = (None,) * op.num_weights
@@ -88,7 +111,8 @@ class _Linear:
             grads = op.as_weight_grads(products.wgrad(dy, x, ends))
         if not op.has_bias:
             return grads
-        return (*grads, *op.as_bias_grads(grouped.grouped_sum(dy, ends) if needed[-1] else None))
+        dbias = grouped.grouped_sum(dy, ends, row_scale) if needed[-1] else None
+        return (*grads, *op.as_bias_grads(dbias))
 
 
 class _LibraryProducts:
@@ -107,22 +131,31 @@ _LIBRARY_PRODUCTS = _LibraryProducts()
 
 
 class _Direct:
-    """What the plans of this path share; see `fusible.fuser.schedule.Direct`."""
+    """What the plans of this path share; see `fusible.fuser.schedule.Direct`.
 
-    num_extra_inputs = 1
+    The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
+    """
 
-    def __init__(self, call: PlanKey, act: Any, *linears: tuple[Any, GradNeeds]) -> None:
-        self._act, self._glu = act, None if act is None else glu_of(act)
+    def __init__(self, call: PlanKey, needs: Sequence[GradNeeds], *ops: Any) -> None:
         self._linears: list[_Linear] = []
         first_param, first_weight = 0, 0
-        for op, needs in linears:
-            self._linears.append(_Linear(op, needs, call, first_param, first_weight))
+        for op, of_op in zip(ops, needs, strict=True):
+            if not hasattr(op, "num_weights"):
+                self._act, self._glu = op, glu_of(op)
+                continue
+            self._linears.append(_Linear(op, of_op, call, first_param, first_weight))
             first_param += len(op.own_parameter_names())
             first_weight += op.num_weights
+        names = _extra_inputs(ops)
+        self._first_param = 1 + len(names)
+        self._scales = [i for i, name in enumerate(names, 1) if name == "scales"]
+        self._row_scale = len(names) if ops[-1].num_extra_inputs > 1 else None
         self._dtype, self._device, _ = call.inputs[0]
-        self._groups, self._features = linears[0][0].num_groups, linears[0][0].in_features
+        self._groups, self._features = ops[0].num_groups, ops[0].in_features
 
-    def _need_no_checks(self, dense: Dense, vectors: Iterable[tuple[Tensor, int]] = ()) -> bool:
+    def _need_no_checks(
+        self, dense: Iterable[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
+    ) -> bool:
         """Whether kernels can read all operands where they are, and nothing else sees the call.
 
         ``vectors`` are tensors of any dtype with the number of their elements.
@@ -157,18 +190,18 @@ class _Direct:
                 return False
         return True
 
-    def prepared(self, x: Tensor, split_sizes: Tensor, *rest: Tensor) -> Any:
+    def prepared(self, *operands: Tensor) -> Any:
         """The products, weights and biases that run these operands, or None."""
+        x, params = operands[0], operands[self._first_param :]
         if x.dim() != 2 or x.shape[0] == 0:
             return None
         rows, groups = x.shape[0], self._groups
-        params = rest[self.num_extra_inputs - 1 :]
-        dense = [((x,), (rows, self._features), 0)]
+        dense: list[DenseOperand] = [((x,), (rows, self._features), 0)]
         for linear in self._linears:
-            dense += linear.dense_params(params)
-        vectors = [(split_sizes, groups)]
-        if self.num_extra_inputs > 1:
-            vectors.append((rest[0], rows))
+            dense.append((params[linear.weights], *linear.weight_layout))
+            if linear.op.has_bias:
+                dense.append((params[linear.biases], *linear.bias_layout))
+        vectors = [(operands[1], groups), *[(operands[i], rows) for i in self._scales]]
         if not self._need_no_checks(dense, vectors):
             return None
         many = tiles.has_many_rows(rows, groups)
@@ -184,11 +217,11 @@ class _Direct:
     def _backward_products(
         self, matrices: Sequence[tuple[Tensor, int]], weights: Sequence[Tensor]
     ) -> Products:
-        """The products of each linear for operands of a backward, whose rows these are."""
+        """The products of each linear for the rows of a backward, each with its features."""
         rows = matrices[0][0].shape[0]
-        dense = [((t,), (rows, features), 0) for t, features in matrices]
+        dense: list[DenseOperand] = [((t,), (rows, features), 0) for t, features in matrices]
         for linear in self._linears:
-            dense += linear.dense_weights(weights)
+            dense.append((weights[linear.saved_weights], *linear.weight_layout))
         if not self._need_no_checks(dense):
             return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
         many = tiles.has_many_rows(rows, self._groups)
@@ -199,45 +232,41 @@ class _Direct:
 
 
 class DirectLinear(_Direct):
-    """One ``GroupedLinear``: operands ``x, split_sizes, *params``."""
+    """One ``GroupedLinear``."""
 
-    def forward(
-        self, prepared: Any, x: Tensor, split_sizes: Tensor, *params: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
-        ((products, w, bias),) = prepared
+        ((products, w, bias),), (linear,) = prepared, self._linears
+        x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
+        row_scale = operands[self._row_scale] if self._row_scale else None
         ends = products.ends(split_sizes, x.shape[0])
-        weights = params[self._linears[0].weights]
-        return products.forward(x, w, ends, bias), (x, ends, *weights)
+        y = products.forward(x, w, ends, bias, row_scale)
+        return y, (x, ends, row_scale, linear.saved_bias(params), *params[linear.weights])
 
     def backward(
         self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands."""
-        x, ends, *weights = saved
+        x, ends, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
-        features = linear.op.out_features
-        rows = (dy, features), (x, self._features)
+        rows = (dy, linear.op.out_features), (x, self._features)
         ((products, w),) = self._backward_products(rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
-        return dx, None, *linear.param_grads(products, dy, x, ends)
+        dscales = () if row_scale is None else linear.scale_grads(dy, ends, row_scale, bias)
+        return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
 
 
 class DirectGLU(_Direct):
-    """A ``GroupedLinear`` and a scaled activation: ``x, split_sizes, scales, *params``.
+    """A ``GroupedLinear`` without scaled bias and a scaled activation.
 
     Both need gradients, or neither.
     """
 
-    num_extra_inputs = 2
-
-    def forward(
-        self, prepared: Any, x: Tensor, split_sizes: Tensor, scales: Tensor, *params: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
-        ((products, w, bias),) = prepared
+        ((products, w, bias),), (linear,) = prepared, self._linears
+        x, split_sizes, scales, *params = operands
         ends = products.ends(split_sizes, x.shape[0])
-        (linear,) = self._linears
         save_preact = linear.needs.requires_grad
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
         return out, (x, ends, scales, preact, *params[linear.weights])
@@ -256,40 +285,35 @@ class DirectGLU(_Direct):
 
 
 class DirectMLP(_Direct):
-    """FC1, a scaled gated activation, FC2: ``x, split_sizes, scales, split_sizes, *params``."""
+    """FC1 without scaled bias, a scaled gated activation, FC2."""
 
-    num_extra_inputs = 3
-
-    def forward(
-        self,
-        prepared: Any,
-        x: Tensor,
-        split_sizes: Tensor,
-        scales: Tensor,
-        _: Tensor,
-        *params: Tensor,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
-        (first, w1, bias1), (second, w2, bias2) = prepared
+        ((first, w1, bias1), (second, w2, bias2)), (fc1, fc2) = prepared, self._linears
+        x, split_sizes, scales, *_ = operands
+        params = operands[self._first_param :]
+        row_scale = operands[self._row_scale] if self._row_scale else None
         ends = first.ends(split_sizes, x.shape[0])
-        fc1, fc2 = self._linears
         save_preact = fc2.needs.requires_grad
         preact, hidden = first.glu(x, w1, ends, scales, self._glu, bias1, save_preact)
-        y = second.forward(hidden, w2, ends, bias2)
-        return y, (x, ends, scales, preact, *params[fc1.weights], *params[fc2.weights])
+        y = second.forward(hidden, w2, ends, bias2, row_scale)
+        weights = *params[fc1.weights], *params[fc2.weights]
+        return y, (x, ends, scales, preact, row_scale, fc2.saved_bias(params), *weights)
 
     def backward(
         self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands."""
-        x, ends, scales, preact, *weights = saved
+        x, ends, scales, preact, row_scale, bias2, *weights = saved
         (fc1, fc2), dy = self._linears, grad_output
         rows = (dy, fc2.op.out_features), (x, self._features), (preact, fc1.op.out_features)
         (first, w1), (second, w2) = self._backward_products(rows, weights)
         dpreact, hidden, dscales = second.dglu(
             dy, w2, ends, preact, scales, self._glu, overwrite=not (held or keeps_graph())
         )
-        params2 = fc2.param_grads(second, dy, hidden, ends)
+        params2 = fc2.param_grads(second, dy, hidden, ends, row_scale)
         del hidden  # its memory serves what follows
         dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
-        return dx, None, dscales, None, *fc1.param_grads(first, dpreact, x, ends), *params2
+        dscales2 = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
+        params1 = fc1.param_grads(first, dpreact, x, ends)
+        return dx, None, dscales, None, *dscales2, *params1, *params2

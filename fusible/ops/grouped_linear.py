@@ -252,7 +252,7 @@ class GroupedLinear(WeightedOperation):
         fits = selected is not None and selected.kernels is LIBRARY
         if not (fits and plan_needs_no_checks(call, self)):
             return None
-        return DirectLinear(call, None, (self, plan.grad[0]))
+        return DirectLinear(call, plan.grad, self)
 
     def get_grad_output_quantizer(self) -> Any:
         """That of the weights; by this op itself if it has a bias, whose gradients sum values."""

@@ -18,8 +18,9 @@ def linear(columns=HIDDEN, out=HIDDEN, **options):
     return fz.GroupedLinear(GROUPS, columns, out, **options)
 
 
-def mlp(**options):
-    return ref.grouped_mlp(GROUPS, HIDDEN, INNER, BF16, **options)
+def mlp(scale_bias=False, **options):
+    fc2 = linear(INNER, scale_bias=scale_bias, **options)
+    return fz.Sequential(linear(out=2 * INNER, **options), fz.ScaledSwiGLU(), fc2)
 
 
 def glu(**options):
@@ -30,7 +31,7 @@ def inputs(model):
     torch.manual_seed(3)
     x = torch.randn(ROWS, HIDDEN).to(BF16).requires_grad_()
     splits, scales = torch.tensor([3, 0, 4, 1]), torch.rand(ROWS, requires_grad=True)
-    given = x, splits, scales, splits
+    given = (x, splits, scales, splits, torch.rand(ROWS).to(BF16).requires_grad_())
     return given[: 1 + model.num_extra_inputs]
 
 
@@ -76,6 +77,18 @@ def test_equals_the_op(build, single, bias, frozen):
     model = with_biases(build(single_grouped_weight=single, **BIASES[bias]))
     given = inputs(model)
     for name, t in [("inputs", t) for t in given[::2]] + [*model.named_parameters()]:
+        if frozen and frozen in name:
+            t.requires_grad_(False)
+    ref.assert_equal(both(model, given, True), both(model, given, False))
+
+
+@pytest.mark.parametrize("build", [linear, mlp])
+@pytest.mark.parametrize("bias", [*BIASES][1:])
+@pytest.mark.parametrize("frozen", ["", "scales", "bias"])
+def test_scaled_biases_equal_the_op_s(build, bias, frozen):
+    model = with_biases(build(scale_bias=True, **BIASES[bias]))
+    given = inputs(model)
+    for name, t in [("scales", given[-1]), *model.named_parameters()]:
         if frozen and frozen in name:
             t.requires_grad_(False)
     ref.assert_equal(both(model, given, True), both(model, given, False))
@@ -192,7 +205,6 @@ def unaligned(t):
 @pytest.mark.parametrize(
     ("build", "change"),
     [
-        (lambda: linear(bias=True, scale_bias=True), None),
         (lambda: linear(split_alignment=2), lambda x, s: (x, torch.tensor([2, 4, 0, 2]))),
         (lambda: linear(delay_wgrad_compute=True), None),
         (transposed, None),
@@ -208,7 +220,7 @@ def unaligned(t):
         (glu, lambda x, splits, scales: (x, splits, scales.as_subclass(Wrapped))),
     ],
     ids=[
-        "scaled bias", "alignment", "delayed", "transposed", "apart", "order", "3-D", "strided x",
+        "alignment", "delayed", "transposed", "apart", "order", "3-D", "strided x",
         "unaligned x", "no rows", "strided sizes", "sizes of a subclass", "strided scales",
         "scales of a subclass",
     ],

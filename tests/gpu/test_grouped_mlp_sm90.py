@@ -20,16 +20,14 @@ SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
 TAIL = 60
 
 
-def build(
-    act, single=True, bias=True, scale_bias=True, dtype=torch.bfloat16, transposed=False, **options
-):
+def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False, **options):
     torch.manual_seed(0)
     options |= {"device": "cuda", "dtype": dtype, "bias": bias}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
     mlp = fz.Sequential(
         fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
         act,
-        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=scale_bias, **options),
+        fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=bias, **options),
     )
     for fc in (mlp[0], mlp[2]):
         for name, p in list(fc.named_parameters()):
@@ -178,13 +176,14 @@ def test_cuda_graph_replay_with_other_splits(single):
 @pytest.mark.parametrize("options", [{}, {"single": False}], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_prepared_launches_are_the_checked_ones(act, options, bias, monkeypatch):
-    mlp = build(copy.deepcopy(act), bias=bias, scale_bias=False, **options)
+    mlp = build(copy.deepcopy(act), bias=bias, **options)
     x, scales, splits = inputs()
     dy = torch.randn_like(x.detach().nan_to_num())
-    assert is_direct(mlp(x, splits, scales, splits))
+    extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
+    assert is_direct(mlp(x, *extra))
     prepared = step(mlp, x, scales, splits, dy)
     monkeypatch.setattr(grouped_direct, "is_intercepted", lambda: True)
-    assert not is_direct(mlp(x, splits, scales, splits))
+    assert not is_direct(mlp(x, *extra))
     for name, value in step(mlp, x, scales, splits, dy).items():
         assert torch.equal(value, prepared[name]), name
 
