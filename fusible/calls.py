@@ -18,6 +18,11 @@ def is_intercepted() -> bool:
     )
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def is_direct(x: object) -> bool:
     """Whether the dispatcher would run nothing but the CUDA implementation of an op of ``x``.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.calls import capturing
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import autocast_to
 
@@ -43,11 +44,6 @@ def check_device(x: Tensor, param: Tensor, op_name: str) -> None:
             f"input and parameters of {op_name} must be on one device, got {x.device} and "
             f"{param.device}; move one of them"
         )
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def on_device_of(x: Tensor, sizes: Tensor, op_name: str) -> Tensor:

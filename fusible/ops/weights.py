@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
+from fusible.calls import capturing
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import GradNeeds
@@ -20,7 +21,6 @@ from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.handover import CastingOp
-from fusible.ops.inputs import capturing
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.wgrad import (
     Delayed,

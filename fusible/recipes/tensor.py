@@ -2,8 +2,8 @@
 
 It can be a parameter: autograd, optimizers, ``module.to`` and state dicts work. ``detach``,
 ``clone``, ``copy_``, ``to``, and views and slices of whole blocks keep the format. Every other
-operation runs on the values and returns ordinary tensors; what it writes is quantized again. Views
-that break blocks are copies: write to the tensor itself, or by index (``q[3] = 0``).
+operation runs on the values and returns ordinary tensors, or views of the values; what is written
+to the tensor or to a view is quantized again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusible.recipes import sharding
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
-from fusible.recipes.tensor_dispatch import overwrite, run
+from fusible.recipes.tensor_dispatch import DispatchedTensor, overwrite
 
 PIECES = (
     "rowwise_data",
@@ -32,7 +32,7 @@ PIECES = (
 )
 
 
-class WrapperTensor(torch.Tensor):
+class WrapperTensor(DispatchedTensor):
     """What quantized and grouped tensors share: plain tensors under names, seen as one tensor.
 
     ``rowwise_data``, ``scale_inv``, ``columnwise_data`` and ``columnwise_scale_inv`` are laid out
@@ -53,8 +53,6 @@ class WrapperTensor(torch.Tensor):
     columnwise_scale_inv: Tensor | None
     tensor_scale: Tensor | None
     columnwise_tensor_scale: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -183,46 +181,6 @@ class WrapperTensor(torch.Tensor):
             and all(new[name].shape == piece.shape for name, piece in old.items())
         )
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write to whole blocks, if they can be viewed, or to the values of all."""
-        first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
-        if type(first) is int and -len(self) <= first < len(self):
-            first = slice(first, first + 1 or None)
-        if all(isinstance(i, slice) or i is Ellipsis for i in (first, *rest)):
-            part = self[(first, *rest)]
-            if isinstance(part, WrapperTensor):
-                part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
-                return
-        values = self._copied_values()
-        values[index] = value
-        self.copy_(values)
-
-    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Self:
-        """Write to the diagonal, which PyTorch does by means of a view."""
-        diagonal = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
-        self.masked_fill_(diagonal.fill_diagonal_(True, wrap), fill_value)
-        return self
-
-    def _copied_values(self) -> Tensor:
-        """Return the values as any operation reads them: an implicit dequantize."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device).copy_(self)
-
-    def view_as(self, other: Tensor) -> Tensor:
-        """Return what is stored in another shape, to write to, as initializers do."""
-        if other.shape == self.shape:
-            return self.view(self.shape)
-        return self.view(-1).view(other.shape)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array that must not be written to."""
-        array = self._copied_values().numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def tolist(self) -> Any:
-        """Return the values as numbers, in lists as deep as the tensor has dimensions."""
-        return self._copied_values().tolist()
-
     def pieces(self) -> dict[str, Tensor]:
         """Return the plain tensors it consists of, by attribute name."""
         present = {name: getattr(self, name) for name in self.names}
@@ -282,13 +240,6 @@ class WrapperTensor(torch.Tensor):
         """Undo ``__tensor_flatten__``."""
         fmt, dtype, *flags = meta
         return cls(inner, fmt, outer_size, dtype, *flags)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one ATen operation: keep the format, work on values, or refuse."""
-        return run(func, args, kwargs or {})
 
 
 class QuantizedTensor(WrapperTensor):

@@ -1,22 +1,25 @@
 """What ATen operations do with quantized and grouped tensors: keep the format, or use the values.
 
 An operation without special treatment runs on the values in the nominal dtype and returns ordinary
-tensors. What it writes to a quantized tensor is quantized again.
+tensors, or views of the values. What it writes to a quantized tensor or to a view is quantized.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from fusible.calls import is_traced
+from fusible.calls import capturing, is_traced
 from fusible.recipes import sharding
 from fusible.recipes.quantization import HIGH_PRECISION
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen operation that has a quantized or a grouped tensor among its arguments."""
+    """Run one ATen operation that has a tensor of these classes among its arguments."""
     if not torch.is_inference_mode_enabled():
         return _run(func, args, kwargs)
     # Operations made of others (``to``, ``reshape``) arrive whole in this mode.
@@ -51,6 +54,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 reason = error
         if _is_whole_view(func, args, kwargs):
             return args[0].map_pieces(lambda t: t)
+    if args and isinstance(args[0], DispatchedTensor) and _returns_view(func):
+        return _view_of_values(func, args, kwargs, reason)
     return _run_on_values(func, args, kwargs, reason)
 
 
@@ -59,8 +64,7 @@ def _is_whole_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     For instance ``squeeze`` where no dimension is 1, and ``expand`` to the same shape.
     """
-    info, returns = func._schema.arguments[0].alias_info, func._schema.returns
-    if info is None or info.is_write or len(returns) != 1 or func in _CONJUGATES:
+    if not _returns_view(func) or func in _CONJUGATES:
         return False
     whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
     view = func(whole, *args[1:], **kwargs)
@@ -68,6 +72,12 @@ def _is_whole_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         (view.shape, view.dtype, view.stride(), view.storage_offset())
         == (whole.shape, whole.dtype, whole.stride(), 0)
     )
+
+
+def _returns_view(func: Any) -> bool:
+    """Tell whether an operation returns views of its first argument."""
+    info = func._schema.arguments[0].alias_info
+    return info is not None and not info.is_write and len(func._schema.returns) == 1
 
 
 def _run_on_values(
@@ -83,6 +93,9 @@ def _run_on_values(
     values: dict[int, Tensor] = {}
 
     def value(x: Any) -> Any:
+        if isinstance(x, ValuesView):
+            x.decoded.update(func)
+            return x.plain
         if not _is_wrapper(x):
             return x
         if id(x) not in values:
@@ -96,9 +109,18 @@ def _run_on_values(
     result = func(*plain_args, **plain_kwargs)
     infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
     written = {name: info for name, info in infos.items() if info is not None and info.is_write}
-    for leaf in pytree.tree_leaves([given[name] for name in written]):
+    leaves = pytree.tree_leaves([given[name] for name in written])
+    for decoded in {leaf.decoded for leaf in leaves if isinstance(leaf, ValuesView)}:
+        decoded.quantize()
+    for leaf in leaves:
         if _is_wrapper(leaf):
             leaf.quantize_(values[id(leaf)])
+        # PyTorch leaves the versions of a list to the operations on its members.
+        if func.__name__.startswith("_foreach") and isinstance(leaf, DispatchedTensor):
+            increment_version([] if leaf.is_inference() else leaf)
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], ValuesView):
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)  # the shape of the view itself
     if not written or not func._schema.returns:
         return result
     # An in-place operation returns the tensor that it wrote, not its values.
@@ -109,6 +131,160 @@ def _run_on_values(
         for out, r in zip(func._schema.returns, results, strict=True)
     ]
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+class DispatchedTensor(torch.Tensor):
+    """A tensor whose operations this module runs."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one ATen operation: keep the format, work on values, or refuse."""
+        return run(func, args, kwargs or {})
+
+    def copied_values(self) -> Tensor:
+        """Return the values as any operation reads them, in memory of their own."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).copy_(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that must not be written to."""
+        array = self.copied_values().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers, in lists as deep as the tensor has dimensions."""
+        return self.copied_values().tolist()
+
+
+class _Decoded:
+    """The values of a quantized tensor, in memory that views share.
+
+    A write to a view is quantized into the tensor. A write to the tensor is read by the views.
+    """
+
+    living: ClassVar[WeakValueDictionary[tuple[Any, ...], _Decoded]] = WeakValueDictionary()
+    """By the identity of what is stored, so that all views of it see each other's writes."""
+
+    def __init__(self, q: WrapperTensor, values: Tensor) -> None:
+        self.q, self.values = q.with_pieces(q.pieces()), values
+        self.graph_task, self.versions = torch._C._current_graph_task_id(), self._versions()
+
+    @classmethod
+    def of(cls, q: WrapperTensor, func: Any, reason: Exception | None) -> _Decoded:
+        """Return those of ``q`` for ``func``; ``reason`` as in ``_run_on_values``."""
+        data = q.columnwise_data if q.rowwise_data is None else q.rowwise_data
+        key = id(data), q.shape, q.dtype, torch.is_inference_mode_enabled()
+        found = cls.living.get(key)
+        if found is None:
+            values = _implicit_values(func, q, reason=reason)
+            # PyTorch traces no write to as_strided of a view.
+            found = cls(q, values if type(values) is Tensor else values.clone())
+            cls.living[key] = found
+        else:
+            _forbid_implicit(func, q, reason)
+            found.update(func)
+        return found
+
+    def _versions(self) -> list[int] | None:
+        """Return None where versions do not tell: to read the tensor each time."""
+        pieces = self.q.pieces().values()
+        if capturing() or any([piece.is_inference() for piece in pieces]):
+            return None
+        return [piece._version for piece in pieces]
+
+    def update(self, func: Any) -> None:
+        """Read the tensor again if it was written to; RuntimeError if a graph has saved a view."""
+        if self.versions is not None and self.versions == self._versions():
+            return
+        if torch._C._current_graph_task_id() not in (-1, self.graph_task):
+            raise RuntimeError(
+                f"{self.q!r} must not be written to before a backward that reads a view of it, got "
+                f"another version for {func}; clone() the view, or write after the backward"
+            )
+        self.values.copy_(_implicit_values(func, self.q))
+        self.versions = self._versions()
+
+    def quantize(self) -> None:
+        """Write the values to the tensor, and read what it has then."""
+        self.q.quantize_(self.values)
+        self.values.copy_(self.q.own_values())
+        self.versions = self._versions()
+
+
+class ValuesView(DispatchedTensor):
+    """A view of a quantized tensor that its format cannot hold: of its values.
+
+    What is written to it is quantized into the tensor. In other respects an ordinary tensor.
+    """
+
+    plain: Tensor
+    decoded: _Decoded
+
+    @staticmethod
+    def __new__(cls: type[ValuesView], plain: Tensor, decoded: _Decoded) -> ValuesView:
+        """Return a view of the tensor, given the same view of its values."""
+        if type(plain) is Tensor:
+            self = torch.Tensor._make_subclass(cls, plain)
+        else:  # it stands for another one, while a graph is traced
+            options: Any = {"dtype": plain.dtype, "device": plain.device}
+            options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
+            self = torch.Tensor._make_wrapper_subclass(cls, plain.shape, **options)
+        self.plain, self.decoded = plain, decoded
+        return self
+
+    q = property(lambda self: self.decoded.q)
+    values = property(lambda self: self.decoded.values)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled as an ordinary tensor."""
+        return self.copied_values().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return an ordinary tensor."""
+        return copy.deepcopy(self.copied_values(), memo)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Name the inner tensors, for torch.compile."""
+        return ["q", "values"], (self.dtype, self.plain.storage_offset())
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Any],
+        meta: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> ValuesView:
+        """Undo ``__tensor_flatten__``."""
+        dtype, offset = meta
+        plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
+        return cls(plain, _Decoded(inner["q"], inner["values"]))
+
+
+def _view_of_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Exception | None
+) -> Any:
+    """Return views that the format of ``args[0]`` cannot hold; ``reason`` as above."""
+    base = args[0]
+    if isinstance(base, ValuesView):
+        decoded, plain = base.decoded, base.plain
+        decoded.update(func)
+    elif base.format is None:
+        return func(base.rowwise_data, *args[1:], **kwargs)
+    else:
+        decoded = _Decoded.of(base, func, reason)
+        plain = decoded.values
+    result = func(plain, *args[1:], **kwargs)
+    if func is _aten.detach.default and isinstance(result, FakeTensor):
+        return result  # AOTAutograd takes a gradient to be what detach of the fake output is
+    return pytree.tree_map_only(Tensor, lambda view: ValuesView(view, decoded), result)
 
 
 # --- implicit dequantizing -----------------------------------------------------------------------
@@ -144,15 +320,8 @@ def no_implicit_dequantize() -> Iterator[None]:
         _Implicit.forbidden -= 1
 
 
-def _implicit_values(
-    func: Any,
-    x: WrapperTensor,
-    dtype: torch.dtype | None = None,
-    *,
-    reason: Exception | None = None,
-) -> Tensor:
-    if x.format is None:
-        return x.own_values(dtype)
+def _forbid_implicit(func: Any, x: WrapperTensor, reason: Exception | None) -> None:
+    """Raise in ``no_implicit_dequantize``."""
     if _Implicit.forbidden:
         if reason is not None:
             raise reason
@@ -164,6 +333,18 @@ def _implicit_values(
             else f"{func} is not defined for quantized tensors; nothing was computed; "
             "call .dequantize() first"
         )
+
+
+def _implicit_values(
+    func: Any,
+    x: WrapperTensor,
+    dtype: torch.dtype | None = None,
+    *,
+    reason: Exception | None = None,
+) -> Tensor:
+    if x.format is None:
+        return x.own_values(dtype)
+    _forbid_implicit(func, x, reason)
     _Implicit.count += 1
     if is_traced():
         return x.own_values(dtype)
@@ -185,9 +366,7 @@ def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
 
 
 def _is_wrapper(x: Any) -> TypeGuard[WrapperTensor]:
-    from fusible.recipes.tensor import WrapperTensor  # defined by means of this module
-
-    return isinstance(x, WrapperTensor)
+    return isinstance(x, DispatchedTensor) and not isinstance(x, ValuesView)
 
 
 _aten = torch.ops.aten
@@ -249,6 +428,9 @@ def _copy_(
         if values is None:
             return target
         source = values
+    elif isinstance(source, ValuesView):
+        source.decoded.update(_aten.copy_.default)
+        source = source.plain
     elif not isinstance(source, Tensor):  # a number, which PyTorch hands over as such
         source = torch.full((), source, dtype=target.dtype, device=target.device)
     with suppress(RuntimeError):  # of other sizes, which quantize_ refuses
