@@ -1,1 +1,1 @@
-"""How it runs fast: kernel contracts, library ops, device code."""
+"""Kernels: the ``torch.library`` ops, their definitions in PyTorch, and device code."""

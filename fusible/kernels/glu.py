@@ -1,4 +1,4 @@
-"""A gated activation, as the grouped products with one in their epilogue take it."""
+"""A gated activation with its options: an argument of the grouped products that fuse one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Glu(NamedTuple):
 
     Gates are the first half of the pre-activation's columns, or the even ones of its blocks of
     ``interleave`` columns. ``limit``, ``alpha`` and ``offset`` are the options of its row in
-    :data:`fusible.activations.GATED`, in order; what the row has none for is not read.
+    :data:`fusible.activations.GATED`, in order; the others are not read.
     """
 
     activation: str = "swiglu"

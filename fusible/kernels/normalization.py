@@ -1,4 +1,4 @@
-"""Norms over rows: PyTorch's fused CUDA kernels where they serve, else the formulas."""
+"""Norms over rows: PyTorch's fused CUDA kernels where they compute the same, else the formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES
 
 
 def _fused(x: Tensor, weight: Tensor, zero_centered: bool) -> bool:
-    """Whether PyTorch's kernels do the same: in the one dtype they take, ``1 + w`` would round."""
+    """Whether PyTorch's kernels compute the same.
+
+    They take one dtype only, in which ``1 + weight`` would be rounded.
+    """
     return x.is_cuda and x.dtype == weight.dtype and not zero_centered
 
 

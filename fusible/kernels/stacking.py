@@ -1,4 +1,4 @@
-"""Matrices of all groups, one tensor ``[E, N, K]`` or E of ``[N, K]``, seen either way."""
+"""Matrices of all groups, as one tensor ``[E, N, K]`` or E of ``[N, K]``: one from the other."""
 
 from __future__ import annotations
 

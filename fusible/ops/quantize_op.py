@@ -42,7 +42,7 @@ class Quantize(BasicOperation):
         forward: quantize the input, in the recipe's format of inputs.
         backward: quantize the gradient, in the recipe's format of gradients.
         num_groups: groups of rows to quantize apart, as a neighbouring ``GroupedLinear`` wants
-            them; it quantizes the values itself if they are not told apart.
+            them; it quantizes the values itself if this is None.
     """
 
     extra_input_names = ("split_sizes",)

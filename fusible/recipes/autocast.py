@@ -28,14 +28,14 @@ class _Thread(threading.local):
 
 
 class Forward(NamedTuple):
-    """What repeating a forward needs to know of it."""
+    """The recipe of a forward, and whether gradients were enabled."""
 
     recipe: Recipe | None
     grad_enabled: bool
 
 
 class Repeatable(Protocol):
-    """What runs forwards and knows under which recipes it has."""
+    """A module that runs forwards and records their recipes."""
 
     def forwards(self) -> Iterable[Forward]:
         """Return the forwards so far, equal ones once."""
@@ -101,9 +101,11 @@ def autocast(
 
     Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. Thread-local and re-entrant.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
-    uses the recipe of its forward. Raises TypeError for a recipe that is none of
-    ``fusible.recipes``, and for one given as ``enabled``, which comes first. The other arguments
-    are of recipes with a history, which no recipe here has.
+    uses the recipe of its forward. ``calibrating`` and ``amax_reduction_group`` are Transformer
+    Engine's, for delayed scaling, and have no effect.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool, or ``recipe`` is not a recipe of ``fusible.recipes``.
     """
     recipe = check_scope("autocast", enabled, recipe)
     check_bools("autocast", calibrating=calibrating)

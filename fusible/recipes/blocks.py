@@ -77,7 +77,7 @@ def place_rows(ends: Tensor, rows: int, unit: int) -> tuple[Tensor, Tensor]:
 
 
 def group_of_row(ends: Tensor, rows: int) -> Tensor:
-    """Return the group of each row, int64 ``[rows]``; rows past the last group count to it."""
+    """Return the group of each row, int64 ``[rows]``; that of rows past the end is the last."""
     row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
     return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
 

@@ -164,7 +164,7 @@ def _fits(piece: Any, other: Any, dtypes: Sequence[torch.dtype], size: tuple[int
 
 
 def described(piece: Any) -> str:
-    """What a message says of a piece that does not fit."""
+    """A piece in an error message."""
     if not isinstance(piece, Tensor):
         return f"a {type(piece).__name__}"
     return f"{piece.dtype} of shape {tuple(piece.shape)} on {piece.device}"
@@ -204,9 +204,10 @@ def prepare_load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Make of a state dict what ``module``'s own parameters load: pieces whole, shards alike.
+    """Convert entries of a state dict to what ``module``'s own parameters load.
 
-    What is assigned, not copied, is quantized here for a parameter that is.
+    Pieces become quantized tensors, full tensors are sharded as the parameter is, and with
+    ``assign=True`` a value for a quantized parameter is quantized here.
     """
     load_pieces(module, state, prefix, missing, unexpected, errors)
     for name, parameter in module.named_parameters(recurse=False):

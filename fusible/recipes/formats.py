@@ -33,7 +33,7 @@ E4M3 = Element("e4m3", 448.0, 8, torch.float8_e4m3fn)
 E5M2 = Element("e5m2", 57344.0, 15, torch.float8_e5m2)
 # torch.float4_e2m1fn_x2 supports too few operations; it is a view of these bytes at a kernel.
 E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
-E4M3_OVERFLOW = 464.0  # what is above would round to the 480 that E4M3 has not
+E4M3_OVERFLOW = 464.0  # larger values would round to 480, which E4M3 does not have
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
 ScaleName = Literal["e8m0_up", "e8m0_floor", "fp32", "fp32_power_of_two", "e4m3"]
@@ -75,7 +75,9 @@ class NumberFormat:
                 f"got {self.block}"
             )
         if self.block is None and self.has_tensor_scale:
-            raise ValueError(f"a scale on top needs blocks, got {self}; use an FP32 scale")
+            raise ValueError(
+                f"a format with tensor scales must have blocks, got {self}; use an FP32 scale"
+            )
         if not 0 <= self.amax_epsilon < math.inf:
             raise ValueError(f"amax_epsilon must be finite and not negative, got {self}")
 

@@ -158,10 +158,10 @@ def group_quantize(
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows apart, for a grouped op.
+    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op.
 
-    ``by_receiver``: the grouped op also reads the values before quantization. It gets those, and
-    quantizes them itself, to the same bits.
+    With ``by_receiver``, the grouped op also reads the values before quantization: it gets those
+    and quantizes them itself, to the same bits.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class GroupedQuantizer(Quantizer):
             return self._accept(x)
         if first_dims is None:
             raise ValueError(
-                f"groups must be told apart by first_dims, the rows of each of the "
-                f"{self.num_groups}, got None; pass the split sizes of the grouped op"
+                f"first_dims must be the rows of each of the {self.num_groups} groups, got None; "
+                "pass the split sizes of the grouped op"
             )
         if isinstance(x, GroupedTensor):
             x = x.dequantize()

@@ -18,7 +18,7 @@ from fusible.recipes.formats import NumberFormat
 class QuantizedMatrix(NamedTuple):
     """Data and scales of ``[..., rows, columns]`` for one use, row-wise or column-wise.
 
-    Those of the SM100 kernels are in the layout that these read (``kernels.sm100.padding``).
+    Operands of the SM100 kernels have the layout of these (``kernels.sm100.padding``).
     """
 
     data: Tensor
@@ -28,7 +28,7 @@ class QuantizedMatrix(NamedTuple):
     columns]``, two-dimensional blocks ``[rows / B, columns / B]``, whole matrices ``[1]``, groups
     ``[groups]``; leading dimensions stay."""
     tensor_scale: Tensor | None
-    """FP32 factor on top, ``[1]`` or ``[groups]``, where the format has one."""
+    """FP32 factor of all scales, ``[1]`` or ``[groups]``, where the format has one."""
     format: NumberFormat
     columnwise: bool = False
     """Whether blocks are along the columns; False where blocks have no direction."""
@@ -42,7 +42,7 @@ class QuantizedMatrix(NamedTuple):
         return (*lead, columns * self.format.element.per_byte)
 
     def check_dtypes(self) -> None:
-        """Raise TypeError if the stored dtypes are not those of the format: no bits are reread."""
+        """Raise TypeError unless the tensors have the dtypes of the format."""
         wanted = (self.format.element.dtype, self.format.scale_dtype)
         got = (self.data.dtype, self.scale.dtype)
         if wanted != got:
@@ -52,7 +52,7 @@ class QuantizedMatrix(NamedTuple):
             )
 
     def check_sizes(self, groups: int | None = None) -> None:
-        """Raise ValueError unless the scales are as many, and where, the data need.
+        """Raise ValueError unless the scales have the shape and the device that the data require.
 
         ``groups`` is the number of groups, by default that of ``ends``.
         """
@@ -81,7 +81,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Of the tensors of a :class:`QuantizedMatrix`."""
+    """Shapes of the tensors of a :class:`QuantizedMatrix`."""
 
     data: tuple[int, ...]
     scale: tuple[int, ...]

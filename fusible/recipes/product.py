@@ -49,7 +49,7 @@ def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer |
 
 
 def _quantized(products: Sequence[ProductKind], recipe: Recipe) -> Sequence[ProductKind]:
-    """Those that multiply quantized operands: all, or the forward alone."""
+    """The products of ``products`` whose operands are quantized: all, or the forward alone."""
     return products if recipe.backward_override is None else [p for p in products if p == "forward"]
 
 
@@ -75,9 +75,10 @@ def quantize_operand(
     Products ``as_values`` read only the values in ``compute_dtype``: these are made in the launch
     that quantizes, where a kernel can, and the quantized matrix is not written.
 
-    Of a quantized ``x`` the use that it lacks is made from the values that it has; of one in
-    another format than the recipe's for this role, or viewed across rows, all are. Raises what
-    ``quantization.quantize`` raises, and ValueError if ``x`` is of another number of groups.
+    If ``x`` is quantized already, a use that it lacks is quantized from its dequantized values;
+    both uses are if it is in another format than the recipe's for this role, or a view across rows.
+    Raises what ``quantization.quantize`` raises, and ValueError if ``x`` has another number of
+    groups.
     """
     fmt = recipe.format(role)
     products = tuple(_quantized(products, recipe))
@@ -108,7 +109,7 @@ def quantize_operand(
 
 
 def _is_stored_for(x: WrapperTensor, fmt: NumberFormat) -> bool:
-    """Whether a tensor is in this format, in rows that are its own."""
+    """Whether a tensor is stored in this format, in the rows of its shape."""
     data = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
     # By constants, whose integers may be symbolic where this is traced.
     is_in_format = x.format is not None and x.format.as_constants() == fmt.as_constants()

@@ -1,4 +1,4 @@
-"""The one ``quantize`` and ``dequantize`` that serve every number format.
+"""``quantize`` and ``dequantize`` for every number format: the definition.
 
 Plain vectorised torch on any device, without host synchronisation. All arithmetic is FP32 (each
 operation correctly rounded) and all packing is in integers, so that every machine gives the same
@@ -39,8 +39,8 @@ def quantize(
     depends on the data.
 
     ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
-    a format with a scale on top. It may leave out NaN and neighbours of NaN: a block that is too
-    large for it is NaN.
+    a format with tensor scales. It may leave out NaN and neighbours of NaN: a block that is too
+    large for it becomes NaN.
 
     NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
     Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for columns that do

@@ -39,10 +39,10 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 class Implementation(NamedTuple):
-    """Functions that do what the ops do, of arguments that need no check."""
+    """Functions that compute what the ops do, for arguments that are already checked."""
 
     quantize: Callable[[Tensor, Tensor | None, NumberFormat, Uses], Operand]
-    """Of ``x``, the end rows of groups, the format, and the outputs."""
+    """Takes ``x``, the end rows of groups, the format, and the outputs wanted."""
     dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor]
     """Checks the sizes of the matrix."""
 
@@ -96,7 +96,7 @@ def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
 
 
 def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
-    """An implementation as functions of what the ops take, with the format as constants."""
+    """An implementation as functions with the signatures of the ops."""
 
     def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *constants, rowwise, columnwise = rest
@@ -139,17 +139,17 @@ def quantize_matrix(
 
     A format with a scale for whole matrices needs two launches, the first for their largest
     magnitudes. One whose blocks have no direction is quantized once, returned for both uses. No
-    gradient passes: what the gradient of a quantized product is, its op decides.
+    gradient passes: the op of the quantized product defines it.
     """
     made = quantize_for(x, fmt, Uses(rowwise, columnwise), ends)
     return made.row, made.column
 
 
 def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None = None) -> Operand:
-    """`quantize_matrix`, and `dequantize_matrix` of that to ``compute_dtype``.
+    """Quantize ``x`` and dequantize the result to ``compute_dtype``, as ``uses`` asks.
 
-    Called directly, in the same launch; a quantized matrix that only its values are wanted of is
-    then not written.
+    A direct call does both in one launch, and writes no quantized matrix of which only the values
+    are wanted.
     """
     x = x.detach()
     if fmt.directional:
@@ -185,7 +185,7 @@ def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None)
 
 
 def _operand(row: QuantizedMatrix | None, column: QuantizedMatrix | None, uses: Uses) -> Operand:
-    """What is wanted, from the quantized matrix for each use that there is."""
+    """The outputs that ``uses`` asks for, from the quantized matrix of each use."""
 
     def values(matrix: QuantizedMatrix | None) -> Tensor:
         assert matrix is not None

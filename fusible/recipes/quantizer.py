@@ -166,7 +166,7 @@ class NVFP4Quantizer(Quantizer):
         enabled = [name for name, on in options.items() if on]
         if enabled:
             raise ValueError(
-                f"NVFP4Quantizer must have {' and '.join(enabled)} False, got True; nearest "
-                "rounding in 1-D blocks without a Hadamard transform is what there is"
+                f"NVFP4Quantizer must have {' and '.join(enabled)} False, got True; only "
+                "nearest rounding in 1-D blocks without a Hadamard transform is supported"
             )
         super().__init__(nvfp4(), rowwise=rowwise, columnwise=columnwise)

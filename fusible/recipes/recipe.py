@@ -133,7 +133,8 @@ class _Scaling(Recipe):
             value = getattr(self, f.name)
             if f.name in self.only and value != f.default:
                 raise ValueError(
-                    f"{name} must have {f.name}={f.default}, got {value}; that is what there is"
+                    f"{name} must have {f.name}={f.default}, got {value}; "
+                    "other values are not supported"
                 )
 
     def __repr__(self) -> str:
@@ -146,7 +147,7 @@ class _Scaling(Recipe):
         return f"{type(self).__name__}({', '.join(given)})"
 
     def format(self, role: Role) -> NumberFormat | None:
-        """Return the recipe's format, None of a gradient that ``backward_override`` leaves."""
+        """Return the recipe's format, None for a gradient if there is a ``backward_override``."""
         super().format(role)
         quantized = role != "grad" or self.backward_override is None
         return self._format(role) if quantized else None
@@ -280,7 +281,7 @@ def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
     """The recipe of a scope, by default ``MXFP8BlockScaling()``.
 
     Raises:
-        TypeError: ``enabled`` is no bool, or the recipe is none.
+        TypeError: ``enabled`` is not a bool, or ``recipe`` is not a ``Recipe``.
     """
     if enabled is not True and enabled is not False:
         raise TypeError(

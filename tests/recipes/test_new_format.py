@@ -134,5 +134,5 @@ def test_stored_weights_and_their_checkpoint(row):
 def test_blocks_that_are_none(block):
     with pytest.raises(ValueError, match=r"block of odd must be None, \(1, n\) or \(n, n\)"):
         NumberFormat("odd", E4M3, block, "fp32")
-    with pytest.raises(ValueError, match="a scale on top needs blocks"):
+    with pytest.raises(ValueError, match="a format with tensor scales must have blocks"):
         NumberFormat("odd", E2M1, None, "e4m3")

@@ -15,14 +15,14 @@ MAX_FEATURES = 8192  # of a norm: 512 threads, each with two vectors of a row
 
 
 class ActivationBias(NamedTuple):
-    """Of which activation, in which dtype."""
+    """The kernel of an activation's backward with the sum for a bias."""
 
     activation: str
     dtype: str
 
 
 class RMSNorm(NamedTuple):
-    """Of how many features, in which dtype, with or without a residual's gradient added."""
+    """The kernel of an RMS norm's backward; with ``add``, a residual's gradient is added."""
 
     features: int
     dtype: str
@@ -40,5 +40,5 @@ class RMSNorm(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """CTAs of a multiprocessor, 512 threads; each takes every so many rows."""
+        """CTAs on a multiprocessor, which have 512 threads together."""
         return max(1, 512 // self.threads)

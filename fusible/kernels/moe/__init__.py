@@ -1,6 +1,6 @@
-"""Routing tokens and moving their rows as ``torch.library`` ops: `definitions` are what they equal.
+"""Routing tokens and moving their rows as ``torch.library`` ops.
 
-`cuda` has the kernels.
+`definitions` has what they compute, in PyTorch, and `cuda` the kernels.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 sorted by group, and within a group by token. What connects the two is the row map, int32
 ``[T, k]``: the row of each choice, or, where a choice is not computed (its id is no group, or its
 group is full), ``~r``, the complement of a row r past the last group's end, which stays zero. So
-every row occurs once in the map, and who writes by it writes all rows; complements of rows that are
-not there are skipped.
+every row occurs once in the map, and writing by it writes all rows; complements of rows that do not
+exist are skipped.
 
 All ops are deterministic and none synchronises: sums are taken in FP32 (FP64 for FP64) in the order
 of the choices, and every element is written by one thread.
@@ -25,10 +25,10 @@ from fusible.formulas import cast, math_dtype
 def permutation(
     ids: Tensor, num_groups: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, scan, place: the row map, the rows of each group (int64), their end rows (int32).
+    """The row map, the rows of each group (int64) and their end rows (int32).
 
-    Integer ids of any shape, which the row map has too. A group takes its first ``capacity``
-    choices.
+    The integer ids may have any shape, which is that of the row map. Of each group's choices the
+    first ``capacity`` are computed.
     """
     flat = ids.reshape(-1).long()
     group = torch.where((flat >= 0) & (flat < num_groups), flat, num_groups)

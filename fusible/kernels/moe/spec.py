@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""PTX names of the dtypes that the kernels take."""
+"""PTX names of the dtypes that the kernels support."""
 
 BYTES = 16  # moved at once by a thread
 
@@ -25,7 +25,7 @@ class RowsSpec(NamedTuple):
     scale: bool = False
     """Scatter: multiply by the weights."""
     values: str = ""
-    """Gather: dtype of one value a row that is handed to its choice, if any."""
+    """Gather: dtype of one value for each row, copied to the row's choice; empty: none."""
 
     @property
     def per_vector(self) -> int:
@@ -43,14 +43,14 @@ class RouteSpec(NamedTuple):
     scaling_factor: float
     biased: bool = False
     groups: tuple[int, int, int] = (1, 1, 2)
-    """Number of groups, how many are kept, how many scores make a group's worth."""
+    """The number of groups, how many are kept, and how many of a group's best scores are summed."""
 
 
 MAX_GROUPS = 1024
-"""Experts that the router and the sort take."""
+"""The most experts that the router and the sort support."""
 
 GROUP_BITS = MAX_GROUPS.bit_length()
-"""Of the 31 in which the sort notes a choice's group, or that it has none, and its number."""
+"""Bits, of 31, that hold a choice's group, or that it has none; the others hold its number."""
 
 
 class SortSpec(NamedTuple):

@@ -35,9 +35,9 @@ _MIN_SM = 89
 
 
 def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
-    """Whether the kernels serve ``[..., rows, columns]``; if not, the formulas give the same bits.
+    """Whether the kernels support ``matrix``; otherwise the formulas run, with the same bits.
 
-    ``dtype`` is that in high precision.
+    ``dtype`` is that of the values in high precision.
     """
     return (
         dtype in DTYPES

@@ -26,7 +26,7 @@ _DEQUANTIZED_ROWS = 16
 
 
 def serves(fmt: NumberFormat) -> bool:
-    """Whether the kernels are made for the blocks and scales of a format, by its row alone.
+    """Whether the kernels support the blocks and scales of a format.
 
     Whole matrices have FP32 scales. Other blocks have at least as many rows or columns as a
     thread dequantizes, and at most those of a warp; square ones have no tensor scale.

@@ -23,7 +23,7 @@ _compile_seconds: list[float] = []  # of each kernel that this process compiled
 
 
 def load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
-    """The kernel that ``name`` stands for: from disk, else compiled and written."""
+    """The kernel called ``name``: read from disk, else compiled and written there."""
     with _one_at_a_time:
         return _load_or_compile(name, compile_it)
 
@@ -75,9 +75,9 @@ def _load_or_compile(name: str, compile_it: Callable[[], Any]) -> Any:
 
 
 def _problem(path: Path) -> str | None:
-    """Why a kernel must not be read from ``path``, or written there, if somebody else could have.
+    """Why a kernel must not be cached at ``path``: somebody else could write it. None if not.
 
-    What is read runs as this user. Makes its folder, for this user alone.
+    What is read from there runs as this user. Makes its folder, for this user alone.
     """
     try:
         for folder in (path.parent.parent, path.parent):
@@ -93,7 +93,7 @@ def _problem(path: Path) -> str | None:
 
 
 def _writable_by_others(place: Path, kernel: Path) -> str | None:
-    """Who but this user and root may write a place on the way to a kernel, if anybody."""
+    """Who may write ``place``, part of the path of a kernel, besides this user and root."""
     found = place.stat()
     if found.st_uid not in (os.geteuid(), 0):
         return f"{place} belongs to user {found.st_uid}"

@@ -1,6 +1,6 @@
-"""What the SM100 kernels are given, checked before any of them runs: a sentence for each fact.
+"""Checks of the SM100 kernels' arguments, before any kernel runs; they raise ValueError.
 
-The kernels' own checks come later, name other arguments, and leave out what only the device knows.
+The checks of cuDNN's front end come later, name other arguments, and read nothing on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VECTOR = {fmt.element.dtype: fmt.block[1] for fmt in limits.QUANTIZED if fmt.blo
 
 
 def require(holds: bool, must: str, got: object, then: str = "") -> None:
-    """Raise ValueError with the sentence unless it holds."""
+    """Raise ValueError with what ``must`` hold and what was given, unless it ``holds``."""
     if not holds:
         raise ValueError(f"{must}, got {got}" + (f"; {then}" if then else ""))
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 def check_rows(name: str, x: Tensor, scales: Tensor | None, columnwise: bool = False) -> Rows:
-    """A matrix whose rows are in groups, and its packed scales; ``columnwise``: reduced over rows.
+    """Check rows in groups and their packed scales; ``columnwise`` if they are reduced.
 
     Column-wise FP4 is ``[features, rows / 2]``, and column-wise scales are
     ``[round_up(features, 128), rows / block]``, which contain the regions of the groups.
@@ -81,7 +81,7 @@ def address_unit(dtype: torch.dtype) -> int:
 
 
 def check_layout(name: str, x: Tensor) -> None:
-    """Contiguous memory that begins where a kernel reads it."""
+    """Check that a tensor is contiguous and aligned."""
     unit = address_unit(x.dtype)
     require(
         x.is_contiguous() and x.data_ptr() % unit == 0,
@@ -92,7 +92,7 @@ def check_layout(name: str, x: Tensor) -> None:
 
 
 def check_features(what: str, features: int) -> None:
-    """A number of features that the kernels take."""
+    """Check a number of features."""
     unit = limits.MULTIPLE_OF
     require(features > 0 and features % unit == 0, f"{what} must be a multiple of {unit}", features)
 
@@ -100,7 +100,7 @@ def check_features(what: str, features: int) -> None:
 def check_scales(
     name: str, scales: Tensor | None, dtype: torch.dtype, rows: int, depth: int, groups: int = 1
 ) -> None:
-    """The packed scales of ``groups`` matrices, complete, or none for BF16."""
+    """Check the packed scales of ``groups`` matrices; BF16 has none."""
     if dtype not in _SCALES:
         require(scales is None, f"scales of {name} must be None for {dtype}", "a tensor")
         return
@@ -138,7 +138,7 @@ def check_weights(
     device: torch.device,
     n_major: bool,
 ) -> Weights:
-    """One ``[E, n, k]`` (``[E, k, n]`` if ``n_major``), or E of ``[n, k]``, with packed scales."""
+    """Check ``[E, n, k]`` (``[E, k, n]`` if ``n_major``), or E of ``[n, k]``, and their scales."""
     first, dense = w[0], w[0].ndim == 3
     groups = first.shape[0] if dense else len(w)
     require(
@@ -174,7 +174,7 @@ def check_weights(
 
 
 def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
-    """End rows of groups, whole 256 each; values on a device are looked at when checking()."""
+    """Check end rows of groups of whole 256 rows; values on a device only under `checking`."""
     require(
         ends.dtype == torch.int32 and ends.shape == (groups,) and ends.is_contiguous(),
         f"ends must be contiguous int32 of shape ({groups},)",
@@ -195,7 +195,7 @@ def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> No
 
 
 def check_vector(name: str, t: Tensor | None, size: int, device: torch.device) -> None:
-    """FP32, one value for each row or group."""
+    """Check an FP32 vector of one value for each row or group."""
     require(t is not None, f"{name} must be float32 of shape ({size},)", None)
     assert t is not None
     require(
@@ -207,7 +207,7 @@ def check_vector(name: str, t: Tensor | None, size: int, device: torch.device) -
 
 
 def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> None:
-    """BF16 ``[E, n]``."""
+    """Check a bias, BF16 ``[E, n]``."""
     if bias is None:
         return
     shape = (weights.groups, weights.n)

@@ -80,7 +80,7 @@ def quantize(
 
 
 def in_one_pass(weights: list[Tensor]) -> bool:
-    """Whether `quantize_weights` takes them: not quantized, of whole atoms of scales each."""
+    """Whether `quantize_weights` supports them: not quantized, each of whole atoms of scales."""
     return weights[0].shape[-2] % ATOM_ROWS == 0 and not any(map(is_quantized, weights))
 
 
@@ -136,7 +136,7 @@ def _fp4_transposed(data: Tensor) -> Tensor:
 
 
 def _alpha(x: QuantizedMatrix, w: Sequence[Any]) -> Tensor | None:
-    """What the products of elements and scales are to be multiplied by, per group."""
+    """The factor of each group's product: the tensor scales of ``x`` times those of ``w``."""
     if x.tensor_scale is None:
         return None
     factors = [weight.tensor_scale.flatten() for weight in w]
@@ -194,10 +194,10 @@ def dglu(
     bias: bool,
     glu: Glu,
 ) -> tuple[Operand | Rounded, Tensor, Tensor]:
-    """Gradients of ``c``, of ``prob`` (where the rows came from) and of the bias ``[E, N]``.
+    """Gradients of ``c``, of ``prob`` (of the rows without padding) and of the bias ``[E, N]``.
 
-    From ``dy @ w[e]`` and what ``glu`` was given and gave. The gradient of ``c`` is as ``glu``
-    gives ``d``; without ``bias`` the third has no rows.
+    From ``dy @ w[e]`` and the arguments and results of `glu`. The gradient of ``c`` has the form of
+    its ``d``; without ``bias`` the third has no rows.
     """
     *d, dprob, dbias = ops.dglu(_product(dy, w, padded), c, prob, bias, glu)
     dprob = dprob[:-1] if padded.rows is None else unpad_rows(dprob, padded)
@@ -214,7 +214,7 @@ def gemm(
     transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ w[e].T + bias[e] * row_scale`` in BF16, its rows where they came from.
+    """``x @ w[e].T + bias[e] * row_scale`` in BF16, of the rows without padding.
 
     With ``transpose_w``, ``x @ w[e]``. Rows of no group are zero. Written to ``out`` if given.
     """

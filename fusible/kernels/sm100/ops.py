@@ -98,7 +98,7 @@ def _as_element(t: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _ones(size: int, device: torch.device, stream: int) -> Tensor:
-    """One a stream, since another one would not wait for its fill."""
+    """Cached by stream, since another stream would not wait for the fill."""
     return torch.ones(size, dtype=torch.float32, device=device)
 
 
@@ -204,7 +204,7 @@ def _checked(p: ProductOperands, n_major: bool) -> tuple[Rows, Weights]:
 
 
 def _numbers(x: Tensor) -> int:
-    """How many ``x`` holds."""
+    """The number of elements of ``x``."""
     return x.numel() * (2 if x.dtype == FP4 else 1)
 
 
@@ -252,7 +252,7 @@ def _nothing(x: Tensor) -> Tensor:
 
 
 def _unwritten(x: Tensor, columns: int, groups: int, parts: int) -> _Activated:
-    """The like for operand ``x``, not written; ``amax`` is that of no rows."""
+    """Outputs of a kernel with operand ``x``, not written; ``amax`` is that of no rows."""
     rows = x.shape[0]
     if x.dtype != FP8:
         peaks = None

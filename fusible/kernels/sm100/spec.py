@@ -1,4 +1,4 @@
-"""What is fixed when the quantizer of ragged groups is compiled, and what its threads take.
+"""The specification of the quantizer of ragged groups, and the work of its threads.
 
 A thread takes ``rows`` by ``VECTOR`` values of BF16, all of it in registers. Sums of that many rows
 are added up by ``SLICES`` warps, of which a thread takes ``SUMMED`` columns.
@@ -22,11 +22,11 @@ class PlacedSpec(NamedTuple):
     rowwise: bool
     columnwise: bool
     sums: bool
-    """Also the sums of a thread's rows in each column,"""
+    """The sums of each column over a thread's rows are written too."""
     scaled: bool
-    """each row times a scale of its own."""
+    """In the sums, each row is multiplied by a scale of its own."""
     fp4_instruction: bool
-    """The GPU converts to FP4 by itself."""
+    """The GPU has an instruction that converts to FP4."""
 
     @property
     def rows(self) -> int:
