@@ -64,10 +64,7 @@ class BackwardLinearAdd(FusedOperation):
 
     _basic_ops: tuple[MakeExtraOutput, BasicLinear]
 
-    @property
-    def writes_grads(self) -> bool:
-        """True."""
-        return True
+    writes_grads = True
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One product that is added to the extra output's gradient, in its memory if it may."""

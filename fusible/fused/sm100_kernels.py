@@ -17,6 +17,7 @@ from fusible.fuser.context import OperationContext
 from fusible.kernels import sm100
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits
+from fusible.kernels.stacking import write
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
     Activated,
@@ -28,7 +29,7 @@ from fusible.ops.grouped_kernels import (
 )
 from fusible.ops.matrices import as_rows
 from fusible.ops.weights import one_weight, quantize_weights
-from fusible.ops.wgrad import WeightGradient, add_or_copy
+from fusible.ops.wgrad import WeightGradient
 from fusible.recipes.matrix import SAVED, Operand, OperandData, restored_data, saved_data
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
@@ -186,9 +187,7 @@ class Sm100Kernels(GroupedKernels):
             if sm100.takes_wgrad(out):
                 sm100.wgrad_(list(out), dy, x, padded, accumulate)
                 return None
-            buffers = out[0].unbind(0) if out[0].dim() == 3 else out
-            dw = sm100.wgrad(dy, x, padded, torch.float32)
-            add_or_copy(buffers, dw, [not accumulate] * len(buffers))
+            write(out, sm100.wgrad(dy, x, padded, torch.float32), accumulate)
             return None
 
         reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)

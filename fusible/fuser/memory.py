@@ -270,9 +270,9 @@ def _check_apart(name: str, t: Tensor, reads: Reads, modules: Sequence[Any]) -> 
 
 
 def overlapping(t: Tensor, reads: Reads, modules: Sequence[Any]) -> Iterator[str]:
-    """What overlaps ``t`` of ``reads``, and of what modules hold.
+    """What overlaps ``t``: of ``reads``, and of the modules' parameters and buffers.
 
-    These are parameters, buffers, and what gradients are added to.
+    A parameter's ``grad`` and ``main_grad`` count too.
     """
     yield from (what for what, r in reads if isinstance(r, Tensor) and overlap(t, r))
     is_apart = _quick_test(t)

@@ -94,7 +94,8 @@ def run_parts(
         division: the parts, in order.
         inputs: of the caller.
         call: gives what a part returns for its input and its extra inputs.
-        modules: may read these too. What something else reads is copied for the op that writes.
+        modules: whose parameters and buffers may overlap the inputs. An op that writes to an
+            extra input gets a copy where something else reads that.
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []

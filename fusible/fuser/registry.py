@@ -119,7 +119,7 @@ class Registry:
         Raises:
             TypeError: it cannot be called so, or ``prepend`` is no bool.
         """
-        if not callable(function) or not _takes_ops(function):
+        if not callable(function) or not _has_fusion_signature(function):
             raise TypeError(
                 f"a fusion must be a function func(ops, *, recipe) -> ops, got {function!r}"
             )
@@ -206,7 +206,7 @@ def _recipe_names(kind: type[Recipe]) -> Iterator[str]:
         yield from _recipe_names(derived)
 
 
-def _takes_ops(function: Callable[..., Any]) -> bool:
+def _has_fusion_signature(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind([], recipe=None)
     except TypeError:

@@ -165,10 +165,12 @@ def scheduled(
         needs = plan.grad[start:stop]
         uses_impl = op.uses_impl(direction)
         if direction == "forward":
-            run = op.run_forward if uses_impl else partial(call_fuser_forward, op)
+            run = op.forward_impl if op.is_fused_op else op.run_forward
+            run = run if uses_impl else partial(call_fuser_forward, op)
             run = outside_autocast(plan, op, run)
         else:
-            run = op.run_backward if uses_impl else partial(call_fuser_backward, op)
+            run = op.backward_impl if op.is_fused_op else op.run_backward
+            run = run if uses_impl else partial(call_fuser_backward, op)
         made.append(
             ScheduledStep(
                 op,

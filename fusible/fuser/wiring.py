@@ -139,7 +139,7 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
             what an op says of a producer that does not fit it.
     """
     producers = _producers(ops)
-    named: dict[str, tuple[int, int]] = {}
+    last_of_name: dict[str, tuple[int, int]] = {}
     sources = []
     names: list[str] = []
     consumers: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -148,7 +148,7 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
         for slot, channel in enumerate(op.extra_input_channels):
             source = CALLER, len(names)
             if channel is None:
-                source = named.get(op.extra_input_name(slot), source)
+                source = last_of_name.get(op.extra_input_name(slot), source)
             elif not alone or channel in producers:
                 source = _producer(channel, producers, ops, i)
             if source[0] == CALLER:
@@ -158,7 +158,7 @@ def wire(ops: Sequence[Any], *, alone: bool = False) -> Wiring:
                 consumers[source] = (*consumers.get(source, ()), i)
             op_sources.append(source)
         sources.append(tuple(op_sources))
-        named.update({name: (i, slot) for slot, name in enumerate(op.extra_output_names)})
+        last_of_name.update({name: (i, slot) for slot, name in enumerate(op.extra_output_names)})
     public = [
         (i, slot)
         for i, op in enumerate(ops)

@@ -219,7 +219,7 @@ class GroupedKernels:
 
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
-        return grouped_gradient(dy, x, groups, ctx.transposed)
+        return grouped_gradient(dy, x, groups, ctx.column_major)
 
     # --- the activation between two linears ------------------------------------------------------
 

@@ -30,7 +30,7 @@ from fusible.ops.matrices import matrix, with_rows_of
 from fusible.ops.op import Grads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
-from fusible.ops.wgrad import is_transposed
+from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import ProductKind, is_quantized, values
@@ -67,7 +67,7 @@ class GroupedLinear(WeightedOperation):
     ``[out_features, in_features]`` (``bias0`` ... of ``[out_features]``), one per group.
 
     Saves ``(x, ends, row_scale or None, *weights, bias or None)`` in the dtype of the product, that
-    dtype as ``ctx.dtype``, and as ``ctx.transposed`` whether the weights are column-major.
+    dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
     ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
     x and each weight are what ``Operand.saved`` gives of them, ``SAVED`` tensors, all None where
@@ -392,11 +392,11 @@ class GroupedLinear(WeightedOperation):
     ) -> Tensor | None:
         """The row scales of the bias, contiguous ``[rows]``; checks all but the input's features.
 
-        Sets ``ctx.dtype``, that of the product, and ``ctx.transposed``.
+        Sets ``ctx.dtype``, that of the product, and ``ctx.column_major``.
         """
         weight = ctx.parameters[0]
         ctx.dtype = product_dtype(ctx, input_, weight, "GroupedLinear")
-        ctx.transposed = is_transposed(weight)
+        ctx.column_major = is_column_major(weight)
         if not self.scale_bias:
             return None
         check_row_scales(scales, input_, "GroupedLinear")

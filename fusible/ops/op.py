@@ -128,21 +128,13 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         raise TypeError(f"{type(self).__name__} does not define fuser_backward")
 
-    def run_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """What :meth:`fuser_forward` returns, by ``forward_impl``."""
+    def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
+        """What :meth:`fuser_forward` calls: ``forward_impl``, or ``op_forward`` if overridden."""
         return self.forward_impl(ctxs, x, extra)
 
-    def run_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """What :meth:`fuser_backward` returns, by ``backward_impl``."""
-        return self.backward_impl(ctxs, dy, extra)
-
-    def _called_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """What :meth:`fuser_forward` calls: an overriding ``op_forward``, or the ``impl``."""
-        return self.run_forward(ctxs, x, extra)
-
     def _called_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """What :meth:`fuser_backward` calls: an overriding ``op_backward``, or the ``impl``."""
-        return self.run_backward(ctxs, dy, extra)
+        """What :meth:`fuser_backward` calls, as :meth:`_called_forward`."""
+        return self.backward_impl(ctxs, dy, extra)
 
     def uses_impl(self, direction: Literal["forward", "backward"]) -> bool:
         """Whether nothing overrides the methods of te.ops, which call the ``impl`` of this one."""
@@ -484,7 +476,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return grad_input, grad_params
 
     def run_forward(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
-        """See :class:`FusibleOperation`."""
+        """What :meth:`fuser_forward` returns, by ``forward_impl``."""
         returned = self.forward_impl(ctxs[0], x, *extra[0])
         if not self.num_extra_outputs:
             return returned, [()]
@@ -492,7 +484,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         return output, [extra_outputs]
 
     def run_backward(self, ctxs: Contexts, dy: Tensor, extra: ExtraTensors) -> FusedGrads:
-        """See :class:`FusibleOperation`."""
+        """What :meth:`fuser_backward` returns, by ``backward_impl``."""
         returned = self.backward_impl(ctxs[0], dy, *extra[0])
         if not isinstance(returned, tuple):
             return returned, [()], [()]

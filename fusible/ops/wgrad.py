@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.kernels import grouped
+from fusible.kernels.stacking import write
 from fusible.recipes.sharding import is_sharded, mean_over_ranks
 
 
@@ -52,7 +53,9 @@ class MainGrads(NamedTuple):
         dtype = self.buffers[0].dtype
         if any([buffer.dtype != dtype for buffer in self.buffers]):
             # One product in the widest dtype, which is then rounded once for each buffer.
-            add_or_copy(self.buffers, self._widest(gradient), self.overwrite)
+            grads = self._widest(gradient).split(1)
+            for buffer, grad, fresh in zip(self.buffers, grads, self.overwrite, strict=True):
+                write([buffer], grad, not fresh)
             return
         accumulate = not all(self.overwrite)
         if accumulate:
@@ -71,13 +74,7 @@ class MainGrads(NamedTuple):
         return wide
 
 
-def add_or_copy(buffers: Sequence[Tensor], grads: Tensor, overwrite: Sequence[bool]) -> None:
-    """Add ``grads[i]`` to buffer i, or copy it there."""
-    for buffer, grad, fresh in zip(buffers, grads.unbind(0), overwrite, strict=True):
-        buffer.copy_(grad) if fresh else buffer.add_(grad)
-
-
-def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, transposed: bool) -> WeightGradient:
+def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, column_major: bool) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product."""
 
     def product(
@@ -88,20 +85,20 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, transposed: bool) -> W
         grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
         return None
 
-    return laid_out(transposed, product, dy, x, ends)
+    return laid_out(column_major, product, dy, x, ends)
 
 
 def laid_out(
-    transposed: bool, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
+    column_major: bool, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
 ) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
-    A weight that is ``transposed``, the transpose of a row-major tensor, has a gradient that is:
+    A ``column_major`` weight, the transpose of a row-major tensor, has a gradient that is:
     ``x.T @ dy``. ``ends`` is what the product reads as well.
     """
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
-        if not (transposed if out is None else is_transposed(out[0])):
+        if not (column_major if out is None else is_column_major(out[0])):
             return product(dy, x, out, accumulate)
         out = None if out is None else [t.mT for t in out]
         dw = product(x, dy, out, accumulate)
@@ -110,7 +107,7 @@ def laid_out(
     return WeightGradient(gradient, (dy, x, ends))
 
 
-def is_transposed(t: Tensor) -> bool:
+def is_column_major(t: Tensor) -> bool:
     """Whether matrices are column-major."""
     return t.stride(-2) == 1 and t.stride(-1) > 1
 
