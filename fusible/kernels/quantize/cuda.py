@@ -95,17 +95,8 @@ def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> 
     row, column, *values = made
     tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
-    launch(
-        compiled,
-        ("quantize", spec),
-        x.device,
-        x,
-        ends,
-        amax,
-        *tensors,
-        *_sizes(x, ends),
-        col_blocks,
-    )
+    given = x, ends, amax, *tensors, *_sizes(x, ends), col_blocks
+    launch(compiled, ("quantize", spec), x.device, *given)
     return made
 
 
@@ -164,10 +155,8 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
     spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
-    sizes = out.numel() // columns, columns, groups, rows
-    launch(
-        compiled, ("dequantize", spec), data.device, data, scale, tensor_scale, ends, out, *sizes
-    )
+    given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
+    launch(compiled, ("dequantize", spec), data.device, *given)
     return out
 
 

@@ -54,9 +54,9 @@ def quantized(
 
     The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
     ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32. ``amax``, FP32 ``[groups, 1 or 2]``,
-    are the largest magnitudes of the parts of what was rounded to ``x``, where they are known:
-    without NaN and what lies within 32 columns of one, negative for no rows. With it, NaN in a
-    group is NaN where it is, and not in all of the group.
+    are the largest magnitudes of the parts of what was rounded to ``x``, where they are known. They
+    leave out NaN and the values within 32 columns of one, and are negative without rows. With
+    ``amax``, NaN makes its own blocks NaN, without it the whole group.
     """
     if amax is not None:
         _check_amax(amax, x, ends, fmt)
@@ -172,7 +172,7 @@ def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
 
 
 def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
-    """Whether the kernel reads ``x`` in place and writes such sums."""
+    """Whether the kernel supports ``x`` and the dtype of the sums."""
     return (
         x.dtype == torch.bfloat16
         and x.stride(1) == 1
@@ -185,16 +185,9 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 
 def _cuda(
-    x: Tensor,
-    ends: Tensor,
-    padded: PaddedGroups,
-    name: str,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    row_scale: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, ends: Tensor, padded: PaddedGroups, name: str, *options: Any
 ) -> Pieces | NotImplementedType:
+    rowwise, columnwise, sums, row_scale, amax = options
     size = padded.size
     if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
         return NotImplemented
