@@ -161,6 +161,7 @@ class Run:
             if torch._C._are_functorch_transforms_active():
                 _refuse_transform()
             outputs = RunFunction.apply(schedule, None, kwargs, *operands)
+        outputs = _as_returned(schedule, outputs) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _execute_parts(
@@ -405,6 +406,14 @@ class Run:
             grad=grad,
             user=user,
         )
+
+
+def _as_returned(schedule: Schedule, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs of a traced run, the first one quantized if the last op says so."""
+    quantizers = schedule.forward[-1].quantizers
+    # A user's op may have a quantizer of another class.
+    returned = quantizers and getattr(quantizers[1], "returned", None)
+    return (returned(outputs[0]), *outputs[1:]) if returned else outputs
 
 
 def _refuse_transform() -> NoReturn:

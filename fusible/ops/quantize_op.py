@@ -10,11 +10,13 @@ from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import grouped
 from fusible.ops.handover import hand_over
 from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
 from fusible.recipes.autocast import current_recipe
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
@@ -27,13 +29,49 @@ class _BoundaryQuantizer(NamedTuple):
 
     quantizer: Quantizer
 
+    @property
+    def after_run(self) -> bool:
+        """Whether compiled code quantizes the output after the run, which cannot return it so."""
+        return torch.compiler.is_compiling() and type(self.quantizer) is Quantizer
+
+    def returned(self, output: Tensor) -> Tensor:
+        """The output of a run as its caller gets it."""
+        if not self.after_run or is_quantized(output):
+            return output
+        self._allow_in_graph()
+        constants = self.quantizer.format.as_constants()
+        return _quantize_output(output, constants, self.quantizer.columnwise)
+
+    @constant_when_traced
+    def _allow_in_graph(self) -> bool:
+        torch.compiler.allow_in_graph(_quantize_output)
+        return True
+
+
+class _QuantizedOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(fctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
+        rows = quantizer(x.detach().reshape(-1, x.shape[-1]))
+        return rows.with_pieces(rows.pieces(), x.shape)
+
+    @staticmethod
+    def backward(fctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return values(grad), None
+
+
+def _quantize_output(x: Tensor, constants: tuple[Any, ...], columnwise: bool) -> Tensor:
+    """``x`` quantized, in one piece for the tracer, which makes no quantized tensors itself."""
+    fmt = NumberFormat.from_constants(*constants)
+    return _QuantizedOutput.apply(x, Quantizer(fmt, columnwise=columnwise))
+
 
 class Quantize(BasicOperation):
     """The input, and the gradient, in the formats of the recipe; without a recipe the identity.
 
     A neighbour that reads quantized tensors, as ``BasicLinear`` does, gets one in the format and
     for the uses that it wants. Any other gets the values of the quantized tensor. The last op of a
-    run returns a quantized tensor, compiled code its values. The gradient of the first op likewise.
+    run returns a quantized tensor, and the first one a quantized gradient. Compiled code has the
+    values in place of that gradient, and of an output that is quantized in groups.
 
     With ``num_groups`` it takes the extra input ``split_sizes``, integers ``[num_groups]``, the
     rows of each group, which it saves; else it saves nothing.
@@ -109,6 +147,8 @@ def _quantized(
         return x
     reads_values = quantizer is None
     if isinstance(quantizer, _BoundaryQuantizer):
+        if role == "input" and quantizer.after_run:
+            return values(x)
         reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
     if isinstance(quantizer, GroupedQuantizer) and not sizes:
         reads_values = True

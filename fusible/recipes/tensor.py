@@ -9,6 +9,7 @@ to the tensor or to a view is quantized again.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -206,6 +207,22 @@ class WrapperTensor(DispatchedTensor):
         """Return the tensor of ``function`` of every piece."""
         pieces = {name: function(piece) for name, piece in self.pieces().items()}
         return self.with_pieces(pieces, shape, dtype)
+
+    def detach(self) -> Tensor:
+        """Return the tensor without history; an ordinary one where PyTorch plans a gradient.
+
+        AOTAutograd takes the gradient of a graph's output to be of the class of its ``detach``, and
+        there is no other way to say that it is an ordinary tensor.
+        """
+        if sys._getframe(1).f_code.co_name == "coerce_tangent_and_suggest_memory_format":
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.ops.aten.detach.default(self)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Any, expected_type: type | None = None
+    ) -> Tensor | None:
+        """Return a quantized gradient as the ordinary tensor that compiled code has planned."""
+        return self.dequantize() if expected_type is Tensor else None
 
     def share_memory_(self) -> Self:
         """Move the pieces to shared memory; PyTorch's own needs memory that there is not."""

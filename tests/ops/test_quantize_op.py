@@ -134,12 +134,39 @@ def test_a_gradient_is_added_to_a_quantized_one():
 
 @pytest.mark.usefixtures("fresh_compiler")
 @each_recipe
-def test_compiled_it_returns_the_values(recipe):
-    op, x = fz.Sequential(fz.GELU(), fz.Quantize()), torch.randn(32, 128)
-    with fz.autocast(recipe=recipe):
-        want = op(x)
-        got = torch.compile(op, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(got, want.dequantize(), rtol=1e-5, atol=1e-5)
+def test_compiled_it_returns_a_quantized_tensor(recipe):
+    """With and without history; its gradient may be quantized or not."""
+    op = fz.Sequential(fz.ReLU(), fz.Quantize())
+    x, dy = torch.randn(2, 32, 128, requires_grad=True), torch.randn(2, 32, 128)
+    results = []
+    for call in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        with fz.autocast(recipe=recipe):
+            y = call(x)
+            with torch.no_grad():
+                quantized = [y, call(x)]
+        assert all(isinstance(q, QuantizedTensor) for q in quantized)
+        pieces = [p.view(torch.uint8) for q in quantized for p in q.pieces().values()]
+        grads = dy, fz.recipes.Quantizer(recipe.format("grad"))(dy)
+        received = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in grads]
+        (of_values,) = torch.autograd.grad(y.dequantize().square().sum(), x)
+        results.append([*pieces, *map(values, received), of_values])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_clones_have_ordinary_gradients():
+    leaf = torch.nn.Parameter(fz.recipes.MXFP8Quantizer()(torch.randn(64, 64)))
+
+    def function(t):
+        t = t.clone()
+        assert isinstance(t.detach(), QuantizedTensor)
+        return t, t.detach().dequantize() * 2
+
+    y, twice = torch.compile(function, backend="aot_eager", fullgraph=True)(leaf)
+    assert torch.equal(twice, 2 * leaf.dequantize())
+    (y.dequantize() * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((64, 64), 3.0))
 
 
 def test_a_grouped_linear_without_groups_takes_the_values():
