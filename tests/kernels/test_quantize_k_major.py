@@ -1,10 +1,12 @@
 """Operands of FP8 products: what the op makes is what the formulas make of each group."""
 
 import pytest
+import simt
 import torch
 from torch.library import opcheck
 
 from fusible.kernels.quantize import quantize_k_major, transposed
+from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 from fusible.recipes.quantization import quantize
 
@@ -130,3 +132,49 @@ def test_other_formats_are_refused(fmt):
 def test_a_batch_of_rows_is_refused():
     with pytest.raises(ValueError, match="must be 2-D"):
         quantize_k_major(torch.randn(2, 4, 32), fp8_block(), rowwise=True, columnwise=True)
+
+
+def emulated(monkeypatch, x, fmt, ends, uses):
+    """The pieces of the op by the kernel's code, in memory that nothing was written to."""
+    constants = fmt.as_constants()
+    pieces = torch.ops.fusible.quantize_k_major(x, ends, *constants, *uses)
+    for piece in pieces:
+        piece.flatten().view(torch.uint8).fill_(0xA5)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, False, *uses, k_major=True)
+    inside = None if ends is None else ends.clamp(max=len(x)).tolist()
+    simt.quantize_k_major(monkeypatch, x, inside, pieces, spec)
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
+def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, monkeypatch):
+    fmt = dict(zip(DTYPES, FORMATS.values(), strict=True))[dtype]
+    x = rows(2880 if ends == ENDS["ragged"] else 272, dtype)
+    for uses in [(True, True), (True, False), (False, True)][: 3 if ends == ENDS["one"] else 1]:
+        compare(x, fmt, None if ends is None else torch.tensor(ends), uses, monkeypatch)
+
+
+def compare(x, fmt, ends, uses, monkeypatch):
+    pytest.importorskip("cutlass")
+    x[130, 3], x[7, 140] = float("nan"), float("inf")
+    want = torch.ops.fusible.quantize_k_major(x, ends, *fmt.as_constants(), *uses)
+    got = emulated(monkeypatch, x, fmt, ends, uses)
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
+    if uses[1]:
+        written = want[2].shape[1] if ends is None else int(want[4][-1])
+        assert same_bits(got[2][:, :written], want[2][:, :written])
+        assert same_bits(got[3][: written // 128], want[3][: written // 128])
+
+
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400)])
+def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, monkeypatch):
+    pytest.importorskip("cutlass")
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    w[..., 40, 3] = float("nan")
+    want = torch.ops.fusible.quantize_k_major(w, None, *SQUARE.as_constants(), *uses)
+    got = emulated(monkeypatch, w, SQUARE, None, uses)
+    assert all(same_bits(*pair) for pair in zip(got, want, strict=True))

@@ -47,6 +47,14 @@ ENCODERS = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, False, True, False),
     QuantizeSpec(nvfp4(), "f32", True, True, True, True, True, True),
 ]
+K_MAJOR = [
+    QuantizeSpec(fp8_block(), "bf16", True, False, True, True, k_major=True),
+    QuantizeSpec(fp8_block(E5M2), "f16", True, True, False, True, k_major=True),
+    QuantizeSpec(fp8_block(power_of_two=False), "f32", False, False, True, True, k_major=True),
+    QuantizeSpec(fp8_block(power_of_two=False), "bf16", True, False, True, False, k_major=True),
+    QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, True, k_major=True),
+    QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False, True, k_major=True),
+]
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
     QuantizeSpec(nvfp4(), "f32", False, False, True, True),
@@ -64,6 +72,7 @@ DECODERS = [
 ]
 KERNELS = [
     *[("quantize", spec) for spec in ENCODERS],
+    *[("k_major", spec) for spec in K_MAJOR],
     *[("amax", spec) for spec in MAXIMA],
     *[("dequantize", spec) for spec in DECODERS],
 ]

@@ -113,6 +113,11 @@ def to_bits(value):
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
 
 
+def opaque(number):
+    """The same Int32, of which the compiler knows nothing."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
+
+
 def select(condition, a, b):
     """``a`` if ``condition`` else ``b``, words."""
     return inline_ptx(

@@ -49,17 +49,18 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
 
 
 def compiled(kernel: str, spec: QuantizeSpec | DequantizeSpec, options: str = "") -> Any:
-    """Compile ``"quantize"``, ``"amax"`` or ``"dequantize"``; the functions name its arguments.
+    """Compile one of the kernels below; the functions name its arguments.
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
     from cutlass import Int32, Int64
 
-    from fusible.kernels.quantize.device import dequantize, quantize
+    from fusible.kernels.quantize.device import dequantize, k_major, quantize
 
     functions = {
         "quantize": (quantize.quantize, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
         "amax": (quantize.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
+        "k_major": (k_major.quantize, [Int64] * 7 + [Int32] * 2 + [Int64] + [Int32] * 3),
         "dequantize": (dequantize.dequantize, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]
@@ -88,14 +89,14 @@ def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
 def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
     if not (any(uses) and serves(fmt) and takes(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses)
-    x = _loadable(x)
+    x = loadable(x)
     made = empty(x, ends, fmt, uses)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), *uses)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), *uses)
     amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
     row, column, *values = made
     tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
-    given = x, ends, amax, *tensors, *_sizes(x, ends), col_blocks
+    given = x, ends, amax, *tensors, *sizes_of(x, ends), col_blocks
     launch(compiled, ("quantize", spec), x.device, *given)
     return made
 
@@ -108,14 +109,16 @@ def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Ten
 
     ``x`` has rows equally far apart, which begin at 16 bytes. One launch, and one that clears.
     """
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, _wide(ends), True, True)
-    sizes = _sizes(x, ends)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), True, True)
+    sizes = sizes_of(x, ends)
     amax = x.new_zeros(sizes.groups, dtype=torch.int32)
     launch(compiled, ("amax", spec), x.device, x, ends, amax, *sizes)
     return amax
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
+    """What kernels are given of a matrix, or of equal ones or groups one after the other."""
+
     rows: int
     """Of all matrices."""
     columns: int
@@ -124,13 +127,14 @@ class _Sizes(NamedTuple):
     matrix_rows: int
 
 
-def _sizes(x: Tensor, ends: Tensor | None) -> _Sizes:
+def sizes_of(x: Tensor, ends: Tensor | None) -> Sizes:
+    """The sizes of ``x`` ``[..., rows, columns]``."""
     rows, columns = x.shape[-2:]
     groups = x.numel() // (rows * columns) if ends is None else ends.shape[0]
-    return _Sizes(x.numel() // columns, columns, x.stride(-2), groups, rows)
+    return Sizes(x.numel() // columns, columns, x.stride(-2), groups, rows)
 
 
-def _loadable(x: Tensor) -> Tensor:
+def loadable(x: Tensor) -> Tensor:
     """``x``, or a copy, whose rows are equally far apart and begin at 16 bytes."""
     *lead, pitch, step = x.stride()
     fits = step == 1 and pitch * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -140,7 +144,8 @@ def _loadable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _wide(ends: Tensor | None) -> bool:
+def is_wide(ends: Tensor | None) -> bool:
+    """Whether there are end rows, of 64 bits."""
     return ends is not None and ends.dtype == torch.int64
 
 
@@ -154,7 +159,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
-    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, _wide(ends), columnwise)
+    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, is_wide(ends), columnwise)
     given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
     launch(compiled, ("dequantize", spec), data.device, *given)
     return out

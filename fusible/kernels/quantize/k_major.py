@@ -9,11 +9,15 @@ groups of them begin at multiples of 128, with zeros between. The op's definitio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import NotImplementedType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible.kernels.quantize.cuda import compiled, is_wide, loadable, sizes_of, takes
+from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
+from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
 from fusible.recipes.blocks import padded_size, place_rows
 from fusible.recipes.formats import BLOCKS, NumberFormat
@@ -147,19 +151,10 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def _outputs(
-    x: Tensor,
-    ends: Tensor | None,
-    name: str,
-    element: str,
-    block: Sequence[int],
-    scale: str,
-    amax_epsilon: float,
-    rowwise: bool,
-    columnwise: bool,
-) -> Pieces:
+def _outputs(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces:
     """Allocate what the op returns."""
-    fmt = NumberFormat.from_constants(name, element, block, scale, amax_epsilon)
+    *constants, rowwise, columnwise = options
+    fmt = NumberFormat.from_constants(*constants)
     *lead, rows, columns = x.shape
     blocks = (columns + ALONG - 1) // ALONG
     size, column_scale = rows, [0]
@@ -180,5 +175,21 @@ def _outputs(
     )
 
 
-_quantize_op = define(_quantize, _outputs, name="quantize_k_major")
+def _cuda(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces | NotImplementedType:
+    *constants, rowwise, columnwise = options
+    fmt = NumberFormat.from_constants(*constants)
+    _check(x, ends, fmt)
+    fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
+    if not ((rowwise or columnwise) and fills_stores and takes(x, x.dtype, ends)):
+        return NotImplemented
+    x = loadable(x)
+    pieces = _outputs(x, ends, *options)
+    read = DTYPES[x.dtype], ends is not None, is_wide(ends)
+    spec = QuantizeSpec(fmt, *read, rowwise, columnwise, k_major=True)
+    sizes = *sizes_of(x, ends), pieces[2].shape[-1]
+    launch(compiled, ("k_major", spec), x.device, x, ends, *pieces, *sizes)
+    return pieces
+
+
+_quantize_op = define(_quantize, _outputs, [_cuda], name="quantize_k_major")
 transposed = define(_transposed, _transposed_like, name="transposed_fp8")

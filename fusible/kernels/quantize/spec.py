@@ -20,6 +20,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 VALUES = DTYPES[compute_dtype(torch.device("cuda"))]
 """That of the values that a quantizer gives besides, dequantized."""
 
+PIECE = 16
+"""Neighbouring rows whose bytes fill the widest store of a thread, where columns are contiguous."""
+
 _WHOLE_MATRIX_ROWS = 32  # at a time, where a block is a whole matrix
 _INPUT_WORDS = 128  # registers that hold a thread's part of the input
 _DEQUANTIZED_ROWS = 16
@@ -53,6 +56,8 @@ class QuantizeSpec(NamedTuple):
     row_values: bool = False
     """The dequantized row-wise elements are written, whether these are or not."""
     col_values: bool = False
+    k_major: bool = False
+    """Elements for column-wise use are transposed, in padded groups; no values are written."""
 
     @property
     def rows(self) -> int:
@@ -73,6 +78,8 @@ class QuantizeSpec(NamedTuple):
     @property
     def thread_rows(self) -> int:
         """Rows of a thread."""
+        if self.k_major:  # as many as make a block of all threads
+            return self.rows // THREADS * self.lanes
         return min(self.rows, _INPUT_WORDS // self.words)
 
     @property
@@ -83,6 +90,8 @@ class QuantizeSpec(NamedTuple):
     @property
     def resident(self) -> int:
         """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
+        if self.k_major:
+            return 3 if self.dtype == "f32" else 4
         if self.format.element.per_byte == 2:
             return 2 if self.dtype == "f32" or self.rows > 16 else 3
         return 2 if self.format.directional and (self.row_values or self.col_values) else 3

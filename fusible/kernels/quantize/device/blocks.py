@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
-from fusible.kernels.device.bits import load_index
+from fusible.kernels.device.bits import load_index, store
 from fusible.kernels.quantize.spec import THREADS
 
 
@@ -47,6 +47,61 @@ def place_of(block, rows, groups, matrix_rows, ends, spec):
 
 
 @cute.jit
+def _scan(
+    ends: Int64,
+    groups: Int32,
+    rows: Int32,
+    group: Int32,
+    rows_before: Int32,
+    blocks_before: Int32,
+    size: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """First row, end row and blocks of the group of each lane of a warp, and blocks up to its end.
+
+    What is before the first lane's group is given. The group after the last one ends with the rows.
+    """
+    lane = cute.arch.lane_idx()
+    end = rows
+    if group < groups:
+        end = load_index(ends + Int64(group) * (8 if wide else 4), wide)
+    end = cutlass.min(end, rows)
+    start = cute.arch.shuffle_sync_up(end, 1)
+    if lane == 0:
+        start = rows_before
+    blocks = (end - start + (size - 1)) // size
+    through = blocks
+    for i in cutlass.range_constexpr(5):
+        earlier = cute.arch.shuffle_sync_up(through, 1 << i)
+        if lane >= (1 << i):
+            through += earlier
+    return start, end, blocks, through + blocks_before
+
+
+@cute.jit
+def store_padded_ends(
+    ends: Int64,
+    padded_ends: Int64,
+    groups: Int32,
+    rows: Int32,
+    size: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """The ends of groups that are padded to whole blocks of ``size`` rows, by each warp."""
+    lane = cute.arch.lane_idx()
+    blocks_before = Int32(0)
+    rows_before = Int32(0)
+    for step in cutlass.range((groups + 31) // 32, unroll=1):
+        group = step * 32 + lane
+        _, end, _, through = _scan(
+            ends, groups, rows, group, rows_before, blocks_before, size, wide
+        )
+        store(padded_ends + Int64(group) * 4, [Uint32(through * size)], Int32(group < groups))
+        blocks_before = cute.arch.shuffle_sync(through, 31)
+        rows_before = cute.arch.shuffle_sync(end, 31)
+
+
+@cute.jit
 def find(
     ends: Int64,
     groups: Int32,
@@ -69,21 +124,9 @@ def find(
     rows_before = Int32(0)
     for step in cutlass.range((groups + 32) // 32, unroll=1):
         if done == 0:
-            group = step * 32 + lane
-            end = rows
-            if group < groups:
-                end = load_index(ends + Int64(group) * (8 if wide else 4), wide)
-            end = cutlass.min(end, rows)
-            start = cute.arch.shuffle_sync_up(end, 1)
-            if lane == 0:
-                start = rows_before
-            blocks = (end - start + (size - 1)) // size
-            through = blocks
-            for i in cutlass.range_constexpr(5):
-                earlier = cute.arch.shuffle_sync_up(through, 1 << i)
-                if lane >= (1 << i):
-                    through += earlier
-            through += blocks_before
+            start, end, blocks, through = _scan(
+                ends, groups, rows, step * 32 + lane, rows_before, blocks_before, size, wide
+            )
             hits = Int32(cute.arch.vote_ballot_sync(through > block))
             if hits != 0:
                 source = cute.arch.popc((hits & -hits) - 1)

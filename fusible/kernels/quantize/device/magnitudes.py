@@ -19,13 +19,31 @@ def largest_of_columns(rows, dtype):
     return [largest_of(column, dtype) for column in zip(*rows, strict=True)]
 
 
-def largest_of_lanes(word, lanes, dtype):
-    """The largest magnitudes of the words of neighbouring threads."""
-    step = 1
+def largest_of_lanes(word, lanes, dtype, step=1):
+    """The largest magnitudes of the words of neighbouring threads, or of each of ``step`` kinds."""
     while step < lanes:
         word = bits.larger_magnitude(word, cute.arch.shuffle_sync_bfly(word, step), dtype)
         step *= 2
     return word
+
+
+def largest_of_rows(words, lanes, dtype):
+    """The largest magnitudes of one word of ``lanes`` neighbouring threads, another in each thread.
+
+    Thread i has those of word i, counted anew after the last. In every step a thread keeps half of
+    its words, and gets what its partner has of them.
+    """
+    lane, count, step = cute.arch.lane_idx(), len(words), len(words) // 2
+    while step:
+        upper = lane & step
+        pairs = list(zip(words[:step], words[step:], strict=True))
+        got = [
+            cute.arch.shuffle_sync_bfly(bits.select(upper, low, high), step) for low, high in pairs
+        ]
+        kept = [bits.select(upper, high, low) for low, high in pairs]
+        words = [bits.larger_magnitude(*pair, dtype) for pair in zip(kept, got, strict=True)]
+        step //= 2
+    return largest_of_lanes(words[0], lanes, dtype, count)
 
 
 def magnitude(word, dtype):

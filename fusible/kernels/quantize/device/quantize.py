@@ -22,7 +22,7 @@ from fusible.kernels.quantize.device.magnitudes import (
 )
 from fusible.kernels.quantize.spec import THREADS, VALUES
 
-_SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
+SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
 
 
 class Out(NamedTuple):
@@ -55,7 +55,8 @@ class Rows(NamedTuple):
     in_columns: Boolean
 
 
-def _rows_of_thread(block, chunk, all_rows, columns, groups, matrix_rows, ends, spec):
+def rows_of_thread(block, chunk, all_rows, columns, groups, matrix_rows, ends, spec):
+    """Where the rows of this thread are, for a group of threads of a block and a chunk of it."""
     thread, _, _ = cute.arch.thread_idx()
     width = THREADS // spec.parts
     part = thread // width
@@ -67,7 +68,7 @@ def _rows_of_thread(block, chunk, all_rows, columns, groups, matrix_rows, ends, 
     return Rows(block, place.group, part, first, count, rows, place.live, column, column < columns)
 
 
-def _load(x, pitch, mine, spec):
+def load_rows(x, pitch, mine, spec):
     """Words of the rows of a thread, zeros where there is nothing."""
     size = spec.words * 4 // spec.vector
     source = x + (Int64(mine.first) * pitch + Int64(mine.column)) * size
@@ -169,14 +170,14 @@ def _row_factors(words, r, mine, outer, columns, row_scale, spec):
     return _factors([scaling], outer, mine, spec)
 
 
-def _square_factors(rows, mine, columns, row_scale, spec):
+def square_factors(rows, mine, columns, row_scale, spec):
     """The factors of a square block; its scale is stored by one thread."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
     largest = largest_of_lanes(largest, spec.lanes, spec.dtype)
     (largest,) = _largest_of_parts([largest], spec)
     scaling = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
-    if spec.rowwise:
+    if spec.rowwise or spec.columnwise:
         offset = Int64(mine.block) * Int64(blocks_of(columns, along)) + Int64(mine.column // along)
         inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
@@ -217,9 +218,9 @@ def _stored_matrix_scale(amax, fmt):
 
 def _quantize_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
     """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any."""
-    words = _load(x, pitch, mine, spec)
+    words = load_rows(x, pitch, mine, spec)
     if not spec.format.directional and common is None:
-        common = _square_factors(words, mine, columns, out.row_scale, spec)
+        common = square_factors(words, mine, columns, out.row_scale, spec)
     by_row, by_column = (spec.rowwise, spec.row_values), (spec.columnwise, spec.col_values)
     of_columns = None
     if any(by_column):
@@ -287,7 +288,7 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     # Backwards: what the pass for the largest magnitude read last is still in the cache.
     block = blocks - 1 - cta // chunks
-    mine = _rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
+    mine = rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(
         row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale, row_values,
         col_values,
@@ -332,7 +333,7 @@ def quantize(
         col_blocks, blocks, chunks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
-        min_blocks_per_mp=spec.resident, preferred_smem_carveout=_SHARED_PERCENT,
+        min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,
     )  # fmt: skip
 
 
@@ -350,10 +351,10 @@ def _amax(
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    mine = _rows_of_thread(
+    mine = rows_of_thread(
         cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
     )
-    words = _load(x, pitch, mine, spec)
+    words = load_rows(x, pitch, mine, spec)
     largest = largest_of(largest_of_columns(words, spec.dtype), spec.dtype)
     largest = magnitude(largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
     target = amax + Int64(mine.group) * 4

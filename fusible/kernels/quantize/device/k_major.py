@@ -1,0 +1,218 @@
+"""Quantization for FP8 products in one pass: row-wise, and column-wise transposed.
+
+A group of threads takes a block of 128x128, whose bytes fill one line of memory in each row and,
+transposed, in each column. A thread has 16 rows (32 of FP32), so that it stores 16 bytes of each of
+its columns; a warp fills sectors of 32 bytes.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint32, cute
+
+from fusible.kernels.device import bits
+from fusible.kernels.quantize.device import numbers
+from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
+from fusible.kernels.quantize.device.magnitudes import (
+    largest_of,
+    largest_of_columns,
+    largest_of_rows,
+    magnitude,
+)
+from fusible.kernels.quantize.device.quantize import (
+    SHARED_PERCENT,
+    load_rows,
+    rows_of_thread,
+    square_factors,
+)
+from fusible.kernels.quantize.spec import PIECE, THREADS
+
+
+class Out(NamedTuple):
+    """Addresses of what is written, and the distance of columns in the transposed elements."""
+
+    row_data: Int64
+    row_scale: Int64
+    col_data: Int64
+    col_scale: Int64
+    col_pitch: Int32
+
+
+def _column_factors(words, mine, columns, out, spec):
+    """The factors of a thread's columns; each thread computes that of one, and stores its scale."""
+    thread, _, _ = cute.arch.thread_idx()
+    largest = largest_of_columns(words, spec.dtype)
+    shared, factors = [
+        cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, spec.lanes * size * parts),
+            cute.make_layout((spec.lanes, size, parts)),
+        )
+        for size, parts in ((len(largest), spec.parts), (spec.vector, 1))
+    ]
+    for i, word in enumerate(largest):
+        shared[thread % spec.lanes, i, mine.part] = word
+    cute.arch.sync_threads()
+    lane, i = thread // spec.vector, thread % spec.vector
+    per_word = spec.vector // len(largest)
+    word = largest_of([shared[lane, i // per_word, part] for part in range(spec.parts)], spec.dtype)
+    low, high = bits.magnitudes([word], spec.dtype) * (3 - per_word)
+    scale, factor = numbers.encode_scale(bits.select(i % per_word, high, low), None, spec.format)
+    factors[lane, i, 0] = bits.to_bits(factor)
+    column = mine.column - thread % spec.lanes * spec.vector + thread
+    offset = Int64(mine.block) * Int64(columns) + Int64(column)
+    inside = Int32(Boolean(column < columns) & (mine.block * spec.rows < out.col_pitch))
+    bits.store(out.col_scale + offset * 4, [scale], inside)
+    cute.arch.sync_threads()
+    return [bits.to_float(factors[thread % spec.lanes, j, 0]) for j in range(spec.vector)]
+
+
+def _row_factor(words, r, mine, rows, columns, row_scale, spec):
+    """The factor of one of a piece of rows from row ``r`` of a thread, in the threads of a block.
+
+    Thread i has that of row i, and stores its scale: those of neighbouring rows are neighbours.
+    """
+    fmt, along = spec.format, spec.format.block[1]
+    own = cute.arch.lane_idx() % spec.lanes
+    largest = [largest_of(row, spec.dtype) for row in words]
+    largest = largest_of_rows(largest, spec.lanes, spec.dtype)
+    scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
+    block = mine.column // along
+    inside = Boolean(own < PIECE) & (r + own < mine.count) & (block * along < columns)
+    offset = Int64(block) * Int64(rows) + Int64(mine.first + r + own)
+    bits.store(row_scale + offset * 4, [scale], Int32(inside))
+    return bits.to_bits(factor)
+
+
+def _of_row(factor, i, spec):
+    """The factor of row ``i`` of a piece, for each column of a thread."""
+    first = cute.arch.lane_idx() // spec.lanes * spec.lanes
+    return [bits.to_float(cute.arch.shuffle_sync(factor, first + i))] * spec.vector
+
+
+def _store_row(values, factors, r, mine, columns, row_data, spec):
+    """Elements of row ``r`` of a thread."""
+    scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
+    offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
+    inside = Int32(Boolean(r < mine.count) & mine.in_columns)
+    bits.store(row_data + offset, numbers.pack_elements(scaled, spec.format), inside)
+
+
+def _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec):
+    """Elements of a piece of rows from row ``r`` of a thread, by the factors of both uses."""
+    transposed = [[] for _ in range(spec.vector)]
+    for i in range(0, PIECE, 4):
+        four = [bits.unpack(row, spec.dtype) for row in piece[i : i + 4]]
+        if spec.rowwise:
+            for j, values in enumerate(four, i):
+                of_row = of_columns if of_rows is None else _of_row(of_rows, j, spec)
+                _store_row(values, of_row, r + j, mine, columns, out.row_data, spec)
+        if spec.columnwise:
+            for words, factor, *values in zip(transposed, of_columns, *four, strict=True):
+                scaled = [value * factor for value in values]
+                words.extend(numbers.pack_elements(scaled, spec.format))
+    if spec.columnwise:
+        inside = Int32(mine.in_columns & (column.row + r < out.col_pitch))
+        for i, words in enumerate(transposed):
+            offset = column.start + Int64(i) * Int64(out.col_pitch) + r
+            bits.store(out.col_data + offset, words, inside)
+
+
+class Column(NamedTuple):
+    """Where a thread's first column is in the transposed elements."""
+
+    row: Int32
+    """The thread's first row in its padded matrix."""
+    start: Int64
+    """The offset of that element."""
+
+
+def _column_of(mine, columns, matrix_rows, col_pitch, spec):
+    row, column = mine.block * spec.rows + mine.part * spec.thread_rows, Int64(mine.column)
+    if not spec.format.directional:
+        row = mine.first - mine.group * matrix_rows
+        column = column + Int64(mine.group) * Int64(columns)
+    return Column(row, column * Int64(col_pitch) + Int64(row))
+
+
+def quantize_block(x, pitch, mine, rows, columns, matrix_rows, out, spec):
+    """Scales and elements of a thread's rows."""
+    words = load_rows(x, pitch, mine, spec)
+    of_columns = None
+    if not spec.format.directional:
+        of_columns = square_factors(words, mine, columns, out.row_scale, spec).to_element
+    elif spec.columnwise:
+        of_columns = _column_factors(words, mine, columns, out, spec)
+    # What the loads have computed of these is not kept for the stores: it fills registers.
+    columns = bits.opaque(columns)
+    mine = mine._replace(**{
+        name: bits.opaque(getattr(mine, name)) for name in ("first", "count", "column")
+    })  # fmt: skip
+    column = _column_of(mine, columns, matrix_rows, out.col_pitch, spec)
+    for r in range(0, spec.thread_rows, PIECE):
+        piece = words[r : r + PIECE]
+        of_rows = None
+        if spec.format.directional and spec.rowwise:
+            of_rows = _row_factor(piece, r, mine, rows, columns, out.row_scale, spec)
+        _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec)
+
+
+@cute.kernel
+def _quantize(
+    x: Int64,
+    ends: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    padded_ends: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    col_pitch: Int32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    mine = rows_of_thread(
+        cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
+    )
+    out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
+    if cutlass.const_expr(spec.grouped):
+        if cta == 0:
+            store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)
+    if mine.rows > 0:
+        quantize_block(x, pitch, mine, rows, columns, matrix_rows, out, spec)
+
+
+@cute.jit
+def quantize(
+    x: Int64,
+    ends: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    padded_ends: Int64,
+    rows: Int32,
+    columns: Int32,
+    pitch: Int64,
+    groups: Int32,
+    matrix_rows: Int32,
+    col_pitch: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements.
+
+    ``col_pitch`` is the distance of columns in the transposed elements.
+    """
+    blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
+    _quantize(
+        x, ends, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns, pitch,
+        groups, matrix_rows, col_pitch, chunks, spec,
+    ).launch(
+        grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
+        min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,
+    )  # fmt: skip

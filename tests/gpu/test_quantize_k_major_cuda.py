@@ -1,0 +1,144 @@
+"""The kernel that quantizes operands of FP8 products gives the bits of the definition."""
+
+import pytest
+import reference as ref
+import torch
+from checks import graph_of, launched, never_waiting
+
+from fusible.kernels.quantize import quantize_k_major, takes, transposed
+from fusible.recipes.formats import E5M2, fp8_block
+
+pytestmark = pytest.mark.gpu
+
+ENDS = {
+    "none": None,
+    "ragged": [0, 1, 128, 256, 385, 513],  # groups of 0, 1, 127, 128, 129 and 128 rows, and a tail
+    "whole": [600],
+    "empty": [0, 0],
+    "beyond": [130, 1000],
+    "many": [5 * i for i in range(1, 100)],
+}
+FORMATS = [fp8_block(), fp8_block(E5M2), fp8_block(power_of_two=False, amax_epsilon=1e-3)]
+SQUARE = fp8_block(block=(128, 128))
+USES = [(True, True), (True, False), (False, True)]
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+each_use = pytest.mark.parametrize("uses", USES, ids=["both", "rows", "columns"])
+
+
+def numbers(*shape, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
+    x = (torch.randn(shape, generator=generator) * 2.0**exponents).to(dtype)
+    x[..., 40, 3], x[..., 7, 140] = float("nan"), float("inf")
+    return x
+
+
+def poison_free_memory():
+    """Fill memory that the next tensors get with NaN, in pieces as small as they are."""
+    taken = [torch.full((2**i,), 0xFF, dtype=torch.uint8, device="cuda") for i in range(9, 26)]
+    del taken
+
+
+def compare(x, fmt, ends, uses, on_device=None):
+    """Bits of each piece, to the end of the last padded group."""
+    op = torch.ops.fusible.quantize_k_major
+    want = op(x, ends, *fmt.as_constants(), *uses)
+    x = x.cuda() if on_device is None else on_device
+    ends = None if ends is None else ends.cuda()
+    assert takes(x, x.dtype, ends)
+    poison_free_memory()
+    got = op(x, ends, *fmt.as_constants(), *uses)
+    same_to_the_padded_end(got, want, fmt, uses)
+
+
+def same_to_the_padded_end(got, want, fmt, uses):
+    if fmt.directional and uses[1] and want[4].numel():
+        end = int(want[4][-1])
+        got, want = [
+            [*p[:2], p[2][:, :end].contiguous(), p[3][: end // 128], p[4]] for p in (got, want)
+        ]
+    ref.assert_same_bits(got, want)
+
+
+@each_use
+@each_dtype
+@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2", "fp32_scales"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_bits_of_rows(ends, fmt, dtype, uses):
+    x = numbers(600, 2880 if uses == (True, True) else 272, dtype=dtype)
+    compare(x, fmt, None if ends is None else torch.tensor(ends, dtype=torch.int32), uses)
+
+
+@each_use
+@each_dtype
+@pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400), (5, 384, 2880)])
+def test_bits_of_weights(shape, dtype, uses):
+    compare(numbers(*shape, dtype=dtype), SQUARE, None, uses)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("columns", [16, 128, 144, 2176])
+def test_bits_at_the_edges_of_blocks(rows, columns):
+    x = torch.randn(rows, columns, dtype=torch.bfloat16)
+    for ends in (None, torch.tensor([rows // 2, rows])):
+        compare(x, fp8_block(), ends, (True, True))
+    if rows % 16 == 0:
+        compare(x, SQUARE, None, (True, True))
+
+
+def test_bits_of_row_pitch_and_misaligned_rows():
+    x, ends = numbers(300, 768), torch.tensor([7, 160, 160, 290])
+    on_device = x.cuda()
+    for part in (slice(512), slice(3, 515)):
+        compare(x[:, part].contiguous(), fp8_block(), ends, (True, True), on_device[:, part])
+        compare(x[:288, part].contiguous(), SQUARE, None, (True, True), on_device[:288, part])
+
+
+def test_bits_of_more_than_2_to_the_31_elements():
+    x = torch.randn(70000, 32768, dtype=torch.bfloat16, device="cuda")
+    made = quantize_k_major(x, fp8_block(), rowwise=True, columnwise=True)
+    for first in (0, 69888):  # blocks of 128 rows
+        rows = slice(first, min(first + 128, len(x)))
+        want = quantize_k_major(x[rows].cpu(), fp8_block(), rowwise=True, columnwise=True)
+        got = made.row.data[rows], made.row.scale[rows].contiguous()
+        ref.assert_same_bits(got, [want.row.data, want.row.scale.contiguous()])
+        column = made.column.data[first : first + 128].t().contiguous(), made.column.scale
+        ref.assert_same_bits(
+            [column[0], column[1][first // 128]],
+            [want.column.data.t().contiguous(), want.column.scale[0]],
+        )
+
+
+def test_a_captured_graph_follows_new_ends():
+    x, fmt = numbers(600, 512), fp8_block()
+    on_gpu, ends = x.cuda(), torch.tensor([64, 128, 600], dtype=torch.int32, device="cuda")
+    op = torch.ops.fusible.quantize_k_major
+    graph, got = graph_of(lambda: op(on_gpu, ends, *fmt.as_constants(), True, True))
+    for sizes in ([64, 128, 600], [1, 2, 3], [333, 333, 550]):
+        ends.copy_(torch.tensor(sizes))
+        graph.replay()
+        want = op(x, torch.tensor(sizes, dtype=torch.int32), *fmt.as_constants(), True, True)
+        same_to_the_padded_end(got, want, fmt, (True, True))
+
+
+@torch.no_grad()
+def test_one_launch_and_no_host_synchronisation():
+    x, ends = torch.randn(600, 512, dtype=torch.bfloat16, device="cuda"), [64, 300, 600]
+    ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    for fmt, groups in ((fp8_block(), ends), (fp8_block(), None), (SQUARE, None)):
+        rows = x if fmt.directional else x[:512]
+
+        def call(rows=rows, fmt=fmt, groups=groups):
+            return quantize_k_major(rows, fmt, rowwise=True, columnwise=True, ends=groups)
+
+        call()
+        with never_waiting():
+            call()
+        kernels, _ = launched(call)
+        assert len(kernels) == 1, kernels
+
+
+def test_a_transposed_copy_of_elements():
+    data = torch.randn(3, 272, 144, device="cuda").to(torch.float8_e4m3fn)
+    want = data.cpu().view(torch.uint8).mT.contiguous()
+    assert torch.equal(transposed(data).cpu().view(torch.uint8), want)

@@ -1,0 +1,183 @@
+"""Device code of the quantizers on the CPU: every register is an array over blocks and threads.
+
+The plain functions of device code are traced by the CuTe DSL with its values; here they run on
+arrays of numpy instead. Memory is bytes by address, and every access is checked.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from fusible.recipes.encoding import ENCODERS
+
+THREADS = 128
+_FIRST = 1 << 40  # addresses of tensor i begin at (i + 1) times this
+
+
+def _as(dtype):
+    return lambda number: np.asarray(number).astype(dtype)
+
+
+u32, f32 = _as(np.uint32), _as(np.float32)
+_TYPES = {
+    "Int32": _as(np.int32), "Int64": _as(np.int64), "Uint32": u32, "Float32": f32,
+    "Boolean": _as(bool),
+}  # fmt: skip
+
+
+class Memory:
+    """Bytes of tensors, each at an address."""
+
+    def __init__(self):
+        self.bytes = []
+
+    def place(self, tensor):
+        """The address of a contiguous tensor, which is written to."""
+        self.bytes.append(tensor.flatten().view(torch.uint8).numpy())
+        return len(self.bytes) * _FIRST
+
+    def _where(self, address, inside, size):
+        inside = np.broadcast_to(np.asarray(inside) != 0, np.shape(address))
+        at = np.asarray(address)[inside]
+        assert (at % min(size, 16) == 0).all()
+        tensors = np.unique(at // _FIRST)
+        assert len(tensors) <= 1
+        content = self.bytes[int(tensors[0]) - 1] if len(tensors) else np.zeros(0, np.uint8)
+        at = at % _FIRST
+        assert (at + size <= len(content)).all()
+        return inside, content, at[:, None] + np.arange(size)
+
+    def load(self, address, inside, count):
+        inside, content, at = self._where(address, inside, 4 * count)
+        words = np.zeros((*inside.shape, count), np.uint32)
+        words[inside] = content[at].view(np.uint32)
+        return list(np.moveaxis(words, -1, 0))
+
+    def store(self, address, words, inside):
+        inside, content, at = self._where(address, inside, 4 * len(words))
+        words = np.stack([np.broadcast_to(word, inside.shape) for word in words], -1)
+        content[at] = u32(words)[inside].view(np.uint8)
+
+
+class _Shared:
+    """Shared memory: for each block a tensor of ``shape``."""
+
+    def __init__(self, blocks, shape):
+        self.content = np.zeros((blocks, *shape), np.uint32)
+
+    def _at(self, index):
+        block = np.arange(len(self.content))[:, None]
+        return (block, *np.broadcast_arrays(*index, np.zeros(THREADS, int))[:-1])
+
+    def __setitem__(self, index, words):
+        self.content[self._at(index)] = words
+
+    def __getitem__(self, index):
+        return self.content[self._at(index)]
+
+
+def _floats(word, dtype):
+    kinds = {"bf16": torch.bfloat16, "f16": torch.float16}
+    halves = torch.from_numpy(u32(word)[..., None].view(np.int16)).view(kinds[dtype]).float()
+    return [halves[..., i].numpy() for i in (0, 1)]
+
+
+def _larger_magnitude(a, b, dtype):
+    kind, sign = (np.uint32, 1 << 31) if dtype == "f32" else (np.uint16, 1 << 15)
+    a, b = [np.ascontiguousarray(u32(w))[..., None].view(kind) & (sign - 1) for w in (a, b)]
+    return np.maximum(a, b).view(np.uint32)[..., 0]
+
+
+def _unpack(words, dtype):
+    if dtype == "f32":
+        return [_to_float(word) for word in words]
+    return [value for word in words for value in _floats(word, dtype)]
+
+
+def _to_float(word):
+    return u32(word).view(np.float32)
+
+
+def _to_bits(value):
+    return f32(value).view(np.uint32)
+
+
+def _select(condition, a, b):
+    return np.where(np.asarray(condition) != 0, u32(a), u32(b))
+
+
+def _pack_fp8(values, element):
+    values = torch.from_numpy(np.stack(np.broadcast_arrays(*[f32(v) for v in values]), -1))
+    codes = ENCODERS[element](values).view(torch.uint8).numpy()
+    return np.ascontiguousarray(codes).view(np.uint32)[..., 0]
+
+
+def emulate(monkeypatch, blocks, memory):
+    """Make device code run over ``blocks`` groups of threads."""
+    from fusible.kernels.device import bits
+    from fusible.kernels.quantize.device import k_major, magnitudes, numbers, quantize
+
+    thread = np.arange(THREADS)
+
+    def from_lane(word, lane):
+        lane = np.broadcast_to(thread - thread % 32 + lane % 32, word.shape)
+        return np.take_along_axis(word, lane, -1)
+
+    arch = SimpleNamespace(
+        thread_idx=lambda: (thread, 0, 0),
+        lane_idx=lambda: thread % 32,
+        alloc_smem=lambda kind, size: size,
+        sync_threads=lambda: None,
+        shuffle_sync=from_lane,
+        shuffle_sync_bfly=lambda word, step: from_lane(word, thread % 32 ^ step),
+    )
+    cute = SimpleNamespace(
+        arch=arch,
+        make_layout=lambda shape: shape,
+        make_tensor=lambda size, shape: _Shared(blocks, shape),
+    )
+    functions = {
+        "load": memory.load, "store": memory.store, "to_float": _to_float, "to_bits": _to_bits,
+        "select": _select, "divide": lambda a, b: f32(a) / f32(b), "unpack": _unpack,
+        "larger_magnitude": _larger_magnitude, "pack_fp8": _pack_fp8, "opaque": lambda n: n,
+        "cute": cute, "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
+    }  # fmt: skip
+    for module in (bits, numbers, magnitudes, quantize, k_major):
+        for name, function in functions.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+
+
+def _places(rows, columns, groups, ends, matrix_rows):
+    """Block, chunk, first row, end row, whether it is of a group, and the group."""
+    last = [*ends, rows] if ends is not None else [(g + 1) * matrix_rows for g in range(groups)]
+    first, block = 0, 0
+    for group, end in enumerate(last):
+        for start in range(first, end, 128):
+            for chunk in range(-(-columns // 128)):
+                live = ends is None or group < len(ends)
+                yield block, chunk, start, min(start + 128, end), live, min(group, groups - 1)
+            block += 1
+        first = end
+
+
+def quantize_k_major(monkeypatch, x, ends, pieces, spec):
+    """Write what the kernel writes of ``x``, with contiguous rows, in groups up to ``ends``."""
+    from fusible.kernels.quantize.device import k_major, quantize
+    from fusible.kernels.quantize.device.blocks import Place
+
+    matrix_rows, columns = x.shape[-2:]
+    rows = x.numel() // columns
+    groups = len(ends) if ends is not None else rows // matrix_rows
+    places = np.array(list(_places(rows, columns, groups, ends, matrix_rows)))[:, :, None]
+    block, chunk, *place = np.moveaxis(places, 1, 0)
+    memory = Memory()
+    with monkeypatch.context() as patch, np.errstate(all="ignore"):
+        emulate(patch, len(places), memory)
+        patch.setattr(quantize, "place_of", lambda *_: Place(*place))
+        source, *outputs = [memory.place(t) for t in (x, *pieces[:4])]
+        sizes = rows, columns, groups, matrix_rows
+        mine = quantize.rows_of_thread(block, chunk, *sizes, None, spec)
+        out = k_major.Out(*outputs, pieces[2].shape[-1])
+        k_major.quantize_block(source, columns, mine, rows, columns, matrix_rows, out, spec)
