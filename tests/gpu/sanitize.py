@@ -88,6 +88,39 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
     return launches
 
 
+def fp8_products() -> int:
+    """The same of FP8 operands; how many launches that were."""
+    kinds = torch.float8_e4m3fn, torch.float8_e5m2
+    hidden, inner, padded = 144, 272, 128 * (GROUPS + 2)
+    ends = torch.tensor(SIZES, device="cuda").cumsum(0).int()
+    padded_ends = torch.tensor([-(-size // 128) for size in SIZES], device="cuda").cumsum(0) * 128
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, device="cuda")
+
+    launches = 0
+    for kind in kinds:
+        x, w = random(ROWS, hidden, dtype=kind), [random(GROUPS, inner, hidden, dtype=kinds[0])]
+        scales = {"x_scale": ones(2, ROWS).t(), "w_scale": ones(GROUPS, 3, 2)}
+        dy, preact = random(hidden, padded, dtype=kind).t(), random(ROWS, 2 * inner)
+        dy_scale, x_scale = ones(padded // 128, hidden), ones(padded // 128, inner)
+        columns = random(inner, padded, dtype=kinds[0]).t()
+        for tile in {tile for choices in tiles.TILES.values() for tile in choices if tile.n == 128}:
+            with in_tile(tile):
+                ops.grouped_mm(x, w, ends, **scales)
+                for keep in (False, True):
+                    glu = Glu("swiglu", 8)
+                    ops.grouped_glu(x, w, ends, ones(ROWS), glu, None, keep, **scales)
+                backward = {"dy_scale": scales["x_scale"], "w_scale": scales["w_scale"]}
+                ops.grouped_dglu(x, w, ends, preact, ones(ROWS), Glu(), **backward)
+                given = dy, columns, padded_ends.int()
+                ops.grouped_wgrad(*given, None, dy_scale, x_scale)
+                grad = torch.zeros(GROUPS, hidden, inner, device="cuda")
+                ops.grouped_wgrad_([grad], *given, True, dy_scale, x_scale)
+            launches += 7
+    return launches
+
+
 def rows() -> None:
     """`fusible.kernels.moe`: router, permutation, movement of rows and its gradients."""
     for function in ("softmax", "sigmoid"):
@@ -128,7 +161,7 @@ def quantize() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.no_grad():
-        launches = products()
+        launches = products() + fp8_products()
         rows()
         dense()
         quantize()

@@ -27,6 +27,10 @@ NAMES = (
     "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha", "offset",
     "clusters", "stream",
 )  # fmt: skip
+SCALE_NAMES = (
+    "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group", "b_scale_pitch",
+    "b_scale_block",
+)  # fmt: skip
 
 
 def tensor_at(
@@ -42,9 +46,19 @@ def tensor_at(
 
 def run_product(spec: Spec, *arguments: float) -> None:
     """Do what the kernel does, as the definitions do."""
-    k = SimpleNamespace(**dict(zip(NAMES, arguments, strict=True)))
+    names = NAMES + SCALE_NAMES if spec.scaled else NAMES
+    k = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
     dtype, out_dtype = getattr(torch, spec.dtype), getattr(torch, spec.out_dtype)
-    assert all(pitch % 8 == 0 for name, pitch in vars(k).items() if name.endswith("pitch"))
+    b_dtype, value_dtype = (
+        getattr(torch, spec.b_dtype or spec.dtype),
+        getattr(torch, spec.value_dtype),
+    )
+    x_scale, w_scale = scales_of(spec, k)
+    assert all(
+        pitch % 8 == 0
+        for name, pitch in vars(k).items()
+        if name in NAMES and name.endswith("pitch")
+    )
     assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "d_preact"))
     ends = tensor_at(k.ends, (k.groups,), torch.int32)
     features = k.columns * (2 if spec.kind == "glu" else 1)
@@ -57,35 +71,57 @@ def run_product(spec: Spec, *arguments: float) -> None:
         return [tensor_at(start, (rows, columns), dtype, strides) for start in starts]
 
     if spec.kind == "wgrad":
-        dy = tensor_at(k.a, (k.rows, k.columns), dtype, (k.a_pitch, 1))
-        x = tensor_at(k.b, (k.rows, k.depth), dtype, (k.b_pitch, 1))
+        by_row = not spec.scaled
+        dy = tensor_at(k.a, (k.rows, k.columns), dtype, (k.a_pitch, 1) if by_row else (1, k.rows))
+        x = tensor_at(k.b, (k.rows, k.depth), b_dtype, (k.b_pitch, 1) if by_row else (1, k.rows))
         out = matrices(k.out, k.columns, k.depth, (k.out_pitch, 1), out_dtype)
-        definitions.grouped_wgrad_(out, dy, x, ends, spec.accumulate)
+        definitions.grouped_wgrad_(out, dy, x, ends, spec.accumulate, x_scale, w_scale)
         return
     x = tensor_at(k.a, (k.rows, k.depth), dtype, (k.a_pitch, 1))
     strides = (k.b_pitch, 1) if spec.weight_major == "k" else (1, k.b_pitch)
-    w = matrices(k.b, features, k.depth, strides, dtype)
-    bias = tensor_at(k.bias, (k.groups, features), dtype) if spec.bias else None
+    w = matrices(k.b, features, k.depth, strides, b_dtype)
+    if spec.scaled:
+        w = [torch.stack(w)]
+    bias = tensor_at(k.bias, (k.groups, features), value_dtype) if spec.bias else None
     scales = tensor_at(k.scales, (k.rows,), getattr(torch, spec.scale)) if spec.scale else None
     out = tensor_at(k.out, (k.rows, k.columns), out_dtype, (k.out_pitch, 1))
     glu = Glu(spec.activation, k.glu_block if k.glu_columns == 2 * k.columns else 0,
               k.limit, k.alpha, k.offset)  # fmt: skip
     shape = k.rows, 2 * k.columns
     if spec.kind == "store":
-        definitions.grouped_mm_(out, x, w, ends, bias, scales, False)
+        definitions.grouped_mm_(out, x, w, ends, bias, scales, False, x_scale, w_scale)
     elif spec.kind == "glu":
-        preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True)
+        preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True, x_scale, w_scale)
         out.copy_(act)
         if spec.save_preact:
-            tensor_at(k.d_preact, shape, dtype, (k.d_preact_pitch, 1)).copy_(preact)
+            tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(preact)
     else:
-        preact = tensor_at(k.preact, shape, dtype, (k.preact_pitch, 1))
-        found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
-        tensor_at(k.d_preact, shape, dtype, (k.d_preact_pitch, 1)).copy_(found[0])
+        preact = tensor_at(k.preact, shape, value_dtype, (k.preact_pitch, 1))
+        w = w if spec.scaled else [one.t() for one in w]
+        found = definitions.grouped_dglu(x, w, ends, preact, scales, glu, x_scale, w_scale)
+        tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(found[0])
         out.copy_(found[1])
         across = -(-k.columns // spec.tile.n)
         partials = tensor_at(k.partials, (across, k.rows), torch.float32)
         partials.zero_()[0].copy_(found[2])
+
+
+def scales_of(spec: Spec, k: SimpleNamespace) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of FP8 operands, as the definitions take them."""
+    if not spec.scaled:
+        return None, None
+    rows, reduced = (k.rows, k.depth) if spec.by_rows else (k.columns, k.rows)
+    blocks = -(-reduced // 128)
+    a = tensor_at(k.a_scales, (rows, blocks), torch.float32, (k.a_scale_pitch, k.a_scale_block))
+    if not spec.by_rows:
+        assert k.b_scale_pitch == 1
+        assert k.b_scales % 16 == k.b_scale_block % 4 == 0
+        strides = k.b_scale_block, 1
+        return a.t(), tensor_at(k.b_scales, (blocks, k.depth), torch.float32, strides)
+    features = k.columns * (2 if spec.kind == "glu" else 1)
+    strides = k.b_scale_group, k.b_scale_pitch, k.b_scale_block
+    shape = k.groups, -(-features // 128), blocks
+    return a, tensor_at(k.b_scales, shape, torch.float32, strides)
 
 
 def load_kernel(compiled, what, _):
@@ -147,6 +183,10 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operands, "pointer_table", pointer_table)
     for module in (checked_products, grouped_products, grouped_direct):
         patch.setattr(module, "supports", supports)
+    for module in (checked_products, grouped_products):
+        patch.setattr(
+            module, "supports_fp8", lambda _, *sizes: operands.limits.takes_fp8(90, *sizes)
+        )
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     patch.setattr(gpu, "capability", lambda _: (0, 0))  # of all other kernels
 

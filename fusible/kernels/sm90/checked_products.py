@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.glu import Glu
+from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
 from fusible.kernels.sm90.launch import launch_group_ends
@@ -25,10 +26,13 @@ from fusible.kernels.sm90.operands import (
     check_ends,
     check_matrices,
     check_tensor,
+    is_fp8,
     layout,
     matrices_of,
     supports,
+    supports_fp8,
 )
+from fusible.kernels.sm90.spec import SCALE_BLOCK
 from fusible.kernels.stacking import write
 
 
@@ -54,13 +58,25 @@ class _Operands(NamedTuple):
     address: int
     table: int
     products: WeightProducts
+    scales: tuple[int, ...] = ()
+    """Of FP8 operands, as a launch reads them: addresses and strides."""
+    scale_tensors: tuple[Tensor, ...] = ()
+    """The tensors behind those addresses."""
 
 
 def _operands(
-    name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, transpose: bool
+    name: str,
+    x: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    transpose: bool,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
 ) -> _Operands | None:
     """Checked operands and the launches of their products; None if no kernel supports them."""
-    if any([type(t) not in TENSOR_TYPES for t in w]):
+    if x_scale is not None and w_scale is not None:
+        return _scaled_operands(name, x, w, ends, x_scale, w_scale)
+    if is_fp8(x.dtype) or any([type(t) not in TENSOR_TYPES for t in w]):
         return None
     products, matrices = None, None
     if len(w) == 1 or (w and supports(x.device, x.dtype, *w[0].shape[-2:])):
@@ -87,6 +103,35 @@ def _operands(
     return _Operands(x, pitch, w, shape, address, table, products)
 
 
+def _scaled_operands(
+    name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, x_scale: Tensor, w_scale: Tensor
+) -> _Operands | None:
+    """The same of FP8 operands."""
+    if len(w) != 1 or w[0].dim() != 3 or not (is_fp8(x.dtype) and is_fp8(w[0].dtype)):
+        return None
+    shape = w[0].shape
+    if not supports_fp8(x.device, *shape[1:]):
+        return None
+    check_matrices("w", w, x)
+    x, weight, (groups, columns, depth) = aligned(x), aligned(w[0]), shape
+    if x.shape[1:] != (depth,):
+        raise ValueError(f"{name} must have shape [rows, {depth}], got {tuple(x.shape)}")
+    blocks = _blocks(columns), _blocks(depth)
+    check_tensor(f"{name}_scale", x_scale, (x.shape[0], blocks[1]), torch.float32, x.device)
+    check_tensor("w_scale", w_scale, (groups, *blocks), torch.float32, x.device)
+    check_ends(ends, groups, x.device)
+    many = tiles.has_many_rows(x.shape[0], groups)
+    products = cached_products(x.device, x.dtype, shape, weight.stride(), False, many, weight.dtype)
+    assert products is not None
+    scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
+    address = weight.data_ptr()
+    return _Operands(x, 0, [weight], shape, address, 0, products, scales, (x_scale, w_scale))
+
+
+def _blocks(size: int) -> int:
+    return -(-size // SCALE_BLOCK)
+
+
 def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor], Matrices]:
     """A copy of checked weights as one tensor ``[E, N, K]``, which TMA reads, and its layout."""
     check_matrices("w", w, x)
@@ -97,10 +142,14 @@ def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor]
     return [one], Matrices(one.data_ptr(), one.shape, one.stride())
 
 
-def _products(x: Tensor, matrices: Matrices) -> WeightProducts | None:
+def _products(
+    x: Tensor, matrices: Matrices, a_dtype: torch.dtype | None = None
+) -> WeightProducts | None:
+    """The launches for rows ``x``; ``a_dtype`` is the first operand's if that is another."""
     _, shape, strides, pointers = matrices
-    many = tiles.has_many_rows(x.shape[0], shape[0])
-    return cached_products(x.device, x.dtype, shape, strides, pointers is not None, many)
+    many, a_dtype = tiles.has_many_rows(x.shape[0], shape[0]), a_dtype or x.dtype
+    b_dtype = None if a_dtype == x.dtype else x.dtype
+    return cached_products(x.device, a_dtype, shape, strides, pointers is not None, many, b_dtype)
 
 
 def grouped_mm(
@@ -116,20 +165,20 @@ def grouped_mm(
     out: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    found = _operands("x", x, w, ends, transpose_w)
+    found = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
     if found is None:
         return NotImplemented
-    x, pitch, w, (groups, *features), address, table, products = found
-    shape = x.shape[0], features[transpose_w]
+    x, pitch, w, (groups, *features), address, table, products, scales, _ = found
+    shape, dtype = (x.shape[0], features[transpose_w]), products.value_dtype
     if bias is not None:
-        check_tensor("bias", bias, (groups, shape[1]), x)
+        check_tensor("bias", bias, (groups, shape[1]), dtype, x.device)
         bias = bias.contiguous()
         row_scale = None if row_scale is None else as_vector("row_scale", row_scale, x)
     if out is not None:
-        check_tensor("out", out, shape, x)
+        check_tensor("out", out, shape, dtype, x.device)
     fits = out is not None and out.is_contiguous() and out.data_ptr() % limits.ALIGNMENT_BYTES == 0
     y = out if fits else None
-    y = products.forward(x, address, ends, bias, row_scale, y, transpose_w, table, pitch)
+    y = products.forward(x, address, ends, bias, row_scale, y, transpose_w, table, pitch, scales)
     return y if out is None or fits else out.copy_(y)
 
 
@@ -150,15 +199,19 @@ def grouped_glu(
     w_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
-    found = _operands("x", x, w, ends, False)
-    if found is None or not limits.takes_glu(*glu[:2], found.shape[1]):
+    found = _operands("x", x, w, ends, False, x_scale, w_scale)
+    in_halves = x_scale is not None and glu.interleave == 0
+    unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
+    if found is None or not limits.takes_glu(*glu[:2], found.shape[1], unit):
         return NotImplemented
-    x, pitch, w, shape, address, table, products = found
+    x, pitch, w, shape, address, table, products, operand_scales, _ = found
     scales = None if scales is None else as_vector("scales", scales, x)
     if bias is not None:
-        check_tensor("bias", bias, shape[:2], x)
+        check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
-    return products.glu(x, address, ends, scales, glu, bias, save_preact, table, pitch)
+    return products.glu(
+        x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales
+    )
 
 
 def grouped_dglu(
@@ -174,17 +227,21 @@ def grouped_dglu(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    found = _operands("dy", dy, w, ends, True)
-    if found is None or not limits.takes_glu(*glu[:2], 2 * found.shape[2]):
+    found = _operands("dy", dy, w, ends, True, dy_scale, w_scale)
+    if found is None:
         return NotImplemented
-    dy, pitch, w, shape, address, table, products = found
-    check_tensor("preact", preact, (dy.shape[0], 2 * shape[2]), dy)
+    dy, pitch, w, shape, address, table, products, operand_scales, _ = found
+    columns = 2 * shape[2 if dy_scale is None else 1]
+    if not limits.takes_glu(*glu[:2], columns):
+        return NotImplemented
+    check_tensor("preact", preact, (dy.shape[0], columns), products.value_dtype, dy.device)
     preact, preact_pitch = as_matrix("preact", preact)
     scales = as_vector("scales", scales, dy)
     overwrite = overwrite and preact_pitch == 0
     return products.dglu(
-        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch
-    )
+        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch,
+        operand_scales,
+    )  # fmt: skip
 
 
 def grouped_wgrad(
@@ -196,39 +253,74 @@ def grouped_wgrad(
     x_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`."""
-    groups, dtype = ends.shape[0], out_dtype or x.dtype
-    if dtype == x.dtype and x.shape[0]:
-        found = _gradient_operands(dy, x, ends, groups)
+    groups, nominal = ends.shape[0], x.dtype if x_scale is None else torch.bfloat16
+    dtype = out_dtype or nominal
+    if dtype == nominal and x.shape[0]:
+        found = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
         if found is None:
             return NotImplemented
-        dy, x, products, pitches = found
-        return products.wgrad(dy, x, ends, pitches=pitches)  # type: ignore[return-value]
+        dy, x, products, pitches, scales, _ = found
+        # Without `out` there is a result.
+        return products.wgrad(dy, x, ends, pitches=pitches, operand_scales=scales)  # type: ignore[return-value]
     shape = groups, dy.shape[1], x.shape[1]
-    out = x.new_empty(shape, dtype=dtype if dtype == x.dtype else torch.float32)
-    made = grouped_wgrad_([out], dy, x, ends)
+    out = x.new_empty(shape, dtype=dtype if dtype == nominal else torch.float32)
+    made = grouped_wgrad_([out], dy, x, ends, False, dy_scale, x_scale)
     return out.to(dtype) if made is not NotImplemented else made
 
 
-def _gradient_operands(
-    dy: Tensor, x: Tensor, ends: Tensor, groups: int
-) -> tuple[Tensor, Tensor, WeightProducts, tuple[int, int]] | None:
-    """``dy`` and ``x`` as TMA reads them, the launches of their products, and the row pitches.
+class _GradientOperands(NamedTuple):
+    """What a weight gradient multiplies, as TMA reads it, and the launches of the products."""
 
-    None if no kernel supports them.
-    """
+    dy: Tensor
+    x: Tensor
+    products: WeightProducts
+    pitches: tuple[int, int] = (0, 0)
+    scales: tuple[int, ...] = ()
+    """See `_Operands`."""
+    scale_tensors: tuple[Tensor, ...] = ()
+
+
+def _gradient_operands(
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    groups: int,
+    dy_scale: Tensor | None,
+    x_scale: Tensor | None,
+) -> _GradientOperands | None:
+    """The operands of a weight gradient; None if no kernel supports them."""
     shape = groups, dy.shape[1], x.shape[1]
+    scaled = dy_scale is not None and x_scale is not None
+    if scaled != is_fp8(x.dtype) or (scaled and not is_fp8(dy.dtype)):
+        return None
     # Of the weight, only its shape matters here.
-    products = _products(x, Matrices(0, shape, (shape[1] * shape[2], shape[2], 1)))
+    matrices = Matrices(0, shape, (shape[1] * shape[2], shape[2], 1))
+    products = _products(x, matrices, dy.dtype if scaled else None)
     if products is None:
         return None
-    (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
-    if dy.dtype != x.dtype or dy.shape[0] != x.shape[0] or dy.device != x.device:
+    if dy.shape[0] != x.shape[0] or dy.device != x.device or (dy.dtype != x.dtype and not scaled):
         raise ValueError(
             f"dy and x must share dtype, rows and device, got {dy.dtype} of {tuple(dy.shape)} on "
             f"{dy.device} and {x.dtype} of {tuple(x.shape)} on {x.device}"
         )
     check_ends(ends, groups, x.device)
-    return dy, x, products, (dy_pitch, x_pitch)
+    if not scaled:
+        (dy, dy_pitch), (x, x_pitch) = as_matrix("dy", dy), as_matrix("x", x)
+        return _GradientOperands(dy, x, products, (dy_pitch, x_pitch))
+    assert dy_scale is not None
+    assert x_scale is not None
+    if x.shape[0] % SCALE_BLOCK:
+        raise ValueError(
+            f"FP8 operands of a weight gradient must have a multiple of {SCALE_BLOCK} rows, got "
+            f"{x.shape[0]}; pad every group with zeros"
+        )
+    blocks = x.shape[0] // SCALE_BLOCK
+    check_tensor("dy_scale", dy_scale, (blocks, shape[1]), torch.float32, x.device)
+    check_tensor("x_scale", x_scale, (blocks, shape[2]), torch.float32, x.device)
+    dy, x, x_scale = aligned(dy.mT).mT, aligned(x.mT).mT, aligned(x_scale)
+    rows = (dy_scale.stride(1), dy_scale.stride(0)), (0, x_scale.stride(1), x_scale.stride(0))
+    scales = dy_scale.data_ptr(), x_scale.data_ptr(), *rows[0], *rows[1]
+    return _GradientOperands(dy, x, products, (0, 0), scales, (dy_scale, x_scale))
 
 
 def grouped_wgrad_(
@@ -242,10 +334,11 @@ def grouped_wgrad_(
 ) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`."""
     groups = out[0].shape[0] if len(out) == 1 and out[0].dim() == 3 else len(out)
-    found = _gradient_operands(dy, x, ends, groups)
+    found = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)
     if found is None:
         return NotImplemented
-    dy, x, products, pitches = found
+    given = dy, x, ends
+    dy, x, products, pitches, scales, _ = found
     grads, shape = matrices_of(out), (dy.shape[1], x.shape[1])
     if grads is None or out[0].device != x.device:
         check_matrices("out", out, x)
@@ -254,10 +347,11 @@ def grouped_wgrad_(
     if x.shape[0] == 0:
         for one in () if accumulate else out:
             one.zero_()
-    elif grads is None or not _is_writable(grads, out[0].dtype, x.dtype):
-        write(out, grouped_wgrad(dy, x, ends, torch.float32), accumulate)
+    elif grads is None or not _is_writable(grads, out[0].dtype, products.value_dtype):
+        made = grouped_wgrad(*given, torch.float32, dy_scale, x_scale)
+        write(out, made, accumulate)
     else:
-        products.wgrad(dy, x, ends, grads, out[0].dtype, accumulate, pitches)
+        products.wgrad(dy, x, ends, grads, out[0].dtype, accumulate, pitches, scales)
     return None
 
 

@@ -19,8 +19,10 @@ from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
     check_scale,
+    is_fp8,
     layout,
     supports,
+    supports_fp8,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
 
@@ -59,11 +61,12 @@ class WeightProducts:
 
     Args:
         device: of the weight.
-        dtype: of all matrices.
+        dtype: of all matrices; FP8 operands give BF16.
         shape: ``(groups, N, K)``.
         strides: in elements.
         separate: whether the matrices are behind a table.
         many_rows: whether groups have many rows, which decides the tiles.
+        b_dtype: of FP8 weights, or of the second operand of a weight gradient, if another.
     """
 
     def __init__(
@@ -74,12 +77,22 @@ class WeightProducts:
         strides: tuple[int, ...],
         separate: bool,
         many_rows: bool,
+        b_dtype: torch.dtype | None = None,
     ) -> None:
         self._device, self._dtype, self._separate = device, dtype, separate
         self._many_rows = many_rows
+        self._scaled = is_fp8(dtype)
+        # Of what is neither operand: outputs, biases, pre-activations.
+        self.value_dtype = torch.bfloat16 if self._scaled else dtype
+        self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        self._sums = -(-self._depth // tiles.choose("dglu", many_rows, self._depth).n)
+        # FP8 weights are given to `dglu` transposed, as the data gradient reads them.
+        self._activations = self._columns if self._scaled else self._depth
+        wide = not self._scaled
+        self._sums = -(
+            -self._activations // tiles.choose("dglu", many_rows, self._activations, 0, wide).n
+        )
         self._launches: dict[tuple, Launch] = {}
 
     def _rows_launch(self, *key: object) -> Launch:
@@ -92,13 +105,15 @@ class WeightProducts:
         assert weight is not None  # checked by `cached_products`
         columns = weight.rows // 2 if kind == "glu" else weight.rows
         wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
-        tile = tiles.choose(kind, self._many_rows, columns, 0, wide)
-        dtype = DTYPE_NAMES[self._dtype]
+        # A tile of FP8 has the columns that share a scale.
+        tile = tiles.choose(kind, self._many_rows, columns, 0, wide and not self._scaled)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu.interleave)
         spec = Spec(
             kind,
             tile,
-            dtype=dtype,
+            dtype=self._a_dtype,
+            b_dtype=self._b_dtype if self._scaled else "",
+            scaling="blocks" if self._scaled else "",
             weight_major=weight.major,
             table=self._separate,
             bias=bias,
@@ -107,7 +122,7 @@ class WeightProducts:
             stripe=stripe,
             paired=paired,
             save_preact=save_preact,
-            out_dtype=dtype,
+            out_dtype=DTYPE_NAMES[self.value_dtype],
         )
         launch = self._launches[given] = Launch(
             spec,
@@ -129,11 +144,17 @@ class WeightProducts:
     def _wgrad_launch(self, *key: object) -> Launch:
         """The launch of a weight gradient, made once."""
         columns, depth, pitches, out, accumulate = given = _WgradKey(*key)  # type: ignore[arg-type]
-        strides, out_dtype, separate = out or ((columns * depth, depth, 1), self._dtype, False)
+        strides, out_dtype, separate = out or (
+            (columns * depth, depth, 1),
+            self.value_dtype,
+            False,
+        )
         spec = Spec(
             "wgrad",
             tiles.choose("wgrad", self._many_rows, depth, columns),
-            dtype=DTYPE_NAMES[self._dtype],
+            dtype=self._a_dtype,
+            b_dtype=self._b_dtype if self._scaled else "",
+            scaling="rows" if self._scaled else "",
             table=separate,
             out_dtype=DTYPE_NAMES[out_dtype],
             accumulate=accumulate,
@@ -168,6 +189,7 @@ class WeightProducts:
         transpose: bool = False,
         table: int = 0,
         pitch: int = 0,
+        operand_scales: tuple[int, ...] = (),
     ) -> Tensor:
         """`grouped_mm`, into a contiguous ``out`` if there is one."""
         if bias is None:
@@ -175,11 +197,10 @@ class WeightProducts:
         scale = None if row_scale is None else row_scale.dtype
         key = "store", transpose, bias is not None, scale, None, False, pitch, 0
         launch = self._launches.get(key) or self._rows_launch(*key)
-        y = (
-            x.new_empty(x.shape[0], self._depth if transpose else self._columns)
-            if out is None
-            else out
-        )
+        y = out
+        if y is None:
+            columns = self._depth if transpose else self._columns
+            y = x.new_empty(x.shape[0], columns, dtype=self.value_dtype)
         launch(
             x.shape[0],
             x.data_ptr(),
@@ -189,6 +210,7 @@ class WeightProducts:
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if row_scale is None else row_scale.data_ptr(),
+            operand_scales=operand_scales,
         )
         return y
 
@@ -211,14 +233,15 @@ class WeightProducts:
         save_preact: bool = True,
         table: int = 0,
         pitch: int = 0,
+        operand_scales: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
         scale = None if scales is None else scales.dtype
         key = "glu", False, bias is not None, scale, glu, save_preact, pitch, 0
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
-        preact = x.new_empty(rows if save_preact else 0, columns)
-        out = x.new_empty(rows, columns // 2)
+        preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
+        out = x.new_empty(rows, columns // 2, dtype=self.value_dtype)
         launch(
             rows,
             x.data_ptr(),
@@ -229,6 +252,7 @@ class WeightProducts:
             table=table,
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
+            operand_scales=operand_scales,
         )
         return preact, out
 
@@ -244,14 +268,15 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         preact_pitch: int = 0,
+        operand_scales: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
-        key = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
+        key = "dglu", not self._scaled, False, scales.dtype, glu, False, pitch, preact_pitch
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
-        act = dy.new_empty(rows, self._depth)
+        act = dy.new_empty(rows, self._activations, dtype=self.value_dtype)
         partials = scales.new_empty(self._sums * rows, dtype=torch.float32)
         launch(
             rows,
@@ -264,6 +289,7 @@ class WeightProducts:
             table=table,
             scales=scales.data_ptr(),
             partials=partials.data_ptr(),
+            operand_scales=operand_scales,
         )
         return d_preact, act, sum_up(partials, rows, scales.dtype)
 
@@ -276,6 +302,7 @@ class WeightProducts:
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         pitches: tuple[int, int] = (0, 0),
+        operand_scales: tuple[int, ...] = (),
     ) -> Tensor | None:
         """`grouped_wgrad`, of ``dy`` and ``x``, or the other way round for its transpose.
 
@@ -287,11 +314,19 @@ class WeightProducts:
         key = columns, depth, pitches, into, accumulate
         launch = self._launches.get(key) or self._wgrad_launch(*key)
         if out is not None:
-            table = out.table(self._device)
-            launch(rows, a.data_ptr(), b.data_ptr(), out.address, ends.data_ptr(), table=table)
-            return None
-        dw = a.new_empty(self._groups, columns, depth)
-        launch(rows, a.data_ptr(), b.data_ptr(), dw.data_ptr(), ends.data_ptr())
+            address, table, dw = out.address, out.table(self._device), None
+        else:
+            dw = a.new_empty(self._groups, columns, depth, dtype=self.value_dtype)
+            address, table = dw.data_ptr(), 0
+        launch(
+            rows,
+            a.data_ptr(),
+            b.data_ptr(),
+            address,
+            ends.data_ptr(),
+            table=table,
+            operand_scales=operand_scales,
+        )
         return dw
 
 
@@ -332,9 +367,12 @@ def cached_products(
     strides: tuple[int, ...],
     separate: bool,
     many_rows: bool,
+    b_dtype: torch.dtype | None = None,
 ) -> WeightProducts | None:
     """The products with weights of this layout, None if the kernels do not support it."""
     readable = shape[0] > 0 and layout(shape, strides, False, not separate) is not None
-    if not (readable and supports(device, dtype, *shape[1:])):
+    features = shape[1:]
+    fits = supports_fp8(device, *features) if is_fp8(dtype) else supports(device, dtype, *features)
+    if not (readable and fits):
         return None
-    return WeightProducts(device, dtype, shape, strides, separate, many_rows)
+    return WeightProducts(device, dtype, shape, strides, separate, many_rows, b_dtype)

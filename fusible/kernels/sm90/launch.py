@@ -32,7 +32,8 @@ def compile_spec(spec: Spec, options: str = "") -> Any:
 
     # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
     kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
-    return compile_kernel(GroupedGemm(spec), kinds, options=options)
+    scales = [Int64] * 7 if spec.scaled else []
+    return compile_kernel(GroupedGemm(spec), kinds, [kind(0) for kind in scales], options)
 
 
 def compile_group_ends(dtype: str, options: str = "") -> Any:
@@ -106,8 +107,12 @@ class Launch:
         bias: int = 0,
         scales: int = 0,
         partials: int = 0,
+        operand_scales: tuple[int, ...] = (),
     ) -> None:
-        """Launch the kernel on the device's current stream, unless there are no rows."""
+        """Launch the kernel on the device's current stream, unless there are no rows.
+
+        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on.
+        """
         if total_rows == 0:
             return
         tiles, index = self._groups, self._index
@@ -119,7 +124,7 @@ class Launch:
         counter = tile_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
-            total_rows, *self._constant, clusters, stream,
+            total_rows, *self._constant, clusters, stream, *operand_scales,
         ))  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the SM90 kernels support, as plain data: for rules, and for kernel selection in a call."""
 
 import functools
+from collections.abc import Sequence
 
 from fusible import activations
 
@@ -8,6 +9,9 @@ ARCHITECTURE = 90
 ALIGNMENT_BYTES = 16  # of addresses and row pitches, which TMA requires
 MULTIPLE_OF = 8  # of features, in and out: 16 bytes of a 16-bit type
 DTYPES = ("bfloat16", "float16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+FP8_MULTIPLE_OF = 16  # of their features: 16 bytes
+FP8_GLU_UNIT = 64  # of the columns of a gated activation in halves, so that a tile's share a scale
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 ACTIVATIONS = activations.SM90
 # Layouts of gate and linear columns: halves (0), or alternating blocks of that many columns.
@@ -16,12 +20,23 @@ INTERLEAVES = (0, *(1 << i for i in range(11)))
 
 def takes(sm: int, dtype: str, *features: int) -> bool:
     """Whether the kernels run on ``sm``, for matrices of ``dtype`` with these features."""
-    sizes = all([size > 0 and size % MULTIPLE_OF == 0 for size in features])
-    return sm == ARCHITECTURE and dtype in DTYPES and sizes
+    return sm == ARCHITECTURE and dtype in DTYPES and _are_multiples(features, MULTIPLE_OF)
+
+
+def takes_fp8(sm: int, *features: int) -> bool:
+    """Whether the kernels run on ``sm``, for FP8 matrices with scales and these features."""
+    return sm == ARCHITECTURE and _are_multiples(features, FP8_MULTIPLE_OF)
+
+
+def _are_multiples(sizes: Sequence[int], unit: int) -> bool:
+    return all([size > 0 and size % unit == 0 for size in sizes])
 
 
 @functools.lru_cache(maxsize=1024)
-def takes_glu(activation: str, interleave: int, features: int) -> bool:
-    """Whether an epilogue has an activation for ``features`` columns, gate and linear together."""
+def takes_glu(activation: str, interleave: int, features: int, unit: int = MULTIPLE_OF) -> bool:
+    """Whether an epilogue has an activation for ``features`` columns, gate and linear together.
+
+    ``unit`` divides the columns of each.
+    """
     known = activation in ACTIVATIONS and interleave in INTERLEAVES
-    return known and features % (2 * max(interleave, MULTIPLE_OF)) == 0
+    return known and features % (2 * max(interleave, unit)) == 0

@@ -22,17 +22,32 @@ DTYPE_NAMES = {
     torch.float16: "float16",
     torch.float32: "float32",
     torch.float64: "float64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
 }
 
 
 @functools.lru_cache(maxsize=4096)
 def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:
     """Whether the kernels run on a device for matrices of ``dtype`` and these features."""
-    if device.type != "cuda":
-        return False
-    major, minor = capability(device)
-    name = DTYPE_NAMES.get(dtype, "")
-    return limits.takes(10 * major + minor, name, *features) and has_cutlass()
+    return limits.takes(_sm(device), DTYPE_NAMES.get(dtype, ""), *features) and has_cutlass()
+
+
+@functools.lru_cache(maxsize=4096)
+def supports_fp8(device: torch.device, *features: int) -> bool:
+    """Whether the kernels run on a device for FP8 matrices, which have scales."""
+    return limits.takes_fp8(_sm(device), *features) and has_cutlass()
+
+
+def _sm(device: torch.device) -> int:
+    """The architecture of a CUDA device, 0 of others."""
+    major, minor = capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether operands of ``dtype`` have scales."""
+    return DTYPE_NAMES.get(dtype) in limits.FP8_DTYPES
 
 
 def as_matrix(name: str, x: Tensor) -> tuple[Tensor, int]:
@@ -78,11 +93,13 @@ def check_ends(ends: Tensor, groups: int, device: torch.device) -> None:
         )
 
 
-def check_tensor(name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Raise ValueError unless ``t`` has that shape, and the dtype and device of ``x``."""
-    if t.shape != shape or t.dtype != x.dtype or t.device != x.device:
+def check_tensor(
+    name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError unless ``t`` has that shape and dtype and is on that device."""
+    if t.shape != shape or t.dtype != dtype or t.device != device:
         raise ValueError(
-            f"{name} must be a {x.dtype} tensor of shape {shape} on {x.device}, "
+            f"{name} must be a {dtype} tensor of shape {shape} on {device}, "
             f"got {t.dtype} of shape {tuple(t.shape)} on {t.device}"
         )
 

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 WARP_ROWS = 16  # of which each warp holds
-TILE_K = 64  # elements of the reduction a pipeline stage holds: one 128-byte swizzle row
+SWIZZLE_BYTES = 128  # of a row of an operand that a pipeline stage holds
+SCALE_BLOCK = 128  # elements of the reduction, and columns of a weight, that share a scale
 SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
 
@@ -55,7 +56,9 @@ class Spec(NamedTuple):
 
     kind: str  # store, glu, dglu: rows grouped; wgrad: reduction grouped
     tile: Tile
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of both operands, unless b_dtype is another
+    b_dtype: str = ""
+    scaling: str = ""  # of FP8 operands: see `scaled`
     weight_major: str = "k"  # which of N and K is contiguous in the weight
     table: bool = False  # weights (wgrad: outputs) are E matrices behind a table of pointers
     bias: bool = False
@@ -68,6 +71,35 @@ class Spec(NamedTuple):
     accumulate: bool = False
 
     @property
+    def scaled(self) -> bool:
+        """Whether operands are FP8 with scales, each for `SCALE_BLOCK` of the reduction.
+
+        Those of operand A are one for each row. Those of operand B are one for each row too
+        (``scaling`` is "rows") or one for `SCALE_BLOCK` rows ("blocks").
+        """
+        return self.scaling != ""
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of the reduction that a pipeline stage holds."""
+        return SWIZZLE_BYTES if self.scaled else SWIZZLE_BYTES // 2
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype of biases, pre-activations and activations."""
+        return "bfloat16" if self.scaled else self.dtype
+
+    @property
+    def rings(self) -> int:
+        """Rings of pipeline stages: one, or one for each warpgroup.
+
+        A warpgroup adds scaled products to its accumulator between matrix products. With stages
+        of its own the other one multiplies meanwhile. The warps that would fill them have other
+        work in dglu.
+        """
+        return 2 if self.scaled and self.kind != "dglu" else 1
+
+    @property
     def by_rows(self) -> bool:
         """Whether groups divide the output's rows; else the reduction."""
         return self.kind != "wgrad"
@@ -75,12 +107,12 @@ class Spec(NamedTuple):
     @property
     def a_major(self) -> str:
         """Which dimension of operand A is contiguous: k, the reduction, or n, its rows."""
-        return "k" if self.by_rows else "n"
+        return "k" if self.by_rows or self.scaled else "n"
 
     @property
     def b_major(self) -> str:
         """The same of operand B."""
-        return self.weight_major if self.by_rows else "n"
+        return self.weight_major if self.by_rows or self.scaled else "n"
 
     @property
     def b_parts(self) -> int:
@@ -139,7 +171,8 @@ class Spec(NamedTuple):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""
-        return (self.tile.m + self.tile.n) * TILE_K * 2
+        operands = (self.tile.m + self.tile.n) * SWIZZLE_BYTES
+        return operands + (4 * self.tile.n if self.scaling == "rows" else 0)
 
     @property
     def preact_slots(self) -> int:
@@ -161,15 +194,18 @@ class Spec(NamedTuple):
 
     @property
     def _least_out_blocks(self) -> int:
-        """Output blocks that a warpgroup needs; of dglu, whose gradients need none, one."""
-        return 1 if self.kind == "dglu" else 2
+        """Output blocks that a warpgroup needs; of dglu, whose gradients need none, one.
+
+        One where FP8 scales are in the stages, so that each warpgroup has three of these.
+        """
+        return 1 if self.kind == "dglu" or self.scaling == "rows" else 2
 
     @property
     def stages(self) -> int:
         """Pipeline stages: what fits in shared memory with the blocks of the epilogue."""
         blocks = 2 * (self._least_out_blocks + self.preact_slots)
         left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - blocks * self.block_bytes
-        return left // self.stage_bytes
+        return left // self.stage_bytes // self.rings * self.rings
 
     @property
     def out_blocks(self) -> int:

@@ -43,11 +43,41 @@ def variants(kind, tile):
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
 
 
+FP8 = {"dtype": "float8_e4m3fn", "scaling": "blocks", "out_dtype": "bfloat16"}
+
+
+def fp8_variants(kind):
+    """The same of FP8 operands."""
+    halves = {"paired": True, "stripe": 64 if kind == "glu" else 32}
+    if kind == "store":
+        yield FP8
+        yield {**FP8, "b_dtype": "float8_e5m2", "bias": True, "scale": "float32"}
+    elif kind == "glu":
+        yield {**FP8, **SWIGLU, **halves, "save_preact": True}
+        yield {**FP8, **SWIGLU, **halves, "save_preact": False}
+        yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
+        yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True}
+    elif kind == "dglu":
+        yield {**FP8, **SWIGLU, **halves}
+        yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "dtype": "float8_e5m2"}
+    else:
+        yield {**FP8, "scaling": "rows"}
+        yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
+        into = {"out_dtype": "float32", "accumulate": True, "table": True}
+        yield {**FP8, "scaling": "rows", **into}
+
+
+def options_of(kind, tile):
+    yield from variants(kind, tile)
+    if tile.n == 128:  # whose columns share a scale
+        yield from fp8_variants(kind)
+
+
 KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
-    for options in variants(kind, tile)
+    for options in options_of(kind, tile)
 ]
 
 
@@ -116,7 +146,9 @@ def test_shared_memory_fits(spec):
     used += 2 * (spec.out_blocks + spec.preact_slots) * spec.block_bytes + spec.zero_bytes
     assert used <= SHARED_BYTES - 1024
     assert spec.stages >= 3
-    assert spec.out_blocks >= (1 if spec.kind == "dglu" else 2)
+    assert spec.stages % spec.rings == 0
+    assert spec.stages >= 3 * spec.rings
+    assert spec.out_blocks >= (1 if spec.kind == "dglu" or spec.scaling == "rows" else 2)
 
 
 def test_the_activations_backward_takes_turns():

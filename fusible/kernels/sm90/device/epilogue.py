@@ -4,8 +4,6 @@ A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
 ``2 * (lane % 4) + {0, 1}`` of rows ``16 * warp + lane // 4 + {0, 8}``.
 """
 
-from typing import NamedTuple
-
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
@@ -14,11 +12,13 @@ from fusible.kernels.sm90.device.addressing import group_rows
 from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     Outputs,
+    Place,
     Preacts,
     Problem,
     behind,
     gate_column,
     give_turn,
+    row_in_tile,
     take_turn,
 )
 from fusible.kernels.sm90.device.stores import output_of
@@ -29,16 +29,6 @@ from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 # one warpgroup could wait for a slot's next contents while the other's have yet to come, and
 # mistake those for its own.
 PREACT_TURN = 5
-
-
-class Place(NamedTuple):
-    """A tile: its group, the group's first row and number of rows, the tile's first in it."""
-
-    group: Int32
-    start: Int32
-    rows: Int32
-    row: Int32
-    column: Int32
 
 
 class Epilogue:
@@ -151,12 +141,7 @@ class Epilogue:
         return (store.atom, out), both
 
     def _row(self, m, half):
-        """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup."""
-        # Shifts: a division of signed numbers takes many instructions.
-        first = (self.thread >> 5) * 16 + ((self.thread & 31) >> 2) + half * 8
-        if self.tile.teams == 2:
-            first += self.team * WARPGROUP_ROWS
-        return first + m * self.tile.teams * WARPGROUP_ROWS
+        return row_in_tile(self.spec, self.thread, self.team, m, half)
 
     def _blocks_of_slab(self):
         """Blocks written for each 64 rows of a warpgroup, but for dglu's."""

@@ -1,10 +1,10 @@
 """The grouped matrix product on Hopper: one mainloop, every epilogue.
 
 A block is three warpgroups. The first loads: its warp 0 keeps a ring of operand stages filled by
-TMA, its warp 1 a ring of pre-activation blocks where the epilogue reads them, whose gradients its
-warp 3 stores. The other two multiply (WGMMA from shared memory, FP32 accumulators) and run the
-epilogue, which walks the accumulator in blocks of 64 rows by 64 (or 32) columns: registers, shared
-memory, TMA store.
+TMA, its warp 1 a second one where the others have one each, or else a ring of pre-activation blocks
+where the epilogue reads them, whose gradients its warp 3 stores. The other two multiply (WGMMA from
+shared memory, FP32 accumulators) and run the epilogue, which walks the accumulator in blocks of 64
+rows by 64 (or 32) columns: registers, shared memory, TMA store.
 """
 
 import cuda.bindings.driver as cuda
@@ -24,12 +24,13 @@ from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
+    Scales,
     Walk,
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
-from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import SCALE_BLOCK, WARPGROUP_ROWS, Spec
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
 _LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
@@ -40,7 +41,8 @@ class GroupedGemm:
 
     def __init__(self, spec: Spec):
         self.spec, self.tile = spec, spec.tile
-        self.dtype, self.out_dtype = DTYPES[spec.dtype], DTYPES[spec.out_dtype]
+        self.dtype, self.b_dtype = DTYPES[spec.dtype], DTYPES[spec.b_dtype or spec.dtype]
+        self.value_dtype, self.out_dtype = DTYPES[spec.value_dtype], DTYPES[spec.out_dtype]
         self.cluster = (spec.tile.cluster_m, spec.tile.cluster_n)
         self.block = (WARPGROUP_ROWS, spec.block_columns)
         self.stored = (spec.stored_rows, spec.block_columns)
@@ -76,6 +78,13 @@ class GroupedGemm:
         offset: Float32,
         clusters: Int32,
         stream: cuda.CUstream,
+        a_scales: Int64 | None = None,
+        b_scales: Int64 | None = None,
+        a_scale_pitch: Int64 | None = None,
+        a_scale_block: Int64 | None = None,
+        b_scale_group: Int64 | None = None,
+        b_scale_pitch: Int64 | None = None,
+        b_scale_block: Int64 | None = None,
     ):
         """Launch. Pointers are addresses, pitches count elements.
 
@@ -84,33 +93,50 @@ class GroupedGemm:
         [groups, columns, depth], the group pitch being the output's. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
         to its linear column and ``glu_columns`` the bound of gate columns.
+
+        FP8 operands are contiguous along the reduction; where it is grouped they are ``a``
+        [columns, total_rows] and ``b`` [depth, total_rows], contiguous, and groups end at multiples
+        of 128 rows. Row ``i`` of operand A has the scale ``a_scales[i * a_scale_pitch + k *
+        a_scale_block]`` for the k-th 128 of the reduction; so have rows of B (pitch 1), or each 128
+        of the rows of a group's.
         """
         spec, tile = self.spec, self.tile
-        a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch = (
-            cute.assume(pitch, divby=8)
-            for pitch in (a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch, d_preact_pitch)
+        a_pitch, b_pitch = (
+            cute.assume(p, divby=128 // self.dtype.width) for p in (a_pitch, b_pitch)
+        )
+        # The pitch of groups is the weight's, or the output's.
+        unit = 128 // self.dtype.width if const_expr(spec.by_rows) else 8
+        b_group_pitch = cute.assume(b_group_pitch, divby=unit)
+        preact_pitch, out_pitch, d_preact_pitch = (
+            cute.assume(pitch, divby=8) for pitch in (preact_pitch, out_pitch, d_preact_pitch)
         )
         if const_expr(spec.by_rows):
             tensor_a = self._matrix(a, (total_rows, depth), (a_pitch, 1))
             weight_rows = columns * 2 if const_expr(spec.kind == "glu") else columns
             strides = (b_pitch, 1) if const_expr(spec.b_major == "k") else (1, b_pitch)
-            tensor_b = self._matrix(b, (weight_rows, depth), strides)
+            tensor_b = self._matrix(b, (weight_rows, depth), strides, self.b_dtype)
             tensor_b = self._per_group(tensor_b, groups, b_group_pitch)
-            tensor_out = self._matrix(out, (total_rows, columns), (out_pitch, 1))
+            tensor_out = self._matrix(out, (total_rows, columns), (out_pitch, 1), self.value_dtype)
             tensor_out = address_rows_by_group(tensor_out, 0)
         else:
+            tensor_out = self._matrix(out, (columns, depth), (out_pitch, 1), self.out_dtype)
+            tensor_out = self._per_group(tensor_out, groups, b_group_pitch)
+        if const_expr(not spec.by_rows and spec.scaled):
+            pitch = cute.assume(Int64(total_rows), divby=SCALE_BLOCK)
+            tensor_a = self._matrix(a, (columns, total_rows), (pitch, 1))
+            tensor_b = self._matrix(b, (depth, total_rows), (pitch, 1), self.b_dtype)
+        elif const_expr(not spec.by_rows):
             tensor_a = self._matrix(a, (columns, total_rows), (1, a_pitch))
             tensor_a = address_rows_by_group(tensor_a, 1)
             tensor_b = self._matrix(b, (depth, total_rows), (1, b_pitch))
             tensor_b = address_rows_by_group(tensor_b, 1)
-            tensor_out = self._matrix(out, (columns, depth), (out_pitch, 1), self.out_dtype)
-            tensor_out = self._per_group(tensor_out, groups, b_group_pitch)
 
         part = tile.n // spec.b_parts
-        layout_a = operand_layout(spec.a_major, tile.m, self.dtype, spec.stages)
-        layout_b = operand_layout(spec.b_major, part, self.dtype, spec.stages * spec.b_parts)
+        layout_a = operand_layout(spec, spec.a_major, tile.m, self.dtype)
+        layout_b = operand_layout(spec, spec.b_major, part, self.b_dtype, spec.b_parts)
+        layout_scales = cute.make_layout((tile.n, 1, spec.stages), stride=(1, tile.n, tile.n))
         layout_block = self._block_layout(self.out_dtype, 2 * spec.out_blocks)
-        layout_preact = self._block_layout(self.dtype, max(2 * spec.preact_slots, 1))
+        layout_preact = self._block_layout(self.value_dtype, max(2 * spec.preact_slots, 1))
 
         # Gate and linear columns are two views, so that a box of one stops before the other.
         load_preact, store_preact = None, None
@@ -124,7 +150,7 @@ class GroupedGemm:
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),
                     address_rows_by_group(view, 0),
-                    self._rows_layout(self.dtype),
+                    self._rows_layout(self.value_dtype),
                     self.stored,
                 )
                 for view in self._views(
@@ -135,11 +161,32 @@ class GroupedGemm:
         if const_expr(spec.accumulate):
             store_op = cpasync.CopyReduceBulkTensorTileS2GOp()
 
+        scales_of_operands, load_scales = None, None
+        if const_expr(spec.scaled):
+            blocks = cute.ceil_div(depth if spec.by_rows else total_rows, SCALE_BLOCK)
+            a_rows = total_rows if const_expr(spec.by_rows) else columns
+            of_a = self._scale_tensor(a_scales, (a_rows, blocks), (a_scale_pitch, a_scale_block))
+            of_b = None
+            if const_expr(spec.scaling == "rows"):
+                pitch = cute.assume(b_scale_block, divby=4)
+                of_columns = self._matrix(b_scales, (depth, blocks), (1, pitch), Float32)
+                load_scales = self._load(of_columns, layout_scales, (tile.n, 1), 1)
+            else:
+                across = cute.ceil_div(weight_rows, SCALE_BLOCK)
+                of_b = self._scale_tensor(
+                    b_scales,
+                    (groups, across, blocks),
+                    (b_scale_group, b_scale_pitch, b_scale_block),
+                )
+            scales_of_operands = Scales(of_a, of_b)
+
         bias_columns = columns * 2 if const_expr(spec.kind == "glu") else columns
         tiles = cute.ceil_div(columns, tile.n)
         self.kernel(
-            self._load(tensor_a, layout_a, (tile.m, TILE_K), tile.cluster_n),
-            self._load(tensor_b, layout_b, (part, TILE_K), tile.cluster_m),
+            self._load(tensor_a, layout_a, (tile.m, spec.tile_k), tile.cluster_n),
+            self._load(tensor_b, layout_b, (part, spec.tile_k), tile.cluster_m),
+            load_scales,
+            scales_of_operands,
             load_preact,
             cpasync.make_tiled_tma_atom(
                 store_op, tensor_out, self._rows_layout(self.out_dtype), self.stored
@@ -148,7 +195,9 @@ class GroupedGemm:
             self._vector(Int32, ends, groups),
             self._vector(Int64, table, groups) if const_expr(spec.table) else None,
             b if const_expr(spec.by_rows) else out,
-            self._rows(self.dtype, bias, groups, bias_columns) if const_expr(spec.bias) else None,
+            self._rows(self.value_dtype, bias, groups, bias_columns)
+            if const_expr(spec.bias)
+            else None,
             self._vector(DTYPES[spec.scale], scales, total_rows)
             if const_expr(spec.scale)
             else None,
@@ -158,6 +207,7 @@ class GroupedGemm:
             self._pointer(Int32, counter),
             layout_a,
             layout_b,
+            layout_scales,
             layout_block,
             layout_preact,
             total_rows,
@@ -184,6 +234,10 @@ class GroupedGemm:
     def _vector(self, dtype, address, size):
         return cute.make_tensor(self._pointer(dtype, address), cute.make_layout((size,)))
 
+    def _scale_tensor(self, address, shape, strides):
+        layout = cute.make_layout(shape, stride=strides)
+        return cute.make_tensor(self._pointer(Float32, address), layout)
+
     def _rows(self, dtype, address, rows, width):
         """Rows of values, side by side."""
         layout = cute.make_layout((rows, width), stride=(Int64(width), 1))
@@ -205,8 +259,11 @@ class GroupedGemm:
     def _views(self, address, glu_block, shape, pitch):
         """Gate columns and linear columns; where they alternate within a tile, one view of both."""
         shifts = (Int64(0), Int64(glu_block)) if self.spec.paired else (Int64(0),)
-        per_element = self.dtype.width // 8
-        return [self._matrix(address + shift * per_element, shape, (pitch, 1)) for shift in shifts]
+        dtype = self.value_dtype
+        return [
+            self._matrix(address + shift * (dtype.width // 8), shape, (pitch, 1), dtype)
+            for shift in shifts
+        ]
 
     def _block_atom(self, dtype):
         return warpgroup.make_smem_layout_atom(
@@ -233,6 +290,8 @@ class GroupedGemm:
         self,
         load_a: cpasync.TmaInfo,
         load_b: cpasync.TmaInfo,
+        load_scales,
+        operand_scales,
         load_preact,
         store: cpasync.TmaInfo,
         store_preact,
@@ -245,6 +304,7 @@ class GroupedGemm:
         counter: cute.Pointer,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
+        layout_scales: cute.Layout,
         layout_block: cute.ComposedLayout,
         layout_preact: cute.ComposedLayout,
         total_rows: Int32,
@@ -270,14 +330,20 @@ class GroupedGemm:
             queue: cute.struct.Align[
                 cute.struct.MemRange[Int32, TileQueue.SLOTS * TileQueue.WORDS], 16
             ]
+            scales: cute.struct.Align[
+                cute.struct.MemRange[
+                    Float32, cute.cosize(layout_scales) if load_scales is not None else 4
+                ],
+                128,
+            ]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.b_dtype, cute.cosize(layout_b)], 1024]
             blocks: cute.struct.Align[
                 cute.struct.MemRange[self.out_dtype, cute.cosize(layout_block)], 1024
             ]
             preact: cute.struct.Align[
                 cute.struct.MemRange[
-                    self.dtype,
+                    self.value_dtype,
                     cute.cosize(layout_preact) if spec.preact_slots else spec.zero_bytes // 2 or 8,
                 ],
                 1024,
@@ -305,8 +371,10 @@ class GroupedGemm:
         operands = Operands(
             load_a,
             load_b,
+            load_scales,
             shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner),
             shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner),
+            shared.scales.get_tensor(layout_scales) if load_scales is not None else None,
             ring,
         )
         preacts = None
@@ -336,7 +404,7 @@ class GroupedGemm:
             shared.queue.data_ptr(),
             shared.queue_barriers.data_ptr(),
             tile.dynamic,
-            11 if const_expr(spec.kind == "dglu") else 9,
+            11 if const_expr(spec.kind == "dglu") else 8 + spec.rings,
             cute.size(self.cluster),
         )
         if warp_index == 0:
@@ -374,8 +442,11 @@ class GroupedGemm:
                 queue.serve(
                     schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )
-            if warp_index == 0:
-                load_operands(spec, problem, walk, operands)
+            if const_expr(spec.rings == 2):
+                if warp_index < 2:
+                    load_operands(spec, problem, walk, operands, warp_index)
+            elif warp_index == 0:
+                load_operands(spec, problem, walk, operands, Int32(0))
             if const_expr(spec.kind == "dglu"):
                 if warp_index == 1:
                     load_preacts(spec, problem, walk, preacts)
@@ -388,6 +459,6 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
             cute.arch.griddepcontrol_wait()
             multiply(
-                spec, problem, walk, operands, preacts, outputs, thread - WARPGROUP,
-                warpgroup_index - 1,
+                spec, problem, walk, operands, operand_scales, preacts, outputs,
+                thread - WARPGROUP, warpgroup_index - 1,
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """The loading warps: rings of shared memory kept filled by TMA."""
 
 import cutlass
-from cutlass import const_expr, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline, select_
 from cutlass.cute.nvgpu import cpasync
 
 from fusible.kernels.sm90.device.addressing import at_distance, group_rows
@@ -11,10 +11,12 @@ from fusible.kernels.sm90.device.parts import (
     Problem,
     Walk,
     gate_column,
+    in_ring,
     preact_blocks_of,
+    ring_state,
     steps_of,
 )
-from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import SCALE_BLOCK, WARPGROUP_ROWS, Spec
 
 _PREFETCHED = 8  # stages, of 16 KB each: 17 MB over all blocks
 
@@ -45,7 +47,7 @@ def _weight_boxes(spec, problem, operands, group, column, in_cluster):
         tensor = tensor[None, None, weight]
     if spec.kind == "glu":
         column = gate_column(spec, column, problem.glu_block)
-    box, sharing = (tile.n // spec.b_parts, TILE_K), (tile.cluster_m, in_cluster[0])
+    box, sharing = (tile.n // spec.b_parts, spec.tile_k), (tile.cluster_m, in_cluster[0])
     return [
         _boxes(
             operands.load_b,
@@ -71,18 +73,27 @@ def prefetch_weights(
     column = (first % across * spec.tile.cluster_n + in_cluster[1]) * spec.width
     if group < problem.groups:
         boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
-        steps = cutlass.min(cute.ceil_div(problem.depth, TILE_K), _PREFETCHED)
+        steps = cutlass.min(cute.ceil_div(problem.depth, spec.tile_k), _PREFETCHED)
         for step in cutlass.range(steps, unroll=1):
             for part in cutlass.range_constexpr(spec.b_parts):
                 cute.prefetch(operands.load_b.atom, boxes[part][1][None, step])
 
 
 @cute.jit
-def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, operands: Operands):
-    """Keep the operand stages filled; by one warp."""
+def load_operands(
+    spec: cutlass.Constexpr[Spec],
+    problem: Problem,
+    walk: Walk,
+    operands: Operands,
+    which: Int32,
+):
+    """Keep the operand stages of a ring filled; by one warp.
+
+    Each of two rings is filled for every other tile.
+    """
     tile, in_cluster = spec.tile, walk.in_cluster
     load_a, load_b, ring = operands.load_a, operands.load_b, operands.pipeline
-    tile_a, tile_b = (tile.m, TILE_K), (tile.n // spec.b_parts, TILE_K)
+    tile_a = (tile.m, spec.tile_k)
     # A block loads its slice of what a row or column of the cluster shares, for all of it.
     mask_a, mask_b = 0, 0
     if const_expr(tile.cluster_n > 1):
@@ -92,29 +103,29 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
         every = (1 << tile.cluster_m) - 1
         mask_b = cutlass.Int16(every << (in_cluster[1] * tile.cluster_m))
 
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.stages)
+    state = ring_state(spec, pipeline.PipelineUserType.Producer)
+    turn = Int32(0)
     read, valid, group, m, n, start, rows = walk.next(walk.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
-        if const_expr(spec.by_rows):
-            tensor_a, offset_a = load_a.tma_tensor, (start + row, 0)
-            boxes_b = _weight_boxes(spec, problem, operands, group, column, in_cluster)
-        else:
-            tensor_a = group_rows(load_a.tma_tensor, 1, start, rows)
-            tensor_b = group_rows(load_b.tma_tensor, 1, start, rows)
-            offset_a = (row, 0)
-            sharing_b = (tile.cluster_m, in_cluster[0])
-            boxes_b = [_boxes(load_b, operands.b, tensor_b, tile_b, (column, 0), sharing_b)]
+        tensor_a, offset_a, boxes_b = _operand_boxes(
+            spec, problem, operands, group, start, rows, row, column, in_cluster
+        )
         shared_by = (tile.cluster_n, in_cluster[1])
         to_a, from_a = _boxes(load_a, operands.a, tensor_a, tile_a, offset_a, shared_by)
-        for step in cutlass.range(steps_of(spec, problem, group, rows), unroll=1):
-            ring.producer_acquire(state)
-            barrier = ring.producer_get_barrier(state)
+        steps = steps_of(spec, problem, group, rows)
+        if const_expr(spec.rings == 2):
+            steps = Int32(select_(turn == which, steps, Int32(0)))
+            turn = 1 - turn
+        for step in cutlass.range(steps, unroll=1):
+            at = in_ring(spec, state, which)
+            ring.producer_acquire(at)
+            barrier, stage = ring.producer_get_barrier(at), at.index
             cute.copy(
                 load_a.atom,
                 from_a[None, step],
-                to_a[None, state.index],
+                to_a[None, stage],
                 tma_bar_ptr=barrier,
                 mcast_mask=mask_a,
             )
@@ -123,14 +134,40 @@ def load_operands(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, o
                 cute.copy(
                     load_b.atom,
                     from_b[None, step],
-                    to_b[None, state.index * spec.b_parts + part],
+                    to_b[None, stage * spec.b_parts + part],
                     tma_bar_ptr=barrier,
                     mcast_mask=mask_b,
                 )
+            if const_expr(spec.scaling == "rows"):
+                _load_scales(spec, operands, column, start // SCALE_BLOCK + step, stage, barrier)
             state.advance()
         read, valid, group, m, n, start, rows = walk.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
-    ring.producer_tail(state)
+    for _ in cutlass.range_constexpr(state.stages):
+        at = in_ring(spec, state, which)
+        ring.sync_object_empty.wait(at.index, at.phase)
+        state.advance()
+
+
+def _operand_boxes(spec, problem, operands, group, start, rows, row, column, in_cluster):
+    """Operand A and where a tile begins in it, and the partition of operand B."""
+    load_a, load_b = operands.load_a, operands.load_b
+    if spec.by_rows:
+        boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
+        return load_a.tma_tensor, (start + row, 0), boxes
+    tensors, first = (load_a.tma_tensor, load_b.tma_tensor), start
+    if not spec.scaled:  # whose groups end anywhere
+        tensors, first = [group_rows(tensor, 1, start, rows) for tensor in tensors], 0
+    tile_b, sharing_b = (spec.tile.n, spec.tile_k), (spec.tile.cluster_m, in_cluster[0])
+    boxes = [_boxes(load_b, operands.b, tensors[1], tile_b, (column, first), sharing_b)]
+    return tensors[0], (row, first), boxes
+
+
+def _load_scales(spec, operands, column, block, stage, barrier):
+    """Load the scales of a tile's columns, those of operand B's rows, for a block of 128."""
+    load, box = operands.load_scales, (spec.tile.n, 1)
+    target, source = _boxes(load, operands.scales, load.tma_tensor, box, (column, block))
+    cute.copy(load.atom, source[None, 0], target[None, stage], tma_bar_ptr=barrier)
 
 
 @cute.jit

@@ -6,12 +6,14 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
 from fusible.kernels.sm90.device.schedule import TileQueue
-from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
 DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
     "float32": cutlass.Float32,
     "float64": cutlass.Float64,
     "int32": cutlass.Int32,
@@ -46,14 +48,33 @@ class Walk(NamedTuple):
         return self.queue.next(state)
 
 
+class Place(NamedTuple):
+    """A tile: its group, the group's first row and number of rows, the tile's first in it."""
+
+    group: Int32
+    start: Int32
+    rows: Int32
+    row: Int32
+    column: Int32
+
+
 class Operands(NamedTuple):
-    """The ring of operand stages."""
+    """The stages of operands, in one ring or in `Spec.rings` of as many stages each."""
 
     load_a: Any  # TMA descriptors
     load_b: Any
+    load_scales: Any  # of the scales of operand B's rows
     a: cute.Tensor  # shared memory
     b: cute.Tensor
+    scales: Any
     pipeline: Any
+
+
+class Scales(NamedTuple):
+    """Scales of FP8 operands in global memory, one for `SCALE_BLOCK` of the reduction."""
+
+    a: cute.Tensor  # of rows and blocks of the reduction
+    b: Any  # of groups, blocks of columns and of the reduction; None where stages hold them
 
 
 class Preacts(NamedTuple):
@@ -85,8 +106,8 @@ class Outputs(NamedTuple):
 def steps_of(spec: Spec, problem: Problem, group, rows):
     """Pipeline stages of a tile; rows past the last group have none."""
     if not spec.by_rows:
-        return cute.ceil_div(rows, TILE_K)
-    depth = cute.ceil_div(problem.depth, TILE_K)
+        return cute.ceil_div(rows, spec.tile_k)
+    depth = cute.ceil_div(problem.depth, spec.tile_k)
     return Int32(select_(group < problem.groups, depth, Int32(0)))
 
 
@@ -104,6 +125,28 @@ def gate_column(spec: Spec, column, glu_block):
     if spec.paired:
         return (column // glu_block) * 2 * glu_block + column % glu_block
     return column * 2
+
+
+def row_in_tile(spec: Spec, thread, team, m, half):
+    """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup: one of two."""
+    # Shifts: a division of signed numbers takes many instructions.
+    first = (thread >> 5) * 16 + ((thread & 31) >> 2) + half * 8
+    if spec.tile.teams == 2:
+        first += team * WARPGROUP_ROWS
+    return first + m * spec.tile.teams * WARPGROUP_ROWS
+
+
+def ring_state(spec: Spec, user):
+    """Where a warp begins to use a ring of operand stages."""
+    return pipeline.make_pipeline_state(user, spec.stages // spec.rings)
+
+
+def in_ring(spec: Spec, state, ring):
+    """The state of the pipeline of all stages for that of one of its rings."""
+    if spec.rings == 1:
+        return state
+    index = state.index + ring * state.stages
+    return pipeline.PipelineState(state.stages, state.count, index, state.phase)
 
 
 def behind(state, count):

@@ -6,30 +6,45 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from fusible.kernels.sm90.device.epilogue import PREACT_TURN, Epilogue, Place
+from fusible.kernels.sm90.device.epilogue import PREACT_TURN, Epilogue
 from fusible.kernels.sm90.device.parts import (
+    DTYPES,
     WARPGROUP,
     Operands,
     Outputs,
+    Place,
     Preacts,
     Problem,
+    Scales,
     Walk,
     behind,
     give_turn,
+    in_ring,
     preact_blocks_of,
+    ring_state,
     steps_of,
     take_turn,
 )
-from fusible.kernels.sm90.spec import TILE_K, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.device.promotion import (
+    Promotion,
+    add_scaled,
+    load_scales,
+    scale_registers,
+)
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 _MULTIPLY_TURN = 3  # and 4: named barriers of whose turn it is, in ping-pong, to multiply
 _MAJOR = {"k": OperandMajorMode.K, "n": OperandMajorMode.MN}
 _READ_AS = {"k": LayoutEnum.ROW_MAJOR, "n": LayoutEnum.COL_MAJOR}  # as an A operand
 
 
-def operand_layout(major, rows, dtype, stages):
-    """Shared memory of ``stages`` stages of an operand of ``rows`` rows (of A, or columns of B)."""
-    return hopper.make_smem_layout_a(_READ_AS[major], (rows, 1, TILE_K), dtype, stages)
+def operand_layout(spec, major, rows, dtype, parts=1):
+    """Shared memory of all stages of an operand of ``rows`` rows (of A, or columns of B).
+
+    In ``parts`` of so many rows.
+    """
+    tile = rows, 1, spec.tile_k
+    return hopper.make_smem_layout_a(_READ_AS[major], tile, dtype, spec.stages * parts)
 
 
 def _as_tiles(fragment, rank):
@@ -44,6 +59,7 @@ def multiply(
     problem: Problem,
     walk: Walk,
     operands: Operands,
+    scales: Scales | None,
     preacts: Preacts | None,
     outputs: Outputs,
     thread: Int32,
@@ -51,10 +67,9 @@ def multiply(
 ):
     """A consumer warpgroup (``team``, of two): products, then the epilogue, tile by tile."""
     tile, teams = spec.tile, spec.tile.teams
-    dtype = operands.a.element_type
     mma = hopper.make_trivial_tiled_mma(
-        dtype,
-        dtype,
+        operands.a.element_type,
+        operands.b.element_type,
         _MAJOR[spec.a_major],
         _MAJOR[spec.b_major],
         Float32,
@@ -65,19 +80,26 @@ def multiply(
     shared_b = operands.b
     if const_expr(spec.b_parts == 2):
         # The two halves of a stage lie next to each other: one operand.
-        layout = operand_layout(spec.b_major, tile.n, dtype, spec.stages)
+        layout = operand_layout(spec, spec.b_major, tile.n, operands.b.element_type)
         shared_b = cute.make_tensor(shared_b.iterator, layout.outer)
     mma.set(warpgroup.Field.ACCUMULATE, True)
     fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
     accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
-    epilogue = Epilogue(spec, problem, preacts, outputs, dtype, thread & (WARPGROUP - 1), team)
+    epilogue = Epilogue(
+        spec, problem, preacts, outputs, DTYPES[spec.value_dtype], thread & (WARPGROUP - 1), team
+    )
     # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
     scales_of, write = epilogue.row_scales, epilogue.write
 
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.stages)
+    state = ring_state(spec, pipeline.PipelineUserType.Consumer)
     preact_state = epilogue.preact_state()
-    if const_expr(tile.pingpong):  # noqa: SIM102 (decided when compiling)
+    products, promotion = None, None
+    if const_expr(spec.scaled):
+        products = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, tile.n)), Float32)
+        promotion = Promotion(problem, scales, operands.scales, thread & (WARPGROUP - 1))
+    turns = const_expr(tile.pingpong and spec.rings == 1)
+    if const_expr(turns):  # noqa: SIM102 (decided when compiling)
         if team == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
             if const_expr(spec.kind == "dglu"):
@@ -98,20 +120,30 @@ def multiply(
             # Here, not by the first product: under the other warpgroup's products in
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
-            if const_expr(tile.pingpong):
+            scales_now = None
+            if const_expr(spec.scaled):
+                scales_now = scale_registers(spec)
+                load_scales(spec, promotion, scales_now, place, Int32(0))
+            if const_expr(turns):
                 take_turn(_MULTIPLY_TURN, team)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
+            if const_expr(spec.scaled):
+                ring = team if const_expr(spec.rings == 2) else Int32(0)
+                loop = (*loop, spec, promotion, products, scales_now, place, ring)
+            mainloop = _scaled_mainloop if spec.scaled else _mainloop
             if const_expr(spec.by_rows and tile.pingpong):
                 # Where a group ends within the tile, the rows behind need no products.
                 if rows - row > WARPGROUP_ROWS:
-                    state = _mainloop(*loop, state, tile.slabs)
+                    state = mainloop(*loop, state, tile.slabs)
                 else:
-                    state = _mainloop(*loop, state, 1)
+                    state = mainloop(*loop, state, 1)
+            elif const_expr(spec.scaled):
+                state = mainloop(*loop, state, tile.slabs)
             elif const_expr(not spec.by_rows):
                 # The last stage of a group may hold fewer rows than it has place for.
-                whole = (rows + 15) // TILE_K
+                whole = (rows + 15) // spec.tile_k
                 state = _mainloop(*loop[:-1], whole, state, tile.slabs)
-                rest = cute.ceil_div(rows - whole * TILE_K, 16)
+                rest = cute.ceil_div(rows - whole * spec.tile_k, 16)
                 if rest == 1:
                     state = _step(*loop[:-1], whole, state, tile.slabs, 1)
                 elif rest == 2:
@@ -120,14 +152,16 @@ def multiply(
                     state = _step(*loop[:-1], whole, state, tile.slabs, 3)
             else:
                 state = _mainloop(*loop, state, tile.slabs)
-            if const_expr(tile.pingpong):
+            if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
                 give_turn(_MULTIPLY_TURN, team)
-            _drain(operands.pipeline, state, steps)
+            if const_expr(not spec.scaled):
+                _drain(operands.pipeline, state, steps)
             preact_state = write(accumulator, row_scales, place, preact_state)
         else:
-            if steps > 0:
-                state.advance(steps)
+            if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
+                if steps > 0:
+                    state.advance(steps)
             if const_expr(spec.kind == "dglu"):
                 preact_state.advance(preact_blocks_of(spec, rows, row))
         if const_expr(tile.pingpong):
@@ -180,3 +214,41 @@ def _drain(ring, state, steps):
     warpgroup.wait_group(0)
     if steps > 0:
         ring.consumer_release(behind(state, 1))
+
+
+@cute.jit
+def _scaled_mainloop(
+    mma, accumulator, fragment_a, fragment_b, ring, steps, spec: cutlass.Constexpr[Spec],
+    promotion: Promotion, products, scales, place: Place, which, state, slabs: cutlass.Constexpr,
+):  # fmt: skip
+    """The products of ``steps`` stages of FP8, each times its scales; all are added at the end."""
+    coming = scale_registers(spec)
+    in_stages = const_expr(spec.scaling == "rows")
+    for step in cutlass.range(steps, unroll=1):
+        at = in_ring(spec, state, which)
+        ring.consumer_wait(at)
+        for m in cutlass.range_constexpr(slabs):
+            warpgroup.fence()
+            mma.set(warpgroup.Field.ACCUMULATE, False)
+            for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+                cute.gemm(
+                    mma,
+                    products,
+                    _as_tiles(fragment_a[None, m, k, at.index], 2),
+                    _as_tiles(fragment_b[None, 0, k, at.index], 2),
+                    products,
+                )
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            if const_expr(m == 0):
+                load_scales(spec, promotion, coming, place, step + 1)
+            warpgroup.wait_group(0)
+            if const_expr(m == slabs - 1 and not in_stages):
+                ring.consumer_release(at)
+            add_scaled(spec, promotion, accumulator, m, products, scales, at.index)
+        if const_expr(in_stages):
+            ring.consumer_release(at)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            scales[i] = coming[i]
+        state.advance()
+    return state

@@ -1,0 +1,232 @@
+"""FP8 products on Hopper against FP32 products of the same elements and scales.
+
+Every output starts as NaN, as does what lies behind every operand's groups.
+"""
+
+import math
+
+import pytest
+import torch
+from checks import hopper
+
+from fusible.kernels import grouped
+from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.sm90 import checked_products as ops
+
+pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SIZES = (127, 0, 128, 129, 1, 191, 192, 0, 193, 63, 64, 65, 255, 256, 257, 700)
+TAIL = 70
+
+
+def ends_of(sizes):
+    return torch.tensor(sizes).cumsum(0).to("cuda", torch.int32)
+
+
+def elements(*shape, dtype=E4M3):
+    return (torch.randn(*shape, device="cuda") * 16).to(dtype)
+
+
+def scales_of(*shape):
+    """Powers of two, far apart from one another."""
+    return torch.randint(-8, 9, shape, device="cuda").float().exp2()
+
+
+def row_operand(rows, columns, dtype=E4M3):
+    """Elements of rows, NaN past the last group, and scales that lie as the quantizer puts them."""
+    x = elements(rows + TAIL, columns, dtype=dtype)
+    x[rows:] = math.nan
+    return x, scales_of(-(-columns // 128), rows + TAIL).t()
+
+
+def weight_operand(groups, columns, depth, dtype=E4M3):
+    blocks = -(-columns // 128), -(-depth // 128)
+    return [elements(groups, columns, depth, dtype=dtype)], scales_of(groups, *blocks) * depth**-0.5
+
+
+def padded_operand(sizes, columns, dtype=E4M3):
+    """Transposed elements of padded groups, NaN past the last one, scales, and padded ends."""
+    padded = [-(-size // 128) * 128 for size in sizes]
+    x = elements(columns, sum(padded) + 256, dtype=dtype)
+    at = 0
+    for size, place in zip(sizes, padded, strict=True):
+        x[:, at + size : at + place] = 0
+        at += place
+    x[:, at:] = math.nan
+    scale = scales_of(x.shape[1] // 128, columns)
+    scale[at // 128 :] = math.nan
+    return x.t(), scale, ends_of(padded)
+
+
+def assert_close(actual, expected):
+    """As near as rounding to BF16 and the tensor cores' sums of 13 fraction bits allow."""
+    assert actual.shape == expected.shape
+    assert not actual.isnan().any(), f"{int(actual.isnan().sum())} NaN"
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    assert error < 2.5e-3, f"relative error {error:.2e}"
+
+
+def live(t, sizes=SIZES):
+    return t[: sum(sizes)]
+
+
+types = pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+
+
+@types
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (0,), (1000,), (300,) * 40], ids=str)
+@pytest.mark.parametrize(("columns", "depth"), [(384, 640), (16, 16), (2880, 144), (208, 2880)])
+def test_product_of_rows(types, sizes, columns, depth):
+    x, x_scale = row_operand(sum(sizes), depth, types[0])
+    w, w_scale = weight_operand(len(sizes), columns, depth, types[1])
+    y = ops.grouped_mm(x, w, ends_of(sizes), x_scale=x_scale, w_scale=w_scale)
+    expected = definitions.grouped_mm(x, w, ends_of(sizes), x_scale=x_scale, w_scale=w_scale)
+    assert y.dtype == torch.bfloat16
+    assert_close(live(y, sizes), live(expected, sizes))
+    assert (y[sum(sizes) :] == 0).all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_product_with_bias(scaled):
+    x, x_scale = row_operand(sum(SIZES), 512)
+    w, w_scale = weight_operand(len(SIZES), 272, 512)
+    bias = torch.randn(len(SIZES), 272, device="cuda").bfloat16() * 30
+    row_scale = torch.rand(len(x), device="cuda") if scaled else None
+    given = x, w, ends_of(SIZES), bias, row_scale, False, x_scale, w_scale
+    y, expected = ops.grouped_mm(*given), definitions.grouped_mm(*given)
+    assert_close(live(y), live(expected))
+    out = torch.full_like(y, math.nan)
+    grouped.grouped_mm(*given[:6], out, x_scale, w_scale)
+    torch.testing.assert_close(out, y, rtol=0, atol=0)
+
+
+def test_scales_of_any_strides():
+    """One for the whole matrix, one for each row, and in the order of the values."""
+    x, _ = row_operand(sum(SIZES), 512)
+    w, _ = weight_operand(len(SIZES), 256, 512)
+    blocks, ends = 4, ends_of(SIZES)
+    of_x = [
+        scales_of(1, 1).expand(len(x), blocks),
+        scales_of(len(x), 1).expand(-1, blocks),
+        scales_of(len(x), blocks),
+    ]
+    of_w = [
+        scales_of(len(SIZES), 1, 1).expand(-1, 2, blocks),
+        scales_of(len(SIZES), blocks, 2).mT,
+        scales_of(1, 1, 1).expand(len(SIZES), 2, blocks),
+    ]
+    for x_scale, w_scale in zip(of_x, of_w, strict=True):
+        y = ops.grouped_mm(x, w, ends, x_scale=x_scale, w_scale=w_scale)
+        expected = definitions.grouped_mm(x, w, ends, x_scale=x_scale, w_scale=w_scale)
+        assert_close(live(y), live(expected))
+
+
+@pytest.mark.parametrize("interleave", [0, 1, 2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu"])
+def test_activation_in_the_epilogue(interleave, save, activation):
+    glu = Glu(activation, interleave, 4.0, 1.702, 1.0)
+    x, x_scale = row_operand(sum(SIZES), 384)
+    w, w_scale = weight_operand(len(SIZES), 768, 384)
+    w_scale *= 2.0**-9
+    scales = torch.rand(len(x), device="cuda")
+    bias = (
+        torch.randn(len(SIZES), 768, device="cuda").bfloat16() if activation != "swiglu" else None
+    )
+    given = x, w, ends_of(SIZES), scales, glu, bias, save, x_scale, w_scale
+    (preact, y), expected = ops.grouped_glu(*given), definitions.grouped_glu(*given)
+    if save:
+        assert_close(live(preact), live(expected[0]))
+    assert_close(live(y), live(expected[1]))
+    assert (y[sum(SIZES) :] == 0).all()
+
+
+def test_activation_of_half_blocks_is_left_to_others():
+    """In halves of 72 columns a tile's linear columns would have two scales."""
+    x, x_scale = row_operand(sum(SIZES), 384)
+    w, w_scale = weight_operand(len(SIZES), 144, 384)
+    given = x, w, ends_of(SIZES), None, Glu(), None, True, x_scale, w_scale
+    assert ops.grouped_glu(*given) is NotImplemented
+    made, expected = grouped.grouped_glu(*given), definitions.grouped_glu(*given)
+    assert_close(live(made[0]), live(expected[0]))
+
+
+@pytest.mark.parametrize("interleave", [0, 1, 8, 32])
+@pytest.mark.parametrize("features", [256, 336, 2880])
+@types
+def test_activations_backward(interleave, features, types):
+    if interleave and features % interleave:
+        pytest.skip("no whole blocks of gate columns")
+    dy, dy_scale = row_operand(sum(SIZES), 400, types[0])
+    w, w_scale = weight_operand(len(SIZES), features, 400, types[1])
+    w_scale *= 2.0**-9
+    preact = torch.randn(len(dy), 2 * features, device="cuda").bfloat16()
+    scales = torch.rand(len(dy), device="cuda")
+    given = dy, w, ends_of(SIZES), preact, scales, Glu("swiglu", interleave), dy_scale, w_scale
+    made, expected = ops.grouped_dglu(*given), definitions.grouped_dglu(*given)
+    for actual, wanted in zip(made, expected, strict=True):
+        assert_close(live(actual), live(wanted))
+
+
+@types
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 5), (0,), (1000,), (300,) * 40], ids=str)
+@pytest.mark.parametrize(("columns", "depth"), [(384, 640), (16, 16), (2880, 144)])
+def test_weight_gradient(types, sizes, columns, depth):
+    dy, dy_scale, ends = padded_operand(sizes, columns, types[0])
+    x, x_scale, _ = padded_operand(sizes, depth, types[1])
+    given = dy, x, ends, None, dy_scale, x_scale
+    dw, expected = ops.grouped_wgrad(*given), definitions.grouped_wgrad(*given)
+    assert dw.dtype == torch.bfloat16
+    assert_close(dw, expected)
+    for e, size in enumerate(sizes):
+        assert size or (dw[e] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradient_into_a_buffer(dtype, separate, accumulate):
+    columns, depth = 272, 400
+    dy, dy_scale, ends = padded_operand(SIZES, columns)
+    x, x_scale, _ = padded_operand(SIZES, depth)
+    start = torch.randn(len(SIZES), columns, depth, device="cuda").to(dtype)
+    out = [one.clone() for one in start] if separate else [start.clone()]
+    ops.grouped_wgrad_(out, dy, x, ends, accumulate, dy_scale, x_scale)
+    expected = [one.clone() for one in start]
+    definitions.grouped_wgrad_(expected, dy, x, ends, accumulate, dy_scale, x_scale)
+    assert_close(torch.stack(out) if separate else out[0], torch.stack(expected))
+
+
+def test_bits_repeat():
+    x, x_scale = row_operand(sum(SIZES), 1024)
+    w, w_scale = weight_operand(len(SIZES), 512, 1024)
+    given = x, w, ends_of(SIZES), None, None, False, x_scale, w_scale
+    first = ops.grouped_mm(*given)
+    for _ in range(20):
+        assert torch.equal(first, ops.grouped_mm(*given))
+
+
+def test_wrong_scales_are_refused():
+    x, x_scale = row_operand(sum(SIZES), 512)
+    w, w_scale = weight_operand(len(SIZES), 256, 512)
+    ends = ends_of(SIZES)
+    with pytest.raises(ValueError, match=r"x_scale must be a torch.float32 tensor of shape"):
+        ops.grouped_mm(x, w, ends, x_scale=x_scale[:, :3], w_scale=w_scale)
+    with pytest.raises(ValueError, match=r"w_scale must be a torch.float32 tensor of shape"):
+        ops.grouped_mm(x, w, ends, x_scale=x_scale, w_scale=w_scale.double())
+    dy, dy_scale, padded = padded_operand((100, 200), 64)
+    with pytest.raises(ValueError, match="a multiple of 128 rows, got 500"):
+        ops.grouped_wgrad(dy[:500], dy[:500], padded, None, dy_scale[:3], dy_scale[:3])
+
+
+def test_nan_and_infinite_scales_reach_their_rows_only():
+    x, x_scale = row_operand(sum(SIZES), 512)
+    w, w_scale = weight_operand(len(SIZES), 256, 512)
+    x_scale = x_scale.contiguous()
+    x_scale[40, 1], x_scale[300, 2] = math.nan, math.inf
+    y = live(ops.grouped_mm(x, w, ends_of(SIZES), x_scale=x_scale, w_scale=w_scale))
+    assert y[40].isnan().all()
+    assert not y[300].isfinite().any()
+    others = [i for i in range(len(y)) if i not in (40, 300)]
+    assert y[others].isfinite().all()
