@@ -4,7 +4,11 @@ from fusible.fused.activation_bias import backward_activation_bias
 from fusible.fused.add_rms_norm import backward_add_rms_norm
 from fusible.fused.experts import moe_experts_sm90
 from fusible.fused.grouped_mlp import GROUPED_MLP, grouped_linear_glu_sm90
-from fusible.fused.kernel_selection import grouped_linear_sm90, grouped_linear_sm100
+from fusible.fused.kernel_selection import (
+    grouped_linear_sm90,
+    grouped_linear_sm90_fp8,
+    grouped_linear_sm100,
+)
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
 from fusible.fused.linear_scale import backward_linear_scale
@@ -21,6 +25,6 @@ FUSIONS = (
     backward_add_rms_norm,
 )
 
-KERNELS = (grouped_linear_sm90, grouped_linear_sm100)
+KERNELS = (grouped_linear_sm90_fp8, grouped_linear_sm90, grouped_linear_sm100)
 
 RULES = (*FUSIONS, *KERNELS)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusible import activations
-from fusible.fused.kernel_selection import needs_sm90, needs_sm100
+from fusible.fused.kernel_selection import needs_sm90, needs_sm90_fp8, needs_sm100
+from fusible.fused.sm90_fp8_kernels import SM90_FP8
 from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
@@ -241,19 +242,34 @@ _MLP = (
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
 )
+_ACTIVATION_SM90 = (
+    one_of(this.act.activation, *activations.SM90),
+    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+)
 MLP_SM90 = (
     *needs_sm90(this.fc1, this.fc2),
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
     where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")),
     *_MLP,
-    one_of(this.act.activation, *activations.SM90),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
-    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+    *_ACTIVATION_SM90,
 )
 _CONVERT = (
     "store FC1's weight and bias by fusible.interleave_glu and pass "
     f"glu_interleave_size={sm100.INTERLEAVE}"
 )
+
+
+@rule(
+    *needs_sm90_fp8(this.fc1, this.fc2),
+    # The epilogue rounds to BF16.
+    equal(this.fc1.dtype, "bfloat16"),
+    *_MLP,
+    *_ACTIVATION_SM90,
+)
+def grouped_mlp_sm90_fp8(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
+    """The launches of `grouped_mlp_sm90` multiply in FP8; four more quantize its row operands."""
+    return GroupedMLP(SM90_FP8, fc1, act, fc2)
 
 
 @rule(*MLP_SM90)
@@ -274,8 +290,8 @@ def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) ->
     return GroupedMLP(SM100, fc1, act, fc2)
 
 
-GROUPED_MLP = (grouped_mlp_sm90, grouped_mlp_sm100)
-"""One rule for each architecture."""
+GROUPED_MLP = (grouped_mlp_sm90_fp8, grouped_mlp_sm90, grouped_mlp_sm100)
+"""Rules of each architecture."""
 
 
 @rule(

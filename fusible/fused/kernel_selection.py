@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusible.fused.sm90_fp8_kernels import SM90_FP8
 from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import (
     Condition,
@@ -46,6 +47,16 @@ def needs_sm90(*linears: Any) -> tuple[Condition, ...]:
     )
 
 
+def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
+    """What the FP8 products of SM90 need of the machine, the recipe and linears."""
+    return (
+        equal(this.sm, sm90.ARCHITECTURE),
+        _CUTLASS,
+        one_of(this.recipe, *sm90.FP8_RECIPES),
+        *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
+    )
+
+
 def needs_sm100(*linears: Any) -> tuple[Condition, ...]:
     """What the kernels of cuDNN's front end need of the machine, the recipe and linears."""
     return (
@@ -65,6 +76,13 @@ def needs_sm100(*linears: Any) -> tuple[Condition, ...]:
 def _sizes(unit: int, *linears: Any) -> list[Condition]:
     sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
     return [multiple_of(size, unit) for size in sizes]
+
+
+# With an override, the backward multiplies BF16.
+@rule(*needs_sm90_fp8(this.linear), equal(this.backward_override, None), phase="kernels")
+def grouped_linear_sm90_fp8(linear: GroupedLinear) -> GroupedKernels:
+    """All three products multiply in FP8, from rows that one launch quantizes for both uses."""
+    return SM90_FP8
 
 
 @rule(*needs_sm90(this.linear), phase="kernels")

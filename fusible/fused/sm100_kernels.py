@@ -50,6 +50,7 @@ class Sm100Kernels(GroupedKernels):
         "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
         "weights as the data gradient reads them"
     )
+    multiplies = "quantized operands, in all products"
     num_saved_groups = 2
 
     def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> _Groups:

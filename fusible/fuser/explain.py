@@ -348,6 +348,7 @@ def _blocks(plan: Plan) -> list[list[str]]:
         for i in range(at, fusion.stop):
             lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i)])
         lines.extend(_saves(plan, fusion.op, at))
+        lines.extend(_multiplies(plan, getattr(fusion.op, "kernels", None)))
         blocks.append(lines)
         at = fusion.stop
     return blocks
@@ -370,6 +371,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     if selected is not None:
         saves = getattr(selected.kernels, "saves", "")
         notes.insert(0, f"  kernels: {selected.rule.name}")
+        notes.extend(_multiplies(plan, selected.kernels))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -385,6 +387,12 @@ def _cast(plan: Plan, at: int) -> list[str]:
 def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
     saves = saves or op.saves
     return [f"  saves {saves}"] if plan.grad[at].requires_grad and saves else []
+
+
+def _multiplies(plan: Plan, kernels: Any) -> list[str]:
+    """What kernels multiply under a recipe, where they say it."""
+    says = getattr(kernels, "multiplies", "")
+    return [f"  multiplies {says}"] if plan.quantizes and says else []
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:

@@ -345,10 +345,10 @@ def _selected(
     facts_of: FactsOf,
     refusals: list[Refusal],
 ) -> Selected | None:
-    """The kernels of the first rule that fits an op; if none does, their refusals are added."""
+    """The kernels of the first rule that fits an op, or None; adds the refusals before it."""
     found, refused = _first_fitting(ops[: at + 1], at, rules, facts_of)
+    refusals.extend(refused)
     if found is None:
-        refusals.extend(refused)
         return None
     rule, bound, (op,) = found
     return Selected(rule, _built_kernels(rule, bound, op))

@@ -78,6 +78,8 @@ class GroupedKernels:
 
     saves = ""
     """What a linear saves with these kernels, for ``explain``; its own text if empty."""
+    multiplies = "values of quantized operands, in BF16 on CUDA"
+    """What the products multiply under a recipe, for ``explain``."""
 
     # --- operands --------------------------------------------------------------------------------
 

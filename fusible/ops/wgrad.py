@@ -26,7 +26,7 @@ class WeightGradient(NamedTuple):
     reads: tuple[Tensor, ...]
 
 
-GroupedProduct = Callable[[Tensor, Tensor, Sequence[Tensor] | None, bool], Tensor | None]
+GroupedProduct = Callable[[Any, Any, Sequence[Tensor] | None, bool], Tensor | None]
 """Takes ``(a, b, out, accumulate)``: gives ``a[rows of e].T @ b[rows of e]`` for each group e, or
 writes it to ``out``, or adds it there."""
 
@@ -85,16 +85,16 @@ def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, column_major: bool) ->
         grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
         return None
 
-    return laid_out(column_major, product, dy, x, ends)
+    return laid_out(column_major, product, dy, x, (dy, x, ends))
 
 
 def laid_out(
-    column_major: bool, product: GroupedProduct, dy: Tensor, x: Tensor, ends: Tensor
+    column_major: bool, product: GroupedProduct, dy: Any, x: Any, reads: tuple[Tensor, ...]
 ) -> WeightGradient:
     """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
 
     A ``column_major`` weight, the transpose of a row-major tensor, has a gradient that is:
-    ``x.T @ dy``. ``ends`` is what the product reads as well.
+    ``x.T @ dy``. ``reads`` are all tensors that the product reads.
     """
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
@@ -104,7 +104,7 @@ def laid_out(
         dw = product(x, dy, out, accumulate)
         return None if dw is None else dw.mT
 
-    return WeightGradient(gradient, (dy, x, ends))
+    return WeightGradient(gradient, reads)
 
 
 def is_column_major(t: Tensor) -> bool:

@@ -104,12 +104,14 @@ def test_rules_for_other_machines_and_recipes_are_counted():
     short, long = str(explained), explained.to_text(every_rule=True)
     assert "  grouped_linear_sm90 (kernels) for ops[0:1], ops[2:3]\n" in short
     assert "dtype must be one of bfloat16, float16 where quantizes is False, got float32" in short
-    assert "2 more rules are for other machines or recipes (to_text(every_rule=True))" in short
+    assert "4 more rules are for other machines or recipes (to_text(every_rule=True))" in short
     for of_others in ("grouped_mlp_sm100", "grouped_linear_sm100", "sm must be"):
         assert of_others not in short
         assert of_others in long
     assert "more rules" not in long
     assert {r.rule.name for r in explained.refusals if r.other_target} == {
+        "grouped_mlp_sm90_fp8",
+        "grouped_linear_sm90_fp8",
         "grouped_mlp_sm100",
         "grouped_linear_sm100",
     }

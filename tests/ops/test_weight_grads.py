@@ -91,7 +91,15 @@ def test_main_grad_is_added_to(path, single, dtype):
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
-@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100 mxfp8")
+@some_paths(
+    "unfused",
+    "unfused mxfp8",
+    "sm90",
+    "sm90 experts",
+    "sm90 mxfp8",
+    "sm90 fp8_block",
+    "sm100 mxfp8",
+)
 @pytest.mark.parametrize("dtypes", [(FP32,) * 4, (FP32, BF16, BF16, FP32)], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("flags", list(itertools.product([True, False], repeat=2)), ids=str)
 def test_each_weight_has_its_own_flag(path, dtypes, flags):
@@ -124,7 +132,7 @@ def transpose_weights(mlp):
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
-@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8")
+@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm90 fp8_block")
 @layouts
 def test_gradients_lie_as_their_weights(path, single):
     want, *_ = expected(path, single)
@@ -144,7 +152,14 @@ def test_gradients_lie_as_their_weights(path, single):
 
 @pytest.mark.usefixtures("cpu_or_hopper")
 @some_paths(
-    "unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm100", "sm100 mxfp8"
+    "unfused",
+    "unfused mxfp8",
+    "sm90",
+    "sm90 experts",
+    "sm90 mxfp8",
+    "sm90 fp8_block",
+    "sm100",
+    "sm100 mxfp8",
 )
 @layouts
 @pytest.mark.parametrize("dtype", [FP32, BF16])

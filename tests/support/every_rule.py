@@ -1,6 +1,7 @@
 """Every built-in rule, and a module that it takes whole: the table that tests go through."""
 
 import torch
+from number_formats import RECIPES
 
 import fusible as fz
 
@@ -111,6 +112,18 @@ FITS = {
         lambda: grouped_case(fz.GroupedLinear(4, 64, 96, **GROUPED)),
         "sm90",
     ),
+    "grouped_mlp_sm90_fp8": (
+        lambda: grouped_case(
+            fz.GroupedLinear(4, 144, 64, **GROUPED),
+            fz.ScaledSwiGLU(glu_interleave_size=8),
+            fz.GroupedLinear(4, 32, 272, **GROUPED),
+        ),
+        "sm90",
+    ),
+    "grouped_linear_sm90_fp8": (
+        lambda: grouped_case(fz.GroupedLinear(4, 144, 272, **GROUPED)),
+        "sm90",
+    ),
     "grouped_mlp_sm100": (
         lambda: grouped_case(
             fz.GroupedLinear(4, 64, 128, **GROUPED),
@@ -133,5 +146,6 @@ def rule_of(name):
 
 def scope_of(name):
     """The recipe that a case is under."""
-    recipe = fz.recipes.MXFP8BlockScaling() if name.endswith(" mxfp8") else None
+    named = "fp8_block" if rule_of(name).endswith("_fp8") else name.partition(" ")[2]
+    recipe = RECIPES.get(named)
     return fz.autocast(enabled=recipe is not None, recipe=recipe)

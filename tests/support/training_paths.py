@@ -108,8 +108,15 @@ PATHS = {
     "sm90 experts": Path(("moe_experts_sm90",), machine="sm90", form="experts"),
     **{
         f"sm90 {recipe.name}": Path(("grouped_mlp_sm90",), recipe=recipe, machine="sm90")
-        for recipe in (MX, BLOCK, CURRENT, NV)
+        for recipe in (MX, CURRENT, NV)
     },
+    "sm90 fp8_block": Path(("grouped_mlp_sm90_fp8",), recipe=BLOCK, machine="sm90"),
+    "sm90 fp8_block stored": Path(
+        ("grouped_mlp_sm90_fp8",), recipe=BLOCK, machine="sm90", stored=True
+    ),
+    "sm90 fp8_block parts": Path(
+        2 * ("grouped_linear_sm90_fp8",), recipe=BLOCK, machine="sm90", form="parts"
+    ),
     "unfused mxfp8 stored": Path(recipe=MX, stored=True),
     "sm90 mxfp8 stored": Path(("grouped_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
     "sm90 mxfp8 parts": Path(_RECIPE_PARTS90, recipe=MX, machine="sm90", form="parts"),

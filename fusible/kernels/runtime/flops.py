@@ -2,7 +2,8 @@
 
 As PyTorch counts: two for each multiplication of a matrix product, none for what is elementwise,
 and by the sizes of the operands, so that rows past the last group count too (the values of ``ends``
-are on the device). The SM100 kernels' operands have groups of whole 256 rows.
+are on the device). So does padding: operands of the SM100 kernels have groups of whole 256 rows,
+those of FP8 weight gradients of whole 128.
 """
 
 from __future__ import annotations

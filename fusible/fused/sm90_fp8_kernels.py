@@ -1,0 +1,274 @@
+"""FP8 products on Hopper (SM90): what is quantized is multiplied, not its dequantized values.
+
+Its tensor cores read 8-bit operands with the reduced dimension contiguous. So rows are quantized as
+they are, for products that reduce their features, and transposed, in groups padded to whole blocks,
+for weight gradients, both in one launch. Weights are quantized once, with a transposed copy for the
+data gradient. Products accumulate in FP32 and give BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.formulas import cast
+from fusible.fuser.context import OperationContext
+from fusible.kernels import grouped
+from fusible.kernels.quantize import KMajor, ScaledMatrix, quantize_k_major, transposed
+from fusible.ops import GroupedLinear
+from fusible.ops.grouped_kernels import (
+    Activated,
+    ActivationGrads,
+    GroupedKernels,
+    GroupedOperand,
+    Saved,
+    glu_of,
+)
+from fusible.ops.matrices import as_rows
+from fusible.ops.weights import one_weight, quantize_weights
+from fusible.ops.wgrad import WeightGradient, laid_out
+from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
+from fusible.recipes.recipe import Recipe, Role
+from fusible.recipes.tensor import QuantizedTensor
+
+_PRODUCT_DTYPE = torch.bfloat16
+
+
+class _Columns(NamedTuple):
+    """An operand of weight gradients: column-major rows of padded groups."""
+
+    data: Tensor
+    scale: Tensor
+    ends: Tensor | None
+    """Of the padded groups; None for an input, whose groups are those of the gradient."""
+
+
+class Sm90Fp8Kernels(GroupedKernels):
+    """Saves what the gradients read of the input and of the weights, in FP8, transposed."""
+
+    saves = (
+        "x as the weight gradient reads it, end rows of the groups, row scales, weights as the "
+        "data gradient reads them, both in FP8 and transposed"
+    )
+    multiplies = (
+        "FP8, in all products: one launch quantizes an input or a gradient for its two products, "
+        "one the weights"
+    )
+
+    # --- operands --------------------------------------------------------------------------------
+
+    def prepare_rows(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        x: Any,
+        role: Role,
+        products: Sequence[ProductKind],
+        groups: Tensor,
+        row_scale: Tensor | None = None,
+    ) -> GroupedOperand:
+        """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
+        rows = [product for product in products if product != "wgrad"]
+        columnwise, row = len(rows) < len(products), None
+        if is_quantized(x):
+            if rows:
+                stored = quantize_operand(x, ctx.recipe, role, *rows, ends=groups).row
+                assert stored is not None
+                row, rows = ScaledMatrix(stored.data, stored.scale), []
+            if columnwise:
+                columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=groups)
+                x = operand_values(columns, "wgrad", role)
+        if not (rows or columnwise):
+            return GroupedOperand(row, None)
+        fmt = ctx.recipe.format(role)
+        made = quantize_k_major(x, fmt, rowwise=bool(rows), columnwise=columnwise, ends=groups)
+        column = None if made.column is None else _Columns(*made.column, made.padded_ends)
+        return GroupedOperand(made.row or row, column)
+
+    def saved_rows(self, ctx: OperationContext, column: _Columns | None) -> Saved:
+        """The column-wise use as it lies in memory, if the weight needs its gradient."""
+        if column is None or not ctx.needs.params[0]:
+            return None, None
+        return column.data.t(), column.scale
+
+    def num_saved_rows(self, ctx: OperationContext) -> int:
+        """See `GroupedKernels`."""
+        return 2
+
+    def restored_rows(
+        self, ctx: OperationContext, saved: Sequence[Any], groups: Tensor
+    ) -> _Columns | None:
+        """See `GroupedKernels`."""
+        data, scale = saved
+        return None if data is None else _Columns(data.t(), scale, None)
+
+    def weights(
+        self, linear: GroupedLinear, ctx: OperationContext
+    ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
+        """See `GroupedKernels`; the second one is a transposed copy."""
+        row, column, _ = linear.weight_operands(ctx, k_major_weights)
+        return row, column
+
+    def saved_weights(self, ctx: OperationContext, weights: ScaledMatrix | None) -> Saved:
+        """The transposed copy, if the input needs its gradient."""
+        return () if weights is None else tuple(weights)
+
+    def restored_weights(
+        self, ctx: OperationContext, saved: Sequence[Any], groups: Tensor
+    ) -> ScaledMatrix | None:
+        """See `GroupedKernels`."""
+        return ScaledMatrix(*saved) if saved else None
+
+    # --- products --------------------------------------------------------------------------------
+
+    def product(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        x: ScaledMatrix,
+        weights: ScaledMatrix,
+        groups: Tensor,
+        row_scale: Tensor | None,
+        output: Tensor | None,
+    ) -> Tensor:
+        """See `GroupedKernels`."""
+        bias = linear.stacked_bias(ctx, _PRODUCT_DTYPE)
+        return _multiplied(ctx, x, weights, groups, bias, row_scale, output)
+
+    def data_grad(
+        self,
+        ctx: OperationContext,
+        dy: ScaledMatrix,
+        weights: ScaledMatrix,
+        groups: Tensor,
+        output: Tensor | None,
+    ) -> Tensor:
+        """See `GroupedKernels`."""
+        return _multiplied(ctx, dy, weights, groups, None, None, output)
+
+    def weight_grad(
+        self, ctx: OperationContext, dy: _Columns | None, x: _Columns | None, groups: Tensor
+    ) -> WeightGradient:
+        """See `GroupedKernels`."""
+        if dy is None or x is None:  # not needed
+            return WeightGradient(lambda out, accumulate: None, ())
+        ends = dy.ends
+        assert ends is not None
+
+        def product(
+            a: _Columns, b: _Columns, out: Sequence[Tensor] | None, accumulate: bool
+        ) -> Tensor | None:
+            if out is None:
+                return grouped.grouped_wgrad(a.data, b.data, ends, None, a.scale, b.scale)
+            out = list(out)
+            grouped.grouped_wgrad_(out, a.data, b.data, ends, accumulate, a.scale, b.scale)
+            return None
+
+        reads = dy.data, dy.scale, x.data, x.scale, ends
+        return laid_out(ctx.column_major, product, dy, x, reads)
+
+    # --- the activation between two linears ------------------------------------------------------
+
+    def glu(
+        self,
+        linear: GroupedLinear,
+        ctx: OperationContext,
+        act: Any,
+        x: ScaledMatrix,
+        weights: ScaledMatrix,
+        groups: Tensor,
+        scales: Tensor,
+        save_preact: bool,
+    ) -> Activated:
+        """See `GroupedKernels`; the activation in BF16."""
+        bias = linear.stacked_bias(ctx, _PRODUCT_DTYPE)
+        made = grouped.grouped_glu(
+            x.data,
+            [weights.data],
+            groups,
+            scales,
+            glu_of(act),
+            bias,
+            save_preact,
+            x.scale,
+            weights.scale,
+        )
+        return Activated(*made)
+
+    def dglu(
+        self,
+        ctx: OperationContext,
+        act: Any,
+        dy: ScaledMatrix,
+        weights: ScaledMatrix,
+        groups: Tensor,
+        preact: Tensor,
+        scales: Tensor,
+        *,
+        bias: bool,
+        overwrite: bool,
+    ) -> ActivationGrads:
+        """See `GroupedKernels`."""
+        dpreact, _, dscales = grouped.grouped_dglu(
+            dy.data,
+            [weights.data],
+            groups,
+            preact,
+            scales,
+            glu_of(act),
+            dy.scale,
+            weights.scale,
+            overwrite=overwrite,
+        )
+        return ActivationGrads(cast(dpreact, ctx.dtype), None, dscales, None)
+
+
+SM90_FP8 = Sm90Fp8Kernels()
+
+
+def _multiplied(
+    ctx: OperationContext,
+    x: ScaledMatrix,
+    weights: ScaledMatrix,
+    ends: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    output: Tensor | None,
+) -> Tensor:
+    y = grouped.grouped_mm(
+        x.data,
+        [weights.data],
+        ends,
+        bias,
+        row_scale,
+        out=as_rows(output),
+        x_scale=x.scale,
+        w_scale=weights.scale,
+    )
+    return cast(y, ctx.dtype)
+
+
+def k_major_weights(
+    weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
+) -> KMajor:
+    """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
+
+    Stored quantized ones are not quantized again.
+    """
+    fmt, columnwise = recipe.format("weight"), "dgrad" in products
+    assert fmt is not None
+    if not any([isinstance(w, QuantizedTensor) for w in weights]):
+        weight = _of_groups(one_weight(weights, dtype))
+        return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
+    stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
+    data = _of_groups(one_weight([w.data for w in stored if w], fmt.element.dtype))
+    scale = _of_groups(one_weight([w.scale for w in stored if w], torch.float32))
+    column = ScaledMatrix(transposed(data), scale.mT) if columnwise else None
+    return KMajor(ScaledMatrix(data, scale), column, None)
+
+
+def _of_groups(weight: Tensor) -> Tensor:
+    return weight[None] if weight.dim() == 2 else weight
