@@ -1,0 +1,335 @@
+"""FP8 products on Hopper against the decoded path: the same values, summed in another order."""
+
+from contextlib import contextmanager
+
+import pytest
+import reference as ref
+import torch
+from number_formats import BLOCK
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusible as fz
+from fusible.recipes import Float8BlockScaling, Format, group_quantize
+from fusible.testing import assume_target
+
+SIZES = [129, 0, 37, 128, 1, 0]
+ROWS = sum(SIZES) + 5  # the last ones belong to no group
+HIDDEN, INNER = 160, 272  # one block and a quarter, two blocks and an eighth
+RECIPES = {
+    "e4m3": BLOCK,
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
+    "e5m2": Float8BlockScaling(fp8_format=Format.E5M2),
+}
+BF16 = torch.bfloat16
+SPLITS = torch.tensor(SIZES)
+
+
+def integers(*shape, of=1.0, most=2):
+    return (torch.randint(-most, most + 1, shape) * of).to(BF16)
+
+
+def exactly_summed(module):
+    """``module`` with parameters whose products with small integers have exact sums in FP32."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(integers(*p.shape, of=1 / 8))
+    return module
+
+
+def mlp(recipe=None, **options):
+    options = {"dtype": BF16, "single_grouped_weight": True, **options}
+    first = {key: v for key, v in options.items() if key != "scale_bias"}
+    with fz.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        return exactly_summed(
+            fz.Sequential(
+                fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **first),
+                fz.ScaledSwiGLU(None if options["single_grouped_weight"] else 16),
+                fz.GroupedLinear(len(SIZES), INNER, HIDDEN, **options),
+            )
+        )
+
+
+def inputs(module):
+    x, scales = integers(ROWS, HIDDEN), integers(ROWS, of=0.5).abs().float()
+    more = [torch.rand(ROWS).requires_grad_()] if module[2].scale_bias else []
+    return x.requires_grad_(), SPLITS, scales.requires_grad_(), SPLITS, *more
+
+
+@contextmanager
+def on(machine, recipe):
+    with assume_target(machine), fz.autocast(recipe=recipe):
+        yield
+
+
+def step(module, recipe, given, dy, machine="sm90", fired="grouped_mlp_sm90_fp8"):
+    """Output and all gradients, by FP8 products or ("cpu") by those of decoded operands."""
+    given = [
+        t.detach().requires_grad_() if isinstance(t, torch.Tensor) and t.requires_grad else t
+        for t in given
+    ]
+    leaves = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    with on(machine, recipe):
+        y = module(*given)
+        assert module.plan.fired == ((fired,) if machine == "sm90" else ())
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+def assert_equal_but_for_order(got, want, terms=ROWS):
+    """Sums of so many FP32 terms, rounded to BF16 once."""
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.shape == theirs.shape
+        assert theirs.isfinite().all()
+        largest = theirs.abs().max().item()
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=terms * 2**-23 * largest)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+def test_a_grouped_mlp_equals_the_decoded_path(recipe, stored, single):
+    module = mlp(recipe if stored else None, bias=not stored, single_grouped_weight=single)
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
+    got = step(module, recipe, given, dy)
+    assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
+    assert not got[0][sum(SIZES) :].any()
+    assert not got[1][sum(SIZES) :].any()
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES, [0] * 6, [0, 0, 0, 300, 0, 0], [1, 2, 3, 4, 5, 6]], ids=str
+)
+@pytest.mark.parametrize("activation", [fz.ScaledSwiGLU, fz.ScaledClampedQGeGLU])
+def test_groups_of_any_size(sizes, activation):
+    module = mlp(bias=True, single_grouped_bias=True)
+    module = fz.Sequential(module[0], activation(), module[2])
+    x, _, scales, _ = inputs(module)
+    splits, dy = torch.tensor(sizes), integers(ROWS, HIDDEN)
+    given = x, splits, scales, splits
+    got = step(module, BLOCK, given, dy)
+    assert_equal_but_for_order(got, step(module, BLOCK, given, dy, "cpu"))
+    for grads in got[3:]:  # of weights and biases
+        assert not grads[torch.tensor(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"scale_bias": True}, {"bias": False}], ids=str)
+def test_a_linear_equals_the_decoded_path(dtype, options):
+    linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, dtype=dtype, **options)
+    exactly_summed(linear)
+    given = [integers(ROWS, HIDDEN).to(dtype).requires_grad_(), SPLITS]
+    if linear.scale_bias:
+        given.append(torch.rand(ROWS).requires_grad_())
+    dy = integers(ROWS, INNER).to(dtype)
+    got = step(linear, BLOCK, given, dy, fired="grouped_linear_sm90_fp8")
+    assert_equal_but_for_order(got, step(linear, BLOCK, given, dy, "cpu"))
+
+
+def test_no_rows():
+    module = mlp()
+    x, splits = torch.empty(0, HIDDEN, dtype=BF16, requires_grad=True), torch.zeros(6, dtype=int)
+    y, dx, *grads = step(module, BLOCK, (x, splits, torch.empty(0), splits), torch.empty_like(x))
+    assert (y.shape, dx.shape) == ((0, HIDDEN), (0, HIDDEN))
+    assert not any(g.any() for g in grads)
+
+
+def test_fp32_scales_are_not_rounded():
+    """Near the exact result; the decoded path on CUDA rounds what it decodes to BF16."""
+    module = mlp()
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    x, splits, scales, _ = inputs(module)
+    given = torch.randn_like(x).requires_grad_(), splits, scales, splits
+    recipe = Float8BlockScaling(use_f32_scales=True)
+    got = step(module, recipe, given, torch.randn(ROWS, HIDDEN).to(BF16))
+    torch.manual_seed(0)
+    y, _ = ref.exact_grouped_mlp(
+        module,
+        *[t.double() for t in given[:1]],
+        SIZES,
+        given[2].double(),
+        torch.zeros(ROWS, HIDDEN),
+    )
+    assert (got[0].double() - y).norm() < 0.1 * y.norm()
+
+
+# --- what is quantized, when, and what is saved ---------------------------------------------------
+
+
+class Recorded(TorchDispatchMode):
+    """The quantizing launches: dimensions of the input, and whether each use is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fusible.quantize_k_major.default:
+            self.made.append((args[0].dim(), *args[-2:]))
+        if func in (torch.ops.fusible.quantize.default, torch.ops.fusible.dequantize.default):
+            self.made.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+ROW, COLUMN, BOTH = (2, True, False), (2, False, True), (2, True, True)
+WEIGHT, WEIGHT_AND_COPY = (3, True, False), (3, True, True)
+
+
+def forward(module, given, recipe=BLOCK):
+    with on("sm90", recipe), Recorded() as recorded:
+        y = module(*given)
+    return y, recorded.made
+
+
+def backward(y):
+    with Recorded() as recorded:
+        y.backward(torch.ones_like(y))
+    return recorded.made
+
+
+def test_training_quantizes_each_operand_once():
+    y, made = forward(*(both := (module := mlp(), inputs(module))))
+    assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
+    assert backward(y) == [BOTH, BOTH]
+    with torch.no_grad():
+        assert forward(*both)[1] == [ROW, WEIGHT, ROW, WEIGHT]
+
+
+def test_what_no_gradient_reads_is_not_made():
+    module = mlp(bias=True)
+    x, splits, scales, _ = inputs(module)
+    given = x.detach(), splits, scales, splits
+    y, made = forward(module, given)
+    assert made == [BOTH, WEIGHT, BOTH, WEIGHT_AND_COPY]
+    assert backward(y) == [BOTH, COLUMN]
+    for fc in (module[0], module[2]):
+        fc.weight.requires_grad_(False)
+    y, made = forward(module, (x, *given[1:]))
+    assert made == [ROW, WEIGHT_AND_COPY, ROW, WEIGHT_AND_COPY]
+    assert backward(y) == [ROW, ROW]
+    linear = module[2]
+    h = torch.ones(ROWS, INNER, dtype=BF16)
+    y, made = forward(linear, (h, splits))
+    assert made == [ROW, WEIGHT]
+    assert backward(y) == []
+    assert linear.biases()[0].grad.any()
+
+
+def test_operands_of_gradients_are_saved_in_fp8():
+    module, saved = mlp(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        forward(module, inputs(module))
+    padded = (ROWS + 127 * len(SIZES)) // 128 * 128
+    elements = [t for t in saved if t.dtype == torch.float8_e4m3fn]
+    shapes = [(HIDDEN, padded), (6, HIDDEN, 2 * INNER), (INNER, padded), (6, INNER, HIDDEN)]
+    assert [tuple(t.shape) for t in elements] == shapes
+    assert all(t.is_contiguous() for t in elements)
+    wide = [tuple(t.shape) for t in saved if t.dtype == BF16]
+    assert wide == [(ROWS, 2 * INNER)]  # the pre-activation
+
+
+def test_saved_tensors_may_be_packed():
+    """As CPU offloading and compression do: other memory, other strides."""
+    module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
+    given = inputs(module)
+    want = step(module, BLOCK, given, dy)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),
+        lambda packed: torch.tensor(packed[1], dtype=torch.uint8).view(packed[0]),
+    )
+    with hooks:
+        got = step(module, BLOCK, given, dy)
+    assert_equal_but_for_order(got, want)
+
+
+def test_reused_weights_are_quantized_and_copied_once():
+    module = mlp()
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
+    want = step(module, BLOCK, given, dy)
+    with fz.reuse_quantized_weights(module):
+        y, made = forward(module, given)
+        assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
+        backward(y)
+        for _ in range(2):
+            y, made = forward(module, given)
+            assert made == [BOTH, BOTH]
+            assert backward(y) == [BOTH, BOTH]
+        ref.assert_equal(step(module, BLOCK, given, dy), want)
+        with torch.no_grad():
+            assert forward(module, given)[1] == [ROW, WEIGHT, ROW, WEIGHT]
+            assert forward(module, given)[1] == [ROW, ROW]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_stored_weights_are_not_quantized_again(single):
+    module = mlp(BLOCK, single_grouped_weight=single)
+    y, made = forward(module, inputs(module))
+    assert made == [BOTH, BOTH]
+    assert backward(y) == [BOTH, BOTH]
+
+
+# --- quantized inputs and gradients ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (True, True), (False, True)])
+def test_a_quantized_input(rowwise, columnwise):
+    module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
+    x, *extra = inputs(module)
+    with fz.autocast(recipe=BLOCK):
+        q = module[0].get_input_quantizer()
+    q.set_usage(rowwise=rowwise, columnwise=columnwise)
+    grouped = group_quantize(x.detach(), q, len(SIZES), SPLITS)
+    got = step(module, BLOCK, (grouped, *extra), dy)
+    assert_equal_but_for_order(got, step(module, BLOCK, (grouped, *extra), dy, "cpu"))
+    _, made = forward(module, (grouped, *extra))
+    assert made.count(BOTH) == 1  # of the activation
+    assert made.count(COLUMN) == 1  # of x, in the kernels' layout
+
+
+def test_a_quantized_gradient():
+    module = mlp()
+    given = inputs(module)
+    dy = integers(ROWS, HIDDEN)
+    with fz.autocast(recipe=BLOCK):
+        q = module[2].get_grad_output_quantizer()
+    grouped = group_quantize(dy, q, len(SIZES), SPLITS)
+    for machine in ("sm90", "cpu"):
+        got = step(module, BLOCK, given, grouped, machine)
+        assert_equal_but_for_order(got, step(module, BLOCK, given, dy, "cpu"))
+
+
+# --- why, and why not -----------------------------------------------------------------------------
+
+
+def explained(module, *given, recipe=BLOCK):
+    with fz.autocast(recipe=recipe):
+        return str(fz.explain(module, *given, target="sm90"))
+
+
+def test_explain_says_what_multiplies_in_fp8():
+    module = mlp()
+    text = explained(module, *inputs(module))
+    assert "GroupedMLP by grouped_mlp_sm90_fp8, forward and backward" in text
+    assert "multiplies FP8, in all products: one launch quantizes an input or a gradient" in text
+    decoded = explained(module, *inputs(module), recipe=fz.recipes.MXFP8BlockScaling())
+    assert "multiplies values of quantized operands, in BF16 on CUDA" in decoded
+    assert "grouped_mlp_sm90_fp8" not in decoded
+
+
+def test_explain_says_why_not():
+    options = {"dtype": BF16, "bias": False}
+    x = torch.ones(4, 24, dtype=BF16, requires_grad=True)
+    text = explained(fz.GroupedLinear(2, 24, 32, **options), x, torch.tensor([3, 1]))
+    assert "kernels: grouped_linear_sm90\n" in text
+    assert "grouped_linear_sm90_fp8 (kernels)" in text
+    assert "linear.in_features must be a multiple of 16, got 24" in text
+    wide = mlp(dtype=torch.float32)
+    x, *extra = inputs(wide)
+    text = explained(wide, x.detach().float().requires_grad_(), *extra)
+    assert "grouped_mlp_sm90_fp8 (joint) for ops[0:3]" in text
+    assert "fc1.dtype must be bfloat16, got float32" in text
+    assert text.count("kernels: grouped_linear_sm90_fp8") == 2
+    override = Float8BlockScaling(backward_override="dequantized")
+    text = explained(mlp(), *inputs(mlp()), recipe=override)
+    assert text.count("backward_override must be None, got dequantized") >= 1
+    assert text.count("kernels: grouped_linear_sm90\n") == 2
