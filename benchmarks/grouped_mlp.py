@@ -6,15 +6,22 @@ Contestants: fusible fused and unfused; PyTorch's grouped_mm with a compiled act
 kernels back to back in their best known tiles (no autograd; only for the known shapes); dense
 cuBLAS products of the same FLOPs. All of a cell run interleaved in one process, L2 flushed, CUDA
 events, median. Writes grouped_mlp.json and grouped_mlp.png.
+
+    python benchmarks/grouped_mlp.py --recipe fp8_block [NAME ...]
+
+instead measures ours in BF16 and under these recipes, with the weights quantized in every forward,
+once (``reuse_quantized_weights``), and stored. Writes grouped_mlp_recipes.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +268,64 @@ def errors(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
+RECIPES = {
+    "fp8_block": fz.recipes.Float8BlockScaling(),
+    "mxfp8": fz.recipes.MXFP8BlockScaling(),
+    "fp8_current": fz.recipes.Float8CurrentScaling(),
+    "nvfp4": fz.recipes.NVFP4BlockScaling(),
+}
+
+
+def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, Calls]:
+    """Forward alone and both passes, in BF16 and under recipes."""
+    ways: dict[str, tuple[fz.Sequential, Any]] = {"bf16": (problem.mlp, None)}
+    for name in names:
+        recipe, reused = RECIPES[name], copy.deepcopy(problem.mlp)
+        # Entered for good: every entry quantizes anew.
+        fz.reuse_quantized_weights(reused).__enter__()
+        stored = copy.deepcopy(problem.mlp)
+        for fc in (stored[0], stored[2]):
+            with fz.quantized_model_init(recipe=recipe):
+                fc.store_weights()
+        modules = {"": problem.mlp, ", weights reused": reused, ", weights stored": stored}
+        ways |= {f"{name}{how}": (mlp, recipe) for how, mlp in modules.items()}
+
+    def forward(mlp: fz.Sequential, recipe: Any) -> Tensor:
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            return mlp(problem.x, problem.sizes, problem.prob, problem.sizes)
+
+    def both(mlp: fz.Sequential, recipe: Any) -> tuple[Tensor, ...]:
+        leaves = problem.x, problem.prob, *mlp.parameters()
+        return torch.autograd.grad(forward(mlp, recipe), leaves, problem.dy)
+
+    for who, way in ways.items():
+        forward(*way)
+        print(f"{who}: {', '.join(way[0].plan.fired)}")
+    return {
+        "inference": {who: partial(torch.no_grad()(forward), *way) for who, way in ways.items()},
+        "forward + backward": {who: partial(both, *way) for who, way in ways.items()},
+    }
+
+
+def run_recipes(shapes: dict[str, Config], names: Sequence[str]) -> dict[str, Any]:
+    """Measure every shape under recipes, with the times relative to BF16."""
+    report: dict[str, Any] = {"environment": environment(), "cells": []}
+    for name, config in shapes.items():
+        for split in ("balanced", "skewed"):
+            problem = Problem(config, split)
+            for what, calls in recipe_passes(problem, names).items():
+                ms = measure(calls)
+                faster = {who: ms["bf16"] / t for who, t in ms.items()}
+                report["cells"].append(
+                    {"config": name, "split": split, "pass": what, "ms": ms, "faster": faster}
+                )
+                times = "  ".join(f"{who} {t:.4f} ({faster[who]:.2f}x)" for who, t in ms.items())
+                print(f"{name:14s} {split:9s} {what:19s} {times}", flush=True)
+            del problem, calls
+            torch.cuda.empty_cache()
+    return report
+
+
 PASSES, TITLE = ("inference", "forward", "forward + backward"), "Grouped MLP"
 PEERS = {"torch": "PyTorch", "quack": "quack"}
 
@@ -353,6 +418,7 @@ def main() -> None:
     parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--shape", nargs="*", default=[], help="hidden,expert,experts,rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
     parser.add_argument("--redraw", action="store_true", help="only draw what was measured")
     options = parser.parse_args()
     written = options.out / "grouped_mlp.json"
@@ -361,6 +427,12 @@ def main() -> None:
         return
     shapes = {name: CONFIGS[name] for name in options.config}
     shapes |= {text: Config(*map(int, text.split(","))) for text in options.shape}
+    if options.recipe:
+        written = written.with_name("grouped_mlp_recipes.json")
+        written.parent.mkdir(parents=True, exist_ok=True)
+        report = run_recipes(shapes, options.recipe)
+        written.write_text(json.dumps(report, indent=1) + "\n")
+        return
     report = run(shapes)
     for key in ("host_us", "memory", "errors"):
         print(key, json.dumps(report.get(key), indent=1, default=str))
