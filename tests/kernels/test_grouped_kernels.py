@@ -8,7 +8,7 @@ import torch
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu
+from fusible.kernels.grouped import Glu, pytorch
 
 E, K, N = 4, 6, 5
 SPLITS = [
@@ -329,6 +329,12 @@ def test_products_of_fp8_rows(sizes, rows, grad):
     near = {"rtol": 2**-8, "atol": 2**-16 * float((x64.abs().amax() + 1) * w64.abs().amax() * K)} \
         if rows else {"rtol": 0, "atol": 0}  # fmt: skip
     torch.testing.assert_close(y.double(), exact, **near)
+    torch.testing.assert_close(
+        pytorch.grouped_mm(x, [w], ends, **given),
+        grouped.grouped_mm(x, [w], ends, **given),
+        rtol=2**-7,
+        atol=near["atol"],
+    )
     out = torch.empty_like(y)
     assert grouped.grouped_mm(x, [w], ends, bias, scales, out=out, **given) is out
     assert torch.equal(out, y)
@@ -368,6 +374,8 @@ def test_weight_gradients_of_fp8_columns(out_dtype):
     assert dw.dtype == (out_dtype or torch.bfloat16)
     near = {"rtol": 2**-8 if out_dtype is None else 1e-5, "atol": 1e-3}
     torch.testing.assert_close(dw.double(), exact, **near)
+    by_pytorch = pytorch.grouped_wgrad(dy, x, ends, out_dtype, **scales)
+    torch.testing.assert_close(by_pytorch.double(), exact, rtol=2**-8, atol=1e-3)
     main = torch.randn(4, 16, 32)
     for out in ([main.clone()], list(main.clone().unbind(0))):
         grouped.grouped_wgrad_(out, dy, x, ends, True, **scales)

@@ -240,13 +240,15 @@ def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
             torch.testing.assert_close(*out)
 
 
+@pytest.mark.parametrize("machine", ["sm80", "sm90"])
 @pytest.mark.parametrize("stored", [False, True])
 @each_recipe
-def test_recipes_read_nothing_on_the_host(recipe, stored, no_sync):
+def test_recipes_read_nothing_on_the_host(recipe, stored, machine, no_sync):
     with fz.quantized_model_init(enabled=stored, recipe=recipe):
         mlp = ref.grouped_mlp(groups=4, hidden=128, inner=128, dtype=torch.bfloat16)
     x, splits = on_device(48, 128), torch.empty(4, dtype=torch.int64)
-    with fz.autocast(recipe=recipe):
+    with fz.autocast(recipe=recipe), assume_target(machine):
         y = mlp(x, splits, torch.empty(48), splits)
+    assert (len(mlp.plan.fired) == 1) == (machine == "sm90")
     y.backward(torch.empty(48, 128, dtype=torch.bfloat16))
     assert x.grad.shape == (48, 128)

@@ -40,7 +40,7 @@ def result_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     return x.dtype if scale is None else torch.bfloat16
 
 
-def _decoded(elements: Tensor, scale: Tensor) -> Tensor:
+def decoded(elements: Tensor, scale: Tensor) -> Tensor:
     """FP32 values of FP8 elements, with a scale for each one or 128 of them along a dimension."""
     for dim in (-2, -1):
         if scale.shape[dim] != elements.shape[dim]:
@@ -84,7 +84,7 @@ def grouped_mm_(
 ) -> None:
     """`grouped_mm` into ``out``."""
     if x_scale is not None and w_scale is not None:
-        x, w = _decoded(x, x_scale), [_decoded(w[0], w_scale)]
+        x, w = decoded(x, x_scale), [decoded(w[0], w_scale)]
         bias = None if bias is None else bias.float()
         out.copy_(grouped_mm(x, w, ends, bias, row_scale, transpose_w))
         return
@@ -184,7 +184,7 @@ def grouped_wgrad(
     """
     if dy_scale is not None and x_scale is not None:
         out_dtype = out_dtype or result_dtype(dy, dy_scale)
-        dy, x = _decoded(dy, dy_scale), _decoded(x, x_scale)
+        dy, x = decoded(dy, dy_scale), decoded(x, x_scale)
     if out_dtype not in (None, dy.dtype):
         wide = torch.promote_types(out_dtype, dy.dtype)
         return grouped_wgrad(dy.to(wide), x.to(wide), ends).to(out_dtype)
@@ -209,7 +209,7 @@ def grouped_wgrad_(
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     if dy_scale is not None and x_scale is not None:
-        dy, x = _decoded(dy, dy_scale), _decoded(x, x_scale)
+        dy, x = decoded(dy, dy_scale), decoded(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype)
     write(out, grouped_wgrad(dy.to(wide), x.to(wide), ends), accumulate)

@@ -1,6 +1,6 @@
 """The grouped products on CUDA by PyTorch's own, of BF16 operands; no host synchronisation.
 
-Each returns NotImplemented for operands of another dtype.
+FP8 operands are decoded to BF16. Each returns NotImplemented for operands of another dtype.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusible.kernels.grouped.definitions import decoded
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import per_group, stacked
 
@@ -44,6 +45,8 @@ def grouped_mm(
     w_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
+    if x_scale is not None and w_scale is not None:
+        x, w = decoded(x, x_scale).bfloat16(), [decoded(w[0], w_scale).bfloat16()]
     if x.dtype != torch.bfloat16:
         return NotImplemented
     weight = stacked(w)
@@ -84,6 +87,8 @@ def grouped_wgrad(
     x_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`, except that it rounds to BF16 before ``out_dtype``."""
+    if dy_scale is not None and x_scale is not None:
+        dy, x = decoded(dy, dy_scale).bfloat16(), decoded(x, x_scale).bfloat16()
     if dy.dtype != torch.bfloat16:
         return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]
@@ -103,7 +108,7 @@ def grouped_wgrad_(
     x_scale: Tensor | None = None,
 ) -> NotImplementedType | None:
     """`definitions.grouped_wgrad_`, except that it adds values rounded to BF16."""
-    dw = grouped_wgrad(dy, x, ends)
+    dw = grouped_wgrad(dy, x, ends, None, dy_scale, x_scale)
     if dw is NotImplemented:
         return NotImplemented
     (torch._foreach_add_ if accumulate else torch._foreach_copy_)(
