@@ -266,6 +266,7 @@ _CONVERT = (
     equal(this.fc1.dtype, "bfloat16"),
     *_MLP,
     *_ACTIVATION_SM90,
+    where(this.act.glu_interleave_size, None, multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT)),
 )
 def grouped_mlp_sm90_fp8(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
     """The launches of `grouped_mlp_sm90` multiply in FP8; four more quantize its row operands."""

@@ -14,7 +14,7 @@ from fusible.testing import assume_target
 
 SIZES = [129, 0, 37, 128, 1, 0]
 ROWS = sum(SIZES) + 5  # the last ones belong to no group
-HIDDEN, INNER = 160, 272  # one block and a quarter, two blocks and an eighth
+HIDDEN, INNER = 144, 320  # one block and an eighth, two blocks and a half
 RECIPES = {
     "e4m3": BLOCK,
     "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
@@ -323,6 +323,15 @@ def test_explain_says_why_not():
     assert "kernels: grouped_linear_sm90\n" in text
     assert "grouped_linear_sm90_fp8 (kernels)" in text
     assert "linear.in_features must be a multiple of 16, got 24" in text
+    narrow = fz.Sequential(
+        fz.GroupedLinear(2, 32, 64, **options),
+        fz.ScaledSwiGLU(),
+        fz.GroupedLinear(2, 32, 32, **options),
+    )
+    splits = torch.tensor([3, 1])
+    given = torch.ones(4, 32, dtype=BF16, requires_grad=True), splits, torch.ones(4), splits
+    text = explained(narrow, *given)
+    assert "fc2.in_features must be a multiple of 64 where act.glu_interleave_size is None" in text
     wide = mlp(dtype=torch.float32)
     x, *extra = inputs(wide)
     text = explained(wide, x.detach().float().requires_grad_(), *extra)

@@ -114,9 +114,9 @@ FITS = {
     ),
     "grouped_mlp_sm90_fp8": (
         lambda: grouped_case(
-            fz.GroupedLinear(4, 144, 64, **GROUPED),
-            fz.ScaledSwiGLU(glu_interleave_size=8),
-            fz.GroupedLinear(4, 32, 272, **GROUPED),
+            fz.GroupedLinear(4, 144, 128, **GROUPED),
+            fz.ScaledSwiGLU(),
+            fz.GroupedLinear(4, 64, 272, **GROUPED),
         ),
         "sm90",
     ),
