@@ -6,6 +6,7 @@ import pytest
 import reference as ref
 import torch
 from number_formats import BLOCK
+from sm90_launches import sm90_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
@@ -151,6 +152,58 @@ def test_fp32_scales_are_not_rounded():
         torch.zeros(ROWS, HIDDEN),
     )
     assert (got[0].double() - y).norm() < 0.1 * y.norm()
+
+
+# --- the launches ---------------------------------------------------------------------------------
+
+
+def launches(loaded):
+    return sorted(spec.kind for spec in loaded if not isinstance(spec, str))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_every_product_is_a_launch_of_fp8(stored, single, column_major):
+    """The kernels take what this makes: addresses, strides and scales."""
+    if column_major and stored:
+        return  # quantized weights have one layout
+    module = mlp(BLOCK if stored else None, bias=not stored, single_grouped_weight=single)
+    for fc in (module[0], module[2]) if column_major else ():
+        for name, w in fc.named_parameters():
+            if name.startswith("weight"):
+                setattr(fc, name, torch.nn.Parameter(w.detach().mT.contiguous().mT))
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
+    want = step(module, BLOCK, given, dy)
+    with sm90_on_cpu() as loaded:
+        got = step(module, BLOCK, given, dy)
+        with torch.no_grad():
+            forward(module, given)
+    assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
+    assert launches(loaded) == ["dglu", "glu", "glu", "store", "store", "wgrad", "wgrad"]
+    assert_equal_but_for_order(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_gradients_into_main_grads_and_later(dtype):
+    plain, dy = mlp(bias=False), integers(ROWS, HIDDEN)
+    given = inputs(plain)
+    *_, dw1, dw2 = step(plain, BLOCK, given, dy)
+    module = mlp(bias=False, accumulate_into_main_grad=True, delay_wgrad_compute=True)
+    module.load_state_dict(plain.state_dict())
+    for fc in (module[0], module[2]):
+        fc.weight.main_grad = torch.ones(fc.weight.shape, dtype=dtype)
+    with sm90_on_cpu() as loaded:
+        with on("sm90", BLOCK):
+            y = module(*given)
+        y.backward(dy)
+        assert "wgrad" not in launches(loaded)
+        module[0].backward_dw()
+        module[2].backward_dw()
+    assert launches(loaded) == ["dglu", "glu", "store", "store", "wgrad", "wgrad"]
+    for fc, dw in ((module[0], dw1), (module[2], dw2)):
+        near = {"rtol": 2**-7, "atol": 2**-7}
+        torch.testing.assert_close(fc.weight.main_grad.float(), 1 + dw.float(), **near)
 
 
 # --- what is quantized, when, and what is saved ---------------------------------------------------
