@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
@@ -244,11 +244,21 @@ class ValuesView(DispatchedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be pickled as an ordinary tensor."""
-        return self.copied_values().__reduce_ex__(protocol)
+        return self._ordinary().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return an ordinary tensor."""
-        return copy.deepcopy(self.copied_values(), memo)
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def _ordinary(self) -> Tensor:
+        """Return an ordinary tensor of the values; of a leaf one that is a leaf, or a parameter."""
+        if not self.is_leaf:
+            return self.copied_values()
+        with torch.no_grad():
+            values = self.copied_values().requires_grad_(self.requires_grad)
+        return (
+            nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile."""
@@ -363,6 +373,18 @@ def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
     piece.copy_(new, non_blocking)
     if not piece.is_inference():
         increment_version(piece)
+
+
+@contextmanager
+def _shared_versions() -> Iterator[None]:
+    """Give views of pieces the version of what they are views of, as outside of a dispatch."""
+    key = "ADInplaceOrView"
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 def _is_wrapper(x: Any) -> TypeGuard[WrapperTensor]:
@@ -497,8 +519,8 @@ _OF_GROUPED: dict[Any, Callable[..., Any]] = {
     _aten.empty_like.default: _empty_like,
 }
 _OF_QUANTIZED: dict[Any, Callable[..., Any]] = _OF_GROUPED | {
-    _aten.view.default: _view,
-    _aten.slice.Tensor: sharding.slice_,
-    _aten.split.Tensor: sharding.split,
+    _aten.view.default: _shared_versions()(_view),
+    _aten.slice.Tensor: _shared_versions()(sharding.slice_),
+    _aten.split.Tensor: _shared_versions()(sharding.split),
     _aten.new_zeros.default: sharding.new_zeros,
 }

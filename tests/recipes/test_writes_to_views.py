@@ -162,6 +162,29 @@ def test_a_write_to_the_tensor_changes_its_views():
             assert torch.equal(view, want)
 
 
+def test_views_of_parts_see_each_other_s_writes():
+    """A part of whole blocks is a quantized tensor of the same memory."""
+    q = quantized(shape=(4, 64, 64))
+    plain = q.dequantize()
+    parts = {
+        "slice": lambda t: t[1:3].mT,
+        "split": lambda t: t.split(2)[0].transpose(0, 1),
+        "rows": lambda t: t.view(256, 64).t(),
+        "all": lambda t: t.transpose(0, 2),
+    }
+    views = [[part(t) for part in parts.values()] for t in (q, plain)]
+    for i in range(len(parts)):
+        for of in views:
+            of[i].mul_(2)
+        for got, want in zip(*views, strict=True):
+            assert torch.equal(got, want)
+    for t in (q, plain):
+        t[1:2].fill_(3.0)
+    for got, want in zip(*views, strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(q.dequantize(), plain)
+
+
 def test_views_that_one_operation_writes():
     q = quantized(shape=(4, 64, 64))
     plain = q.dequantize()
@@ -204,6 +227,20 @@ def test_copies_are_ordinary_tensors():
     part = view[:10]
     part.t_()
     assert part.shape == (part * 1).shape == (64, 10)
+
+
+def test_copies_of_a_parameter_are_parameters():
+    layer = nn.Linear(64, 2, bias=False)
+    layer.weight = nn.Parameter(quantized()[:, :2].t())
+    want = layer.weight * 1
+    file = io.BytesIO()
+    torch.save(layer.weight, file)
+    file.seek(0)
+    for made in (copy.deepcopy(layer).weight, torch.load(file)):
+        assert type(made) is nn.Parameter
+        assert made.requires_grad
+        assert made.is_leaf
+        assert torch.equal(made, want)
 
 
 def test_padding_of_an_embedding():
