@@ -121,8 +121,10 @@ def check_columns(columns: int, fmt: NumberFormat) -> None:
 
 
 Rounding = Literal["up", "floor"]
-BLOCKS = (1, 128), (128, 128)
-"""Of FP8 with an FP32 scale for each."""
+FP8_BLOCK = 128
+"""Elements along a dimension that share an FP32 scale."""
+BLOCKS = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
+"""Blocks of FP8 elements with an FP32 scale each, by number of dimensions."""
 
 
 def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:
@@ -140,7 +142,7 @@ def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:
 
 def fp8_block(
     element: Element = E4M3,
-    block: tuple[int, int] = (1, 128),
+    block: tuple[int, int] = BLOCKS[0],
     power_of_two: bool = True,
     amax_epsilon: float = 0.0,
 ) -> NumberFormat:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.recipes.formats import (
+    BLOCKS,
     E4M3,
     E5M2,
     Element,
@@ -135,10 +136,9 @@ class Float8BlockQuantizer(Quantizer):
         block_scaling_dim: int = 2,
     ) -> None:
         check_bools(type(self).__name__, force_pow_2_scales=force_pow_2_scales)
-        blocks = {1: (1, 128), 2: (128, 128)}
-        if block_scaling_dim not in blocks:
+        if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim must be 1 or 2, got {block_scaling_dim}")
-        block = blocks[block_scaling_dim]
+        block = BLOCKS[block_scaling_dim - 1]
         fmt = fp8_block(_element(fp8_dtype), block, force_pow_2_scales, amax_epsilon)
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
 

@@ -8,7 +8,7 @@ import torch
 
 import fusible as fz
 from fusible.kernels import grouped
-from fusible.kernels.grouped import Glu, pytorch
+from fusible.kernels.grouped import Glu, definitions, pytorch
 
 E, K, N = 4, 6, 5
 SPLITS = [
@@ -306,7 +306,7 @@ def fp8(shape, scales, dtype=torch.float8_e4m3fn):
     return torch.randn(shape).to(dtype), torch.exp2(torch.randint(-6, 6, scales).float())
 
 
-def decoded(elements, scale):
+def dequantized(elements, scale):
     """What each element stands for, in FP64: one by one."""
     shape = elements.shape
     blocks = [torch.arange(n) // (1 if scale.shape[d] == n else 128) for d, n in enumerate(shape)]
@@ -321,7 +321,7 @@ def test_products_of_fp8_rows(sizes, rows, grad):
     x, x_scale = fp8((rows, K), (rows, 2), grad)
     w, w_scale = fp8((E, N, K), (E, 3, 2))
     bias, scales = torch.randn(E, N).bfloat16(), torch.rand(rows)
-    x64, w64 = decoded(x, x_scale), decoded(w, w_scale)
+    x64, w64 = dequantized(x, x_scale), dequantized(w, w_scale)
     given = {"x_scale": x_scale.t().contiguous().t(), "w_scale": w_scale}
     exact = ref.grouped_linear(x64, w64, sizes, bias.double(), scales.double())
     y = grouped.grouped_mm(x, [w], ends, bias, scales, **given)
@@ -338,10 +338,13 @@ def test_products_of_fp8_rows(sizes, rows, grad):
     out = torch.empty_like(y)
     assert grouped.grouped_mm(x, [w], ends, bias, scales, out=out, **given) is out
     assert torch.equal(out, y)
+    for module in (definitions, pytorch):
+        separate = module.grouped_mm(x, [one.clone() for one in w], ends, **given)
+        assert torch.equal(separate, module.grouped_mm(x, [w], ends, **given))
     one = given["w_scale"][:1, :1, :1].expand(E, 3, 2)  # of the whole tensor
     torch.testing.assert_close(
         grouped.grouped_mm(x, [w], ends, x_scale=x_scale, w_scale=one).double(),
-        ref.grouped_linear(x64, decoded(w, one), sizes), **near,
+        ref.grouped_linear(x64, dequantized(w, one), sizes), **near,
     )  # fmt: skip
     preact, act = grouped.grouped_glu(x, [w], ends, scales, Glu(), bias, **given)
     torch.testing.assert_close(preact, grouped.grouped_mm(x, [w], ends, bias, **given))
@@ -366,7 +369,7 @@ def test_weight_gradients_of_fp8_columns(out_dtype):
     dy.view(torch.uint8)[:, 512:] = 0x7F  # NaN
     dy, x, ends = dy.t(), x.t(), ends_of(sizes)
     exact = torch.stack([
-        decoded(dy, dy_scale)[end - size : end].T @ decoded(x, x_scale)[end - size : end]
+        dequantized(dy, dy_scale)[end - size : end].T @ dequantized(x, x_scale)[end - size : end]
         for end, size in zip(ends.tolist(), sizes, strict=True)
     ])  # fmt: skip
     scales = {"dy_scale": dy_scale, "x_scale": x_scale}

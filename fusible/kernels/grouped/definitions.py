@@ -18,10 +18,8 @@ from torch import Tensor
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
-from fusible.kernels.stacking import write
-
-FP8_BLOCK = 128
-"""Elements along a dimension that share a scale."""
+from fusible.kernels.stacking import stacked, write
+from fusible.recipes.formats import FP8_BLOCK
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -40,7 +38,7 @@ def result_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     return x.dtype if scale is None else torch.bfloat16
 
 
-def decoded(elements: Tensor, scale: Tensor) -> Tensor:
+def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
     """FP32 values of FP8 elements, with a scale for each one or 128 of them along a dimension."""
     for dim in (-2, -1):
         if scale.shape[dim] != elements.shape[dim]:
@@ -62,7 +60,7 @@ def grouped_mm(
 
     With ``transpose_w``, ``x @ w[e]``: the data gradient, from the same parameter. ``bias`` is
     ``[E, N]``, ``row_scale`` has one value for each row. FP8 operands are ``x`` ``[M, K]`` with
-    ``x_scale`` ``[M, ceil(K / 128)]`` and one ``w`` ``[E, N, K]`` with ``w_scale``
+    ``x_scale`` ``[M, ceil(K / 128)]`` and ``w`` with ``w_scale``
     ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed.
     """
     shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
@@ -84,7 +82,7 @@ def grouped_mm_(
 ) -> None:
     """`grouped_mm` into ``out``."""
     if x_scale is not None and w_scale is not None:
-        x, w = decoded(x, x_scale), [decoded(w[0], w_scale)]
+        x, w = dequantized(x, x_scale), [dequantized(stacked(w), w_scale)]
         bias = None if bias is None else bias.float()
         out.copy_(grouped_mm(x, w, ends, bias, row_scale, transpose_w))
         return
@@ -184,7 +182,7 @@ def grouped_wgrad(
     """
     if dy_scale is not None and x_scale is not None:
         out_dtype = out_dtype or result_dtype(dy, dy_scale)
-        dy, x = decoded(dy, dy_scale), decoded(x, x_scale)
+        dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     if out_dtype not in (None, dy.dtype):
         wide = torch.promote_types(out_dtype, dy.dtype)
         return grouped_wgrad(dy.to(wide), x.to(wide), ends).to(out_dtype)
@@ -209,7 +207,7 @@ def grouped_wgrad_(
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
     if dy_scale is not None and x_scale is not None:
-        dy, x = decoded(dy, dy_scale), decoded(x, x_scale)
+        dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
     wide = torch.promote_types(out[0].dtype, dy.dtype)
     write(out, grouped_wgrad(dy.to(wide), x.to(wide), ends), accumulate)

@@ -1,6 +1,6 @@
 """The grouped products on CUDA by PyTorch's own, of BF16 operands; no host synchronisation.
 
-FP8 operands are decoded to BF16. Each returns NotImplemented for operands of another dtype.
+FP8 operands are dequantized to BF16. Each returns NotImplemented for operands of another dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusible.kernels.grouped.definitions import decoded
+from fusible.kernels.grouped.definitions import dequantized
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import per_group, stacked
 
@@ -46,7 +46,7 @@ def grouped_mm(
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:
-        x, w = decoded(x, x_scale).bfloat16(), [decoded(w[0], w_scale).bfloat16()]
+        x, w = dequantized(x, x_scale).bfloat16(), [dequantized(stacked(w), w_scale).bfloat16()]
     if x.dtype != torch.bfloat16:
         return NotImplemented
     weight = stacked(w)
@@ -88,7 +88,7 @@ def grouped_wgrad(
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`, except that it rounds to BF16 before ``out_dtype``."""
     if dy_scale is not None and x_scale is not None:
-        dy, x = decoded(dy, dy_scale).bfloat16(), decoded(x, x_scale).bfloat16()
+        dy, x = dequantized(dy, dy_scale).bfloat16(), dequantized(x, x_scale).bfloat16()
     if dy.dtype != torch.bfloat16:
         return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]

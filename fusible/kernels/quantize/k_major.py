@@ -20,11 +20,8 @@ from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
 from fusible.recipes.blocks import padded_size, place_rows
-from fusible.recipes.formats import BLOCKS, NumberFormat
+from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 from fusible.recipes.quantization import check_ends, check_input, quantize
-
-ALONG = 128
-"""Numbers of a block along the reduction, and what groups of rows are padded to."""
 
 
 class ScaledMatrix(NamedTuple):
@@ -121,13 +118,13 @@ def _quantize(
         x, ends, name, element, block, scale, amax_epsilon, False, False
     )
     if ends is not None:
-        padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), ALONG)
+        padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
     if rowwise or not fmt.directional:
         row = quantize(x, fmt, ends=ends)
         row_scale = row.scale.t().contiguous() if fmt.directional else row.scale
         row_data = row.data if rowwise else row_data
     if columnwise and fmt.directional:
-        size = padded_size(len(x), 1 if ends is None else len(ends), ALONG)
+        size = padded_size(len(x), 1 if ends is None else len(ends), FP8_BLOCK)
         padded = x.new_zeros(size + 1, x.shape[1])  # one row more, for rows of no group
         if ends is None:
             padded[: len(x)] = x
@@ -156,12 +153,12 @@ def _outputs(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces:
     *constants, rowwise, columnwise = options
     fmt = NumberFormat.from_constants(*constants)
     *lead, rows, columns = x.shape
-    blocks = (columns + ALONG - 1) // ALONG
+    blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     size, column_scale = rows, [0]
-    row_scale = [*lead, (rows + ALONG - 1) // ALONG, blocks]
+    row_scale = [*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks]
     if fmt.directional:
-        size = padded_size(rows, 1 if ends is None else ends.shape[0], ALONG)
-        row_scale, column_scale = [blocks, rows], [size // ALONG, columns]
+        size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
+        row_scale, column_scale = [blocks, rows], [size // FP8_BLOCK, columns]
 
     def empty(wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return x.new_empty(shape if wanted else (0,), dtype=dtype)

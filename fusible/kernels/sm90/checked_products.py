@@ -32,8 +32,8 @@ from fusible.kernels.sm90.operands import (
     supports,
     supports_fp8,
 )
-from fusible.kernels.sm90.spec import SCALE_BLOCK
 from fusible.kernels.stacking import write
+from fusible.recipes.formats import FP8_BLOCK
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
@@ -73,9 +73,12 @@ def _operands(
     x_scale: Tensor | None,
     w_scale: Tensor | None,
 ) -> _Operands | None:
-    """Checked operands and the launches of their products; None if no kernel supports them."""
+    """Checked operands and the launches of their products; None if no kernel supports them.
+
+    FP8 operands have scales, and must not be transposed.
+    """
     if x_scale is not None and w_scale is not None:
-        return _scaled_operands(name, x, w, ends, x_scale, w_scale)
+        return None if transpose else _scaled_operands(name, x, w, ends, x_scale, w_scale)
     if is_fp8(x.dtype) or any([type(t) not in TENSOR_TYPES for t in w]):
         return None
     products, matrices = None, None
@@ -129,7 +132,7 @@ def _scaled_operands(
 
 
 def _blocks(size: int) -> int:
-    return -(-size // SCALE_BLOCK)
+    return -(-size // FP8_BLOCK)
 
 
 def _copied(name: str, x: Tensor, w: Sequence[Tensor]) -> tuple[Sequence[Tensor], Matrices]:
@@ -227,7 +230,7 @@ def grouped_dglu(
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    found = _operands("dy", dy, w, ends, True, dy_scale, w_scale)
+    found = _operands("dy", dy, w, ends, dy_scale is None, dy_scale, w_scale)
     if found is None:
         return NotImplemented
     dy, pitch, w, shape, address, table, products, operand_scales, _ = found
@@ -309,12 +312,12 @@ def _gradient_operands(
         return _GradientOperands(dy, x, products, (dy_pitch, x_pitch))
     assert dy_scale is not None
     assert x_scale is not None
-    if x.shape[0] % SCALE_BLOCK:
+    if x.shape[0] % FP8_BLOCK:
         raise ValueError(
-            f"FP8 operands of a weight gradient must have a multiple of {SCALE_BLOCK} rows, got "
+            f"FP8 operands of a weight gradient must have a multiple of {FP8_BLOCK} rows, got "
             f"{x.shape[0]}; pad every group with zeros"
         )
-    blocks = x.shape[0] // SCALE_BLOCK
+    blocks = x.shape[0] // FP8_BLOCK
     check_tensor("dy_scale", dy_scale, (blocks, shape[1]), torch.float32, x.device)
     check_tensor("x_scale", x_scale, (blocks, shape[2]), torch.float32, x.device)
     dy, x, x_scale = aligned(dy.mT).mT, aligned(x.mT).mT, aligned(x_scale)

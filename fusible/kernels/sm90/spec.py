@@ -5,7 +5,6 @@ from typing import NamedTuple
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 WARP_ROWS = 16  # of which each warp holds
 SWIZZLE_BYTES = 128  # of a row of an operand that a pipeline stage holds
-SCALE_BLOCK = 128  # elements of the reduction, and columns of a weight, that share a scale
 SHARED_BYTES = 227 * 1024
 _BARRIER_BYTES = 1024
 
@@ -72,10 +71,10 @@ class Spec(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether operands are FP8 with scales, each for `SCALE_BLOCK` of the reduction.
+        """Whether operands are FP8 with scales, each for `FP8_BLOCK` of the reduction.
 
         Those of operand A are one for each row. Those of operand B are one for each row too
-        (``scaling`` is "rows") or one for `SCALE_BLOCK` rows ("blocks").
+        (``scaling`` is "rows") or one for `FP8_BLOCK` rows ("blocks").
         """
         return self.scaling != ""
 

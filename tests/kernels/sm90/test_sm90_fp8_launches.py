@@ -153,6 +153,11 @@ def test_wrong_operands_are_refused():
         ops.grouped_wgrad(dy, dy, ends, None, dy_scale[:1], dy_scale)
 
 
+def test_transposed_weights_have_no_kernel():
+    x, w, x_scale, w_scale = operands(272, 272)
+    assert ops.grouped_mm(x, w, ENDS, None, None, True, x_scale, w_scale) is NotImplemented
+
+
 def test_eight_bits_without_scales_have_no_kernel():
     x, w, x_scale, w_scale = operands(144, 272)
     assert ops.grouped_mm(x, w, ENDS) is NotImplemented

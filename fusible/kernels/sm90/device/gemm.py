@@ -30,7 +30,8 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
-from fusible.kernels.sm90.spec import SCALE_BLOCK, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
+from fusible.recipes.formats import FP8_BLOCK
 
 # Registers a thread keeps: 24 + 2 * 240 fill the file for three warpgroups.
 _LOAD_REGISTERS, _MATH_REGISTERS = 24, 240
@@ -122,7 +123,7 @@ class GroupedGemm:
             tensor_out = self._matrix(out, (columns, depth), (out_pitch, 1), self.out_dtype)
             tensor_out = self._per_group(tensor_out, groups, b_group_pitch)
         if const_expr(not spec.by_rows and spec.scaled):
-            pitch = cute.assume(Int64(total_rows), divby=SCALE_BLOCK)
+            pitch = cute.assume(Int64(total_rows), divby=FP8_BLOCK)
             tensor_a = self._matrix(a, (columns, total_rows), (pitch, 1))
             tensor_b = self._matrix(b, (depth, total_rows), (pitch, 1), self.b_dtype)
         elif const_expr(not spec.by_rows):
@@ -163,7 +164,7 @@ class GroupedGemm:
 
         scales_of_operands, load_scales = None, None
         if const_expr(spec.scaled):
-            blocks = cute.ceil_div(depth if spec.by_rows else total_rows, SCALE_BLOCK)
+            blocks = cute.ceil_div(depth if spec.by_rows else total_rows, FP8_BLOCK)
             a_rows = total_rows if const_expr(spec.by_rows) else columns
             of_a = self._scale_tensor(a_scales, (a_rows, blocks), (a_scale_pitch, a_scale_block))
             of_b = None
@@ -172,7 +173,7 @@ class GroupedGemm:
                 of_columns = self._matrix(b_scales, (depth, blocks), (1, pitch), Float32)
                 load_scales = self._load(of_columns, layout_scales, (tile.n, 1), 1)
             else:
-                across = cute.ceil_div(weight_rows, SCALE_BLOCK)
+                across = cute.ceil_div(weight_rows, FP8_BLOCK)
                 of_b = self._scale_tensor(
                     b_scales,
                     (groups, across, blocks),

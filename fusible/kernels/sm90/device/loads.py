@@ -16,7 +16,8 @@ from fusible.kernels.sm90.device.parts import (
     ring_state,
     steps_of,
 )
-from fusible.kernels.sm90.spec import SCALE_BLOCK, WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
+from fusible.recipes.formats import FP8_BLOCK
 
 _PREFETCHED = 8  # stages, of 16 KB each: 17 MB over all blocks
 
@@ -139,7 +140,7 @@ def load_operands(
                     mcast_mask=mask_b,
                 )
             if const_expr(spec.scaling == "rows"):
-                _load_scales(spec, operands, column, start // SCALE_BLOCK + step, stage, barrier)
+                _load_scales(spec, operands, column, start // FP8_BLOCK + step, stage, barrier)
             state.advance()
         read, valid, group, m, n, start, rows = walk.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.

@@ -71,7 +71,7 @@ class Operands(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of FP8 operands in global memory, one for `SCALE_BLOCK` of the reduction."""
+    """Scales of FP8 operands in global memory, one for `FP8_BLOCK` of the reduction."""
 
     a: cute.Tensor  # of rows and blocks of the reduction
     b: Any  # of groups, blocks of columns and of the reduction; None where stages hold them

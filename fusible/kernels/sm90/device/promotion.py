@@ -1,7 +1,7 @@
 """FP8 products into the FP32 accumulator: each block of the reduction times its scales.
 
 The tensor cores of Hopper add FP8 products with 13 fraction bits, so a sum is moved to registers of
-its own after `SCALE_BLOCK` products, which is also where the scales change.
+its own after `FP8_BLOCK` products, which is also where the scales change.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from fusible.kernels.sm90.device.parts import Place, Problem, Scales, gate_column, row_in_tile
-from fusible.kernels.sm90.spec import SCALE_BLOCK, Spec
+from fusible.kernels.sm90.spec import Spec
+from fusible.recipes.formats import FP8_BLOCK
 
 
 class Promotion(NamedTuple):
@@ -46,7 +47,7 @@ def load_scales(
     rows, blocks = cute.size(a, mode=[0]), cute.size(a, mode=[1])
     first, block = place.start + place.row, step
     if const_expr(not spec.by_rows):
-        first, block = place.row, place.start // SCALE_BLOCK + step
+        first, block = place.row, place.start // FP8_BLOCK + step
     block = cutlass.min(block, blocks - 1)
     own = 2 * spec.tile.slabs
     for i in cutlass.range_constexpr(own):
@@ -58,7 +59,7 @@ def load_scales(
         if const_expr(spec.kind == "glu"):
             column = gate_column(spec, column, given.problem.glu_block)
         for part in cutlass.range_constexpr(_parts(spec)):
-            across = (column + part * given.problem.glu_block) // SCALE_BLOCK
+            across = (column + part * given.problem.glu_block) // FP8_BLOCK
             across = cutlass.min(across, cute.size(b, mode=[1]) - 1)
             values[own + part] = b[group, across, block]
 
