@@ -47,6 +47,7 @@ _NOT_OFFERED = {
     "UserBufferQuantizationMode": "userbuffers are not; leave them out, the values are the same",
     "destroy_ub": "userbuffers are not; leave them out, the values are the same",
     "initialize_ub": "userbuffers are not; leave them out, the values are the same",
+    "is_op_fuser_grouped_tensor_path_supported": "explain says how a GroupedLinear runs",
 }
 
 

@@ -34,6 +34,11 @@ class Dropout(CastingOp):
             raise ValueError(f"p of Dropout must be at least 0 and at most 1, got {p}")
         self.p = p
 
+    @property
+    def dropout_probability(self) -> float:
+        """``p``."""
+        return self.p
+
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input, partly dropped."""
         x = self.accept(ctx, input_)

@@ -175,6 +175,11 @@ class GroupedLinear(WeightedOperation):
         self.reset_parameters()
         self.store_weights()
 
+    @property
+    def use_bias(self) -> bool:
+        """``has_bias``."""
+        return self.has_bias
+
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the split sizes of another number of groups."""
         given = producer.num_experts if isinstance(producer, Dispatch) else self.num_groups

@@ -122,6 +122,16 @@ class BasicLinear(WeightedOperation):
         self.reset_parameters()
         self.store_weights()
 
+    @property
+    def local_in_features(self) -> int:
+        """``in_features``, those of this process."""
+        return self.in_features
+
+    @property
+    def local_out_features(self) -> int:
+        """``out_features``, those of this process."""
+        return self.out_features
+
     def reset_parameters(self) -> None:
         """Initialise the weight by ``init_method``."""
         tracker = self.rng_state_tracker_function
@@ -265,6 +275,11 @@ class Bias(BasicOperation):
         self.summed_over = summed_over
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def local_size(self) -> int:
+        """The size of the bias, in tensor parallelism this process's part."""
+        return self.size
 
     def reset_parameters(self) -> None:
         """Zeros."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
 
@@ -26,8 +26,9 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Format(Enum):
-    """Which FP8 elements a recipe uses, forward and backward."""
+    """Which elements a recipe uses, forward and backward."""
 
+    E2M1 = "E2M1 forward and backward"
     E4M3 = "E4M3 forward and backward"
     E5M2 = "E5M2 forward and backward"
     HYBRID = "E4M3 for inputs and weights, E5M2 for gradients"
@@ -37,6 +38,27 @@ class Format(Enum):
         if self is Format.HYBRID:
             return E5M2 if role == "grad" else E4M3
         return E5M2 if self is Format.E5M2 else E4M3
+
+
+_FP8_FORMATS = (Format.E4M3, Format.E5M2, Format.HYBRID)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a product may accumulate; it does as with a split accumulator, whatever is given."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a recipe quantizes an operand; read from a recipe, not an argument of one."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,13 @@ class Recipe:
         """Return whether this is ``Float8CurrentScaling``."""
         return cls.name == "fp8_current"
 
+    float8_per_tensor_scaling = float8_current_scaling
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Return False: ``CustomRecipe`` is not offered."""
+        return False
+
     @classmethod
     def delayed(cls) -> bool:
         """Return False: ``DelayedScaling`` is not offered."""
@@ -92,13 +121,13 @@ class Recipe:
 
     def as_constants(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
-        return type(self), *[getattr(self, field.name) for field in fields(self)]
+        return type(self), *[getattr(self, f.name) for f in fields(self) if f.compare]
 
     @staticmethod
     def from_constants(constants: tuple[Any, ...]) -> Recipe:
         """Undo ``as_constants``."""
         kind, *values = constants
-        names = [field.name for field in fields(kind)]
+        names = [f.name for f in fields(kind) if f.compare]
         return kind(**dict(zip(names, values, strict=True)))
 
 
@@ -124,7 +153,7 @@ class _Scaling(Recipe):
                 f'backward_override of {name} must be None, "high_precision" or "dequantized", '
                 f"got {self.backward_override!r}"
             )
-        if not isinstance(getattr(self, "fp8_format", Format.E4M3), Format):
+        if getattr(self, "fp8_format", Format.E4M3) not in _FP8_FORMATS:
             raise TypeError(
                 "fp8_format must be Format.E4M3, Format.E5M2 or Format.HYBRID, got "
                 f"{self.fp8_format!r}"  # type: ignore[attr-defined]
@@ -173,7 +202,25 @@ class MXFP8BlockScaling(_Scaling):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8BlockScaling(_Scaling):
+class _Float8Scaling(_Scaling):
+    """A recipe of FP8 elements with FP32 scales."""
+
+    _: KW_ONLY
+    # No number depends on these.
+    fp8_gemm_fprop: MMParams = field(default=MMParams(), compare=False)
+    fp8_gemm_dgrad: MMParams = field(default=MMParams(), compare=False)
+    fp8_gemm_wgrad: MMParams = field(default=MMParams(), compare=False)
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized, as weights and gradients are."""
+        return QParams(power_2_scale=self._format("input").scale == "fp32_power_of_two")
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+
+@dataclass(frozen=True, repr=False)
+class Float8BlockScaling(_Float8Scaling):
     """FP8 with FP32 scales: per 1x128 for activations and gradients, per 128x128 for weights."""
 
     use_f32_scales: bool = False
@@ -199,7 +246,7 @@ class Float8BlockScaling(_Scaling):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8CurrentScaling(_Scaling):
+class Float8CurrentScaling(_Float8Scaling):
     """FP8 with one FP32 scale per tensor, from the tensor's own largest magnitude."""
 
     fp8_format: Format = Format.HYBRID
@@ -225,6 +272,9 @@ class NVFP4BlockScaling(_Scaling):
     disable_2d_quantization: bool = True
     row_scaled_activation: bool = False
     nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = field(default="all", compare=False)
+    nvfp4_4over6_err_mode: str = field(default="MAE", compare=False)
+    fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
 
     name: ClassVar[str] = "nvfp4"
@@ -235,8 +285,16 @@ class NVFP4BlockScaling(_Scaling):
         "disable_2d_quantization",
         "row_scaled_activation",
         "nvfp4_4over6",
+        "fp4_format",
         "fp8_format",
     )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized, as weights and gradients are."""
+        return QParams()
+
+    fp4_quant_fwd_weight = fp4_quant_bwd_grad = fp4_quant_fwd_inp
 
     def _format(self, role: Role) -> NumberFormat:
         return nvfp4()

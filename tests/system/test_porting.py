@@ -529,6 +529,40 @@ def test_arguments_of_ops(name):
         assert op.activation_recompute_in_mlp is False
 
 
+ATTRIBUTES = {
+    "Linear": "weight bias basic_ops is_fused_op",
+    "BasicLinear": "weight in_features out_features local_in_features local_out_features",
+    "Bias": "bias local_size",
+    "GroupedLinear": (
+        "num_groups in_features out_features has_bias use_bias single_grouped_weight "
+        "single_grouped_bias weight0 bias0 num_extra_inputs need_backward_dw backward_dw "
+        "register_wgrad_accumulation_and_reduce_hooks"
+    ),
+    "LayerNorm": "weight bias eps zero_centered_gamma",
+    "RMSNorm": "weight eps zero_centered_gamma",
+    "L2Normalization": "eps",
+    "ClampedSwiGLU": "limit alpha glu_linear_offset glu_interleave_size cache_quantized_input",
+    "SiTUGLU": "beta1 beta2 glu_interleave_size cache_quantized_input",
+    "ScaledClampedQGeGLU": "glu_interleave_size activation_recompute_in_mlp",
+    "ScaledSiTUGLU": "glu_interleave_size activation_recompute_in_mlp beta1 beta2",
+    "Dropout": "dropout_probability",
+    "ConstantScale": "scale",
+}
+"""Names that users of Transformer Engine's ops read."""
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_of_ops(name):
+    sizes = {"Dropout": (0.25,), "ConstantScale": (2.0,)}
+    op = getattr(te, name)(*sizes.get(name, [8] * SIZES.get(name, 0)))
+    for attribute in ATTRIBUTES[name].split():
+        assert hasattr(op, attribute), attribute
+    if name == "Dropout":
+        assert op.dropout_probability == 0.25
+    if "local_size" in ATTRIBUTES[name]:
+        assert op.local_size == 8
+
+
 OPTIONS = {
     "MXFP8BlockScaling": {"margin": 0, "fp8_dpa": False, "fp8_mha": False},
     "Float8CurrentScaling": {"use_power_2_scales": False, "fp8_dpa": False, "fp8_mha": False},
@@ -536,8 +570,16 @@ OPTIONS = {
         "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1,
         "fp8_format": te.recipes.Format.E4M3, "fp8_dpa": False, "fp8_mha": False,
     },
-    "NVFP4BlockScaling": {"fp8_format": te.recipes.Format.E4M3, "fp8_dpa": False},
+    "NVFP4BlockScaling": {
+        "fp4_format": te.recipes.Format.E2M1, "fp8_format": te.recipes.Format.E4M3,
+        "disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True,
+        "row_scaled_activation": False, "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "none", "nvfp4_4over6_err_mode": "MSE", "fp8_dpa": False,
+    },
 }  # fmt: skip
+for _name in ("Float8CurrentScaling", "Float8BlockScaling"):
+    for _product in ("fprop", "dgrad", "wgrad"):
+        OPTIONS[_name][f"fp8_gemm_{_product}"] = te.recipes.MMParams(use_split_accumulator=True)
 
 
 @pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
@@ -545,6 +587,26 @@ OPTIONS = {
 def test_options_of_recipes(name, override):
     recipe = getattr(te.recipes, name)(**OPTIONS[name], backward_override=override)
     assert recipe.backward_override == override
+    for option, value in OPTIONS[name].items():
+        assert getattr(recipe, option) == value
+    same = getattr(te.recipes, name)(backward_override=override)
+    assert (recipe, hash(recipe)) == (same, hash(same))
+    assert te.recipes.Recipe.from_constants(recipe.as_constants()) == recipe
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_quantization_of_recipes(power_of_two):
+    current = te.recipes.Float8CurrentScaling(use_power_2_scales=power_of_two)
+    block = te.recipes.Float8BlockScaling(use_f32_scales=not power_of_two)
+    for recipe in (current, block):
+        for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
+            params = getattr(recipe, f"fp8_quant_{operand}")
+            assert params == te.recipes.QParams(power_2_scale=power_of_two)
+    assert current.float8_per_tensor_scaling()
+    assert not block.float8_per_tensor_scaling()
+    assert te.recipes.NVFP4BlockScaling().fp4_quant_bwd_grad == te.recipes.QParams()
+    with pytest.raises(TypeError, match="fp8_format must be"):
+        te.recipes.Float8CurrentScaling(fp8_format=te.recipes.Format.E2M1)
 
 
 NEIGHBOURS = (
