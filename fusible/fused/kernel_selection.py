@@ -53,6 +53,7 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
         equal(this.sm, sm90.ARCHITECTURE),
         _CUTLASS,
         one_of(this.recipe, *sm90.FP8_RECIPES),
+        equal(this.fp8_products, True, "pass fp8_products=True to Float8BlockScaling"),
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 

@@ -402,6 +402,7 @@ def _facts_reader(facts: Facts, recipe: Any, target: Target, grad: Sequence[Grad
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,
             backward_override=None if recipe is None else recipe.backward_override,
+            fp8_products=recipe is not None and recipe.fp8_products,
             format=SimpleNamespace(**_format_names(recipe)),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,

@@ -71,6 +71,7 @@ class Recipe:
 
     name: ClassVar[str] = "high_precision"
     backward_override: ClassVar[str | None] = None
+    fp8_products: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
@@ -230,6 +231,9 @@ class Float8BlockScaling(_Float8Scaling):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    fp8_products: bool = False  # type: ignore[misc]
+    """On Hopper, grouped linears and MLPs multiply the FP8 operands, rather than their dequantized
+    values in BF16. By default they do not: not all of these kernels have run on a GPU yet."""
 
     name: ClassVar[str] = "fp8_block"
     only: ClassVar[tuple[str, ...]] = (

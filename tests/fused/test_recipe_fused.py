@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from number_formats import BLOCK, each_recipe
+from number_formats import each_recipe
 
 import fusible as fz
 from fusible.testing import assume_target
@@ -45,8 +45,7 @@ def test_the_kernels_of_one_product_run_under_a_recipe(recipe, single):
     want, _ = step(module, recipe, *inputs)
     with assume_target("sm90"):
         got, plan = step(module, recipe, *inputs)
-    kind = "sm90_fp8" if recipe is BLOCK else "sm90"
-    assert plan.fired == (f"grouped_mlp_{kind}", f"grouped_linear_{kind}")
+    assert plan.fired == ("grouped_mlp_sm90", "grouped_linear_sm90")
     # The activation is taken of FP32 here, of BF16 there, and quantizing widens the difference.
     assert error(got, want) < error(want, exact)
     assert error(got, exact) < 1.05 * error(want, exact)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK
+from number_formats import BLOCK_FP8
 from sm90_launches import sm90_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,9 +17,9 @@ SIZES = [129, 0, 37, 128, 1, 0]
 ROWS = sum(SIZES) + 5  # the last ones belong to no group
 HIDDEN, INNER = 144, 320  # one block and an eighth, two blocks and a half
 RECIPES = {
-    "e4m3": BLOCK,
-    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
-    "e5m2": Float8BlockScaling(fp8_format=Format.E5M2),
+    "e4m3": BLOCK_FP8,
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, fp8_products=True),
+    "e5m2": Float8BlockScaling(fp8_format=Format.E5M2, fp8_products=True),
 }
 BF16 = torch.bfloat16
 SPLITS = torch.tensor(SIZES)
@@ -107,8 +107,8 @@ def test_groups_of_any_size(sizes, activation):
     x, _, scales, _ = inputs(module)
     splits, dy = torch.tensor(sizes), integers(ROWS, HIDDEN)
     given = x, splits, scales, splits
-    got = step(module, BLOCK, given, dy)
-    assert_equal_but_for_order(got, step(module, BLOCK, given, dy, "cpu"))
+    got = step(module, BLOCK_FP8, given, dy)
+    assert_equal_but_for_order(got, step(module, BLOCK_FP8, given, dy, "cpu"))
     for grads in got[3:]:  # of weights and biases
         assert not grads[torch.tensor(sizes) == 0].any()
 
@@ -122,14 +122,16 @@ def test_a_linear_equals_the_decoded_path(dtype, options):
     if linear.scale_bias:
         given.append(torch.rand(ROWS).requires_grad_())
     dy = integers(ROWS, INNER).to(dtype)
-    got = step(linear, BLOCK, given, dy, fired="grouped_linear_sm90_fp8")
-    assert_equal_but_for_order(got, step(linear, BLOCK, given, dy, "cpu"))
+    got = step(linear, BLOCK_FP8, given, dy, fired="grouped_linear_sm90_fp8")
+    assert_equal_but_for_order(got, step(linear, BLOCK_FP8, given, dy, "cpu"))
 
 
 def test_no_rows():
     module = mlp()
     x, splits = torch.empty(0, HIDDEN, dtype=BF16, requires_grad=True), torch.zeros(6, dtype=int)
-    y, dx, *grads = step(module, BLOCK, (x, splits, torch.empty(0), splits), torch.empty_like(x))
+    y, dx, *grads = step(
+        module, BLOCK_FP8, (x, splits, torch.empty(0), splits), torch.empty_like(x)
+    )
     assert (y.shape, dx.shape) == ((0, HIDDEN), (0, HIDDEN))
     assert not any(g.any() for g in grads)
 
@@ -141,7 +143,7 @@ def test_fp32_scales_are_not_rounded():
         torch.nn.init.normal_(p, std=0.1)
     x, splits, scales, _ = inputs(module)
     given = torch.randn_like(x).requires_grad_(), splits, scales, splits
-    recipe = Float8BlockScaling(use_f32_scales=True)
+    recipe = Float8BlockScaling(use_f32_scales=True, fp8_products=True)
     got = step(module, recipe, given, torch.randn(ROWS, HIDDEN).to(BF16))
     torch.manual_seed(0)
     y, _ = ref.exact_grouped_mlp(
@@ -168,15 +170,15 @@ def test_every_product_is_a_launch_of_fp8(stored, single, column_major):
     """The kernels take what this makes: addresses, strides and scales."""
     if column_major and stored:
         return  # quantized weights have one layout
-    module = mlp(BLOCK if stored else None, bias=not stored, single_grouped_weight=single)
+    module = mlp(BLOCK_FP8 if stored else None, bias=not stored, single_grouped_weight=single)
     for fc in (module[0], module[2]) if column_major else ():
         for name, w in fc.named_parameters():
             if name.startswith("weight"):
                 setattr(fc, name, torch.nn.Parameter(w.detach().mT.contiguous().mT))
     given, dy = inputs(module), integers(ROWS, HIDDEN)
-    want = step(module, BLOCK, given, dy)
+    want = step(module, BLOCK_FP8, given, dy)
     with sm90_on_cpu() as loaded:
-        got = step(module, BLOCK, given, dy)
+        got = step(module, BLOCK_FP8, given, dy)
         with torch.no_grad():
             forward(module, given)
     assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
@@ -188,13 +190,13 @@ def test_every_product_is_a_launch_of_fp8(stored, single, column_major):
 def test_gradients_into_main_grads_and_later(dtype):
     plain, dy = mlp(bias=False), integers(ROWS, HIDDEN)
     given = inputs(plain)
-    *_, dw1, dw2 = step(plain, BLOCK, given, dy)
+    *_, dw1, dw2 = step(plain, BLOCK_FP8, given, dy)
     module = mlp(bias=False, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     module.load_state_dict(plain.state_dict())
     for fc in (module[0], module[2]):
         fc.weight.main_grad = torch.ones(fc.weight.shape, dtype=dtype)
     with sm90_on_cpu() as loaded:
-        with on("sm90", BLOCK):
+        with on("sm90", BLOCK_FP8):
             y = module(*given)
         y.backward(dy)
         assert "wgrad" not in launches(loaded)
@@ -228,7 +230,7 @@ ROW, COLUMN, BOTH = (2, True, False), (2, False, True), (2, True, True)
 WEIGHT, WEIGHT_AND_COPY = (3, True, False), (3, True, True)
 
 
-def forward(module, given, recipe=BLOCK):
+def forward(module, given, recipe=BLOCK_FP8):
     with on("sm90", recipe), Recorded() as recorded:
         y = module(*given)
     return y, recorded.made
@@ -285,20 +287,20 @@ def test_saved_tensors_may_be_packed():
     """As CPU offloading and compression do: other memory, other strides."""
     module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
     given = inputs(module)
-    want = step(module, BLOCK, given, dy)
+    want = step(module, BLOCK_FP8, given, dy)
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),
         lambda packed: torch.tensor(packed[1], dtype=torch.uint8).view(packed[0]),
     )
     with hooks:
-        got = step(module, BLOCK, given, dy)
+        got = step(module, BLOCK_FP8, given, dy)
     assert_equal_but_for_order(got, want)
 
 
 def test_reused_weights_are_quantized_and_copied_once():
     module = mlp()
     given, dy = inputs(module), integers(ROWS, HIDDEN)
-    want = step(module, BLOCK, given, dy)
+    want = step(module, BLOCK_FP8, given, dy)
     with fz.reuse_quantized_weights(module):
         y, made = forward(module, given)
         assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
@@ -307,7 +309,7 @@ def test_reused_weights_are_quantized_and_copied_once():
             y, made = forward(module, given)
             assert made == [BOTH, BOTH]
             assert backward(y) == [BOTH, BOTH]
-        ref.assert_equal(step(module, BLOCK, given, dy), want)
+        ref.assert_equal(step(module, BLOCK_FP8, given, dy), want)
         with torch.no_grad():
             assert forward(module, given)[1] == [ROW, WEIGHT, ROW, WEIGHT]
             assert forward(module, given)[1] == [ROW, ROW]
@@ -315,7 +317,7 @@ def test_reused_weights_are_quantized_and_copied_once():
 
 @pytest.mark.parametrize("single", [True, False])
 def test_stored_weights_are_not_quantized_again(single):
-    module = mlp(BLOCK, single_grouped_weight=single)
+    module = mlp(BLOCK_FP8, single_grouped_weight=single)
     y, made = forward(module, inputs(module))
     assert made == [BOTH, BOTH]
     assert backward(y) == [BOTH, BOTH]
@@ -328,12 +330,12 @@ def test_stored_weights_are_not_quantized_again(single):
 def test_a_quantized_input(rowwise, columnwise):
     module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
     x, *extra = inputs(module)
-    with fz.autocast(recipe=BLOCK):
+    with fz.autocast(recipe=BLOCK_FP8):
         q = module[0].get_input_quantizer()
     q.set_usage(rowwise=rowwise, columnwise=columnwise)
     grouped = group_quantize(x.detach(), q, len(SIZES), SPLITS)
-    got = step(module, BLOCK, (grouped, *extra), dy)
-    assert_equal_but_for_order(got, step(module, BLOCK, (grouped, *extra), dy, "cpu"))
+    got = step(module, BLOCK_FP8, (grouped, *extra), dy)
+    assert_equal_but_for_order(got, step(module, BLOCK_FP8, (grouped, *extra), dy, "cpu"))
     _, made = forward(module, (grouped, *extra))
     assert made.count(BOTH) == 1  # of the activation
     assert made.count(COLUMN) == 1  # of x, in the kernels' layout
@@ -343,18 +345,18 @@ def test_a_quantized_gradient():
     module = mlp()
     given = inputs(module)
     dy = integers(ROWS, HIDDEN)
-    with fz.autocast(recipe=BLOCK):
+    with fz.autocast(recipe=BLOCK_FP8):
         q = module[2].get_grad_output_quantizer()
     grouped = group_quantize(dy, q, len(SIZES), SPLITS)
     for machine in ("sm90", "cpu"):
-        got = step(module, BLOCK, given, grouped, machine)
-        assert_equal_but_for_order(got, step(module, BLOCK, given, dy, "cpu"))
+        got = step(module, BLOCK_FP8, given, grouped, machine)
+        assert_equal_but_for_order(got, step(module, BLOCK_FP8, given, dy, "cpu"))
 
 
 # --- why, and why not -----------------------------------------------------------------------------
 
 
-def explained(module, *given, recipe=BLOCK):
+def explained(module, *given, recipe=BLOCK_FP8):
     with fz.autocast(recipe=recipe):
         return str(fz.explain(module, *given, target="sm90"))
 
@@ -391,7 +393,7 @@ def test_explain_says_why_not():
     assert "grouped_mlp_sm90_fp8 (joint) for ops[0:3]" in text
     assert "fc1.dtype must be bfloat16, got float32" in text
     assert text.count("kernels: grouped_linear_sm90_fp8") == 2
-    override = Float8BlockScaling(backward_override="dequantized")
+    override = Float8BlockScaling(backward_override="dequantized", fp8_products=True)
     text = explained(mlp(), *inputs(mlp()), recipe=override)
     assert text.count("backward_override must be None, got dequantized") >= 1
     assert text.count("kernels: grouped_linear_sm90\n") == 2

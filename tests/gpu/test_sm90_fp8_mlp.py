@@ -12,7 +12,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, hopper, launched, never_waiting
-from number_formats import BLOCK
+from number_formats import BLOCK_FP8
 
 import fusible as fz
 from fusible.recipes import Float8BlockScaling, Format, group_quantize
@@ -24,9 +24,9 @@ SIZES = (127, 0, 128, 129, 1, 256, 0, 300)
 TAIL = 60
 ROWS = sum(SIZES) + TAIL
 RECIPES = {
-    "e4m3": BLOCK,
-    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
-    "fp32 scales": Float8BlockScaling(use_f32_scales=True),
+    "e4m3": BLOCK_FP8,
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, fp8_products=True),
+    "fp32 scales": Float8BlockScaling(use_f32_scales=True, fp8_products=True),
 }
 BF16 = torch.bfloat16
 # A value that BF16 rounds otherwise turns the rounding of some quantized ones, of two operands.
@@ -98,14 +98,14 @@ def test_kernels_equal_the_definitions(recipe, stored, single):
 def test_features_and_activations(features, act):
     mlp = build(*features, act=copy.deepcopy(act), bias=True)
     given = inputs(features[0])
-    assert_near(step(copy.deepcopy(mlp).cuda(), BLOCK, *given), step(mlp, BLOCK, *given))
+    assert_near(step(copy.deepcopy(mlp).cuda(), BLOCK_FP8, *given), step(mlp, BLOCK_FP8, *given))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [0] * 8, [0, 0, ROWS, *[0] * 5], [1] * 8], ids=str)
 def test_groups_of_any_size(sizes):
     mlp, given = build(), inputs(sizes=sizes)
-    got = step(copy.deepcopy(mlp).cuda(), BLOCK, *given)
-    assert_near(got, step(mlp, BLOCK, *given))
+    got = step(copy.deepcopy(mlp).cuda(), BLOCK_FP8, *given)
+    assert_near(got, step(mlp, BLOCK_FP8, *given))
     for t in got[:2]:
         assert not t[sum(sizes) :].any()
     for grad in got[3:]:
@@ -127,7 +127,7 @@ def test_exact_sums_are_exact(options):
         op = copy.deepcopy(linear).to(device)
         given = [x.to(device).requires_grad_(), torch.tensor(SIZES, device=device)]
         given += [s.to(device) for s in scale]
-        with assume_target("sm90"), fz.autocast(recipe=BLOCK):
+        with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
             y = op(*given)
             assert op.plan.fired == ("grouped_linear_sm90_fp8",)
         leaves = [given[0], op.weight]
@@ -139,9 +139,9 @@ def test_exact_sums_are_exact(options):
 def test_repeatable_without_a_synchronisation():
     mlp = build(bias=True).cuda()
     given = [t.cuda() for t in inputs()]
-    first = step(mlp, BLOCK, *given)
+    first = step(mlp, BLOCK_FP8, *given)
     with never_waiting():
-        again = [step(mlp, BLOCK, *given) for _ in range(10)]
+        again = [step(mlp, BLOCK_FP8, *given) for _ in range(10)]
     for other in again:
         ref.assert_same_bits(other, first)
 
@@ -149,35 +149,35 @@ def test_repeatable_without_a_synchronisation():
 def test_cuda_graph_replay_with_other_splits():
     mlp = build().cuda()
     x, splits, scales, dy = (t.cuda() for t in inputs())
-    graph, captured = graph_of(lambda: step(mlp, BLOCK, x, splits, scales, dy))
+    graph, captured = graph_of(lambda: step(mlp, BLOCK_FP8, x, splits, scales, dy))
     for sizes in ([ROWS, *[0] * 7], [1] * 8, [0] * 8, [ROWS // 8] * 8, SIZES):
         splits.copy_(torch.tensor(sizes))
         graph.replay()
-        for got, want in zip(captured, step(mlp, BLOCK, x, splits, scales, dy), strict=True):
+        for got, want in zip(captured, step(mlp, BLOCK_FP8, x, splits, scales, dy), strict=True):
             assert torch.equal(got, want), sizes
 
 
 def test_reused_and_stored_weights_are_quantized_once():
     mlp = build().cuda()
     given = [t.cuda() for t in inputs()]
-    want = step(mlp, BLOCK, *given)
-    each, _ = launched(lambda: step(mlp, BLOCK, *given))
+    want = step(mlp, BLOCK_FP8, *given)
+    each, _ = launched(lambda: step(mlp, BLOCK_FP8, *given))
     with fz.reuse_quantized_weights(mlp):
-        ref.assert_same_bits(step(mlp, BLOCK, *given), want)
-        reusing, got = launched(lambda: step(mlp, BLOCK, *given))
+        ref.assert_same_bits(step(mlp, BLOCK_FP8, *given), want)
+        reusing, got = launched(lambda: step(mlp, BLOCK_FP8, *given))
     ref.assert_same_bits(got, want)
     assert len(reusing) == len(each) - 2
-    assert_near(want, step(copy.deepcopy(mlp).cpu(), BLOCK, *inputs()))
+    assert_near(want, step(copy.deepcopy(mlp).cpu(), BLOCK_FP8, *inputs()))
 
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (True, True), (False, True)])
 def test_a_quantized_input(rowwise, columnwise):
     mlp, (x, *given) = build(), inputs()
-    with fz.autocast(recipe=BLOCK):
+    with fz.autocast(recipe=BLOCK_FP8):
         quantizer = mlp[0].get_input_quantizer()
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     results = []
     for device in ("cpu", "cuda"):
         q = group_quantize(x.to(device), quantizer, len(SIZES), given[0].to(device))
-        results.append(step(copy.deepcopy(mlp).to(device), BLOCK, q, *given))
+        results.append(step(copy.deepcopy(mlp).to(device), BLOCK_FP8, q, *given))
     assert_near(results[1], results[0])

@@ -97,7 +97,7 @@ def test_main_grad_is_added_to(path, single, dtype):
     "sm90",
     "sm90 experts",
     "sm90 mxfp8",
-    "sm90 fp8_block",
+    "sm90 fp8",
     "sm100 mxfp8",
 )
 @pytest.mark.parametrize("dtypes", [(FP32,) * 4, (FP32, BF16, BF16, FP32)], ids=["fp32", "mixed"])
@@ -132,7 +132,7 @@ def transpose_weights(mlp):
 
 
 @pytest.mark.usefixtures("cpu_or_hopper")
-@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm90 fp8_block")
+@some_paths("unfused", "unfused mxfp8", "sm90", "sm90 experts", "sm90 mxfp8", "sm90 fp8")
 @layouts
 def test_gradients_lie_as_their_weights(path, single):
     want, *_ = expected(path, single)
@@ -157,7 +157,7 @@ def test_gradients_lie_as_their_weights(path, single):
     "sm90",
     "sm90 experts",
     "sm90 mxfp8",
-    "sm90 fp8_block",
+    "sm90 fp8",
     "sm100",
     "sm100 mxfp8",
 )

@@ -1,7 +1,7 @@
 """Every built-in rule, and a module that it takes whole: the table that tests go through."""
 
 import torch
-from number_formats import RECIPES
+from number_formats import BLOCK_FP8, RECIPES
 
 import fusible as fz
 
@@ -146,6 +146,5 @@ def rule_of(name):
 
 def scope_of(name):
     """The recipe that a case is under."""
-    named = "fp8_block" if rule_of(name).endswith("_fp8") else name.partition(" ")[2]
-    recipe = RECIPES.get(named)
+    recipe = BLOCK_FP8 if rule_of(name).endswith("_fp8") else RECIPES.get(name.partition(" ")[2])
     return fz.autocast(enabled=recipe is not None, recipe=recipe)

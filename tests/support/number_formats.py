@@ -22,6 +22,7 @@ RECIPES = {
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
 MX, HYBRID, BLOCK, CURRENT, NV = RECIPES.values()
+BLOCK_FP8 = recipes.Float8BlockScaling(fp8_products=True)
 
 KINDS = {"none": None, "mxfp8": MX, "fp8_block": BLOCK, "fp8_current": CURRENT, "nvfp4": NV}
 """No recipe, and one of each kind."""

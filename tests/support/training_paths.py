@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK, CURRENT, MX
+from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX
 from torch import Tensor, nn
 
 import fusible as fz
@@ -108,14 +108,14 @@ PATHS = {
     "sm90 experts": Path(("moe_experts_sm90",), machine="sm90", form="experts"),
     **{
         f"sm90 {recipe.name}": Path(("grouped_mlp_sm90",), recipe=recipe, machine="sm90")
-        for recipe in (MX, CURRENT, NV)
+        for recipe in (MX, BLOCK, CURRENT, NV)
     },
-    "sm90 fp8_block": Path(("grouped_mlp_sm90_fp8",), recipe=BLOCK, machine="sm90"),
-    "sm90 fp8_block stored": Path(
-        ("grouped_mlp_sm90_fp8",), recipe=BLOCK, machine="sm90", stored=True
+    "sm90 fp8": Path(("grouped_mlp_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90"),
+    "sm90 fp8 stored": Path(
+        ("grouped_mlp_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", stored=True
     ),
-    "sm90 fp8_block parts": Path(
-        2 * ("grouped_linear_sm90_fp8",), recipe=BLOCK, machine="sm90", form="parts"
+    "sm90 fp8 parts": Path(
+        2 * ("grouped_linear_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="parts"
     ),
     "unfused mxfp8 stored": Path(recipe=MX, stored=True),
     "sm90 mxfp8 stored": Path(("grouped_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
