@@ -242,6 +242,12 @@ class ValuesView(DispatchedTensor):
     q = property(lambda self: self.decoded.q)
     values = property(lambda self: self.decoded.values)
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the values, if there are any: not while a graph is traced."""
+        if type(self.plain) is Tensor:
+            return super().__repr__(**options)
+        return f"ValuesView({self.plain!r})"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be pickled as an ordinary tensor."""
         return self._ordinary().__reduce_ex__(protocol)
