@@ -91,10 +91,10 @@ class _Linear:
     def scale_grads(
         self, dy: Tensor, ends: Tensor, row_scale: Tensor, bias: Tensor | None
     ) -> Grads:
-        """The gradient of the scales of its bias."""
-        return (
-            bias if bias is None else cast(grouped.grouped_dots(dy, bias, ends), row_scale.dtype),
-        )
+        """The gradient of the scales of its bias; ``bias`` is None if it is not needed."""
+        if bias is None:
+            return (None,)
+        return (cast(grouped.grouped_dots(dy, bias, ends), row_scale.dtype),)
 
     def param_grads(
         self,

@@ -94,7 +94,7 @@ def _run_on_values(
 
     def value(x: Any) -> Any:
         if isinstance(x, ValuesView):
-            x.decoded.update(func)
+            x.shared.update(func)
             return x.plain
         if not _is_wrapper(x):
             return x
@@ -110,8 +110,8 @@ def _run_on_values(
     infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
     written = {name: info for name, info in infos.items() if info is not None and info.is_write}
     leaves = pytree.tree_leaves([given[name] for name in written])
-    for decoded in {leaf.decoded for leaf in leaves if isinstance(leaf, ValuesView)}:
-        decoded.quantize()
+    for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
+        shared.quantize()
     for leaf in leaves:
         if _is_wrapper(leaf):
             leaf.quantize_(values[id(leaf)])
@@ -163,13 +163,13 @@ class DispatchedTensor(torch.Tensor):
         return self.copied_values().tolist()
 
 
-class _Decoded:
+class _SharedValues:
     """The values of a quantized tensor, in memory that views share.
 
     A write to a view is quantized into the tensor. A write to the tensor is read by the views.
     """
 
-    living: ClassVar[WeakValueDictionary[tuple[Any, ...], _Decoded]] = WeakValueDictionary()
+    living: ClassVar[WeakValueDictionary[tuple[Any, ...], _SharedValues]] = WeakValueDictionary()
     """By the identity of what is stored, so that all views of it see each other's writes."""
 
     def __init__(self, q: WrapperTensor, values: Tensor) -> None:
@@ -177,7 +177,7 @@ class _Decoded:
         self.graph_task, self.versions = torch._C._current_graph_task_id(), self._versions()
 
     @classmethod
-    def of(cls, q: WrapperTensor, func: Any, reason: Exception | None) -> _Decoded:
+    def of(cls, q: WrapperTensor, func: Any, reason: Exception | None) -> _SharedValues:
         """Return those of ``q`` for ``func``; ``reason`` as in ``_run_on_values``."""
         data = q.columnwise_data if q.rowwise_data is None else q.rowwise_data
         key = id(data), q.shape, q.dtype, torch.is_inference_mode_enabled()
@@ -225,10 +225,10 @@ class ValuesView(DispatchedTensor):
     """
 
     plain: Tensor
-    decoded: _Decoded
+    shared: _SharedValues
 
     @staticmethod
-    def __new__(cls: type[ValuesView], plain: Tensor, decoded: _Decoded) -> ValuesView:
+    def __new__(cls: type[ValuesView], plain: Tensor, shared: _SharedValues) -> ValuesView:
         """Return a view of the tensor, given the same view of its values."""
         if type(plain) is Tensor:
             self = torch.Tensor._make_subclass(cls, plain)
@@ -236,11 +236,11 @@ class ValuesView(DispatchedTensor):
             options: Any = {"dtype": plain.dtype, "device": plain.device}
             options |= {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
             self = torch.Tensor._make_wrapper_subclass(cls, plain.shape, **options)
-        self.plain, self.decoded = plain, decoded
+        self.plain, self.shared = plain, shared
         return self
 
-    q = property(lambda self: self.decoded.q)
-    values = property(lambda self: self.decoded.values)
+    q = property(lambda self: self.shared.q)
+    values = property(lambda self: self.shared.values)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """Show the values, if there are any: not while a graph is traced."""
@@ -281,7 +281,7 @@ class ValuesView(DispatchedTensor):
         """Undo ``__tensor_flatten__``."""
         dtype, offset = meta
         plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
-        return cls(plain, _Decoded(inner["q"], inner["values"]))
+        return cls(plain, _SharedValues(inner["q"], inner["values"]))
 
 
 def _view_of_values(
@@ -290,17 +290,17 @@ def _view_of_values(
     """Return views that the format of ``args[0]`` cannot hold; ``reason`` as above."""
     base = args[0]
     if isinstance(base, ValuesView):
-        decoded, plain = base.decoded, base.plain
-        decoded.update(func)
+        shared, plain = base.shared, base.plain
+        shared.update(func)
     elif base.format is None:
         return func(base.rowwise_data, *args[1:], **kwargs)
     else:
-        decoded = _Decoded.of(base, func, reason)
-        plain = decoded.values
+        shared = _SharedValues.of(base, func, reason)
+        plain = shared.values
     result = func(plain, *args[1:], **kwargs)
     if func is _aten.detach.default and isinstance(result, FakeTensor):
         return result  # AOTAutograd takes a gradient to be what detach of the fake output is
-    return pytree.tree_map_only(Tensor, lambda view: ValuesView(view, decoded), result)
+    return pytree.tree_map_only(Tensor, lambda view: ValuesView(view, shared), result)
 
 
 # --- implicit dequantizing -----------------------------------------------------------------------
@@ -457,7 +457,7 @@ def _copy_(
             return target
         source = values
     elif isinstance(source, ValuesView):
-        source.decoded.update(_aten.copy_.default)
+        source.shared.update(_aten.copy_.default)
         source = source.plain
     elif not isinstance(source, Tensor):  # a number, which PyTorch hands over as such
         source = torch.full((), source, dtype=target.dtype, device=target.device)
