@@ -111,10 +111,10 @@ def quantize_operand(
 def _is_stored_for(x: WrapperTensor, fmt: NumberFormat) -> bool:
     """Whether a tensor is stored in this format, in the rows of its shape."""
     data = x.columnwise_data if x.rowwise_data is None else x.rowwise_data
-    # By constants, whose integers may be symbolic where this is traced.
-    is_in_format = x.format is not None and x.format.as_constants() == fmt.as_constants()
     return (
-        data is not None and is_in_format and (data.shape[-1] * fmt.element.per_byte == x.shape[-1])
+        data is not None
+        and x.format_constants == fmt.as_constants()
+        and data.shape[-1] * fmt.element.per_byte == x.shape[-1]
     )
 
 

@@ -58,7 +58,7 @@ class Quantizer:
 
     def _accept(self, x: Any) -> Any:
         """Return ``x``, quantized already, if that was done as this quantizer would."""
-        if x.format.as_constants() != self.format.as_constants():  # as in ``quantize_operand``
+        if x.format_constants != self.format.as_constants():  # as in ``quantize_operand``
             raise TypeError(
                 f"a tensor for this quantizer must be in {self.format.name} or not quantized, "
                 f"got {x.format.name}; quantize the original, or dequantize() it if you must"

@@ -108,6 +108,14 @@ class WrapperTensor(DispatchedTensor):
             )
         return data, scale, self.columnwise_tensor_scale if own else self.tensor_scale
 
+    @property
+    def format_constants(self) -> tuple[Any, ...] | None:
+        """The format as constants, which compiled code reads of tensors that it has made itself.
+
+        Their integers may be symbolic there.
+        """
+        return None if self.format is None else self.format.as_constants()
+
     def dequantize(
         self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None
     ) -> Tensor:

@@ -155,6 +155,26 @@ def test_compiled_it_returns_a_quantized_tensor(recipe):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@each_recipe
+def test_compiled_runs_take_it(recipe):
+    """In the same graph, in which the format of the tensor is no constant."""
+    first = fz.Sequential(fz.ReLU(), fz.Quantize())
+    second = fz.Sequential(fz.BasicLinear(128, 64), fz.Bias(64))
+
+    def function(x):
+        return second(first(x))
+
+    x = torch.randn(32, 128, requires_grad=True)
+    results = []
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        with fz.autocast(recipe=recipe):
+            y = call(x)
+        results.append((y, *torch.autograd.grad(y.sum(), [x, *second.parameters()])))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_clones_have_ordinary_gradients():
     leaf = torch.nn.Parameter(fz.recipes.MXFP8Quantizer()(torch.randn(64, 64)))
 
