@@ -1,11 +1,14 @@
 """Features that end in a short block, such as GPT-OSS's 2880 in blocks of 128."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from number_formats import each_recipe
 from torch.nn.functional import pad
 
 import fusible as fz
+from fusible.recipes import operand_values, quantize_operand
 from fusible.testing import assume_target
 
 BLOCK = fz.recipes.Float8BlockScaling()
@@ -57,36 +60,80 @@ def test_gpt_oss_is_fused_as_under_other_recipes():
         assert not explained.refused
 
 
-@pytest.mark.parametrize("machine", [None, "sm90"])
-def test_gpt_oss_trains_under_blocks_of_128(machine):
-    """Near the gradients of the values without a recipe, and downhill."""
-    hidden, inner = 2880 // 9, 160  # 2.5 blocks
+def exact(t, role, product):
+    """The operand of a product, dequantized, in FP64."""
+    operand = quantize_operand(t.detach(), BLOCK, role, product)
+    return operand_values(operand, product, role, torch.float64)
+
+
+def products_in_fp64(mlp, x, splits, scales, dy):
+    """Output and gradients of the parameters; what lies between two products is BF16."""
+    results = []
+    groups = [t.split(splits.tolist()) for t in (x, scales, dy)]
+    for group, (rows, scale, d) in enumerate(zip(*groups, strict=True)):
+        up, down = mlp[0].weights()[group], mlp[2].weights()[group]
+        y = exact(rows, "input", "forward") @ exact(up, "weight", "forward").t()
+        y = (y + mlp[0].biases()[group].double()).bfloat16().double().requires_grad_()
+        gate, linear = y.chunk(2, -1)
+        gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0)
+        act = gate * torch.sigmoid(1.702 * gate) * (linear + 1) * scale.double()[:, None]
+        h = act.detach().bfloat16()
+        out = exact(h, "input", "forward") @ exact(down, "weight", "forward").t()
+        dh = exact(d, "grad", "dgrad") @ exact(down, "weight", "dgrad")
+        (dy_up,) = torch.autograd.grad(act, y, dh.bfloat16().double())
+        dy_up = dy_up.bfloat16()
+        results.append((
+            out + mlp[2].biases()[group].double(),
+            exact(dy_up, "grad", "wgrad").t() @ exact(rows, "input", "wgrad"),
+            dy_up.double().sum(0),
+            exact(d, "grad", "wgrad").t() @ exact(h, "input", "wgrad"),
+            d.double().sum(0),
+        ))  # fmt: skip
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize(("machine", "hidden", "inner"), [(None, 320, 160), ("sm90", 2880, 2880)])
+def test_gpt_oss_trains_under_blocks_of_128(machine, hidden, inner):
+    """Three steps of SGD, each with the FP64 products of the dequantized operands, and downhill."""
     mlp = moe_mlp(hidden, inner)
-    splits, scales = torch.tensor([20, 12]), torch.rand(32)
-    x = torch.randn(32, hidden, dtype=torch.bfloat16)
-    target = torch.randn(32, hidden, dtype=torch.bfloat16)
-
-    def gradients(recipe):
-        mlp.zero_grad()
-        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+    splits, scales = torch.tensor([5, 3]), torch.rand(8)
+    x, target = torch.randn(2, 8, hidden, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for bias in (*mlp[0].biases(), *mlp[2].biases()):
+            bias.normal_(std=0.1)
+    optimizer = torch.optim.SGD(mlp.parameters(), 1e-3)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        scope = nullcontext() if machine is None else assume_target(machine)
+        with scope, fz.autocast(recipe=BLOCK):
             y = mlp(x, splits, scales, splits)
-        loss = (y - target).float().square().mean()
-        loss.backward()
-        return loss.item(), [p.grad.float().clone() for p in mlp.parameters()]
+            assert mlp.plan.fired == (("grouped_mlp_sm90_fp8",) if machine else ())
+        losses.append((y - target).float().square().mean().item())
+        dy = (y - target).detach() / 8
+        y.backward(dy)
+        grads = [
+            [p.grad for p in of_op]
+            for op in (mlp[0], mlp[2])
+            for of_op in (op.weights(), op.biases())
+        ]
+        wanted = products_in_fp64(mlp, x, splits, scales, dy)
+        for got, want in zip([y.split(splits.tolist()), *grads], wanted, strict=True):
+            for ours, theirs in zip(got, want, strict=True):
+                # BF16 rounds the result (at most 2^-9); the rest is what its FP32 sums change in
+                # the BF16 values that the next product quantizes.
+                assert (ours - theirs).norm() < 2**-8 * theirs.norm()
+        optimizer.step()
+    assert losses[0] > losses[1] > losses[2]
 
-    _, plain = gradients(None)
-    if machine is None:
-        _, got = gradients(BLOCK)
-    else:
-        with assume_target(machine):
-            _, got = gradients(BLOCK)
-    for quantized, exact in zip(got, plain, strict=True):
-        # Each operand is off by at most 2^-4 of itself, and there are up to four in a row.
-        assert (quantized - exact).norm() < 0.25 * exact.norm()
-    if machine is None:
-        optimizer = torch.optim.SGD(mlp.parameters(), 1.0)
-        losses = []
-        for _ in range(5):
-            losses.append(gradients(BLOCK)[0])
-            optimizer.step()
-        assert losses[-1] < losses[0]
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad"])
+def test_2880_features_have_the_bits_of_zero_padding_to_2944(role):
+    torch.manual_seed(4)
+    x = torch.randn(8, 2880, dtype=torch.bfloat16)
+    quantizer = fz.recipes.Quantizer(BLOCK.format(role))
+    for t, padded in ((x, pad(x, (0, 64))), (x.t(), pad(x.t(), (0, 0, 0, 64)))):
+        got, want = quantizer(t.contiguous()), quantizer(padded.contiguous())
+        for name, piece in got.pieces().items():
+            own = tuple([slice(size) for size in piece.shape])
+            assert torch.equal(piece, want.pieces()[name][own]), name
