@@ -52,9 +52,10 @@ class LinearAdd(FusedOperation):
         linear, add = self._parts
         x, weight = linear.operands(ctxs[0], input_)
         linear.output_buffer(ctxs[0], input_, ctxs[0].kwargs)  # none: not the last op
-        shape = (*x.shape[:-1], weight.shape[0])
-        addend = check_addend(extra[-1][0], shape, x)
-        in_place = add.in_place and 0 in ctxs[-1].writable_extra
+        shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+        addend = check_addend(ctxs[-1], extra[-1][0], shape, x)
+        own_shape = ctxs[-1].addend_shape is None
+        in_place = add.in_place and own_shape and 0 in ctxs[-1].writable_extra
         y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
         return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
 

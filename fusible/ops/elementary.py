@@ -96,17 +96,18 @@ class _InPlaceOp(BasicOperation):
 
 
 class AddExtraInput(_InPlaceOp):
-    """``x + extra`` for x ``[...]`` and an extra input of the same shape. Saves nothing.
+    """``x + extra`` for x ``[...]`` and an extra input that broadcasts to it. Saves nothing.
 
     Args:
         in_place: the output has the dtype of the extra input and no new memory: the sum is written
             into the extra input, of which the output is then an alias. Into one of the caller's
-            unless it is expanded, a leaf that requires a gradient, or read by another op of the
-            run; autograd refuses the backward of what saved it before. Into one that the run made
-            where nothing else reads it. Otherwise, and in compiled code, the sum is a new tensor.
+            unless it is broadcast, expanded, a leaf that requires a gradient, or read by another op
+            of the run; autograd refuses the backward of what saved it before. Into one that the run
+            made where nothing else reads it. Otherwise, and in compiled code, the sum is a new
+            tensor.
 
     Raises:
-        ValueError: in a call, the extra input has another shape or is elsewhere.
+        ValueError: in a call, the extra input does not broadcast to x or is elsewhere.
         RuntimeError: in place inside a checkpoint.
     """
 
@@ -122,16 +123,17 @@ class AddExtraInput(_InPlaceOp):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, addend: Tensor | None) -> Tensor:
         """``x + extra``."""
-        addend = check_addend(addend, input_.shape, input_)
+        addend = check_addend(ctx, addend, input_.shape, input_)
         if not self.in_place:
             return values(input_) + values(addend)
-        if 0 in ctx.writable_extra:
+        if 0 in ctx.writable_extra and ctx.addend_shape is None:
             return addend.detach().add_(values(input_))
         return cast(values(input_) + values(addend), addend.dtype)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """``dy``, twice."""
-        return grad_output, grad_output
+        """``dy``, and its sum over what the extra input was broadcast over."""
+        shape = getattr(ctx, "addend_shape", None)  # not set by a user's fused forward
+        return grad_output, grad_output if shape is None else grad_output.sum_to_size(shape)
 
     @property
     def writes_extra_inputs(self) -> bool:
@@ -139,19 +141,30 @@ class AddExtraInput(_InPlaceOp):
         return self.in_place
 
 
-def check_addend(addend: Tensor | None, shape: Sequence[int], input_: Tensor) -> Tensor:
-    """The extra input of ``AddExtraInput``, refused unless it has ``shape`` and the right device.
+def check_addend(
+    ctx: OperationContext, addend: Tensor | None, shape: torch.Size, input_: Tensor
+) -> Tensor:
+    """The extra input of ``AddExtraInput``, expanded to ``shape``, the sum's.
+
+    Its own shape is ``ctx.addend_shape``, None where that is the sum's.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not broadcast to it, or is elsewhere.
     """
-    if addend is None or addend.shape != shape or addend.device != input_.device:
-        got = None if addend is None else f"{tuple(addend.shape)} on {addend.device}"
-        raise ValueError(
-            f"extra input of AddExtraInput must have shape {tuple(shape)} and be on "
-            f"{input_.device}, as what it is added to, got {got}"
-        )
-    return addend
+    ctx.addend_shape = None
+    if addend is not None and addend.device == input_.device:
+        if addend.shape == shape:
+            return addend
+        sizes = addend.shape
+        fits = zip(reversed(sizes), reversed(shape), strict=False)
+        if len(sizes) <= len(shape) and all(size in (1, full) for size, full in fits):
+            ctx.addend_shape = sizes
+            return values(addend).expand(shape)
+    got = None if addend is None else f"{tuple(addend.shape)} on {addend.device}"
+    raise ValueError(
+        f"extra input of AddExtraInput must have shape {tuple(shape)}, or one that broadcasts to "
+        f"it, and be on {input_.device}, as what it is added to, got {got}"
+    )
 
 
 class MakeExtraOutput(_InPlaceOp):

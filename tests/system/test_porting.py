@@ -177,6 +177,57 @@ def test_in_place_sums_are_in_the_memory_of_the_extra_input():
 # --- own fusions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (5, 1), (2, 1, 1), ()])
+@pytest.mark.parametrize("start", ["alone", "linear", "scaled"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_addends_broadcast(start, shape, in_place, compiled):
+    torch.manual_seed(5)
+    first = {"alone": [], "linear": [te.BasicLinear(8, 8)]}
+    first["scaled"] = [*first["linear"], te.ConstantScale(0.5)]
+    seq = te.Sequential(*first[start], te.AddExtraInput(in_place=in_place), te.SiLU())
+    x, leaf = torch.randn(2, 5, 8), torch.randn(shape)
+
+    def ours(x, addend):
+        return seq(x, addend * 1)  # no leaf
+
+    def wanted(x, addend):
+        y = x if start == "alone" else x @ seq[0].weight.t()
+        return torch.nn.functional.silu((0.5 if start == "scaled" else 1.0) * y + addend)
+
+    results = []
+    if compiled:
+        ours = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for run in (ours, wanted):
+        given = [x.clone().requires_grad_(), leaf.clone().requires_grad_()]
+        y = run(*given)
+        ref.assert_equal([given[1]], [leaf])
+        results.append([y, *torch.autograd.grad(y, given, torch.ones_like(y) / 3)])
+    for got, want in zip(*results, strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_addends_of_channels_broadcast():
+    """The gradient is summed before it goes on to the op that made the addend."""
+    torch.manual_seed(6)
+    seq = te.Sequential(
+        te.BasicLinear(8, 1),
+        te.MakeExtraOutput().set_extra_output_channel(0, "gate", output_to_caller=False),
+        te.BasicLinear(1, 8),
+        te.AddExtraInput().set_extra_input_channel(0, "gate"),
+    )
+    x = torch.randn(5, 8)
+    leaves = [*seq.parameters()]
+    gate = x @ seq[0].weight.t()
+    for got, want in zip(
+        torch.autograd.grad(seq(x).square().sum(), leaves),
+        torch.autograd.grad((gate @ seq[2].weight.t() + gate).square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
 class LinearSiLU(te.FusedOperation):
     """Linear + SiLU as Transformer Engine's tests write it."""
 
