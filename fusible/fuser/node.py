@@ -271,11 +271,8 @@ def _run_backward(
         if not own[-1].requires_grad:
             grad = None
             break
-        if grad is None:
-            raise RuntimeError(
-                f"the op after {type(step.op).__name__} must return the gradient of its input, got "
-                "None; where nothing flows back it is zeros"
-            )
+        if grad is None:  # of a user's op, through which nothing flows back
+            grad = grads[0].new_zeros(contexts[stop].forward.given_shape or ())
         grad_extra = [
             tuple([of_outputs.pop((start + i, k), None) for k in range(count)]) if count else ()
             for i, count in enumerate(step.num_extra_outputs)
@@ -341,9 +338,8 @@ def _as_users_see(
     Autograd records nothing inside a run, so those that earlier ops made do not have it.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling:
-        contexts[0].given_shape = x.shape  # for the check of its backward
-    elif not _COMPILES_REQUIRES_GRAD:
+    contexts[0].given_shape = x.shape  # for its backward
+    if compiling and not _COMPILES_REQUIRES_GRAD:
         for of_op, context in zip(inputs, contexts, strict=True):
             context.unmarked_extra = tuple([
                 slot
