@@ -104,7 +104,8 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
     torch.compiler.reset()
     op = torch.ops.fusible.quantize_k_major
     for ends in (None, torch.tensor([3, 140])) if fmt.directional else (None,):
-        opcheck(op, (x, ends, *fmt.as_constants(), *uses))
+        for of_layout in (x, x.t().contiguous().t()):
+            opcheck(op, (of_layout, ends, *fmt.as_constants(), *uses))
 
         def call(x, ends):
             made = quantize_k_major(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)

@@ -120,7 +120,7 @@ def _quantize(
     if ends is not None:
         padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
     if rowwise or not fmt.directional:
-        row = quantize(x, fmt, ends=ends)
+        row = quantize(x.contiguous(), fmt, ends=ends)
         row_scale = row.scale.t().contiguous() if fmt.directional else row.scale
         row_data = row.data if rowwise else row_data
     if columnwise and fmt.directional:
