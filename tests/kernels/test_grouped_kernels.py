@@ -292,6 +292,19 @@ def test_a_weight_gradient_in_another_dtype_is_rounded_once():
         torch.testing.assert_close(got, exact.to(dtype), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x_scale", "w_scale"),
+    [((9, 3), (2, 1, 2)), ((8, 2), (2, 1, 2)), ((9, 2), (2, 2, 2)), ((9, 2), (1, 1, 2)),
+     (None, (2, 1, 2)), ((9, 2), None)],
+)  # fmt: skip
+def test_scales_of_other_sizes_are_refused(x_scale, w_scale):
+    x, w = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((9, 160), (2, 128, 160)))
+    scales = [None if shape is None else torch.ones(shape) for shape in (x_scale, w_scale)]
+    given = dict(zip(("x_scale", "w_scale"), scales, strict=True))
+    with pytest.raises(ValueError, match="scales"):
+        grouped.grouped_mm(x, [w], torch.tensor([4, 9], dtype=torch.int32), **given)
+
+
 def test_stacked_one():
     w = torch.randn(3, 2, 2)
     assert grouped.stacked([w]) is w

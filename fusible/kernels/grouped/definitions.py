@@ -40,10 +40,26 @@ def result_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
 
 def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
     """FP32 values of FP8 elements, with a scale for each one or 128 of them along a dimension."""
-    for dim in (-2, -1):
-        if scale.shape[dim] != elements.shape[dim]:
-            scale = scale.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, elements.shape[dim])
+    for dim in range(-elements.dim(), 0):
+        size, count = elements.shape[dim], scale.shape[dim]
+        blocks = size if dim < -2 else -(-size // FP8_BLOCK)
+        if count not in (size, blocks):
+            raise ValueError(
+                f"scales must be one for each element or {FP8_BLOCK} along dimension {dim} of "
+                f"{tuple(elements.shape)}, got shape {tuple(scale.shape)}"
+            )
+        if count != size:
+            scale = scale.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, size)
     return elements.float() * scale
+
+
+def check_scales(first: Tensor | None, second: Tensor | None) -> None:
+    """Raise ValueError unless both operands have scales, or neither."""
+    if (first is None) != (second is None):
+        raise ValueError(
+            "both operands of a product must have scales, or neither, got those of the "
+            f"{'second' if first is None else 'first'} alone"
+        )
 
 
 def grouped_mm(
@@ -81,6 +97,7 @@ def grouped_mm_(
     w_scale: Tensor | None = None,
 ) -> None:
     """`grouped_mm` into ``out``."""
+    check_scales(x_scale, w_scale)
     if x_scale is not None and w_scale is not None:
         x, w = dequantized(x, x_scale), [dequantized(stacked(w), w_scale)]
         bias = None if bias is None else bias.float()
@@ -180,6 +197,7 @@ def grouped_wgrad(
     Rounded once, to ``out_dtype``. FP8 operands are column-major, with scales ``[rows / 128, N]``
     and ``[rows / 128, K]``; groups end at multiples of 128 rows, padded with zeros.
     """
+    check_scales(dy_scale, x_scale)
     if dy_scale is not None and x_scale is not None:
         out_dtype = out_dtype or result_dtype(dy, dy_scale)
         dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
@@ -206,6 +224,7 @@ def grouped_wgrad_(
     x_scale: Tensor | None = None,
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
+    check_scales(dy_scale, x_scale)
     if dy_scale is not None and x_scale is not None:
         dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
