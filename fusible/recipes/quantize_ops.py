@@ -73,7 +73,7 @@ def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Oper
 
 def quantize_by_formulas(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
     """Quantize by ``quantization.quantize``, whatever the device."""
-    quantize = quantization.quantize
+    quantize, x = quantization.quantize, x.contiguous()  # as what the fake returns
     row = quantize(x, fmt, ends=ends) if uses.rowwise else None
     column = quantize(x, fmt, columnwise=True, ends=ends) if uses.columnwise else None
     return _operand(row, column, uses)

@@ -117,6 +117,12 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
     opcheck(torch.ops.fusible.transposed_fp8, (torch.ones(2, 3, 4, dtype=torch.uint8),))
 
 
+@pytest.mark.parametrize("fmt", [mxfp8(), nvfp4(), fp8_block(), SQUARE])
+def test_the_op_for_all_formats_returns_contiguous_tensors(fmt):
+    x, uses = torch.randn(160, 256).t(), (True, fmt.directional)
+    opcheck(torch.ops.fusible.quantize, (x, None, *fmt.as_constants(), *uses))
+
+
 def test_no_gradient_passes():
     made = quantize_k_major(
         torch.randn(4, 16, requires_grad=True), fp8_block(), rowwise=True, columnwise=False
