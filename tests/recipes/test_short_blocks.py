@@ -1,6 +1,7 @@
 """Features that end in a short block, such as GPT-OSS's 2880 in blocks of 128."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,8 +93,14 @@ def products_in_fp64(mlp, x, splits, scales, dy):
     return zip(*results, strict=True)
 
 
-@pytest.mark.parametrize(("machine", "hidden", "inner"), [(None, 320, 160), ("sm90", 2880, 2880)])
-def test_gpt_oss_trains_under_blocks_of_128(machine, hidden, inner):
+@pytest.mark.parametrize(
+    ("fused", "hidden", "inner"),
+    [
+        ((), 320, 160),
+        (("grouped_mlp_sm90_fp8",), 2880, 2880),
+    ],
+)
+def test_gpt_oss_trains_under_blocks_of_128(fused, hidden, inner):
     """Three steps of SGD, each with the FP64 products of the dequantized operands, and downhill."""
     mlp = moe_mlp(hidden, inner)
     splits, scales = torch.tensor([5, 3]), torch.rand(8)
@@ -101,14 +108,15 @@ def test_gpt_oss_trains_under_blocks_of_128(machine, hidden, inner):
     with torch.no_grad():
         for bias in (*mlp[0].biases(), *mlp[2].biases()):
             bias.normal_(std=0.1)
+    recipe = replace(BLOCK, fp8_products="grouped_mlp_sm90_fp8" in fused)
     optimizer = torch.optim.SGD(mlp.parameters(), 1e-3)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        scope = nullcontext() if machine is None else assume_target(machine)
-        with scope, fz.autocast(recipe=BLOCK):
+        scope = assume_target("sm90") if fused else nullcontext()
+        with scope, fz.autocast(recipe=recipe):
             y = mlp(x, splits, scales, splits)
-            assert mlp.plan.fired == (("grouped_mlp_sm90_fp8",) if machine else ())
+            assert mlp.plan.fired == fused
         losses.append((y - target).float().square().mean().item())
         dy = (y - target).detach() / 8
         y.backward(dy)

@@ -181,6 +181,7 @@ def test_in_place_sums_are_in_the_memory_of_the_extra_input():
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (5, 1), (2, 1, 1), ()])
 @pytest.mark.parametrize("start", ["alone", "linear", "scaled"])
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("fresh_compiler")  # one function is compiled for a few modules only
 def test_addends_broadcast(start, shape, in_place, compiled):
     torch.manual_seed(5)
     first = {"alone": [], "linear": [te.BasicLinear(8, 8)]}
