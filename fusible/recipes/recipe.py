@@ -43,11 +43,20 @@ class Format(Enum):
 _FP8_FORMATS = (Format.E4M3, Format.E5M2, Format.HYBRID)
 
 
+def _check_flags(options: Any) -> None:
+    """Raise TypeError unless the boolean fields of a dataclass are bools."""
+    flags = {f.name: getattr(options, f.name) for f in fields(options) if f.type in ("bool", bool)}
+    check_bools(type(options).__name__, **flags)
+
+
 @dataclass(frozen=True)
 class MMParams:
     """How a product may accumulate; it does as with a split accumulator, whatever is given."""
 
     use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,9 @@ class QParams:
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,7 @@ class Recipe:
     fp8_products: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
-        check_bools(type(self).__name__, **options)
+        _check_flags(self)
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the format of the operand in ``role``; None keeps it in high precision."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from number_formats import BLOCK, CURRENT, KINDS
+from number_formats import BLOCK_FP8, CURRENT, KINDS
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusible as fz
@@ -40,7 +40,7 @@ def block(single):
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("recipe", [*KINDS.values(), BLOCK_FP8], ids=[*KINDS, "fp8_products"])
 @pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
 def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
     moe = block(single)
@@ -58,7 +58,7 @@ def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
         rows = padded_size(rows, EXPERTS)
     router, mlp = 2 * TOKENS * HIDDEN * EXPERTS, 2 * HIDDEN * (2 * INNER + INNER)
     reduced = rows
-    if target == "sm90" and recipe is BLOCK:  # rows of FP8 weight gradients
+    if target == "sm90" and recipe is BLOCK_FP8:  # rows of FP8 weight gradients
         reduced = (rows + 127 * EXPERTS) // 128 * 128
     assert forward == router + rows * mlp
     assert backward == 2 * router + (rows + reduced) * mlp

@@ -638,7 +638,9 @@ def test_a_grouped_linear_says_how_it_wants_tensors():
         of_input(recipes.group_quantize(x, recipes.MXFP8Quantizer(), 2))
     with pytest.raises(ValueError, match="column-wise use needs"):
         of_input(frozen[0](x, splits))
-    with pytest.raises(ValueError, match=r"first_dims, the rows of each of the 4, got None"):
+    with pytest.raises(
+        ValueError, match=r"first_dims must be the rows of each of the 4 groups, got None"
+    ):
         of_input(x)
 
 
