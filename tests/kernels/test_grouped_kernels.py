@@ -391,7 +391,8 @@ def test_weight_gradients_of_fp8_columns(out_dtype):
     near = {"rtol": 2**-8 if out_dtype is None else 1e-5, "atol": 1e-3}
     torch.testing.assert_close(dw.double(), exact, **near)
     by_pytorch = pytorch.grouped_wgrad(dy, x, ends, out_dtype, **scales)
-    torch.testing.assert_close(by_pytorch.double(), exact, rtol=2**-8, atol=1e-3)
+    # PyTorch may round a BF16 product up or down: one unit in the last place.
+    torch.testing.assert_close(by_pytorch.double(), exact, rtol=2**-7, atol=1e-3)
     main = torch.randn(4, 16, 32)
     for out in ([main.clone()], list(main.clone().unbind(0))):
         grouped.grouped_wgrad_(out, dy, x, ends, True, **scales)
