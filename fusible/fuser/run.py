@@ -411,9 +411,11 @@ class Run:
 def _as_returned(schedule: Schedule, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs of a traced run, the first one quantized if the last op says so."""
     quantizers = schedule.forward[-1].quantizers
+    if quantizers is None:
+        return outputs
     # A user's op may have a quantizer of another class.
-    returned = quantizers and getattr(quantizers[1], "returned", None)
-    return (returned(outputs[0]), *outputs[1:]) if returned else outputs
+    returned = getattr(quantizers[1], "returned", None)
+    return outputs if returned is None else (returned(outputs[0]), *outputs[1:])
 
 
 def _refuse_transform() -> NoReturn:
