@@ -587,6 +587,7 @@ def step(side: Side, options: dict[str, Any], name: str, live: list[int] | None 
             held.add(f"input {i}", t)
     for n, p in side.model.named_parameters():
         held.add(f"parameter {n}", p)
+        p.grad_before = _copy(p.grad)  # for hooks
     torch.manual_seed(side.case.seed)
     with _autocast(side):
         outputs = as_tuple(_call(side, options)(side, inputs.passed))

@@ -9,9 +9,10 @@ FP64 says how much rounding matters here. Where it overflows, a fused op need no
 only asked to be finite where PyTorch's is. Allowed are FACTOR times that error and ROUNDINGS
 roundings of the largest value of the tensor. For 16-bit results both are root mean squares, since
 rounding moves single elements over the kinks of ReLU and of clamps, and the error is at least the
-typical one of all tensors of the step, since that of a small tensor may be small by luck. Under a
-recipe, where rounding moves some operands to the next number of their format, results may also
-differ by FLIPS.
+typical one of all tensors of the step, since that of a small tensor may be small by luck; a sum of
+few elements that cancels may besides be off by a rounding of its terms, divided by the number of
+its elements, over which luck evens out. Under a recipe, where rounding moves some operands to the
+next number of their format, results may also differ by FLIPS.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Bound:
                 lowered = max(lowered, self.typical * usual)
             size, bound = norm(error), FACTOR * lowered + (eps + self.flips) * usual
             bound += torch.finfo(got.dtype).smallest_normal + CANCELLED * self.largest
+            if dtype.itemsize == 2:  # whose means over few elements are small by luck
+                bound += torch.finfo(dtype).eps * self.largest / got.numel()
         return size <= bound, f"error {size:.3g} over {bound:.3g} at up to {_largest(exact):.3g}"
 
 

@@ -264,7 +264,15 @@ def accumulated_hook(side: Side, rng: random.Random, name: str) -> None:
 
 
 def halve(p: Tensor) -> None:
-    p.grad.mul_(0.5)
+    """Of a gradient that was added to.
+
+    A run is one autograd function, which gives zeros, and so calls hooks, where nothing flows back
+    from the loss; PyTorch's modules give nothing there.
+    """
+    before = getattr(p, "grad_before", None)
+    if before is None or not torch.equal(p.grad, before):
+        p.grad.mul_(0.5)
+    p.grad_before = p.grad.clone()
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -103,6 +103,11 @@ FOUND = {
         MX,
     ),
     "NVFP4 of tiny numbers": ((Op("Identity"),), (TINY,), {"dtype": "float32", "recipe": "nvfp4"}),
+    "a hook where nothing flows back": (
+        (LINEAR, Op("Swap", {}, (), (("unused", False),))),
+        (Action("accumulated hook"), step(grads="flat")),
+        {"dtype": "float32"},
+    ),
     "draws after Dropout(1)": (
         (Op("Dropout", {"p": 1.0}), Op("Swap"), Op("Dropout", {"p": 0.5})),
         (STEP,),
@@ -118,3 +123,11 @@ def test_found(name):
     for seed in range(8):
         outcome = run(Case(ops, (6, 32), program, seed=seed, **options))
         assert outcome.kind in ("passed", "refused"), f"seed {seed}: {outcome.text}"
+
+
+def test_a_sum_that_cancels_is_compared_with_its_terms():
+    """In FP16 the gradient of the norm's only weight is 0.04, the sum of terms up to 1."""
+    ops = [Op("GELU"), add(None), add(None), Op("SReLU"), Op("Affine"), Op("HandWritten")]
+    norm = Op("RMSNorm", {"zero_centered_gamma": False, "eps": 0.01})
+    outcome = run(Case((*ops, norm), (5, 1), (STEP,), dtype="float16", seed=155202333))
+    assert outcome.kind == "passed", outcome.text
