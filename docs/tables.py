@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fusible.fused
+from fusible.fuser.conditions import Condition
 from fusible.fuser.rules import Rule
 
 ROOT = Path(__file__).parent.parent
@@ -34,14 +35,21 @@ SHAPES = {"tiny": "256, 128, 8, 512", "small": "1024, 512, 64, 8192"}
 
 
 def support_table(rules: Sequence[Rule]) -> str:
-    """The rules as a Markdown table, one row each, in order of priority."""
+    """The rules as a Markdown table, one row each, in order of priority.
+
+    After a rule with rows of kernels comes one for each of these, with what it needs in addition.
+    """
     columns = ["rule", "pass", "pattern", "needs", "worth"]
     rows = [columns, ["---"] * len(columns)]
     for r in rules:
-        needs = "; ".join(map(str, r.needs)) or "nothing"
         pattern = str(r).replace("|", "\\|")
-        rows.append([f"`{r.name}`", r.phase, pattern, needs, " ".join(r.worth.split())])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([f"`{r.name}`", r.phase, pattern, _needs(r.needs), r.worth])
+        rows += [[f"`{r.name}_{k.name}`", "", "", _needs(k.needs), k.worth] for k in r.kernels]
+    return "\n".join(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |" for row in rows)
+
+
+def _needs(conditions: Sequence[Condition]) -> str:
+    return "; ".join(map(str, conditions)) or "nothing"
 
 
 def measured_table(report: dict[str, Any]) -> str:

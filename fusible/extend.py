@@ -20,7 +20,7 @@ from fusible.fuser.registry import (
     register_rule,
     unregister_rule,
 )
-from fusible.fuser.rules import Rule, rule
+from fusible.fuser.rules import KernelRow, Rule, rule
 from fusible.fuser.target import Target
 from fusible.kernels.grouped import (
     Glu,
@@ -37,6 +37,7 @@ __all__ = [
     "Condition",
     "FusedOperation",
     "Glu",
+    "KernelRow",
     "OperationContext",
     "Rule",
     "Target",

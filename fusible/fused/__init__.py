@@ -2,20 +2,16 @@
 
 from fusible.fused.activation_bias import backward_activation_bias
 from fusible.fused.add_rms_norm import backward_add_rms_norm
-from fusible.fused.experts import moe_experts_sm90
-from fusible.fused.grouped_mlp import GROUPED_MLP, grouped_linear_glu_sm90
-from fusible.fused.kernel_selection import (
-    grouped_linear_sm90,
-    grouped_linear_sm90_fp8,
-    grouped_linear_sm100,
-)
+from fusible.fused.experts import moe_experts
+from fusible.fused.grouped_mlp import grouped_linear_glu_sm90, grouped_mlp
+from fusible.fused.kernel_selection import grouped_linear
 from fusible.fused.linear_add import backward_linear_add, linear_add
 from fusible.fused.linear_bias_activation import linear_bias_activation
 from fusible.fused.linear_scale import backward_linear_scale
 
 FUSIONS = (
-    moe_experts_sm90,
-    *GROUPED_MLP,
+    moe_experts,
+    grouped_mlp,
     grouped_linear_glu_sm90,
     linear_bias_activation,
     linear_add,
@@ -25,6 +21,4 @@ FUSIONS = (
     backward_add_rms_norm,
 )
 
-KERNELS = (grouped_linear_sm90_fp8, grouped_linear_sm90, grouped_linear_sm100)
-
-RULES = (*FUSIONS, *KERNELS)
+RULES = (*FUSIONS, grouped_linear)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusible.formulas import cast
-from fusible.fused.grouped_mlp import MLP_SM90, GroupedMLP, ScaledGLU
+from fusible.fused.grouped_mlp import MLP, GroupedMLP, ScaledGLU
+from fusible.fused.kernel_selection import SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
-from fusible.ops.grouped_kernels import LIBRARY
+from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.product import values
 
@@ -30,6 +31,7 @@ class MoEExperts(FusedOperation):
 
     def __init__(
         self,
+        kernels: GroupedKernels,
         dispatch: Dispatch,
         fc1: GroupedLinear,
         act: ScaledGLU,
@@ -38,7 +40,7 @@ class MoEExperts(FusedOperation):
     ) -> None:
         super().__init__([dispatch, fc1, act, fc2, combine])
         self._parts = dispatch, fc1, act, fc2, combine
-        self._mlp = GroupedMLP(LIBRARY, fc1, act, fc2)
+        self._mlp = GroupedMLP(kernels, fc1, act, fc2)
 
     def forward_impl(
         self,
@@ -80,7 +82,9 @@ class MoEExperts(FusedOperation):
         assert dy is not None
         second = self._mlp.second_backward(middle, dy)
         del dy
-        drows = fc1.data_grad(LIBRARY, ctx1, second.dpreact, second.saved, second.dpreact.row)
+        drows = fc1.data_grad(
+            self._mlp.kernels, ctx1, second.dpreact, second.saved, second.dpreact.row
+        )
         assert drows is not None
         dmoved = grad_extra_outputs[0][1]
         for grad, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
@@ -100,10 +104,12 @@ class MoEExperts(FusedOperation):
     equal(this.dispatch.scale_input, False),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
-    *MLP_SM90,
+    *MLP,
     equal(this.quantizes, False),
+    kernels=[SM90_ROW.for_mlp],
 )
-def moe_experts_sm90(
+def moe_experts(
+    kernels: GroupedKernels,
     dispatch: Dispatch,
     fc1: GroupedLinear,
     act: ScaledGLU,
@@ -111,4 +117,4 @@ def moe_experts_sm90(
     combine: Combine,
 ) -> MoEExperts:
     """1.02x as fast as its parts on qwen3-30b, 28 % less memory; `recompute_rows` saves more."""
-    return MoEExperts(dispatch, fc1, act, fc2, combine)
+    return MoEExperts(kernels, dispatch, fc1, act, fc2, combine)

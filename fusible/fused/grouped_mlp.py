@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from fusible import activations
-from fusible.fused.kernel_selection import needs_sm90, needs_sm90_fp8, needs_sm100
-from fusible.fused.sm90_fp8_kernels import SM90_FP8
-from fusible.fused.sm100_kernels import SM100
-from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
+from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
+from fusible.fuser.conditions import equal, multiple_of, one_of, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
-from fusible.kernels.sm100 import limits as sm100
 from fusible.ops import (
     FusedOperation,
     GroupedLinear,
@@ -36,9 +33,6 @@ from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 
 ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU
 """Scaled gated activations; the rules' conditions say which ones kernels have."""
-
-# Layouts of gate and linear columns that the SM90 kernels take: halves, or blocks of these columns.
-_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
 
 
 class _FirstLinear(NamedTuple):
@@ -231,68 +225,26 @@ class SecondBackward(NamedTuple):
     """What FC1 saved."""
 
 
-_MLP = (
+MLP = (
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.dtype, this.fc2.dtype),
     equal(this.fc1.out_features, 2 * this.fc2.in_features),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
-    equal(this.backward_override, None),
+    NO_OVERRIDE,
     # Its backward reads what the first two ops save, which ops without a backward do not.
     equal(this.fc1.requires_grad, this.fc2.requires_grad),
     equal(this.act.requires_grad, this.fc2.requires_grad),
 )
-_ACTIVATION_SM90 = (
-    one_of(this.act.activation, *activations.SM90),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
-    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
-)
-MLP_SM90 = (
-    *needs_sm90(this.fc1, this.fc2),
-    # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
-    where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")),
-    *_MLP,
-    *_ACTIVATION_SM90,
-)
-_CONVERT = (
-    "store FC1's weight and bias by fusible.interleave_glu and pass "
-    f"glu_interleave_size={sm100.INTERLEAVE}"
-)
+"""What a grouped MLP needs of its ops, whichever kernels run it."""
 
 
-@rule(
-    *needs_sm90_fp8(this.fc1, this.fc2),
-    # The epilogue rounds to BF16.
-    equal(this.fc1.dtype, "bfloat16"),
-    *_MLP,
-    *_ACTIVATION_SM90,
-    where(this.act.glu_interleave_size, None, multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT)),
-)
-def grouped_mlp_sm90_fp8(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
-    """The launches of `grouped_mlp_sm90` multiply in FP8; four more quantize its row operands."""
-    return GroupedMLP(SM90_FP8, fc1, act, fc2)
-
-
-@rule(*MLP_SM90)
-def grouped_mlp_sm90(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
+@rule(*MLP, kernels=[row.for_mlp for row in KERNELS])
+def grouped_mlp(
+    kernels: GroupedKernels, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear
+) -> GroupedMLP:
     """Two launches forward, four backward: the activation and its backward are in epilogues."""
-    return GroupedMLP(LIBRARY, fc1, act, fc2)
-
-
-@rule(
-    *needs_sm100(this.fc1, this.fc2),
-    *_MLP,
-    one_of(this.act.activation, *activations.SM100),
-    equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _CONVERT),
-    where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
-)
-def grouped_mlp_sm100(fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear) -> GroupedMLP:
-    """FC1, activation, scale and quantization in one kernel, whose output is FC2's operand."""
-    return GroupedMLP(SM100, fc1, act, fc2)
-
-
-GROUPED_MLP = (grouped_mlp_sm90_fp8, grouped_mlp_sm90, grouped_mlp_sm100)
-"""Rules of each architecture."""
+    return GroupedMLP(kernels, fc1, act, fc2)
 
 
 @rule(
@@ -300,7 +252,7 @@ GROUPED_MLP = (grouped_mlp_sm90_fp8, grouped_mlp_sm90, grouped_mlp_sm100)
     equal(this.quantizes, False),
     equal(this.linear.scale_bias, False),
     one_of(this.act.activation, *activations.SM90),
-    one_of(this.act.glu_interleave_size, *_INTERLEAVES),
+    one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
     multiple_of(this.linear.out_features, 2 * sm90.MULTIPLE_OF),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",

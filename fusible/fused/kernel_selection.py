@@ -1,13 +1,15 @@
-"""Which kernels run a grouped linear on a machine: conditions of each architecture's kernels.
+"""The table of kernels of grouped products, and which of them run a grouped linear on a machine.
 
-Kernel selection is not fusion: a row here names kernels for one op, in the place of PyTorch's. The
-grouped MLP's rules have the same conditions (`fusible.fused.grouped_mlp`).
+Kernel selection is not fusion: a row names kernels that run one op, in the place of PyTorch's. The
+rules of grouped MLPs select theirs by the same rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from fusible import activations
 from fusible.fused.sm90_fp8_kernels import SM90_FP8
 from fusible.fused.sm100_kernels import SM100
 from fusible.fuser.conditions import (
@@ -20,13 +22,17 @@ from fusible.fuser.conditions import (
     this,
     where,
 )
-from fusible.fuser.rules import rule
+from fusible.fuser.rules import KernelRow, rule
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels
 from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
+SM90_INTERLEAVES = (None, *sm90.INTERLEAVES[1:])
+"""Layouts of gate and linear columns that the SM90 kernels take: halves, or blocks of columns."""
+
+NO_OVERRIDE = equal(this.backward_override, None)
 _CUTLASS = at_least(
     this.cutlass_dsl, CUTLASS_DSL, f"pip install 'nvidia-cutlass-dsl[cu13]>={CUTLASS_DSL}'"
 )
@@ -54,6 +60,7 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
         _CUTLASS,
         one_of(this.recipe, *sm90.FP8_RECIPES),
         equal(this.fp8_products, True, "pass fp8_products=True to Float8BlockScaling"),
+        NO_OVERRIDE,  # with one, the backward multiplies BF16
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 
@@ -79,20 +86,80 @@ def _sizes(unit: int, *linears: Any) -> list[Condition]:
     return [multiple_of(size, unit) for size in sizes]
 
 
-# With an override, the backward multiplies BF16.
-@rule(*needs_sm90_fp8(this.linear), equal(this.backward_override, None), phase="kernels")
-def grouped_linear_sm90_fp8(linear: GroupedLinear) -> GroupedKernels:
-    """All three products multiply in FP8, from rows that one launch quantizes for both uses."""
-    return SM90_FP8
+class Kernels(NamedTuple):
+    """A row of the table: kernels of grouped products on an architecture, and what they need."""
+
+    name: str
+    kernels: GroupedKernels
+    needs: Callable[..., tuple[Condition, ...]]
+    """Of the machine, the recipe and linears."""
+    glu_needs: tuple[Condition, ...]
+    """Their epilogues of activations, of `fc1`, `act` and `fc2` of a grouped MLP."""
+    worth: str
+
+    @property
+    def for_linear(self) -> KernelRow:
+        """For rules over one grouped linear, `linear`."""
+        return KernelRow(self.name, self.kernels, self.needs(this.linear), self.worth)
+
+    @property
+    def for_mlp(self) -> KernelRow:
+        """For rules over a grouped MLP, `fc1`, `act` and `fc2`."""
+        needs = (*self.needs(this.fc1, this.fc2), *self.glu_needs)
+        return KernelRow(self.name, self.kernels, needs, self.worth)
 
 
-@rule(*needs_sm90(this.linear), phase="kernels")
-def grouped_linear_sm90(linear: GroupedLinear) -> GroupedKernels:
-    """One launch for all groups and the rows past them; FP16 needs no host synchronisation."""
-    return LIBRARY  # whose CUDA implementation is chosen by the same limits
+_GLU_SM90 = (
+    one_of(this.act.activation, *activations.SM90),
+    one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
+    multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
+)
+_INTERLEAVE = (
+    "store FC1's weight and bias by fusible.interleave_glu and pass "
+    f"glu_interleave_size={sm100.INTERLEAVE}"
+)
+SM90_ROW = Kernels(
+    "sm90",
+    LIBRARY,  # whose CUDA implementation is chosen by the same limits
+    needs_sm90,
+    # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
+    (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_GLU_SM90),
+    "One launch a product for all groups and the rows past them; FP16 needs no host "
+    "synchronisation.",
+)
+KERNELS = (
+    Kernels(
+        "sm90_fp8",
+        SM90_FP8,
+        needs_sm90_fp8,
+        (
+            equal(this.fc1.dtype, "bfloat16"),  # which the epilogue rounds to
+            *_GLU_SM90,
+            where(
+                this.act.glu_interleave_size,
+                None,
+                multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT),
+            ),
+        ),
+        "The launches multiply in FP8, on rows that one launch quantizes for both uses.",
+    ),
+    SM90_ROW,
+    Kernels(
+        "sm100",
+        SM100,
+        needs_sm100,
+        (
+            one_of(this.act.activation, *activations.SM100),
+            equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE),
+            where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
+        ),
+        "Operands in the recipe's own format; the activation's epilogue writes FC2's.",
+    ),
+)
+"""In order of priority."""
 
 
-@rule(*needs_sm100(this.linear), phase="kernels")
-def grouped_linear_sm100(linear: GroupedLinear) -> GroupedKernels:
-    """One launch forward and two backward, on operands in the recipe's own format."""
-    return SM100
+@rule(phase="kernels", kernels=[row.for_linear for row in KERNELS])
+def grouped_linear(kernels: GroupedKernels, linear: GroupedLinear) -> GroupedKernels:
+    """The three products of all groups, in one launch each."""
+    return kernels

@@ -136,6 +136,11 @@ class FusionFunction:
         function = getattr(self.function, "func", self.function)  # of functools.partial
         return getattr(function, "__name__", type(function).__name__)
 
+    @property
+    def variants(self) -> tuple[FusionFunction, ...]:
+        """Itself, as of a rule without rows of kernels."""
+        return (self,)
+
     def places(self, ops: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Any ops: a function decides when it is called."""
         yield 0, {"ops": ops}
@@ -248,9 +253,12 @@ class Plan:
         """
         backward = any(needs.requires_grad for needs in self.grad)
         for rule in rules:
-            if rule.name in self.fired or (rule.phase == "backward" and not backward):
+            names = [variant.name for variant in rule.variants]
+            if any(name in self.fired for name in names) or (
+                rule.phase == "backward" and not backward
+            ):
                 continue
-            reasons = [str(r) for r in self.refusals if r.rule.name == rule.name]
+            reasons = [str(r) for r in self.refusals if r.rule.name in names]
             why = (
                 "\n".join(reasons) or f"what fuses its ops is {', '.join(self.fired) or 'nothing'}"
             )
@@ -365,10 +373,11 @@ def _first_fitting(
             continue
         covered = tuple(op for op in bound.values() if op is not None)
         this = facts_of(bound, at)
-        reasons = rule.why_not(bound, this)
-        if not reasons:
-            return (rule, bound, covered), refused
-        refused.append(Refusal(rule, at, covered, reasons, not rule.applies_to_target(this)))
+        for tried in rule.variants:
+            reasons = tried.why_not(bound, this)
+            if not reasons:
+                return (tried, bound, covered), refused
+            refused.append(Refusal(tried, at, covered, reasons, not tried.applies_to_target(this)))
     return None, refused
 
 

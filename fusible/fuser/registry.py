@@ -72,7 +72,7 @@ class Registry:
         """See :func:`register_rule`."""
         if not isinstance(rule, Rule):
             raise TypeError(f"a rule must be made by fusible.extend.rule, got {rule!r}")
-        if any(rule.name == known.name for known in self.rules):
+        if any(rule.name in _names(known) for known in self.rules):
             raise ValueError(
                 f"a rule's name must be new, got {rule.name!r}; rename its function, or take the "
                 "earlier one away with unregister_rule"
@@ -81,11 +81,14 @@ class Registry:
             raise ValueError(
                 f"a rule must be placed before another or after one, got {before!r} and {after!r}"
             )
-        check_facts(rule)
-        check_names(rule)
+        for variant in rule.variants:
+            check_facts(variant)
+            check_names(variant)
         at = 0
         if neighbour := before or after:
-            at = self.rules.index(self._named(neighbour, self.rules)) + (after is not None)
+            self._named(neighbour, self.rules)
+            at = [neighbour in _names(known) for known in self.rules].index(True)
+            at += after is not None
         self.install((*self.rules[:at], rule, *self.rules[at:]))
 
     def remove_rule(self, rule: Rule | Callable[..., Any] | str) -> None:
@@ -95,9 +98,10 @@ class Registry:
             known: list[Any] = [*self.rules, *self.functions]
             name = str(getattr(rule, "name", rule))
             self._named(name, known)
-            found = [each for each in known if each.name == name]
+            found = [each for each in self.functions if each.name == name]
+            self.rules = tuple(left for each in self.rules if (left := each.without(name)))
         self.functions = tuple(known for known in self.functions if known not in found)
-        self.install([known for known in self.rules if known not in found])
+        self._changed()
 
     def rule(self, name: str) -> Any:
         """The rule or the user's function of that name; ValueError names those there are."""
@@ -105,7 +109,7 @@ class Registry:
         return self._named(name, [*self.rules, *self.functions])
 
     def _named(self, name: str, among: Iterable[Any]) -> Any:
-        by_name = {known.name: known for known in among}
+        by_name = {known.name: known for rule in among for known in (rule, *rule.variants)}
         if name in by_name:
             return by_name[name]
         raise ValueError(
@@ -163,6 +167,11 @@ class Registry:
                     "must leave it in place"
                 )
         return UserFusions(joint, forward, backward)
+
+
+def _names(rule: Rule) -> tuple[str, ...]:
+    """The name of a rule and those of its variants."""
+    return (rule.name, *[variant.name for variant in rule.variants])
 
 
 def is_ours(defined: Any) -> bool:

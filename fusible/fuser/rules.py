@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from fusible.fuser.conditions import Condition, Path
@@ -28,12 +29,24 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class KernelRow:
+    """Kernels that run what a rule builds, and what they need beyond the rule's own conditions."""
+
+    name: str
+    kernels: Any
+    needs: tuple[Condition, ...]
+    worth: str
+
+
+@dataclass(frozen=True)
 class Rule:
     """Replaces a run of ops that fits ``pattern`` where every condition in ``needs`` holds.
 
     ``phase`` is ``"joint"`` (forward and backward together, agreeing only with each other),
     ``"forward"`` or ``"backward"`` (interchangeable with the ops' own); or ``"kernels"``, which
     replaces nothing: it selects the kernels of one op that no fusion covers.
+
+    With rows of ``kernels`` it is tried with each in turn, as a rule of their joint name.
     """
 
     name: str
@@ -42,6 +55,30 @@ class Rule:
     needs: tuple[Condition, ...]
     build: Callable[..., Any]
     worth: str
+    kernels: tuple[KernelRow, ...] = ()
+
+    @cached_property
+    def variants(self) -> tuple[Rule, ...]:
+        """The rule for each row of its kernels, in order of priority; itself without rows."""
+        rows = [
+            replace(
+                self,
+                name=f"{self.name}_{row.name}",
+                needs=tuple(dict.fromkeys((*row.needs, *self.needs))),
+                build=partial(self.build, kernels=row.kernels),
+                worth=row.worth,
+                kernels=(),
+            )
+            for row in self.kernels
+        ]
+        return (*rows,) or (self,)
+
+    def without(self, name: str) -> Rule | None:
+        """The rule without its variant ``name``, if it has that; None where none is left."""
+        left = tuple(row for row in self.kernels if f"{self.name}_{row.name}" != name)
+        if left != self.kernels:
+            return replace(self, kernels=left) if left else None
+        return None if name == self.name else self
 
     def fit(self, ops: Sequence[Any], at: int) -> dict[str, Any] | None:
         """The ops at ``at`` by slot name (None for an optional one left out), or None."""
@@ -65,8 +102,8 @@ class Rule:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of all facts that its conditions read."""
-        return tuple(path for need in self.needs for path in need.paths)
+        """Of all facts that the conditions of its variants read."""
+        return tuple(path for v in self.variants for need in v.needs for path in need.paths)
 
     def applies_to_target(self, facts: Any) -> bool:
         """Whether the rule is for this machine and this recipe, whatever else it needs."""
@@ -95,12 +132,16 @@ class Rule:
         return " + ".join(map(str, self.pattern))
 
 
-def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., Any]], Rule]:
+def rule(
+    *needs: Condition, phase: Phase = "joint", kernels: Iterable[KernelRow] = ()
+) -> Callable[[Callable[..., Any]], Rule]:
     """Make a :class:`Rule` of a function that builds a fused op.
 
     The function's signature is the pattern: each parameter names one op and its annotation says
     which types it may have (``A | B`` for alternatives, ``| None`` for an op that may be absent).
-    Its docstring says what the fusion is worth.
+    Its docstring says what the fusion is worth. With rows of ``kernels``, those of the first row
+    whose conditions hold are passed as ``kernels``; ``plan.fired`` then has the names of both
+    (``grouped_mlp_sm90``).
 
     Raises:
         TypeError: a need is no condition, or the signature no pattern, or one of several ops with
@@ -109,7 +150,8 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
     """
     if phase not in typing.get_args(Phase):
         raise ValueError(f"phase must be one of {', '.join(typing.get_args(Phase))}, got {phase!r}")
-    for need in needs:
+    rows = tuple(kernels)
+    for need in (*needs, *[need for row in rows for need in row.needs]):
         if not isinstance(need, Condition):
             raise TypeError(
                 f"a rule's needs must be conditions made by fusible.extend, got {need!r}"
@@ -117,18 +159,16 @@ def rule(*needs: Condition, phase: Phase = "joint") -> Callable[[Callable[..., A
 
     def make(build: Callable[..., Any]) -> Rule:
         hints = typing.get_type_hints(build)
-        names = inspect.signature(build).parameters
+        names = [name for name in inspect.signature(build).parameters if name != "kernels"]
         pattern = tuple(_slot(build.__name__, name, hints.get(name)) for name in names)
         if all(slot.optional for slot in pattern):
-            raise TypeError(
-                f"{build.__name__} must take an op that is not optional, got {[*names]}"
-            )
+            raise TypeError(f"{build.__name__} must take an op that is not optional, got {names}")
         if phase == "kernels" and len(pattern) > 1:
             raise TypeError(
-                f"{build.__name__} must take one op, whose kernels it selects, got {[*names]}"
+                f"{build.__name__} must take one op, whose kernels it selects, got {names}"
             )
         worth = inspect.cleandoc(build.__doc__ or "")
-        return Rule(build.__name__, phase, pattern, needs, build, worth)
+        return Rule(build.__name__, phase, pattern, needs, build, worth, rows)
 
     return make
 

@@ -1,11 +1,14 @@
-"""An architecture of its own: the methods of `GroupedKernels`, and rules that select it."""
+"""An architecture of its own: the methods of `GroupedKernels`, and a row that selects it."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import fusible as fz
 from fusible.extend import equal, rule, this
-from fusible.fused.grouped_mlp import GroupedMLP
+from fusible.fused.grouped_mlp import grouped_mlp
+from fusible.fused.kernel_selection import Kernels, grouped_linear
 from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
@@ -50,18 +53,9 @@ class Batched(GroupedKernels):
         return ActivationGrads(d, None, dscales, None)
 
 
-@rule(equal(this.sm, 70), phase="kernels")
-def grouped_linear_batched(linear: fz.GroupedLinear) -> GroupedKernels:
-    """A test."""
-    return Batched()
-
-
-@rule(equal(this.sm, 70))
-def grouped_mlp_batched(
-    fc1: fz.GroupedLinear, act: fz.ScaledSwiGLU, fc2: fz.GroupedLinear
-) -> GroupedMLP:
-    """A test."""
-    return GroupedMLP(Batched(), fc1, act, fc2)
+BATCHED = Kernels(
+    "batched", Batched(), lambda *linears: (equal(this.sm, 70),), (), "Only an example."
+)
 
 
 def results(module, inputs) -> list[Tensor]:
@@ -72,7 +66,12 @@ def results(module, inputs) -> list[Tensor]:
 
 
 def test_a_new_architecture(own_fusions):
-    own_fusions.install((grouped_mlp_batched, grouped_linear_batched))
+    own_fusions.install(
+        [
+            replace(grouped_mlp, kernels=(BATCHED.for_mlp, *grouped_mlp.kernels)),
+            replace(grouped_linear, kernels=(BATCHED.for_linear, *grouped_linear.kernels)),
+        ]
+    )
     options = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": torch.float64}
     mlp = fz.Sequential(
         fz.GroupedLinear(4, 8, 32, **options),

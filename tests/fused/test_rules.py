@@ -19,9 +19,11 @@ from fusible.fuser.rules import Rule, rule
 from fusible.testing import assume_target
 from fusible.versions import Version
 
+VARIANTS = [variant for r in RULES for variant in r.variants]
+
 
 def test_every_rule_has_a_case():
-    assert set(map(rule_of, FITS)) == {r.name for r in RULES}
+    assert set(map(rule_of, FITS)) == {r.name for r in VARIANTS}
 
 
 def site_of(name, monkeypatch) -> tuple[Rule, dict, SimpleNamespace]:
@@ -83,7 +85,9 @@ def violations(need, site):
                 yield need.subject, other
 
 
-NEEDS = [pytest.param(r.name, i, id=f"{r.name}: {n}") for r in RULES for i, n in enumerate(r.needs)]
+NEEDS = [
+    pytest.param(r.name, i, id=f"{r.name}: {n}") for r in VARIANTS for i, n in enumerate(r.needs)
+]
 
 
 @pytest.mark.parametrize(("name", "index"), NEEDS)
@@ -312,17 +316,18 @@ def test_the_table_of_rules_has_a_row_for_every_rule(monkeypatch):
     import tables
 
     lines = tables.support_table(RULES).splitlines()
-    assert len(lines) == 2 + len(RULES)
-    for line, r in zip(lines[2:], RULES, strict=True):
-        assert line.startswith(f"| `{r.name}` | {r.phase} | ")
+    rows = [row for r in RULES for row in (r, *r.kernels)]
+    names = [name for r in RULES for name in (r.name, *[f"{r.name}_{k.name}" for k in r.kernels])]
+    for line, name, row in zip(lines[2:], names, rows, strict=True):
+        assert line.startswith(f"| `{name}` | {getattr(row, 'phase', '')} | ")
         assert line.replace("\\|", "").count("|") == 6
-        for need in r.needs:
+        for need in row.needs:
             assert str(need) in line
 
 
 def test_rules_have_distinct_names_and_say_what_they_are_worth():
-    assert len({r.name for r in RULES}) == len(RULES)
-    assert all(r.worth for r in RULES)
+    assert len({r.name for r in VARIANTS}) == len(VARIANTS)
+    assert all(r.worth for r in (*RULES, *VARIANTS))
     assert registry.rules == RULES
 
 

@@ -5,6 +5,7 @@ import logging
 import sys
 import types
 import warnings
+from dataclasses import replace
 
 import pytest
 import reference as ref
@@ -18,6 +19,7 @@ from fusible.fuser import registry as registry_module
 from fusible.fuser.plan import check_facts
 from fusible.fuser.registry import check_names, registry
 from fusible.fuser.schedule import Expected
+from fusible.testing import assume_target
 
 
 def double(ops, *, recipe):
@@ -67,7 +69,7 @@ def test_functions_of_other_kinds_have_names(own_fusions):
 
 def test_required_names_that_there_are_not(own_fusions):
     extend.register_forward_fusion(double)
-    with pytest.raises(ValueError, match=r"one of moe_experts_sm90.*double, got 'doubel'.*double"):
+    with pytest.raises(ValueError, match=r"one of moe_experts, .*double, got 'doubel'.*double"):
         fz.Sequential(*scales(), require=["doubel"])
 
 
@@ -168,7 +170,7 @@ def test_conditions_on_derived_recipes_and_on_facts_called_recipe(own_fusions):
 def test_built_in_rules_compare_with_names_that_there_are():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for each in RULES:
+        for each in [variant for r in RULES for variant in r.variants]:
             check_names(each)
 
 
@@ -197,6 +199,72 @@ def test_a_built_in_rule_can_be_taken_away(own_fusions):
     seq = fz.Sequential(fz.Linear(4, 4), fz.GELU())
     seq(torch.ones(2, 4))
     assert seq.plan.fired == ()
+
+
+def rows_of(*sms):
+    """Numbers for kernels, each for one machine."""
+    return [extend.KernelRow(f"sm{sm}", sm, (equal(this.sm, sm),), "a number") for sm in sms]
+
+
+def scaled_by_kernels(name, *sms):
+    def build(kernels, a: fz.ConstantScale, b: fz.ConstantScale) -> ref.ScalesInOne:
+        """Two scales at once."""
+        made.append(kernels)
+        return ref.ScalesInOne([a, b])
+
+    made = []
+    build.__name__ = name
+    return rule(equal(this.b.requires_grad, False), kernels=rows_of(*sms))(build), made
+
+
+def test_a_rule_runs_on_the_kernels_of_the_first_row_that_applies(own_fusions):
+    scaled, made = scaled_by_kernels("scaled", 70, 80)
+    register_rule(scaled)
+    assert [slot.name for slot in scaled.pattern] == ["a", "b"]
+    seq = fz.Sequential(*scales(), require=["scaled"])
+    for sm in (80, 70):
+        assert fz.explain(seq, torch.ones(3), target=f"sm{sm}").fired == (f"scaled_sm{sm}",)
+    assert made == [80, 70]
+    told = fz.explain(seq, torch.ones(3, requires_grad=True), target="sm80").plans[0]
+    assert [(r.rule.name, len(r.reasons)) for r in told.refusals] == [
+        ("scaled_sm70", 2),  # those of the row and of the rule
+        ("scaled_sm80", 1),
+    ]
+    with pytest.raises(fz.NotFused, match=r"(?s)scaled is required .*scaled_sm70 .*scaled_sm80 "):
+        seq(torch.ones(3))
+    with assume_target("sm70"):
+        seq(torch.ones(3))
+    assert fz.Sequential(*scales(), require=["scaled_sm80"]).require == ("scaled_sm80",)
+    with assume_target("sm70"), pytest.raises(fz.NotFused, match="scaled_sm80 is required"):
+        fz.Sequential(*scales(), require=["scaled_sm80"])(torch.ones(3))
+
+
+def test_a_row_of_kernels_comes_and_goes_by_its_name(own_fusions):
+    scaled, _ = scaled_by_kernels("scaled", 70, 80)
+    register_rule(scaled)
+    other, _ = scaled_by_kernels("other", 70)
+    register_rule(other, before="scaled_sm80")
+    assert [r.name for r in extend.fusion_rules()[:2]] == ["other", "scaled"]
+    with pytest.raises(ValueError, match="name must be new, got 'scaled_sm70'"):
+        register_rule(replace(double_rule, name="scaled_sm70"))
+    unregister_rule("scaled_sm70")
+    assert extend.fusion_rules()[1].kernels == scaled.kernels[1:]
+    unregister_rule("scaled_sm80")
+    assert [r.name for r in extend.fusion_rules()[:2]] == ["other", RULES[0].name]
+    unregister_rule(other)
+    assert extend.fusion_rules() == RULES
+
+
+def test_a_rows_conditions_are_checked(own_fusions):
+    row = extend.KernelRow("sm70", 1, (equal(this.a.scael, 1.0),), "")
+
+    @rule(kernels=[row])
+    def mine(kernels, a: fz.ConstantScale) -> extend.FusedOperation: ...
+
+    with pytest.raises(ValueError, match=r"of the rule mine_sm70 must .*no 'scael' among"):
+        register_rule(mine)
+    with pytest.raises(TypeError, match=r"needs must be conditions .*, got True"):
+        rule(kernels=[replace(row, needs=(True,))])
 
 
 # --- facts ------------------------------------------------------------------------------------
@@ -253,7 +321,7 @@ def test_facts_of_alternatives_and_of_optional_ops(own_fusions):
         register_rule(hidden)
 
 
-@pytest.mark.parametrize("found", RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("found", [v for r in RULES for v in r.variants], ids=lambda r: r.name)
 def test_built_in_rules_read_facts(found):
     check_facts(found)
 
