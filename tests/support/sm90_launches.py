@@ -25,11 +25,8 @@ NAMES = (
     "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "counter",
     "rows", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch", "preact_pitch",
     "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha", "offset",
-    "clusters", "stream",
-)  # fmt: skip
-SCALE_NAMES = (
-    "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group", "b_scale_pitch",
-    "b_scale_block",
+    "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
+    "b_scale_pitch", "b_scale_block", "stream",
 )  # fmt: skip
 
 
@@ -46,8 +43,7 @@ def tensor_at(
 
 def run_product(spec: Spec, *arguments: float) -> None:
     """Do what the kernel does, as the definitions do."""
-    names = NAMES + SCALE_NAMES if spec.scaled else NAMES
-    k = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    k = SimpleNamespace(**dict(zip(NAMES, arguments, strict=True)))
     dtype, out_dtype = getattr(torch, spec.dtype), getattr(torch, spec.out_dtype)
     b_dtype, value_dtype = (
         getattr(torch, spec.b_dtype or spec.dtype),
@@ -57,7 +53,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
     assert all(
         pitch % 8 == 0
         for name, pitch in vars(k).items()
-        if name in NAMES and name.endswith("pitch")
+        if name.endswith("pitch") and "scale" not in name
     )
     assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "d_preact"))
     ends = tensor_at(k.ends, (k.groups,), torch.int32)

@@ -18,7 +18,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm90 import limits, tiles
 from fusible.kernels.sm90.grouped_products import TENSOR_TYPES, WeightProducts, cached_products
-from fusible.kernels.sm90.launch import launch_group_ends
+from fusible.kernels.sm90.launch import NO_SCALES, launch_group_ends
 from fusible.kernels.sm90.operands import (
     Matrices,
     as_matrix,
@@ -58,7 +58,7 @@ class _Operands(NamedTuple):
     address: int
     table: int
     products: WeightProducts
-    scales: tuple[int, ...] = ()
+    scales: tuple[int, ...] = NO_SCALES
     """Of FP8 operands, as a launch reads them: addresses and strides."""
     scale_tensors: tuple[Tensor, ...] = ()
     """The tensors behind those addresses."""
@@ -278,7 +278,7 @@ class _GradientOperands(NamedTuple):
     x: Tensor
     products: WeightProducts
     pitches: tuple[int, int] = (0, 0)
-    scales: tuple[int, ...] = ()
+    scales: tuple[int, ...] = NO_SCALES
     """See `_Operands`."""
     scale_tensors: tuple[Tensor, ...] = ()
 

@@ -14,7 +14,12 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
 from fusible.kernels.sm90 import tiles
-from fusible.kernels.sm90.launch import Launch, launch_group_ends, launch_tile_sums
+from fusible.kernels.sm90.launch import (
+    NO_SCALES,
+    Launch,
+    launch_group_ends,
+    launch_tile_sums,
+)
 from fusible.kernels.sm90.operands import (
     DTYPE_NAMES,
     Matrices,
@@ -189,7 +194,7 @@ class WeightProducts:
         transpose: bool = False,
         table: int = 0,
         pitch: int = 0,
-        operand_scales: tuple[int, ...] = (),
+        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> Tensor:
         """`grouped_mm`, into a contiguous ``out`` if there is one."""
         if bias is None:
@@ -233,7 +238,7 @@ class WeightProducts:
         save_preact: bool = True,
         table: int = 0,
         pitch: int = 0,
-        operand_scales: tuple[int, ...] = (),
+        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
         scale = None if scales is None else scales.dtype
@@ -268,7 +273,7 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         preact_pitch: int = 0,
-        operand_scales: tuple[int, ...] = (),
+        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         key = "dglu", not self._scaled, False, scales.dtype, glu, False, pitch, preact_pitch
@@ -302,7 +307,7 @@ class WeightProducts:
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         pitches: tuple[int, int] = (0, 0),
-        operand_scales: tuple[int, ...] = (),
+        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> Tensor | None:
         """`grouped_wgrad`, of ``dy`` and ``x``, or the other way round for its transpose.
 

@@ -11,6 +11,7 @@ from fusible.kernels.runtime.workspaces import tile_counter
 from fusible.kernels.sm90.spec import Spec
 
 _GPU = "sm_90a"
+NO_SCALES = (0,) * 7
 
 
 def compile_spec(spec: Spec, options: str = "") -> Any:
@@ -30,10 +31,9 @@ def compile_spec(spec: Spec, options: str = "") -> Any:
 
     from fusible.kernels.sm90.device.gemm import GroupedGemm
 
-    # Addresses, sizes, pitches, GLU layout, constants, grid: see GroupedGemm.__call__.
+    # Addresses, sizes, pitches, GLU layout, constants, grid, scales: see GroupedGemm.__call__.
     kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
-    scales = [Int64] * 7 if spec.scaled else []
-    return compile_kernel(GroupedGemm(spec), kinds, [kind(0) for kind in scales], options)
+    return compile_kernel(GroupedGemm(spec), kinds + [Int64] * 7, options=options)
 
 
 def compile_group_ends(dtype: str, options: str = "") -> Any:
@@ -107,7 +107,7 @@ class Launch:
         bias: int = 0,
         scales: int = 0,
         partials: int = 0,
-        operand_scales: tuple[int, ...] = (),
+        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
@@ -124,7 +124,7 @@ class Launch:
         counter = tile_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
-            total_rows, *self._constant, clusters, stream, *operand_scales,
+            total_rows, *self._constant, clusters, *operand_scales, stream,
         ))  # fmt: skip
 
 

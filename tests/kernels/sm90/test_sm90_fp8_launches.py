@@ -131,9 +131,10 @@ def test_weight_gradient_into_a_buffer(dtype, separate, accumulate):
         out = [one.clone() for one in start] if separate else [start.clone()]
         implementation.grouped_wgrad_(out, dy, x, ends, accumulate, dy_scale, x_scale)
         results.append(torch.stack(out) if separate else out[0])
-    # FP64 buffers take what the kernels give, FP32.
-    close = {"rtol": 1e-6, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(*results, **close)
+    # FP64 buffers take what the kernels give, FP32 sums of up to 256 products in any order.
+    largest = results[1].abs().max().item()
+    atol = 2**-20 * largest if dtype == torch.float64 else 0
+    torch.testing.assert_close(*results, rtol=0, atol=atol)
 
 
 def test_wrong_operands_are_refused():

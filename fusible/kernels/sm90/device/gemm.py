@@ -78,14 +78,14 @@ class GroupedGemm:
         alpha: Float32,
         offset: Float32,
         clusters: Int32,
+        a_scales: Int64,
+        b_scales: Int64,
+        a_scale_pitch: Int64,
+        a_scale_block: Int64,
+        b_scale_group: Int64,
+        b_scale_pitch: Int64,
+        b_scale_block: Int64,
         stream: cuda.CUstream,
-        a_scales: Int64 | None = None,
-        b_scales: Int64 | None = None,
-        a_scale_pitch: Int64 | None = None,
-        a_scale_block: Int64 | None = None,
-        b_scale_group: Int64 | None = None,
-        b_scale_pitch: Int64 | None = None,
-        b_scale_block: Int64 | None = None,
     ):
         """Launch. Pointers are addresses, pitches count elements.
 
