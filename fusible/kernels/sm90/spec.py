@@ -26,14 +26,14 @@ class Tile(NamedTuple):
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
 
     @property
-    def teams(self) -> int:
+    def warpgroups(self) -> int:
         """Warpgroups that share a tile."""
         return 1 if self.pingpong else 2
 
     @property
     def slabs(self) -> int:
         """Slabs of 64 rows of a tile that a warpgroup computes."""
-        return self.m // (WARPGROUP_ROWS * self.teams)
+        return self.m // (WARPGROUP_ROWS * self.warpgroups)
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"

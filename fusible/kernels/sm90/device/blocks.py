@@ -23,9 +23,9 @@ class BlockWriter:
     warp (`Spec.stored_rows`), each waits for its own stores only. A single block is vacated first.
     """
 
-    def __init__(self, spec, dtype, out_dtype, thread, team, blocks):
+    def __init__(self, spec, dtype, out_dtype, thread, warpgroup, blocks):
         self.columns, self.ring = spec.block_columns, spec.out_blocks
-        self.dtype, self.thread, self.team, self.blocks = dtype, thread, team, blocks
+        self.dtype, self.thread, self.warpgroup, self.blocks = dtype, thread, warpgroup, blocks
         self.whole = spec.stored_rows == WARPGROUP_ROWS
         self.warp = cute.arch.make_warp_uniform(thread >> 5)
         mma = hopper.make_trivial_tiled_mma(
@@ -100,7 +100,7 @@ class BlockWriter:
         """Where the tile's ``count``-th block is put together, once it is vacant."""
         if const_expr(count >= self.ring and (not self.whole or self.ring == 1)):
             self.settle(self.ring - 1)
-        return self.blocks[None, None, self.team * self.ring + count % self.ring]
+        return self.blocks[None, None, self.warpgroup * self.ring + count % self.ring]
 
     @cute.jit
     def settle(self, pending: cutlass.Constexpr):
@@ -118,7 +118,9 @@ class BlockWriter:
             cute.arch.cp_async_bulk_wait_group(pending, read=True)
 
     def _barrier(self):
-        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + self.team, number_of_threads=_WARPGROUP)
+        cute.arch.barrier(
+            barrier_id=_EPILOGUE_BARRIER + self.warpgroup, number_of_threads=_WARPGROUP
+        )
 
     @cute.jit
     def write(self, stores):

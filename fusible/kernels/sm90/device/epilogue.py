@@ -12,9 +12,9 @@ from fusible.kernels.sm90.device.addressing import group_rows
 from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.parts import (
     Outputs,
-    Place,
     Preacts,
     Problem,
+    TileCoord,
     behind,
     gate_column,
     give_turn,
@@ -42,11 +42,11 @@ class Epilogue:
         outputs: Outputs,
         dtype,
         thread: Int32,
-        team: Int32,
+        warpgroup: Int32,
     ):
         self.spec, self.tile, self.columns = spec, spec.tile, spec.block_columns
         self.problem, self.preacts, self.outputs = problem, preacts, outputs
-        self.dtype, self.thread, self.team = dtype, thread, team
+        self.dtype, self.thread, self.warpgroup = dtype, thread, warpgroup
 
     def preact_state(self):
         """Where reading pre-activations begins."""
@@ -54,7 +54,7 @@ class Epilogue:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, slots)
 
     @cute.jit
-    def row_scales(self, place: Place):
+    def row_scales(self, coord: TileCoord):
         """The scales of a thread's rows, 0 beyond the group and for the rows past all groups."""
         scales = self.outputs.scales
         values = cute.make_rmem_tensor((2 * self.tile.slabs,), Float32)
@@ -62,86 +62,86 @@ class Epilogue:
             values[index] = Float32(1.0)
             if const_expr(scales is not None):
                 values[index] = Float32(0.0)
-                at = place.row + self._row(index // 2, index % 2)
-                if (at < place.rows) & (place.group < self.problem.groups):
-                    values[index] = scales[place.start + at].to(Float32)
+                at = coord.row + self._row(index // 2, index % 2)
+                if (at < coord.rows) & (coord.group < self.problem.groups):
+                    values[index] = scales[coord.start + at].to(Float32)
         return values
 
     @cute.jit
-    def write(self, accumulator, row_scales, place: Place, preact_state):
+    def write(self, accumulator, row_scales, coord: TileCoord, preact_state):
         """Write a tile."""
         spec, out_blocks = self.spec, self.outputs.blocks
         writer = BlockWriter(
-            spec, self.dtype, out_blocks.element_type, self.thread, self.team, out_blocks
+            spec, self.dtype, out_blocks.element_type, self.thread, self.warpgroup, out_blocks
         )
         if const_expr(spec.kind == "dglu"):
             preact_state = self._write_backward(
-                writer, accumulator, row_scales, place, preact_state
+                writer, accumulator, row_scales, coord, preact_state
             )
         else:
-            self._write_product(writer, accumulator, row_scales, place)
+            self._write_product(writer, accumulator, row_scales, coord)
         return preact_state
 
     @cute.jit
-    def _write_product(self, writer, accumulator, row_scales, place: Place):
+    def _write_product(self, writer, accumulator, row_scales, coord: TileCoord):
         """Write a tile of any kind but dglu."""
         spec, tile = self.spec, self.tile
         writer.settle(0)
-        out, both = self._targets(place)
+        out, both = self._targets(coord)
         write_slab = self._write_slab
         # Blocks are counted through the tile, where the count is known when compiling.
         per_slab = const_expr(self._blocks_of_slab())
         for m in cutlass.range_constexpr(tile.slabs):
-            slab = place.row + m * tile.teams * WARPGROUP_ROWS
-            if const_expr(tile.teams == 2):
-                slab += self.team * WARPGROUP_ROWS
+            slab = coord.row + m * tile.warpgroups * WARPGROUP_ROWS
+            if const_expr(tile.warpgroups == 2):
+                slab += self.warpgroup * WARPGROUP_ROWS
             count = const_expr(m * per_slab)
             if const_expr(spec.kind == "wgrad"):
-                self._store(writer, accumulator, m, out, slab, place, count)
-            elif slab < place.rows:
-                write_slab(writer, accumulator, m, row_scales, out, both, slab, place, count)
+                self._store(writer, accumulator, m, out, slab, coord, count)
+            elif slab < coord.rows:
+                write_slab(writer, accumulator, m, row_scales, out, both, slab, coord, count)
 
     @cute.jit
-    def _write_backward(self, writer, accumulator, row_scales, place: Place, preact_state):
+    def _write_backward(self, writer, accumulator, row_scales, coord: TileCoord, preact_state):
         """Put the blocks of a tile of dglu together, where `store_gradients` takes them."""
         write_slab = self._dglu
-        take_turn(PREACT_TURN, self.team)
-        if place.row >= place.rows:  # there are none
-            give_turn(PREACT_TURN, self.team)
+        take_turn(PREACT_TURN, self.warpgroup)
+        if coord.row >= coord.rows:  # there are none
+            give_turn(PREACT_TURN, self.warpgroup)
         for m in cutlass.range_constexpr(self.tile.slabs):
-            if place.row + m * WARPGROUP_ROWS < place.rows:
-                preact_state = write_slab(writer, accumulator, m, row_scales, place, preact_state)
+            if coord.row + m * WARPGROUP_ROWS < coord.rows:
+                preact_state = write_slab(writer, accumulator, m, row_scales, coord, preact_state)
         return preact_state
 
     @cute.jit
     def _write_slab(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """Write 64 rows of a product of grouped rows."""
         if const_expr(self.spec.bias):
-            self._add_bias(accumulator, m, row_scales, place)
+            self._add_bias(accumulator, m, row_scales, coord)
         if const_expr(self.spec.kind == "glu"):
-            self._glu(writer, accumulator, m, row_scales, out, both, slab, place, count)
+            self._glu(writer, accumulator, m, row_scales, out, both, slab, coord, count)
         else:
-            self._store(writer, accumulator, m, out, slab, place, count)
+            self._store(writer, accumulator, m, out, slab, coord, count)
 
-    def _targets(self, place):
+    def _targets(self, coord):
         """Where the output and, if there are any, the gate and linear columns are written."""
         store, both = self.outputs.store, None
         if self.spec.by_rows:
-            out = group_rows(store.tma_tensor, 0, place.start, place.rows)
+            out = group_rows(store.tma_tensor, 0, coord.start, coord.rows)
             if self.outputs.store_preact is not None:
                 both = [
-                    (side.atom, group_rows(side.tma_tensor, 0, place.start, place.rows))
+                    (side.atom, group_rows(side.tma_tensor, 0, coord.start, coord.rows))
                     for side in self.outputs.store_preact
                 ]
         else:
-            out = output_of(self.spec, self.problem, store, place.group)
+            out = output_of(self.spec, self.problem, store, coord.group)
         return (store.atom, out), both
 
     def _row(self, m, half):
-        return row_in_tile(self.spec, self.thread, self.team, m, half)
+        return row_in_tile(self.spec, self.thread, self.warpgroup, m, half)
 
     def _blocks_of_slab(self):
         """Blocks written for each 64 rows of a warpgroup, but for dglu's."""
@@ -174,22 +174,22 @@ class Epilogue:
         return sides
 
     @cute.jit
-    def _add_bias(self, accumulator, m, row_scales, place: Place):
+    def _add_bias(self, accumulator, m, row_scales, coord: TileCoord):
         """``accumulator += bias * scale`` (no scale where the activation is scaled)."""
         spec, bias, glu_block = self.spec, self.outputs.bias, self.problem.glu_block
         within = 2 * (self.thread & 3)
         columns = cute.size(bias, mode=[1])
-        if place.group < self.problem.groups:
+        if coord.group < self.problem.groups:
             for eight in cutlass.range_constexpr(self.tile.n // 8):
-                at = place.column + eight * 8
+                at = coord.column + eight * 8
                 if const_expr(spec.kind == "glu"):
-                    at = gate_column(spec, place.column, glu_block) + eight * 8
+                    at = gate_column(spec, coord.column, glu_block) + eight * 8
                     if const_expr(spec.paired and eight >= self.tile.n // 16):
                         at += glu_block - self.tile.n // 2
                 for side in cutlass.range_constexpr(2):
                     value = Float32(0.0)
                     if at + within + side < columns:
-                        value = bias[place.group, at + within + side].to(Float32)
+                        value = bias[coord.group, at + within + side].to(Float32)
                     for half in cutlass.range_constexpr(2):
                         scaled = value
                         if const_expr(spec.kind == "store"):
@@ -204,27 +204,27 @@ class Epilogue:
             writer.put(values, block, piece)
 
     @cute.jit
-    def _store(self, writer, accumulator, m, out, slab, place: Place, count: cutlass.Constexpr):
+    def _store(self, writer, accumulator, m, out, slab, coord: TileCoord, count: cutlass.Constexpr):
         """The accumulator as it is."""
         for index in cutlass.range_constexpr(self.tile.n // self.columns):
             block = writer.block(count + index)
             self._put_accumulator(writer, block, accumulator, m, index)
-            writer.write([(*out, slab, place.column + index * self.columns, block)])
+            writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
     @cute.jit
     def _glu(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
         write_block, settle = self._glu_block, writer.settle
         blocks = const_expr(3 if self.spec.save_preact else 1)
         for index in cutlass.range_constexpr(self.tile.n // 2 // self.columns):
-            column = place.column + index * self.columns
+            column = coord.column + index * self.columns
             # Besides work it saves registers: the compiler begins no block before its turn.
             if column < self.problem.columns:
                 write_block(
-                    writer, accumulator, m, row_scales, out, both, slab, place, index,
+                    writer, accumulator, m, row_scales, out, both, slab, coord, index,
                     count + index * blocks,
                 )  # fmt: skip
             else:
@@ -232,7 +232,7 @@ class Epilogue:
 
     @cute.jit
     def _glu_block(
-        self, writer, accumulator, m, row_scales, out, both, slab, place: Place,
+        self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
         index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
         """A block of activation columns, after the two blocks that it is computed from."""
@@ -245,7 +245,7 @@ class Epilogue:
                 block = writer.block(count + side)
                 self._put_accumulator(writer, block, accumulator, m, whole)
                 view = side if const_expr(spec.paired) else 0
-                at = gate_column(spec, place.column, glu_block)
+                at = gate_column(spec, coord.column, glu_block)
                 at += whole * self.columns - view * half
                 writer.write([(*both[view], slab, at, block)])
         block = writer.block(count + (2 if spec.save_preact else 0))
@@ -258,11 +258,11 @@ class Epilogue:
                     value = activation(gates[i], linears[i], self.outputs.constants)
                     values.append(value * row_scales[2 * m + i // 2])
             writer.put(values, block, piece)
-        writer.write([(*out, slab, place.column + index * self.columns, block)])
+        writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
     @cute.jit
     def _dglu(
-        self, writer, accumulator, m: cutlass.Constexpr, row_scales, place: Place, preact_state
+        self, writer, accumulator, m: cutlass.Constexpr, row_scales, coord: TileCoord, preact_state
     ):
         """64 rows: gradients of gate, linear and scale, and the scaled activation."""
         spec, ring, vacated = self.spec, self.preacts.pipeline, self.preacts.vacated
@@ -272,9 +272,9 @@ class Epilogue:
             ring.consumer_wait(preact_state)
             if const_expr(index == blocks - 1):  # noqa: SIM102 (decided when compiling)
                 if (m == self.tile.slabs - 1) | (
-                    place.row + (m + 1) * WARPGROUP_ROWS >= place.rows
+                    coord.row + (m + 1) * WARPGROUP_ROWS >= coord.rows
                 ):
-                    give_turn(PREACT_TURN, self.team)
+                    give_turn(PREACT_TURN, self.warpgroup)
             # Two blocks of gate and linear columns; their gradients take their place.
             sides = [
                 self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
@@ -293,7 +293,7 @@ class Epilogue:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.preacts.done + preact_state.index)
             preact_state.advance()
-        self._sum_up(scale_grads, m, place)
+        self._sum_up(scale_grads, m, coord)
         return preact_state
 
     def _backward(self, writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads):
@@ -326,15 +326,15 @@ class Epilogue:
         writer.put(activations, act, piece)
 
     @cute.jit
-    def _sum_up(self, scale_grads, m, place: Place):
+    def _sum_up(self, scale_grads, m, coord: TileCoord):
         """Sum a row's gradients of its scale over the four threads that hold it."""
-        partials, tile = self.outputs.partials, place.column // self.tile.n
+        partials, tile = self.outputs.partials, coord.column // self.tile.n
         tiles = cute.size(partials, mode=[0])
         for half in cutlass.range_constexpr(2):
             total = scale_grads[half]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
-            at = place.row + self._row(m, half)
+            at = coord.row + self._row(m, half)
             # A cluster across an odd number of tiles has a block past the last column.
-            if ((self.thread & 3) == 0) & (at < place.rows) & (tile < tiles):
-                partials[tile, place.start + at] = total
+            if ((self.thread & 3) == 0) & (at < coord.rows) & (tile < tiles):
+                partials[tile, coord.start + at] = total

@@ -25,11 +25,11 @@ from fusible.kernels.sm90.device.parts import (
     Preacts,
     Problem,
     Scales,
-    Walk,
+    TileReader,
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
-from fusible.kernels.sm90.device.schedule import Schedule, TileQueue
 from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
+from fusible.kernels.sm90.device.tile_scheduler import TileQueue, TileScheduler
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
 
@@ -363,7 +363,7 @@ class GroupedGemm:
             num_stages=spec.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, shared_loads * tile.teams * 4
+                pipeline.Agent.Thread, shared_loads * tile.warpgroups * 4
             ),
             tx_count=spec.stage_bytes,
             cta_layout_vmnk=cluster_layout,
@@ -420,7 +420,7 @@ class GroupedGemm:
             down = cute.ceil_div(columns, tile.m * tile.cluster_m)
         problem = Problem(total_rows, columns, depth, groups, glu_block, table, base)
         first_tile = cute.arch.block_idx()[0] // cute.size(self.cluster)
-        walk = Walk(queue, in_cluster)
+        tiles = TileReader(queue, in_cluster)
         blocks = shared.blocks.get_tensor(layout_block.outer, swizzle=layout_block.inner)
         zeros = cute.make_tensor(
             cute.recast_ptr(shared.preact.data_ptr(), dtype=self.out_dtype),
@@ -439,20 +439,22 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
-                schedule = Schedule(ends, total_rows, groups, across, tile_rows, down, spec.skips)
+                scheduler = TileScheduler(
+                    ends, total_rows, groups, across, tile_rows, down, spec.skips
+                )
                 queue.serve(
-                    schedule, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
+                    scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
                 )
             if const_expr(spec.rings == 2):
                 if warp_index < 2:
-                    load_operands(spec, problem, walk, operands, warp_index)
+                    load_operands(spec, problem, tiles, operands, warp_index)
             elif warp_index == 0:
-                load_operands(spec, problem, walk, operands, Int32(0))
+                load_operands(spec, problem, tiles, operands, Int32(0))
             if const_expr(spec.kind == "dglu"):
                 if warp_index == 1:
-                    load_preacts(spec, problem, walk, preacts)
+                    load_preacts(spec, problem, tiles, preacts)
                 elif warp_index == 3:
-                    store_gradients(spec, problem, walk, preacts, outputs)
+                    store_gradients(spec, problem, tiles, preacts, outputs)
             if const_expr(spec.fills):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 3:
                     fill_empty(spec, problem, ends, total_rows, columns, store, zeros)
@@ -460,6 +462,6 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(_MATH_REGISTERS)
             cute.arch.griddepcontrol_wait()
             multiply(
-                spec, problem, walk, operands, operand_scales, preacts, outputs,
+                spec, problem, tiles, operands, operand_scales, preacts, outputs,
                 thread - WARPGROUP, warpgroup_index - 1,
             )  # fmt: skip

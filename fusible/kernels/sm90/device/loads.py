@@ -9,7 +9,7 @@ from fusible.kernels.sm90.device.parts import (
     Operands,
     Preacts,
     Problem,
-    Walk,
+    TileReader,
     gate_column,
     in_ring,
     preact_blocks_of,
@@ -84,7 +84,7 @@ def prefetch_weights(
 def load_operands(
     spec: cutlass.Constexpr[Spec],
     problem: Problem,
-    walk: Walk,
+    tiles: TileReader,
     operands: Operands,
     which: Int32,
 ):
@@ -92,7 +92,7 @@ def load_operands(
 
     Each of two rings is filled for every other tile.
     """
-    tile, in_cluster = spec.tile, walk.in_cluster
+    tile, in_cluster = spec.tile, tiles.in_cluster
     load_a, load_b, ring = operands.load_a, operands.load_b, operands.pipeline
     tile_a = (tile.m, spec.tile_k)
     # A block loads its slice of what a row or column of the cluster shares, for all of it.
@@ -106,7 +106,7 @@ def load_operands(
 
     state = ring_state(spec, pipeline.PipelineUserType.Producer)
     turn = Int32(0)
-    read, valid, group, m, n, start, rows = walk.next(walk.begin())
+    read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * spec.width
@@ -142,7 +142,7 @@ def load_operands(
             if const_expr(spec.scaling == "rows"):
                 _load_scales(spec, operands, column, start // FP8_BLOCK + step, stage, barrier)
             state.advance()
-        read, valid, group, m, n, start, rows = walk.next(read)
+        read, valid, group, m, n, start, rows = tiles.next(read)
     # Wait until the cluster has read what this block sent, before it may exit.
     for _ in cutlass.range_constexpr(state.stages):
         at = in_ring(spec, state, which)
@@ -172,11 +172,13 @@ def _load_scales(spec, operands, column, block, stage, barrier):
 
 
 @cute.jit
-def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, preacts: Preacts):
+def load_preacts(
+    spec: cutlass.Constexpr[Spec], problem: Problem, tiles: TileReader, preacts: Preacts
+):
     """Keep the pre-activation blocks filled, in the order the epilogue reads them; by one warp."""
-    tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
+    tile, in_cluster, ring = spec.tile, tiles.in_cluster, preacts.pipeline
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, spec.preact_slots)
-    read, valid, group, m, n, start, rows = walk.next(walk.begin())
+    read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         blocks = preact_blocks_of(spec, rows, row)
@@ -204,7 +206,7 @@ def load_preacts(spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, pr
                         )
                         cute.prefetch(atom, source)
             state.advance()
-        read, valid, group, m, n, start, rows = walk.next(read)
+        read, valid, group, m, n, start, rows = tiles.next(read)
 
 
 def _preact_box(spec, problem, preacts, row, column, block, side):

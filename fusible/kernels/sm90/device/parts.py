@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline, select_
 
-from fusible.kernels.sm90.device.schedule import TileQueue
+from fusible.kernels.sm90.device.tile_scheduler import TileQueue
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 WARPGROUP = 128  # threads
@@ -33,14 +33,14 @@ class Problem(NamedTuple):
     base: Int64  # address from which their descriptor counts
 
 
-class Walk(NamedTuple):
-    """A block's way over the tiles."""
+class TileReader(NamedTuple):
+    """Where the warps of a block read which tiles it computes."""
 
     queue: TileQueue
-    in_cluster: tuple[Int32, Int32]  # the block's place in its cluster
+    in_cluster: tuple[Int32, Int32]  # the block's coordinates
 
     def begin(self):
-        """Where a warp begins to read the queue."""
+        """The state with which a warp reads its first tile."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TileQueue.SLOTS)
 
     def next(self, state):
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
         return self.queue.next(state)
 
 
-class Place(NamedTuple):
+class TileCoord(NamedTuple):
     """A tile: its group, the group's first row and number of rows, the tile's first in it."""
 
     group: Int32
@@ -127,13 +127,13 @@ def gate_column(spec: Spec, column, glu_block):
     return column * 2
 
 
-def row_in_tile(spec: Spec, thread, team, m, half):
+def row_in_tile(spec: Spec, thread, warpgroup, m, half):
     """Row of the tile that a thread holds in the m-th 64 rows of its warpgroup: one of two."""
     # Shifts: a division of signed numbers takes many instructions.
     first = (thread >> 5) * 16 + ((thread & 31) >> 2) + half * 8
-    if spec.tile.teams == 2:
-        first += team * WARPGROUP_ROWS
-    return first + m * spec.tile.teams * WARPGROUP_ROWS
+    if spec.tile.warpgroups == 2:
+        first += warpgroup * WARPGROUP_ROWS
+    return first + m * spec.tile.warpgroups * WARPGROUP_ROWS
 
 
 def ring_state(spec: Spec, user):
@@ -160,11 +160,11 @@ def behind(state, count):
 # Turns of the two warpgroups, in ping-pong: a pair of named barriers each.
 
 
-def take_turn(turns, team):
-    """Wait until the other warpgroup has given ``team`` its turn."""
-    cute.arch.barrier(barrier_id=turns + team, number_of_threads=2 * WARPGROUP)
+def take_turn(turns, warpgroup):
+    """Wait until the other warpgroup has given ``warpgroup`` its turn."""
+    cute.arch.barrier(barrier_id=turns + warpgroup, number_of_threads=2 * WARPGROUP)
 
 
-def give_turn(turns, team):
+def give_turn(turns, warpgroup):
     """Let the other warpgroup go on."""
-    cute.arch.barrier_arrive(barrier_id=turns + 1 - team, number_of_threads=2 * WARPGROUP)
+    cute.arch.barrier_arrive(barrier_id=turns + 1 - warpgroup, number_of_threads=2 * WARPGROUP)

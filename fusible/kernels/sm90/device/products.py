@@ -2,7 +2,8 @@
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
@@ -12,11 +13,11 @@ from fusible.kernels.sm90.device.parts import (
     WARPGROUP,
     Operands,
     Outputs,
-    Place,
     Preacts,
     Problem,
     Scales,
-    Walk,
+    TileCoord,
+    TileReader,
     behind,
     give_turn,
     in_ring,
@@ -57,37 +58,43 @@ def _as_tiles(fragment, rank):
 def multiply(
     spec: cutlass.Constexpr[Spec],
     problem: Problem,
-    walk: Walk,
+    tiles: TileReader,
     operands: Operands,
     scales: Scales | None,
     preacts: Preacts | None,
     outputs: Outputs,
     thread: Int32,
-    team: Int32,
+    warpgroup: Int32,
 ):
-    """A consumer warpgroup (``team``, of two): products, then the epilogue, tile by tile."""
-    tile, teams = spec.tile, spec.tile.teams
+    """A consumer warpgroup (``warpgroup`` 0 or 1): products, then the epilogue, tile by tile."""
+    tile, warpgroups = spec.tile, spec.tile.warpgroups
     mma = hopper.make_trivial_tiled_mma(
         operands.a.element_type,
         operands.b.element_type,
         _MAJOR[spec.a_major],
         _MAJOR[spec.b_major],
         Float32,
-        (teams, 1, 1),
+        (warpgroups, 1, 1),
         (WARPGROUP_ROWS, tile.n),
     )
-    slice_mma = mma.get_slice(team * WARPGROUP if const_expr(teams == 2) else 0)
+    slice_mma = mma.get_slice(warpgroup * WARPGROUP if const_expr(warpgroups == 2) else 0)
     shared_b = operands.b
     if const_expr(spec.b_parts == 2):
         # The two halves of a stage lie next to each other: one operand.
         layout = operand_layout(spec, spec.b_major, tile.n, operands.b.element_type)
         shared_b = cute.make_tensor(shared_b.iterator, layout.outer)
-    mma.set(warpgroup.Field.ACCUMULATE, True)
+    mma.set(wgmma.Field.ACCUMULATE, True)
     fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
     accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
     epilogue = Epilogue(
-        spec, problem, preacts, outputs, DTYPES[spec.value_dtype], thread & (WARPGROUP - 1), team
+        spec,
+        problem,
+        preacts,
+        outputs,
+        DTYPES[spec.value_dtype],
+        thread & (WARPGROUP - 1),
+        warpgroup,
     )
     # Bound here: an object whose methods a loop calls is taken for one that the loop changes.
     scales_of, write = epilogue.row_scales, epilogue.write
@@ -100,36 +107,36 @@ def multiply(
         promotion = Promotion(problem, scales, operands.scales, thread & (WARPGROUP - 1))
     turns = const_expr(tile.pingpong and spec.rings == 1)
     if const_expr(turns):  # noqa: SIM102 (decided when compiling)
-        if team == 0:
+        if warpgroup == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
             if const_expr(spec.kind == "dglu"):
                 give_turn(PREACT_TURN, Int32(1))
 
     turn = Int32(0)
-    read, valid, group, m, n, start, rows = walk.next(walk.begin())
+    read, valid, group, m, n, start, rows = tiles.next(tiles.begin())
     while valid:
         steps = steps_of(spec, problem, group, rows)
-        row = (m * tile.cluster_m + walk.in_cluster[0]) * tile.m
-        mine = Boolean(True)
+        row = (m * tile.cluster_m + tiles.in_cluster[0]) * tile.m
+        has_turn = Boolean(True)
         if const_expr(tile.pingpong):
-            mine = turn == team
-        if mine:
-            column = (n * tile.cluster_n + walk.in_cluster[1]) * spec.width
-            place = Place(group, start, rows, row, column)
-            row_scales = scales_of(place)
+            has_turn = turn == warpgroup
+        if has_turn:
+            column = (n * tile.cluster_n + tiles.in_cluster[1]) * spec.width
+            coord = TileCoord(group, start, rows, row, column)
+            row_scales = scales_of(coord)
             # Here, not by the first product: under the other warpgroup's products in
             # ping-pong, and the last tile's values need no registers any more.
             accumulator.fill(0.0)
             scales_now = None
             if const_expr(spec.scaled):
                 scales_now = scale_registers(spec)
-                load_scales(spec, promotion, scales_now, place, Int32(0))
+                load_scales(spec, promotion, scales_now, coord, Int32(0))
             if const_expr(turns):
-                take_turn(_MULTIPLY_TURN, team)
+                take_turn(_MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.scaled):
-                ring = team if const_expr(spec.rings == 2) else Int32(0)
-                loop = (*loop, spec, promotion, products, scales_now, place, ring)
+                ring = warpgroup if const_expr(spec.rings == 2) else Int32(0)
+                loop = (*loop, spec, promotion, products, scales_now, coord, ring)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
             if const_expr(spec.by_rows and tile.pingpong):
                 # Where a group ends within the tile, the rows behind need no products.
@@ -154,10 +161,10 @@ def multiply(
                 state = _mainloop(*loop, state, tile.slabs)
             if const_expr(turns):
                 # All products are issued: the other's may queue up behind them.
-                give_turn(_MULTIPLY_TURN, team)
+                give_turn(_MULTIPLY_TURN, warpgroup)
             if const_expr(not spec.scaled):
                 _drain(operands.pipeline, state, steps)
-            preact_state = write(accumulator, row_scales, place, preact_state)
+            preact_state = write(accumulator, row_scales, coord, preact_state)
         else:
             if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
                 if steps > 0:
@@ -166,7 +173,7 @@ def multiply(
                 preact_state.advance(preact_blocks_of(spec, rows, row))
         if const_expr(tile.pingpong):
             turn = 1 - turn
-        read, valid, group, m, n, start, rows = walk.next(read)
+        read, valid, group, m, n, start, rows = tiles.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
@@ -190,7 +197,7 @@ def _step(
 ):  # fmt: skip
     """Issue the products of a stage, of ``depth`` times 16 of the reduction; release the last."""
     ring.consumer_wait(state)
-    warpgroup.fence()
+    wgmma.fence()
     for k in cutlass.range_constexpr(depth):
         for m in cutlass.range_constexpr(slabs):
             cute.gemm(
@@ -200,10 +207,10 @@ def _step(
                 _as_tiles(fragment_b[None, 0, k, state.index], 2),
                 _as_tiles(accumulator[None, m, 0], 3),
             )
-    warpgroup.commit_group()
+    wgmma.commit_group()
     state.advance()
     if step > 0:
-        warpgroup.wait_group(1)
+        wgmma.wait_group(1)
         ring.consumer_release(behind(state, 2))
     return state
 
@@ -211,7 +218,7 @@ def _step(
 @cute.jit
 def _drain(ring, state, steps):
     """Wait for the last products of a tile."""
-    warpgroup.wait_group(0)
+    wgmma.wait_group(0)
     if steps > 0:
         ring.consumer_release(behind(state, 1))
 
@@ -219,7 +226,8 @@ def _drain(ring, state, steps):
 @cute.jit
 def _scaled_mainloop(
     mma, accumulator, fragment_a, fragment_b, ring, steps, spec: cutlass.Constexpr[Spec],
-    promotion: Promotion, products, scales, place: Place, which, state, slabs: cutlass.Constexpr,
+    promotion: Promotion, products, scales, coord: TileCoord, which, state,
+    slabs: cutlass.Constexpr,
 ):  # fmt: skip
     """The products of ``steps`` stages of FP8, each times its scales; all are added at the end."""
     coming = scale_registers(spec)
@@ -228,8 +236,8 @@ def _scaled_mainloop(
         at = in_ring(spec, state, which)
         ring.consumer_wait(at)
         for m in cutlass.range_constexpr(slabs):
-            warpgroup.fence()
-            mma.set(warpgroup.Field.ACCUMULATE, False)
+            wgmma.fence()
+            mma.set(wgmma.Field.ACCUMULATE, False)
             for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
                 cute.gemm(
                     mma,
@@ -238,11 +246,11 @@ def _scaled_mainloop(
                     _as_tiles(fragment_b[None, 0, k, at.index], 2),
                     products,
                 )
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
+                mma.set(wgmma.Field.ACCUMULATE, True)
+            wgmma.commit_group()
             if const_expr(m == 0):
-                load_scales(spec, promotion, coming, place, step + 1)
-            warpgroup.wait_group(0)
+                load_scales(spec, promotion, coming, coord, step + 1)
+            wgmma.wait_group(0)
             if const_expr(m == slabs - 1 and not in_stages):
                 ring.consumer_release(at)
             add_scaled(spec, promotion, accumulator, m, products, scales, at.index)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from fusible.kernels.sm90.device.parts import Place, Problem, Scales, gate_column, row_in_tile
+from fusible.kernels.sm90.device.parts import Problem, Scales, TileCoord, gate_column, row_in_tile
 from fusible.kernels.sm90.spec import Spec
 from fusible.recipes.formats import FP8_BLOCK
 
@@ -40,44 +40,48 @@ def scale_registers(spec: Spec):
 
 @cute.jit
 def load_scales(
-    spec: cutlass.Constexpr[Spec], given: Promotion, values: cute.Tensor, place: Place, step: Int32
+    spec: cutlass.Constexpr[Spec],
+    promotion: Promotion,
+    values: cute.Tensor,
+    coord: TileCoord,
+    step: Int32,
 ):
     """Load the scales of a tile for a stage; past the last stage, those of the last."""
-    a, b = given.scales.a, given.scales.b
+    a, b = promotion.scales.a, promotion.scales.b
     rows, blocks = cute.size(a, mode=[0]), cute.size(a, mode=[1])
-    first, block = place.start + place.row, step
+    first, block = coord.start + coord.row, step
     if const_expr(not spec.by_rows):
-        first, block = place.row, place.start // FP8_BLOCK + step
+        first, block = coord.row, coord.start // FP8_BLOCK + step
     block = cutlass.min(block, blocks - 1)
     own = 2 * spec.tile.slabs
     for i in cutlass.range_constexpr(own):
-        row = first + row_in_tile(spec, given.thread, Int32(0), i // 2, i % 2)
+        row = first + row_in_tile(spec, promotion.thread, Int32(0), i // 2, i % 2)
         values[i] = a[cutlass.min(row, rows - 1), block]
     if const_expr(b is not None):
-        group = cutlass.min(place.group, cute.size(b, mode=[0]) - 1)
-        column = place.column
+        group = cutlass.min(coord.group, cute.size(b, mode=[0]) - 1)
+        column = coord.column
         if const_expr(spec.kind == "glu"):
-            column = gate_column(spec, column, given.problem.glu_block)
+            column = gate_column(spec, column, promotion.problem.glu_block)
         for part in cutlass.range_constexpr(_parts(spec)):
-            across = (column + part * given.problem.glu_block) // FP8_BLOCK
+            across = (column + part * promotion.problem.glu_block) // FP8_BLOCK
             across = cutlass.min(across, cute.size(b, mode=[1]) - 1)
             values[own + part] = b[group, across, block]
 
 
 @cute.jit
 def add_scaled(
-    spec: cutlass.Constexpr[Spec], given: Promotion, accumulator, m: cutlass.Constexpr, products,
-    values, stage: Int32,
+    spec: cutlass.Constexpr[Spec], promotion: Promotion, accumulator, m: cutlass.Constexpr,
+    products, values, stage: Int32,
 ):  # fmt: skip
     """``accumulator += products * scales`` of the m-th 64 rows."""
     eights, own = const_expr(spec.tile.n // 8), const_expr(2 * spec.tile.slabs)
-    within = 2 * (given.thread & 3)
+    within = 2 * (promotion.thread & 3)
     for eight in cutlass.range_constexpr(eights):
         for side in cutlass.range_constexpr(2):
             if const_expr(spec.scaling == "blocks"):
                 scale = values[own + eight * _parts(spec) // eights]
             else:
-                scale = given.columns[eight * 8 + within + side, 0, stage]
+                scale = promotion.columns[eight * 8 + within + side, 0, stage]
             for half in cutlass.range_constexpr(2):
                 accumulator[(side, half, eight), m, 0] += (
                     values[2 * m + half] * scale * products[(side, half, eight), 0, 0]

@@ -9,11 +9,11 @@ from fusible.kernels.sm90.device.parts import (
     Outputs,
     Preacts,
     Problem,
-    Walk,
+    TileReader,
     gate_column,
     preact_blocks_of,
 )
-from fusible.kernels.sm90.device.schedule import group_end
+from fusible.kernels.sm90.device.tile_scheduler import group_end
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 
 _FILLS = 8  # stores of zeros under way at once
@@ -41,14 +41,18 @@ def output_of(spec, problem, store, group):
 
 @cute.jit
 def store_gradients(
-    spec: cutlass.Constexpr[Spec], problem: Problem, walk: Walk, preacts: Preacts, outputs: Outputs
+    spec: cutlass.Constexpr[Spec],
+    problem: Problem,
+    tiles: TileReader,
+    preacts: Preacts,
+    outputs: Outputs,
 ):
     """Store what dglu's epilogue puts together, and vacate it; by one warp."""
-    tile, in_cluster, ring = spec.tile, walk.in_cluster, preacts.pipeline
+    tile, in_cluster, ring = spec.tile, tiles.in_cluster, preacts.pipeline
     box = (WARPGROUP_ROWS, spec.block_columns)
     across, act_blocks = tile.n // box[1], 2 * spec.out_blocks
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, spec.preact_slots)
-    read, valid, _, m, n, start, rows = walk.next(walk.begin())
+    read, valid, _, m, n, start, rows = tiles.next(tiles.begin())
     while valid:
         row = (m * tile.cluster_m + in_cluster[0]) * tile.m
         column = (n * tile.cluster_n + in_cluster[1]) * tile.n
@@ -79,7 +83,7 @@ def store_gradients(
             cute.arch.sync_warp()
             ring.consumer_release(state)
             state.advance()
-        read, valid, _, m, n, start, rows = walk.next(read)
+        read, valid, _, m, n, start, rows = tiles.next(read)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 

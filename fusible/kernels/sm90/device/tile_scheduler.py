@@ -1,7 +1,7 @@
 """Which output tile a cluster computes next, from group ends that only the device knows.
 
-The grid is persistent. One warp of a cluster finds its tiles (`Schedule`) and tells all the others
-(`TileQueue`).
+The grid is persistent. One warp of a cluster finds its tiles (`TileScheduler`) and sends them to
+all the others (`TileQueue`).
 """
 
 import cutlass
@@ -23,7 +23,7 @@ def group_end(ends: cute.Tensor, group: Int32, total_rows: Int32) -> Int32:
     return end
 
 
-class Schedule:
+class TileScheduler:
     """Tiles, group by group.
 
     Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
@@ -56,12 +56,12 @@ class Schedule:
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
         total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
-        return Schedule(
+        return TileScheduler(
             ends, total_rows, groups, columns, self.tile_rows, down, self.skips, tuple(state)
         )
 
     def _with(self, state):
-        return Schedule(
+        return TileScheduler(
             self.ends,
             self.total_rows,
             self.groups,
@@ -109,12 +109,12 @@ class Schedule:
                 if lane >= (1 << step):
                     last += below
         else:  # groups have as many tiles each
-            mine = self._level(group, rows)
-            there = cute.arch.vote_ballot_sync(mine == level) & cute.arch.lanemask_le()
+            own_level = self._level(group, rows)
+            there = cute.arch.vote_ballot_sync(own_level == level) & cute.arch.lanemask_le()
             last = Int32(cute.arch.popc(there)) * self.down * self.columns
-            if mine >= level:
-                mine = Int32(-1)
-            lower = cutlass.max(lower, cute.arch.warp_redux_sync(mine, "max"))
+            if own_level >= level:
+                own_level = Int32(-1)
+            lower = cutlass.max(lower, cute.arch.warp_redux_sync(own_level, "max"))
         return base, first + last, start, rows, level, lower
 
     @cute.jit
@@ -187,13 +187,13 @@ class TileQueue:
                 )
 
     @cute.jit
-    def serve(self, schedule, tile: Int32, clusters: Int32):
+    def serve(self, scheduler, tile: Int32, clusters: Int32):
         """One warp of the cluster: send tiles, from ``tile`` on, then that none is left."""
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.SLOTS)
         left = Boolean(True)
         while left:
-            schedule, left, group, m, n, start, rows = schedule.seek(tile)
+            scheduler, left, group, m, n, start, rows = scheduler.seek(tile)
             cute.arch.mbarrier_wait(self.barriers + self.SLOTS + state.index, state.phase)
             if lane < self.blocks:
                 full = self.barriers + state.index
