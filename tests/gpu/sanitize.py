@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-import fusible.kernels.quantize  # noqa: F401 (the ops' CUDA implementations)
 from fusible import formulas
 from fusible.activations import UNARY
 from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
+from fusible.kernels.quantize import quantize_k_major, transposed
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -151,11 +151,15 @@ def dense() -> None:
 def quantize() -> None:
     """`fusible.kernels.quantize`."""
     x, ends = random(128, 384), torch.tensor([0, 1, 33, 33, 64, 127], device="cuda")
-    for fmt in (mxfp8(), fp8_block(), fp8_block(block=(128, 128)), fp8_tensor(), nvfp4()):
-        for given in (None, ends) if fmt.block != (128, 128) else (None,):
+    square = fp8_block(block=(128, 128))
+    for fmt in (mxfp8(), fp8_block(), square, fp8_tensor(), nvfp4()):
+        for given in (None, ends) if fmt != square else (None,):
             row, column, *_ = quantize_for(x, fmt, Uses(True, True, True, True), given)
             for matrix in (row, column):
                 dequantize_matrix(matrix, torch.bfloat16)
+    for fmt, of_groups in ((fp8_block(), ends), (fp8_block(), None), (square, None)):
+        quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=of_groups)
+    transposed(x.to(torch.float8_e4m3fn))
 
 
 if __name__ == "__main__":
