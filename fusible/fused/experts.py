@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP, GroupedMLP, ScaledGLU
-from fusible.fused.kernel_selection import SM90_ROW
+from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.grouped_kernels import GroupedKernels
+from fusible.ops.matrices import GatheredRows, as_2d
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.product import values
+
+_QUANTIZED = "rows of x are quantized while Dispatch copies them, those of the output's gradient"
+_GATHERED = "while Combine's backward does"
+_WRITTEN = "after Combine's backward, since sums for FC2's bias read them"
 
 
 class MoEExperts(FusedOperation):
@@ -24,10 +31,8 @@ class MoEExperts(FusedOperation):
 
     Rows, the ``top_k`` copies of each token, are the largest tensors of a block. Here those of the
     backward live only as long as they are read, and with ``recompute_rows`` those of the forward
-    are not saved.
+    are not saved. Kernels that quantize gather them meanwhile: they are not written.
     """
-
-    saves = "x or tokens, row map, pre-activation, scales, end rows of the groups, weights"
 
     def __init__(
         self,
@@ -41,6 +46,14 @@ class MoEExperts(FusedOperation):
         super().__init__([dispatch, fc1, act, fc2, combine])
         self._parts = dispatch, fc1, act, fc2, combine
         self._mlp = GroupedMLP(kernels, fc1, act, fc2)
+        # Sums for the bias read the rows of the gradient.
+        self._gathers_grad = kernels.gathers and not fc2.has_bias
+        self.saves = f"row map, {self._mlp.saves}"
+        if dispatch.recompute_rows:
+            self.saves += "; of x only the tokens"
+        self.multiplies = kernels.multiplies
+        if kernels.gathers:
+            self.multiplies += f"; {_QUANTIZED} {_WRITTEN if fc2.has_bias else _GATHERED}"
 
     def forward_impl(
         self,
@@ -51,7 +64,10 @@ class MoEExperts(FusedOperation):
         """Row map, rows, two products, sums."""
         first, *middle, last = ctxs
         dispatch, *_, combine = self._parts
-        rows, *outputs = dispatch.forward_impl(first, x, *extra_inputs[0])
+        gathers = self._mlp.kernels.gathers
+        place = dispatch.forward_gathered if gathers else dispatch.forward_impl
+        rows: Any
+        rows, *outputs = place(first, x, *extra_inputs[0])
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         given = [
@@ -62,7 +78,9 @@ class MoEExperts(FusedOperation):
         first.gives_scales = [of_op[-1] is None for of_op in extra_inputs[2:4]]
         y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
         y = combine.forward_impl(last, y, *given[4])
-        if first.requires_grad and dispatch.recompute_rows:
+        if self._gathers_grad:
+            last.save_for_backward(rows.index)
+        if first.requires_grad and dispatch.recompute_rows and not gathers:
             tokens = cast(values(x), rows.dtype).reshape(-1, rows.shape[1])
             middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
@@ -78,13 +96,16 @@ class MoEExperts(FusedOperation):
         ctx1 = middle[0]
         dispatch, fc1, _, _, combine = self._parts
         (row_map,) = first.saved_tensors
-        dy, *_ = combine.backward_impl(last, grad_output)
-        assert dy is not None
+        dy: Any
+        if self._gathers_grad:
+            dy = GatheredRows(as_2d(grad_output), *last.saved_tensors)
+        else:
+            dy, *_ = combine.backward_impl(last, grad_output)
         second = self._mlp.second_backward(middle, dy)
         del dy
-        drows = fc1.data_grad(
-            self._mlp.kernels, ctx1, second.dpreact, second.saved, second.dpreact.row
-        )
+        kernels, like = self._mlp.kernels, second.values
+        assert like is not None
+        drows = fc1.data_grad(kernels, ctx1, second.dpreact, second.saved, like)
         assert drows is not None
         dmoved = grad_extra_outputs[0][1]
         for grad, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
@@ -93,11 +114,16 @@ class MoEExperts(FusedOperation):
         dx, *extra0 = dispatch.backward_impl(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x
-        if dispatch.recompute_rows:
+        if dispatch.recompute_rows and not kernels.gathers:
             x, _ = moe.scatter_rows(x, row_map, None, last.num_rows, False)
-        params1, extra1 = self._mlp.first_grads(ctx1, second, x, second.dpreact.row)
+        params1, extra1 = self._mlp.first_grads(ctx1, second, x, like)
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, (second.dscales,), second.extra, (None,)]
+
+
+_IN_HIGH_PRECISION = replace(
+    SM90_ROW.for_mlp, needs=(*SM90_ROW.for_mlp.needs, equal(this.quantizes, False))
+)
 
 
 @rule(
@@ -105,8 +131,7 @@ class MoEExperts(FusedOperation):
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
     *MLP,
-    equal(this.quantizes, False),
-    kernels=[SM90_ROW.for_mlp],
+    kernels=[SM90_FP8_ROW.for_mlp, _IN_HIGH_PRECISION],
 )
 def moe_experts(
     kernels: GroupedKernels,

@@ -118,6 +118,21 @@ _INTERLEAVE = (
     "store FC1's weight and bias by fusible.interleave_glu and pass "
     f"glu_interleave_size={sm100.INTERLEAVE}"
 )
+SM90_FP8_ROW = Kernels(
+    "sm90_fp8",
+    SM90_FP8,
+    needs_sm90_fp8,
+    (
+        equal(this.fc1.dtype, "bfloat16"),  # which the epilogue rounds to
+        *_GLU_SM90,
+        where(
+            this.act.glu_interleave_size,
+            None,
+            multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT),
+        ),
+    ),
+    "The launches multiply in FP8, on rows that one launch quantizes for both uses.",
+)
 SM90_ROW = Kernels(
     "sm90",
     LIBRARY,  # whose CUDA implementation is chosen by the same limits
@@ -128,21 +143,7 @@ SM90_ROW = Kernels(
     "synchronisation.",
 )
 KERNELS = (
-    Kernels(
-        "sm90_fp8",
-        SM90_FP8,
-        needs_sm90_fp8,
-        (
-            equal(this.fc1.dtype, "bfloat16"),  # which the epilogue rounds to
-            *_GLU_SM90,
-            where(
-                this.act.glu_interleave_size,
-                None,
-                multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT),
-            ),
-        ),
-        "The launches multiply in FP8, on rows that one launch quantizes for both uses.",
-    ),
+    SM90_FP8_ROW,
     SM90_ROW,
     Kernels(
         "sm100",

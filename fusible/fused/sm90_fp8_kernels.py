@@ -27,7 +27,7 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
-from fusible.ops.matrices import as_rows
+from fusible.ops.matrices import GatheredRows, as_rows
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, laid_out
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
@@ -57,6 +57,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         "FP8, in all products: one launch quantizes an input or a gradient for its two products, "
         "one the weights"
     )
+    gathers = True
 
     # --- operands --------------------------------------------------------------------------------
 
@@ -81,28 +82,36 @@ class Sm90Fp8Kernels(GroupedKernels):
             if columnwise:
                 columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=groups)
                 x = operand_values(columns, "wgrad", role)
+        later = columnwise and isinstance(x, GatheredRows) and x.again
         if not (rows or columnwise):
             return GroupedOperand(row, None)
-        fmt = ctx.recipe.format(role)
-        made = quantize_k_major(x, fmt, rowwise=bool(rows), columnwise=columnwise, ends=groups)
+        uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
+        made = _quantized(x, ctx, role, groups, **uses)
         column = None if made.column is None else _Columns(*made.column, made.padded_ends)
-        return GroupedOperand(made.row or row, column)
+        return GroupedOperand(made.row or row, x if later else column)
 
-    def saved_rows(self, ctx: OperationContext, column: _Columns | None) -> Saved:
-        """The column-wise use as it lies in memory, if the weight needs its gradient."""
+    def saved_rows(self, ctx: OperationContext, column: _Columns | GatheredRows | None) -> Saved:
+        """The column-wise use as it lies in memory, if the weight needs its gradient.
+
+        Or what it is gathered from once more, and the index.
+        """
         if column is None or not ctx.needs.params[0]:
-            return None, None
-        return column.data.t(), column.scale
+            return None, None, None
+        if isinstance(column, GatheredRows):
+            return column.source, None, column.index
+        return column.data.t(), column.scale, None
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
-        return 2
+        return 3
 
     def restored_rows(
         self, ctx: OperationContext, saved: Sequence[Any], groups: Tensor
-    ) -> _Columns | None:
+    ) -> _Columns | GatheredRows | None:
         """See `GroupedKernels`."""
-        data, scale = saved
+        data, scale, index = saved
+        if index is not None:
+            return GatheredRows(data, index)
         return None if data is None else _Columns(data.t(), scale, None)
 
     def weights(
@@ -150,11 +159,19 @@ class Sm90Fp8Kernels(GroupedKernels):
         return _multiplied(ctx, dy, weights, groups, None, None, output)
 
     def weight_grad(
-        self, ctx: OperationContext, dy: _Columns | None, x: _Columns | None, groups: Tensor
+        self,
+        ctx: OperationContext,
+        dy: _Columns | None,
+        x: _Columns | GatheredRows | None,
+        groups: Tensor,
     ) -> WeightGradient:
         """See `GroupedKernels`."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
+        if isinstance(x, GatheredRows):
+            made = _quantized(x, ctx, "input", groups, rowwise=False, columnwise=True)
+            assert made.column is not None
+            x = _Columns(*made.column, None)
         ends = dy.ends
         assert ends is not None
 
@@ -227,6 +244,16 @@ class Sm90Fp8Kernels(GroupedKernels):
 
 
 SM90_FP8 = Sm90Fp8Kernels()
+
+
+def _quantized(
+    x: Tensor | GatheredRows, ctx: OperationContext, role: Role, ends: Tensor, **uses: bool
+) -> KMajor:
+    """Rows, gathered or as they are, for the products that read them, in one launch."""
+    source, index = (x.source, x.index) if isinstance(x, GatheredRows) else (x, None)
+    fmt = ctx.recipe.format(role)
+    assert fmt is not None
+    return quantize_k_major(source, fmt, ends=ends, rows=index, **uses)
 
 
 def _multiplied(

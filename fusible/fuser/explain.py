@@ -348,7 +348,7 @@ def _blocks(plan: Plan) -> list[list[str]]:
         for i in range(at, fusion.stop):
             lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i)])
         lines.extend(_saves(plan, fusion.op, at))
-        lines.extend(_multiplies(plan, getattr(fusion.op, "kernels", None)))
+        lines.extend(_multiplies(plan, fusion.op))
         blocks.append(lines)
         at = fusion.stop
     return blocks

@@ -15,6 +15,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes, described
+from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
@@ -120,6 +121,27 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The row map, then the rows."""
+        x, probs, row_map, split_sizes, rows = self._place(ctx, input_, probs, expert_ids)
+        y, scales = moe.scatter_rows(x, row_map, probs, rows, self.scale_input)
+        if self.scale_input:
+            ctx.save_for_backward(row_map, x, probs)
+        middle = () if self.scale_input else (scales,)
+        return y, split_sizes, *middle, row_map.view(*input_.shape[:-1], row_map.shape[1])
+
+    def forward_gathered(
+        self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
+    ) -> tuple[GatheredRows, Tensor, Tensor, Tensor]:
+        """As the forward without ``scale_input``, but the rows are not written."""
+        x, probs, row_map, split_sizes, rows = self._place(ctx, input_, probs, expert_ids)
+        index, scales = moe.row_sources(row_map, probs, rows)
+        gathered = GatheredRows(x, index, self.recompute_rows)
+        row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
+        return gathered, split_sizes, scales, row_map
+
+    def _place(
+        self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Tokens, probabilities, row map, split sizes and the number of rows; saves the map."""
         x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
         row_map, split_sizes, ends = moe.permutation(
             ids, self.num_experts, self.capacity(ids.numel())
@@ -128,16 +150,10 @@ class Dispatch(BasicOperation):
         if (capacity := self.capacity(rows)) is not None:
             rows = min(rows, self.num_experts * capacity)
         ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        y, scales = moe.scatter_rows(x, row_map, probs, rows, self.scale_input)
         ctx.dtype = probs.dtype
         ctx.shape = input_.shape
-        if self.scale_input:
-            ctx.save_for_backward(row_map, x, probs)
-        else:
-            ctx.save_for_backward(row_map)
-        row_map = row_map.view(*input_.shape[:-1], ids.shape[1])
-        middle = () if self.scale_input else (scales,)
-        return y, split_sizes, *middle, row_map
+        ctx.save_for_backward(row_map)
+        return x, probs, row_map, split_sizes, rows
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None

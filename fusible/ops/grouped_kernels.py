@@ -80,6 +80,8 @@ class GroupedKernels:
     """What a linear saves with these kernels, for ``explain``; its own text if empty."""
     multiplies = "values of quantized operands, in BF16 on CUDA"
     """What the products multiply under a recipe, for ``explain``."""
+    gathers = False
+    """Whether `prepare_rows` takes `GatheredRows`."""
 
     # --- operands --------------------------------------------------------------------------------
 
@@ -110,7 +112,8 @@ class GroupedKernels:
         """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
 
         ``x`` is ``[rows, features]`` in ``ctx.dtype``, or quantized, or an output of `glu` or
-        `dglu`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the sums for the bias.
+        `dglu`, or `GatheredRows`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the
+        sums for the bias.
         """
         if not ctx.quantizes:
             return GroupedOperand(x, x)

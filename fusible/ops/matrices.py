@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.recipes.product import is_quantized
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Rows ``source[index]`` ``[rows, features]``, which kernels gather while they quantize them.
+
+    ``GroupedKernels.prepare_rows`` takes them where ``gathers`` says so; to the checks of a linear
+    they are its input.
+    """
+
+    source: Tensor
+    index: Tensor
+    """Int32 ``[rows]``; what it holds past the last group is not read."""
+    again: bool = False
+    """Save the source, and gather once more for the weight gradient."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the rows."""
+        return torch.Size((self.index.shape[0], self.source.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.source.device
+
+    def dim(self) -> int:
+        """Two."""
+        return 2
 
 
 def as_2d(t: Tensor) -> Tensor:
@@ -19,8 +56,10 @@ def as_rows(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.view(-1, buffer.shape[-1])
 
 
-def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
+def matrix(t: Any, dtype: torch.dtype) -> Any:
     """``t`` as ``[rows, features]`` in ``dtype``, or as it is if it is quantized."""
+    if isinstance(t, GatheredRows):
+        return GatheredRows(cast(t.source, dtype), t.index, t.again)
     return t if is_quantized(t) else cast(as_2d(t), dtype)
 
 

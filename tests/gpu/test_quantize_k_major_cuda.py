@@ -42,12 +42,12 @@ def poison_free_memory():
 def compare(x, fmt, ends, uses, on_device=None):
     """Bits of each piece, to the end of the last padded group."""
     op = torch.ops.fusible.quantize_k_major
-    want = op(x, ends, *fmt.as_constants(), *uses)
+    want = op(x, ends, None, *fmt.as_constants(), *uses)
     x = x.cuda() if on_device is None else on_device
     ends = None if ends is None else ends.cuda()
     assert takes(x, x.dtype, ends)
     poison_free_memory()
-    got = op(x, ends, *fmt.as_constants(), *uses)
+    got = op(x, ends, None, *fmt.as_constants(), *uses)
     same_to_the_padded_end(got, want, fmt, uses)
 
 
@@ -113,11 +113,11 @@ def test_a_captured_graph_follows_new_ends():
     x, fmt = numbers(600, 512), fp8_block()
     on_gpu, ends = x.cuda(), torch.tensor([64, 128, 600], dtype=torch.int32, device="cuda")
     op = torch.ops.fusible.quantize_k_major
-    graph, got = graph_of(lambda: op(on_gpu, ends, *fmt.as_constants(), True, True))
+    graph, got = graph_of(lambda: op(on_gpu, ends, None, *fmt.as_constants(), True, True))
     for sizes in ([64, 128, 600], [1, 2, 3], [333, 333, 550]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
-        want = op(x, torch.tensor(sizes, dtype=torch.int32), *fmt.as_constants(), True, True)
+        want = op(x, torch.tensor(sizes, dtype=torch.int32), None, *fmt.as_constants(), True, True)
         same_to_the_padded_end(got, want, fmt, (True, True))
 
 

@@ -10,6 +10,8 @@ from fusible.kernels.moe.spec import MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 KERNELS = [
+    ("sources", RowsSpec("f32", 0, 8, "choice")),
+    ("sources", RowsSpec("bf16", 0, 6, "choice", "bf16")),
     ("scatter", RowsSpec("bf16", 256, 8, "choice")),
     ("scatter", RowsSpec("f16", 896, 8, "choice", "bf16", scale=True)),
     ("scatter", RowsSpec("bf16", 3, 1)),

@@ -6,6 +6,7 @@ import torch
 from torch.library import opcheck
 
 from fusible.kernels.quantize import quantize_k_major, transposed
+from fusible.kernels.quantize.k_major import chunks_together
 from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 from fusible.recipes.quantization import quantize
@@ -100,15 +101,18 @@ def test_weights_have_the_same_elements_for_both_uses(shape):
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), SQUARE], ids=[*FORMATS, "square"])
 def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
-    x = torch.randn(150, 144)
+    x, index = torch.randn(150, 144), torch.randint(0, 150, (200,), dtype=torch.int32)
     torch.compiler.reset()
     op = torch.ops.fusible.quantize_k_major
     for ends in (None, torch.tensor([3, 140])) if fmt.directional else (None,):
         for of_layout in (x, x.t().contiguous().t()):
-            opcheck(op, (of_layout, ends, *fmt.as_constants(), *uses))
+            for rows in (None, index) if fmt.directional else (None,):
+                opcheck(op, (of_layout, ends, rows, *fmt.as_constants(), *uses))
 
         def call(x, ends):
-            made = quantize_k_major(x, fmt, rowwise=uses[0], columnwise=uses[1], ends=ends)
+            rows = index if fmt.directional else None
+            flags = {"rowwise": uses[0], "columnwise": uses[1]}
+            made = quantize_k_major(x, fmt, **flags, ends=ends, rows=rows)
             tensors = [t for matrix in made[:2] if matrix is not None for t in matrix]
             return [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
 
@@ -121,6 +125,68 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
 def test_the_op_for_all_formats_returns_contiguous_tensors(fmt):
     x, uses = torch.randn(160, 256).t(), (True, fmt.directional)
     opcheck(torch.ops.fusible.quantize, (x, None, *fmt.as_constants(), *uses))
+
+
+def tokens_of_rows(tokens=170):
+    """The token of each row, some of which are never taken, and others often."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, tokens, (ROWS,), generator=generator, dtype=torch.int32) // 2 * 2
+
+
+def poisoned(index, ends):
+    """``index`` with names of no row past the last group, where none may be read."""
+    index = index.clone()
+    if ends is not None:
+        index[int(ends[-1].clamp(max=len(index))) :] = -(10**9)
+    return index
+
+
+@each_format
+@each_ends
+def test_gathered_rows_are_those_of_a_copy(fmt, ends):
+    x, index, ends = rows()[:170], tokens_of_rows(), torch.tensor(ends, dtype=torch.int32)
+    index = poisoned(index, ends)
+    for uses in [(True, True), (True, False), (False, True)]:
+        flags = {"rowwise": uses[0], "columnwise": uses[1], "ends": ends}
+        got = quantize_k_major(x, fmt, **flags, rows=index)
+        want = quantize_k_major(x[index.clamp(min=0)], fmt, **flags)
+        assert same_bits(got.padded_ends, want.padded_ends)
+        for mine, theirs in zip(got[:2], want[:2], strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or all(map(same_bits, mine, theirs))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [torch.zeros(4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)],
+    ids=["int64", "2-D"],
+)
+def test_another_index_is_refused(index):
+    with pytest.raises(ValueError, match=r"rows must be int32 of shape \(R,\)"):
+        quantize_k_major(torch.randn(4, 32), fp8_block(), rowwise=True, columnwise=True, rows=index)
+    with pytest.raises(ValueError, match="for blocks of 1x128"):
+        quantize_k_major(
+            torch.randn(4, 32), SQUARE, rowwise=True, columnwise=True, rows=index.flatten().int()
+        )
+
+
+@pytest.mark.parametrize("together", [1, 3, 6])
+def test_every_block_has_every_chunk_once(together):
+    pytest.importorskip("cutlass")
+    from fusible.kernels.quantize.device.k_major import block_and_chunk
+
+    blocks, chunks = 5, 6
+    for gathered in (False, True):
+        spec = QuantizeSpec(fp8_block(), "bf16", True, False, True, True, gathered=gathered)
+        near = together if gathered else chunks
+        order = [block_and_chunk(cta, blocks, near, spec) for cta in range(blocks * chunks)]
+        assert sorted(order) == [(b, c) for b in range(blocks) for c in range(chunks)]
+        assert {chunk for _, chunk in order[: blocks * near]} == set(range(near))
+
+
+@pytest.mark.parametrize(("rows", "together"), [(10, 16), (8192, 4), (16384, 2), (10**6, 1)])
+def test_gathered_columns_fit_the_cache(rows, together):
+    assert chunks_together(rows, 2048, 2) == together
 
 
 def test_no_gradient_passes():
@@ -141,15 +207,17 @@ def test_a_batch_of_rows_is_refused():
         quantize_k_major(torch.randn(2, 4, 32), fp8_block(), rowwise=True, columnwise=True)
 
 
-def emulated(monkeypatch, x, fmt, ends, uses):
+def emulated(monkeypatch, x, fmt, ends, uses, index=None):
     """The pieces of the op by the kernel's code, in memory that nothing was written to."""
     constants = fmt.as_constants()
-    pieces = torch.ops.fusible.quantize_k_major(x, ends, *constants, *uses)
+    pieces = torch.ops.fusible.quantize_k_major(x, ends, index, *constants, *uses)
     for piece in pieces:
         piece.flatten().view(torch.uint8).fill_(0xA5)
     spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, False, *uses, k_major=True)
-    inside = None if ends is None else ends.clamp(max=len(x)).tolist()
-    simt.quantize_k_major(monkeypatch, x, inside, pieces, spec)
+    spec = spec._replace(gathered=index is not None)
+    rows = len(x if index is None else index)
+    inside = None if ends is None else ends.clamp(max=rows).tolist()
+    simt.quantize_k_major(monkeypatch, x, inside, index, pieces, spec)
     return pieces
 
 
@@ -162,11 +230,21 @@ def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, monkeypa
         compare(x, fmt, None if ends is None else torch.tensor(ends), uses, monkeypatch)
 
 
-def compare(x, fmt, ends, uses, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
+def test_the_kernels_code_gives_the_bits_of_gathered_rows(ends, dtype, monkeypatch):
+    fmt = dict(zip(DTYPES, FORMATS.values(), strict=True))[dtype]
+    x, index = rows(2880 if ends == ENDS["ragged"] else 272, dtype)[:170], tokens_of_rows()
+    for uses in [(True, True), (True, False), (False, True)][: 3 if ends == ENDS["one"] else 1]:
+        given = None if ends is None else torch.tensor(ends)
+        compare(x, fmt, given, uses, monkeypatch, poisoned(index, given))
+
+
+def compare(x, fmt, ends, uses, monkeypatch, index=None):
     pytest.importorskip("cutlass")
     x[130, 3], x[7, 140] = float("nan"), float("inf")
-    want = torch.ops.fusible.quantize_k_major(x, ends, *fmt.as_constants(), *uses)
-    got = emulated(monkeypatch, x, fmt, ends, uses)
+    want = torch.ops.fusible.quantize_k_major(x, ends, index, *fmt.as_constants(), *uses)
+    got = emulated(monkeypatch, x, fmt, ends, uses, index)
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
     if uses[1]:
@@ -182,6 +260,6 @@ def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, monkeypa
     pytest.importorskip("cutlass")
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     w[..., 40, 3] = float("nan")
-    want = torch.ops.fusible.quantize_k_major(w, None, *SQUARE.as_constants(), *uses)
+    want = torch.ops.fusible.quantize_k_major(w, None, None, *SQUARE.as_constants(), *uses)
     got = emulated(monkeypatch, w, SQUARE, None, uses)
     assert all(same_bits(*pair) for pair in zip(got, want, strict=True))

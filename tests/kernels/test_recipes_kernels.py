@@ -52,6 +52,11 @@ K_MAJOR = [
     QuantizeSpec(fp8_block(E5M2), "f16", True, True, False, True, k_major=True),
     QuantizeSpec(fp8_block(power_of_two=False), "f32", False, False, True, True, k_major=True),
     QuantizeSpec(fp8_block(power_of_two=False), "bf16", True, False, True, False, k_major=True),
+    QuantizeSpec(fp8_block(), "bf16", True, False, True, True, k_major=True, gathered=True),
+    QuantizeSpec(fp8_block(), "bf16", True, False, True, False, k_major=True, gathered=True),
+    QuantizeSpec(fp8_block(E5M2), "f16", True, True, False, True, k_major=True, gathered=True),
+    QuantizeSpec(fp8_block(), "f32", True, False, True, True, k_major=True, gathered=True),
+    QuantizeSpec(fp8_block(), "f32", False, False, True, True, k_major=True, gathered=True),
     QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, True, k_major=True),
     QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False, True, k_major=True),
 ]

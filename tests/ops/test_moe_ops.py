@@ -99,6 +99,11 @@ def test_moving_rows(weighted, factor, foreign):
     got, moved = moe.scatter_rows(x, row_map, probs, rows, weighted)
     assert torch.equal(got, want)
     assert torch.equal(moved, scales)
+    sources, moved = moe.row_sources(row_map, probs, rows)
+    assert sources[: len(order)].tolist() == [t for t, _ in order]
+    assert ((sources >= 0) & (sources < len(x))).all()
+    assert sources.dtype == torch.int32
+    assert torch.equal(moved, scales)
     by_row, none = moe.scatter_rows(x, row_map, scales if weighted else None, rows, weighted)
     assert torch.equal(by_row, want)
     assert none.numel() == 0

@@ -22,21 +22,22 @@ def grouped_case(*ops):
     return fz.Sequential(*ops), (dense(12, ops[0].in_features), *extra)
 
 
-def moe_case():
+def moe_case(hidden=16, inner=16, out=24, bias=True):
     experts = fz.Sequential(
         fz.Dispatch(4),
-        fz.GroupedLinear(4, 16, 32, **GROUPED),
+        fz.GroupedLinear(4, hidden, 2 * inner, **GROUPED),
         fz.ScaledSwiGLU(glu_interleave_size=8),
-        fz.GroupedLinear(4, 16, 24, **GROUPED),
+        fz.GroupedLinear(4, inner, out, bias=bias, **GROUPED),
         fz.Combine(),
     )
     ids = torch.tensor([[0, 1], [3, 9], [0, 3], [2, 0], [-1, 4], [3, 0]])
-    return experts, (dense(6, 16), torch.rand(6, 2, requires_grad=True), ids)
+    return experts, (dense(6, hidden), torch.rand(6, 2, requires_grad=True), ids)
 
 
 # rule: (a module that it takes whole and its inputs, the target)
 FITS = {
     "moe_experts_sm90": (moe_case, "sm90"),
+    "moe_experts_sm90_fp8": (lambda: moe_case(144, 64, 272, bias=False), "sm90"),
     "linear_bias_activation": (
         lambda: (fz.Sequential(fz.Linear(16, 8, dtype=torch.bfloat16), fz.GELU()), (dense(6, 16),)),
         "cpu",

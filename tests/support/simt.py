@@ -162,13 +162,18 @@ def _places(rows, columns, groups, ends, matrix_rows):
         first = end
 
 
-def quantize_k_major(monkeypatch, x, ends, pieces, spec):
-    """Write what the kernel writes of ``x``, with contiguous rows, in groups up to ``ends``."""
+def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
+    """Write what the kernel writes of ``x``, with contiguous rows, in groups up to ``ends``.
+
+    ``index``, if any, says which of them each row is.
+    """
     from fusible.kernels.quantize.device import k_major, quantize
     from fusible.kernels.quantize.device.blocks import Place
 
     matrix_rows, columns = x.shape[-2:]
     rows = x.numel() // columns
+    if index is not None:
+        rows = matrix_rows = len(index)
     groups = len(ends) if ends is not None else rows // matrix_rows
     places = np.array(list(_places(rows, columns, groups, ends, matrix_rows)))[:, :, None]
     block, chunk, *place = np.moveaxis(places, 1, 0)
@@ -177,7 +182,8 @@ def quantize_k_major(monkeypatch, x, ends, pieces, spec):
         emulate(patch, len(places), memory)
         patch.setattr(quantize, "place_of", lambda *_: Place(*place))
         source, *outputs = [memory.place(t) for t in (x, *pieces[:4])]
+        named = 0 if index is None else memory.place(index)
         sizes = rows, columns, groups, matrix_rows
         mine = quantize.rows_of_thread(block, chunk, *sizes, None, spec)
         out = k_major.Out(*outputs, pieces[2].shape[-1])
-        k_major.quantize_block(source, columns, mine, rows, columns, matrix_rows, out, spec)
+        k_major.quantize_block(source, named, columns, mine, rows, columns, matrix_rows, out, spec)

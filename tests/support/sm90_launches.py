@@ -13,6 +13,7 @@ import sm90_in_tile
 import torch
 from torch import Tensor
 
+from fusible.kernels import moe
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
 from fusible.kernels.runtime import gpu, library
@@ -184,7 +185,8 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
             module, "supports_fp8", lambda _, *sizes: operands.limits.takes_fp8(90, *sizes)
         )
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
-    patch.setattr(gpu, "capability", lambda _: (0, 0))  # of all other kernels
+    for module in (gpu, moe.cuda):
+        patch.setattr(module, "capability", lambda _: (0, 0))  # of all other kernels
 
 
 def supports(_: torch.device, dtype: torch.dtype, *features: int) -> bool:

@@ -117,6 +117,9 @@ PATHS = {
     "sm90 fp8 parts": Path(
         2 * ("grouped_linear_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="parts"
     ),
+    "sm90 fp8 experts": Path(
+        ("moe_experts_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", form="experts"
+    ),
     "unfused mxfp8 stored": Path(recipe=MX, stored=True),
     "sm90 mxfp8 stored": Path(("grouped_mlp_sm90",), recipe=MX, machine="sm90", stored=True),
     "sm90 mxfp8 parts": Path(_RECIPE_PARTS90, recipe=MX, machine="sm90", form="parts"),

@@ -21,10 +21,12 @@ __all__ = [
     "route",
     "route_backward",
     "row_dots",
+    "row_sources",
     "scatter_rows",
 ]
 
 permutation = define(definitions.permutation, cuda.permutation_outputs, [cuda.permutation])
+row_sources = define(definitions.row_sources, cuda.sources_outputs, [cuda.row_sources])
 scatter_rows = define(definitions.scatter_rows, cuda.scatter_outputs, [cuda.scatter_rows])
 gather_sum = define(definitions.gather_sum, cuda.gather_outputs, [cuda.gather_sum])
 row_dots = define(definitions.row_dots, cuda.dots_output, [cuda.row_dots])

@@ -56,6 +56,7 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = 
         "route": (router.route, [Int64] * 4 + [Int32]),
         "route_backward": (router.route_backward, [Int64] * 4 + [Int32]),
         "permutation": (placement.permutation, [Int64] * 4 + [Int32] * 2),
+        "sources": (rows.sources, [Int64] * 4 + [Int32] * 2),
         "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
         "gather": (rows.gather, [Int64] * 6 + [Int32]),
         "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
@@ -99,6 +100,26 @@ def rows_spec(t: Tensor, row_map: Tensor, weights: Tensor | None, **options: Any
     vectors = t.shape[1] * t.itemsize // BYTES
     dtype = DTYPES[torch.float32 if weights is None else weights.dtype]
     return RowsSpec(DTYPES[t.dtype], vectors, row_map.shape[1], kind, dtype, **options)  # type: ignore[arg-type]
+
+
+def sources_outputs(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The outputs of `row_sources`, not written."""
+    return row_map.new_empty(rows), weights.new_empty(rows)
+
+
+def row_sources(
+    row_map: Tensor, weights: Tensor, rows: int
+) -> tuple[Tensor, Tensor] | NotImplementedType:
+    """`definitions.row_sources`."""
+    fits = weights.dtype in DTYPES and row_map.numel() < _INDEX
+    if not (fits and rows > 0 and runs_kernels(row_map.device, _MIN_SM)):
+        return NotImplemented
+    made = sources_outputs(row_map, weights, rows)
+    dtype = DTYPES[weights.dtype]
+    spec = RowsSpec(dtype, 0, row_map.shape[1], "choice", dtype)
+    given = row_map.contiguous(), weights.contiguous(), *made, row_map.shape[0], rows
+    launch(compiled, ("sources", spec), row_map.device, *given)
+    return made
 
 
 def scatter_outputs(

@@ -54,6 +54,16 @@ def _choices(row_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return choice, flat[choice] >= 0
 
 
+def row_sources(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The token of each row, int32 ``[rows]``, and its weight.
+
+    ``row_map`` and weights by choice are ``[T, k]``. The weights in the tail are zero.
+    """
+    choice, live = _choices(row_map, rows)
+    moved = torch.where(live, weights.reshape(-1)[choice], 0)
+    return (choice // row_map.shape[1]).int(), moved
+
+
 def scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
 ) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def compiled(kernel: str, spec: QuantizeSpec | DequantizeSpec, options: str = ""
     functions = {
         "quantize": (quantize.quantize, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
         "amax": (quantize.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
-        "k_major": (k_major.quantize, [Int64] * 7 + [Int32] * 2 + [Int64] + [Int32] * 3),
+        "k_major": (k_major.quantize, [Int64] * 8 + [Int32] * 2 + [Int64] + [Int32] * 4),
         "dequantize": (dequantize.dequantize, [Int64] * 5 + [Int32] * 4),
     }
     function, kinds = functions[kernel]

@@ -4,11 +4,15 @@ Eight-bit operands are read with the reduced dimension contiguous. So the row-wi
 input does, and the column-wise use is transposed; both come from one pass. Where rows are reduced,
 groups of them begin at multiples of 128, with zeros between. The op's definition is
 ``quantization.quantize`` and copies, on any device; the kernel for CUDA gives the same bits.
+
+An index may say which row of the input each row is: then rows are gathered while they are
+quantized, and are not written in high precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import NotImplementedType
 from typing import Any, NamedTuple
 
@@ -52,6 +56,9 @@ class KMajor(NamedTuple):
     """Int32 ``[groups]``, end rows of the padded groups; None without groups."""
 
 
+_BYTES_TOGETHER = 8 << 20
+"""Of columns that are gathered before the next ones: what the L2 cache keeps while they are."""
+
 Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Contiguous ``[rows, columns]``, its scales as they are stored, the same of ``[columns, padded]``,
 and the padded ends. Empty where they are not wanted, or are the same."""
@@ -64,15 +71,21 @@ def quantize_k_major(
     rowwise: bool,
     columnwise: bool,
     ends: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> KMajor:
     """Quantize ``x`` for FP8 products, in one launch where the kernel serves.
 
     Of 1x128 blocks ``x`` is ``[rows, columns]``, and ``ends`` the end rows of its groups. Rows past
     the last group are zeros in the row-wise use. Of 128x128 blocks ``x`` is ``[..., rows,
     columns]``, such as weights ``[E, N, K]``. A block that is NaN may have NaN for the zeros of its
-    padding. Raises what ``quantization.quantize`` raises, and ValueError for other formats.
+    padding.
+
+    With ``rows``, int32 ``[R]``, of 1x128 blocks, it is ``x[rows]`` that is quantized, in one pass;
+    ``ends`` are those of its groups. What ``rows`` holds past the last group is not read.
+
+    Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
     """
-    pieces = _quantize_op(x.detach(), ends, *fmt.as_constants(), rowwise, columnwise)
+    pieces = _quantize_op(x.detach(), ends, rows, *fmt.as_constants(), rowwise, columnwise)
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
     if fmt.directional:
         row_scale, column_data = row_scale.t(), column_data.t()
@@ -85,7 +98,7 @@ def quantize_k_major(
     )
 
 
-def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
+def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
     check_ends(x, fmt, ends)
     check_input(x, fmt)
     if fmt.element.per_byte > 1 or fmt.block not in BLOCKS or fmt.scale_dtype != torch.float32:
@@ -98,11 +111,28 @@ def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
             f"rows to quantize in blocks of 1x128 must be 2-D, got shape {tuple(x.shape)}; "
             "use x.flatten(0, -2)"
         )
+    fits = rows is None or (rows.dtype, rows.ndim, rows.device) == (torch.int32, 1, x.device)
+    if not (fits and (fmt.directional or rows is None)):
+        assert rows is not None
+        raise ValueError(
+            f"rows must be int32 of shape (R,) on {x.device}, for blocks of 1x128, got "
+            f"{rows.dtype} of shape {tuple(rows.shape)} on {rows.device} for {fmt.name}"
+        )
+
+
+def _gathered(x: Tensor, ends: Tensor | None, rows: Tensor | None) -> Tensor:
+    """``x[rows]``, where there are rows; any of ``x`` past the last group."""
+    if rows is None:
+        return x
+    if ends is not None:
+        rows = torch.where(torch.arange(len(rows), device=x.device) < ends[-1], rows, 0)
+    return x.index_select(0, rows)
 
 
 def _quantize(
     x: Tensor,
     ends: Tensor | None,
+    rows: Tensor | None,
     name: str,
     element: str,
     block: Sequence[int],
@@ -113,9 +143,10 @@ def _quantize(
 ) -> Pieces:
     """The definition of the op."""
     fmt = NumberFormat.from_constants(name, element, block, scale, amax_epsilon)
-    _check(x, ends, fmt)
+    _check(x, ends, rows, fmt)
+    x = _gathered(x, ends, rows)
     row_data, row_scale, column_data, column_scale, padded_ends = _outputs(
-        x, ends, name, element, block, scale, amax_epsilon, False, False
+        x, ends, None, name, element, block, scale, amax_epsilon, False, False
     )
     if ends is not None:
         padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
@@ -148,11 +179,12 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def _outputs(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces:
+def _outputs(x: Tensor, ends: Tensor | None, index: Tensor | None, *options: Any) -> Pieces:
     """Allocate what the op returns."""
     *constants, rowwise, columnwise = options
     fmt = NumberFormat.from_constants(*constants)
     *lead, rows, columns = x.shape
+    rows = rows if index is None else index.shape[0]
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     size, column_scale = rows, [0]
     row_scale = [*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks]
@@ -164,7 +196,7 @@ def _outputs(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces:
         return x.new_empty(shape if wanted else (0,), dtype=dtype)
 
     return (
-        empty(rowwise, x.shape, fmt.element.dtype),
+        empty(rowwise, (*lead, rows, columns), fmt.element.dtype),
         empty(rowwise or not fmt.directional, row_scale, torch.float32),
         empty(columnwise, (*lead, columns, size), fmt.element.dtype),
         empty(columnwise, column_scale, torch.float32),
@@ -172,20 +204,35 @@ def _outputs(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces:
     )
 
 
-def _cuda(x: Tensor, ends: Tensor | None, *options: Any) -> Pieces | NotImplementedType:
+def _cuda(
+    x: Tensor, ends: Tensor | None, rows: Tensor | None, *options: Any
+) -> Pieces | NotImplementedType:
     *constants, rowwise, columnwise = options
     fmt = NumberFormat.from_constants(*constants)
-    _check(x, ends, fmt)
+    _check(x, ends, rows, fmt)
     fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
-    if not ((rowwise or columnwise) and fills_stores and takes(x, x.dtype, ends)):
+    some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
+    if not (some and fills_stores and takes(x, x.dtype, ends)):
         return NotImplemented
-    x = loadable(x)
-    pieces = _outputs(x, ends, *options)
-    read = DTYPES[x.dtype], ends is not None, is_wide(ends)
-    spec = QuantizeSpec(fmt, *read, rowwise, columnwise, k_major=True)
-    sizes = *sizes_of(x, ends), pieces[2].shape[-1]
-    launch(compiled, ("k_major", spec), x.device, x, ends, *pieces, *sizes)
+    x, rows = loadable(x), None if rows is None else rows.contiguous()
+    pieces = _outputs(x, ends, rows, *options)
+    read, gathered = (DTYPES[x.dtype], ends is not None, is_wide(ends)), rows is not None
+    spec = QuantizeSpec(fmt, *read, rowwise, columnwise, k_major=True, gathered=gathered)
+    sizes, together = sizes_of(x, ends), 0
+    if rows is not None:
+        sizes = sizes._replace(rows=rows.shape[0], matrix_rows=rows.shape[0])
+        together = chunks_together(*x.shape, x.itemsize)
+    more = *sizes, pieces[2].shape[-1], together
+    launch(compiled, ("k_major", spec), x.device, x, ends, rows, *pieces, *more)
     return pieces
+
+
+@lru_cache
+def chunks_together(rows: int, columns: int, itemsize: int) -> int:
+    """How many times 128 columns are gathered of all rows before the next ones are."""
+    chunks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
+    fit = max(1, _BYTES_TOGETHER // (rows * FP8_BLOCK * itemsize))
+    return max([n for n in range(1, chunks + 1) if chunks % n == 0 and n <= fit])
 
 
 _quantize_op = define(_quantize, _outputs, [_cuda], name="quantize_k_major")

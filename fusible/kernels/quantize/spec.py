@@ -58,6 +58,8 @@ class QuantizeSpec(NamedTuple):
     col_values: bool = False
     k_major: bool = False
     """Elements for column-wise use are transposed, in padded groups; no values are written."""
+    gathered: bool = False
+    """An index says which row of the input each row is; with ``k_major``."""
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ every byte is read once and written once, and sums have the order of the choices
 """
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
 
@@ -64,17 +64,25 @@ def _values_to_rows(
     values: Int64,
     row_map: Int64,
     out: Int64,
-    choices: Int32,
+    sources: Int64,
+    tokens: Int32,
     rows: Int32,
-    dtype: cutlass.Constexpr,
+    spec: cutlass.Constexpr,
+    named: cutlass.Constexpr = False,
 ):
-    """One number of each choice to its row, zeros to the rows of the tail."""
+    """One number of each choice to its row, zeros to the rows of the tail; if ``named`` its token.
+
+    That goes to ``sources``.
+    """
     first, step = _my_choices()
-    for choice in cutlass.range(first, choices, step, unroll=1):
+    for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
         entry = _row(row_map, choice, True)
-        value = number(values, choice, entry >= 0, dtype)
+        value = number(values, choice, entry >= 0, spec.weight_dtype)
         row = cutlass.max(entry, ~entry)
-        put(out, row, value, row < rows, dtype)
+        put(out, row, value, row < rows, spec.weight_dtype)
+        if cutlass.const_expr(named):
+            token = Uint32(choice // spec.top_k)
+            bits.store(sources + Int64(row) * 4, [token], Int32(row < rows))
 
 
 @cute.jit
@@ -106,7 +114,7 @@ def _scatter(
     spec: cutlass.Constexpr,
 ):
     if cutlass.const_expr(spec.weights == "choice"):
-        _values_to_rows(weights, row_map, moved, tokens * spec.top_k, rows, spec.weight_dtype)
+        _values_to_rows(weights, row_map, moved, Int64(0), tokens, rows, spec)
     places = _place(tokens, spec)
     loaded = []
     for token, column, exists in places:
@@ -125,6 +133,19 @@ def _scatter(
                 kept = bits.pack([bits.mul(n, weight) for n in numbers], spec.dtype)
             kept = [bits.select(computed, word, 0) for word in kept]
             bits.store(out + (Int64(row) * spec.vectors + column) * 16, kept, Int32(inside))
+
+
+@cute.kernel
+def _sources(
+    row_map: Int64,
+    weights: Int64,
+    sources: Int64,
+    moved: Int64,
+    tokens: Int32,
+    rows: Int32,
+    spec: cutlass.Constexpr,
+):
+    _values_to_rows(weights, row_map, moved, sources, tokens, rows, spec, True)
 
 
 @cute.kernel
@@ -210,6 +231,25 @@ def _dots(
 def _blocks(tokens, spec):
     per_block = THREADS * UNROLL
     return (tokens * spec.vectors + per_block - 1) // per_block
+
+
+@cute.jit
+def sources(
+    row_map: Int64,
+    weights: Int64,
+    sources: Int64,
+    moved: Int64,
+    tokens: Int32,
+    rows: Int32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch: addresses of contiguous tensors, as ``definitions.row_sources`` names them."""
+    _sources(row_map, weights, sources, moved, tokens, rows, spec).launch(
+        grid=[(tokens * spec.top_k + THREADS - 1) // THREADS, 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+    )
 
 
 @cute.jit

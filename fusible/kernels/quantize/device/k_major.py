@@ -3,6 +3,10 @@
 A group of threads takes a block of 128x128, whose bytes fill one line of memory in each row and,
 transposed, in each column. A thread has 16 rows (32 of FP32), so that it stores 16 bytes of each of
 its columns; a warp fills sectors of 32 bytes.
+
+Rows may be read by an index, so that they are gathered while they are quantized. A row is then read
+as often as it is named, by blocks of rows that are far apart: only ``together`` columns of all rows
+are taken before the next ones, so that these stay in the L2 cache meanwhile.
 """
 
 from typing import NamedTuple
@@ -36,6 +40,23 @@ class Out(NamedTuple):
     col_data: Int64
     col_scale: Int64
     col_pitch: Int32
+
+
+def load_gathered_rows(x, pitch, index, mine, spec):
+    """`load_rows` of the rows that ``index`` names, each thread of a row reading one entry."""
+    size = spec.words * 4 // spec.vector
+    own = cute.arch.lane_idx() % spec.lanes
+    live = mine.live != 0
+    entry = Int64(mine.first + own) * 4
+    (named,) = bits.load(index + entry, Int32(Boolean(own < mine.count) & live), 1)
+    first = cute.arch.lane_idx() - own
+    rows = []
+    for r in range(spec.thread_rows):
+        row = cute.arch.shuffle_sync(named, first + r)
+        inside = Int32(Boolean(r < mine.count) & mine.in_columns & live)
+        at = x + (Int64(row) * pitch + Int64(mine.column)) * size
+        rows.append(bits.load(at, inside, spec.words))
+    return rows
 
 
 def _column_factors(words, mine, columns, out, spec):
@@ -134,9 +155,12 @@ def _column_of(mine, columns, matrix_rows, col_pitch, spec):
     return Column(row, column * Int64(col_pitch) + Int64(row))
 
 
-def quantize_block(x, pitch, mine, rows, columns, matrix_rows, out, spec):
+def quantize_block(x, index, pitch, mine, rows, columns, matrix_rows, out, spec):
     """Scales and elements of a thread's rows."""
-    words = load_rows(x, pitch, mine, spec)
+    if spec.gathered:
+        words = load_gathered_rows(x, pitch, index, mine, spec)
+    else:
+        words = load_rows(x, pitch, mine, spec)
     of_columns = None
     if not spec.format.directional:
         of_columns = square_factors(words, mine, columns, out.row_scale, spec).to_element
@@ -156,10 +180,20 @@ def quantize_block(x, pitch, mine, rows, columns, matrix_rows, out, spec):
         _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec)
 
 
+def block_and_chunk(cta, blocks, together, spec):
+    """The block of rows of a group of threads, and the chunk of its columns."""
+    turn = cta // together
+    chunk = cta - turn * together
+    if not spec.gathered:
+        return turn, chunk
+    return turn % blocks, turn // blocks * together + chunk
+
+
 @cute.kernel
 def _quantize(
     x: Int64,
     ends: Int64,
+    index: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -171,25 +205,26 @@ def _quantize(
     groups: Int32,
     matrix_rows: Int32,
     col_pitch: Int32,
-    chunks: Int32,
+    together: Int32,
+    blocks: Int32,
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    mine = rows_of_thread(
-        cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
-    )
+    block, chunk = block_and_chunk(cta, blocks, together, spec)
+    mine = rows_of_thread(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)
     if mine.rows > 0:
-        quantize_block(x, pitch, mine, rows, columns, matrix_rows, out, spec)
+        quantize_block(x, index, pitch, mine, rows, columns, matrix_rows, out, spec)
 
 
 @cute.jit
 def quantize(
     x: Int64,
     ends: Int64,
+    index: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -201,17 +236,21 @@ def quantize(
     groups: Int32,
     matrix_rows: Int32,
     col_pitch: Int32,
+    together: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements.
 
-    ``col_pitch`` is the distance of columns in the transposed elements.
+    ``col_pitch`` is the distance of columns in the transposed elements; ``together``, with an
+    index, how many chunks of the columns are taken before the next ones, a divisor of their number.
     """
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
+    if cutlass.const_expr(not spec.gathered):
+        together = chunks
     _quantize(
-        x, ends, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns, pitch,
-        groups, matrix_rows, col_pitch, chunks, spec,
+        x, ends, index, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns, pitch,
+        groups, matrix_rows, col_pitch, together, blocks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,

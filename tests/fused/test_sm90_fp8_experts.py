@@ -1,0 +1,261 @@
+"""Experts in FP8 on Hopper: rows are quantized while they are gathered, with the same bits."""
+
+import pytest
+import reference as ref
+import torch
+from number_formats import BLOCK_FP8
+from sm90_launches import sm90_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusible as fz
+from fusible.testing import assume_target
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 150, 3, 6, 144, 320
+BF16 = torch.bfloat16
+GATHERED = ("moe_experts_sm90_fp8",)
+
+
+def experts(bias=False, recompute=False, capacity=None, stored=False, act=None):
+    options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
+    with fz.quantized_model_init(enabled=stored, recipe=BLOCK_FP8):
+        module = fz.Sequential(
+            fz.Dispatch(EXPERTS, recompute_rows=recompute, capacity_factor=capacity),
+            fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=bias, **options),
+            act or fz.ScaledSwiGLU(),
+            fz.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=bias, **options),
+            fz.Combine(),
+        )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape) / 8)
+    return module
+
+
+def inputs(tokens=TOKENS, dtype=BF16, skewed=True):
+    """Tokens, probabilities, ids (one expert without rows, some of another rank), gradient."""
+    torch.manual_seed(1)
+    x, dy = (torch.randn(tokens, HIDDEN).to(dtype) for _ in range(2))
+    ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K))
+    if skewed:
+        ids[ids == 2] = 4
+    return x.requires_grad_(), torch.rand(tokens, TOP_K).requires_grad_(), ids, dy
+
+
+def apart(module):
+    """Dispatch, the experts and Combine as three runs, none of which gathers."""
+    dispatch, combine, mlp = module[0], module[4], fz.Sequential(*module[1:4])
+
+    def call(x, probs, ids):
+        rows, splits, scales, row_map = dispatch(x, probs, ids)
+        y = combine(mlp(rows, splits, scales, splits), row_map)
+        assert mlp.plan.fired == ("grouped_mlp_sm90_fp8",)
+        return y
+
+    return call
+
+
+def step(module, given, call=None, fired=GATHERED):
+    """Output and all gradients."""
+    x, probs, ids, dy = given
+    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+        y = (call or module)(x, probs, ids)
+        assert call is not None or module.plan.fired == fired
+    return [y.detach(), *torch.autograd.grad(y, [x, probs, *module.parameters()], dy)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS, 600])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": True},
+        {"bias": True},
+        {"bias": True, "recompute": True},
+        {"capacity": 0.5},
+        {"stored": True},
+        {"act": fz.ScaledClampedQGeGLU(8)},
+    ],
+    ids=str,
+)
+def test_bits_are_those_of_the_parts(options, tokens):
+    module, given = experts(**options), inputs(tokens)
+    ref.assert_same_bits(step(module, given), step(module, given, apart(module)))
+
+
+def test_launches_have_the_same_bits():
+    """From the addresses and pitches that the kernels get."""
+    module, given = experts(), inputs()
+    want = step(module, given)
+    with sm90_on_cpu() as loaded:
+        got = step(module, given)
+    assert sorted(spec.kind for spec in loaded if not isinstance(spec, str)) == [
+        "dglu", "glu", "store", "store", "wgrad", "wgrad",
+    ]  # fmt: skip
+    for mine, theirs in zip(got, want, strict=True):
+        ref.assert_near(mine.float(), theirs.float(), 2 * (2**-3 * 2**-7) ** 0.5)
+
+
+class Recorded(TorchDispatchMode):
+    """What moves or quantizes rows: the op, its uses, and whether it gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("fusible::")
+        if name == "quantize_k_major" and args[0].dim() == 2:
+            uses = "both" if all(args[-2:]) else "row" if args[-2] else "column"
+            self.made.append(uses if args[2] is None else f"{uses}, gathered")
+        if name in ("scatter_rows", "row_sources", "quantize", "dequantize"):
+            self.made.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(module, given):
+    """What forward and backward do."""
+    x, probs, ids, dy = given
+    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8), Recorded() as forward:
+        y = module(x, probs, ids)
+    with Recorded() as backward:
+        if y.requires_grad:
+            y.backward(dy)
+    return forward.made, backward.made
+
+
+def test_rows_are_not_written_in_high_precision():
+    both = ["row_sources", "both, gathered", "both"]
+    assert recorded(experts(), inputs()) == (both, ["both, gathered", "both"])
+    # The gradient's rows are summed for the bias of FC2.
+    assert recorded(experts(bias=True), inputs()) == (both, ["scatter_rows", "both", "both"])
+    later = ["both, gathered", "both", "column, gathered"]
+    forward = ["row_sources", "row, gathered", "both"]
+    assert recorded(experts(recompute=True), inputs()) == (forward, later)
+    with torch.no_grad():
+        assert recorded(experts(), inputs()) == (["row_sources", "row, gathered", "row"], [])
+
+
+def test_what_no_gradient_reads_is_not_made():
+    for recompute in (False, True):
+        module = experts(recompute=recompute)
+        for fc in (module[1], module[3]):
+            fc.weight.requires_grad_(False)
+        forward = ["row_sources", "row, gathered", "row"]
+        assert recorded(module, inputs()) == (forward, ["row, gathered", "row"])
+
+
+def saved_by(module, recipe):
+    saved = []
+    x, probs, ids, _ = inputs()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with assume_target("sm90"), fz.autocast(enabled=recipe is not None, recipe=recipe), hooks:
+        module(x, probs, ids)
+    return saved
+
+
+def test_of_x_only_what_the_weight_gradient_reads_is_saved():
+    rows, padded = TOKENS * TOP_K, (TOKENS * TOP_K + 127 * EXPERTS) // 128 * 128
+    saved = saved_by(experts(), BLOCK_FP8)
+    of_x = [t for t in saved if HIDDEN in t.shape and t.dim() == 2]
+    fp8, scales = (torch.float8_e4m3fn, (HIDDEN, padded)), (torch.float32, (padded // 128, HIDDEN))
+    assert [(t.dtype, tuple(t.shape)) for t in of_x] == [fp8, scales]
+    index = [t for t in saved if t.dtype == torch.int32 and t.dim() == 1 and len(t) == rows]
+    assert len({t.data_ptr() for t in index}) == 1
+    saved = saved_by(experts(recompute=True), BLOCK_FP8)
+    of_x = [t for t in saved if HIDDEN in t.shape and t.dim() == 2]
+    assert [(t.dtype, tuple(t.shape)) for t in of_x] == [(BF16, (TOKENS, HIDDEN))]
+
+
+def test_saved_tensors_may_be_packed():
+    for recompute in (False, True):
+        module, given = experts(recompute=recompute), inputs()
+        want = step(module, given)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),
+            lambda packed: torch.tensor(packed[1], dtype=torch.uint8).view(packed[0]),
+        )
+        with hooks:
+            got = step(module, given)
+        ref.assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(reentrant):
+    module, given = experts(), inputs()
+    want = step(module, given)
+
+    def call(x, probs, ids):
+        return torch.utils.checkpoint.checkpoint(module, x, probs, ids, use_reentrant=reentrant)
+
+    x, probs, ids, dy = given
+    for t in (x, probs, *module.parameters()):
+        t.grad = None
+    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+        y = call(x, probs, ids)
+        y.backward(dy)
+    got = [y.detach(), x.grad, probs.grad, *[p.grad for p in module.parameters()]]
+    ref.assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "fp32", "3-D"])
+def test_tokens_and_gradients_of_any_layout(layout):
+    module, (x, probs, ids, dy) = experts(), inputs()
+    if layout == "transposed":
+        x = x.detach().t().contiguous().t().requires_grad_()
+        dy = dy.t().contiguous().t()
+    elif layout == "expanded":
+        dy = dy[:1].expand(TOKENS, -1)
+    elif layout == "fp32":
+        x = x.detach().float().requires_grad_()
+    else:
+        x, dy = (t.detach().view(2, -1, HIDDEN) for t in (x, dy))
+        x, ids = x.requires_grad_(), ids.view(2, -1, TOP_K)
+        probs = probs.detach().view(2, -1, TOP_K).requires_grad_()
+    given = x, probs, ids, dy
+    got, want = step(module, given), step(module, given, apart(module))
+    if layout == "fp32":  # whose sums the fused experts round to BF16
+        want[1] = want[1].to(BF16).float()
+    ref.assert_same_bits(got, want)
+
+
+def test_delayed_gradients_into_main_grads():
+    for recompute in (False, True):
+        *_, dw1, dw2 = step(experts(recompute=recompute), inputs())
+        module = experts(recompute=recompute)
+        for fc in (module[1], module[3]):
+            fc.accumulate_into_main_grad = fc.delay_wgrad_compute = True
+            fc.weight.main_grad = torch.ones(fc.weight.shape)
+        x, probs, ids, dy = inputs()
+        with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+            module(x, probs, ids).backward(dy)
+        for fc, dw in ((module[1], dw1), (module[3], dw2)):
+            fc.backward_dw()
+            torch.testing.assert_close(fc.weight.main_grad, 1 + dw.float(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiles_whole(recompute):
+    module, given = experts(recompute=recompute), inputs()
+    want = step(module, given)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    ref.assert_same_bits(step(module, given, compiled), want)
+
+
+def test_explain_says_what_is_quantized_where():
+    def explained(module, recipe=BLOCK_FP8):
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            return str(fz.explain(module, *inputs()[:3], target="sm90"))
+
+    text = explained(experts())
+    assert "MoEExperts by moe_experts_sm90_fp8, forward and backward" in text
+    assert "rows of x are quantized while Dispatch copies them" in text
+    assert "those of the output's gradient while Combine's backward does" in text
+    assert "after Combine's backward, since sums for FC2's bias" in explained(experts(bias=True))
+    assert "of x only the tokens" in explained(experts(recompute=True))
+    weighted = fz.Sequential(*experts()[:4], fz.Combine(weighted=True))
+    text = explained(weighted)
+    assert "combine.weighted must be False, got True" in text
+    assert "GroupedMLP by grouped_mlp_sm90_fp8" in text
+    assert "quantized while" not in explained(experts(), None)
