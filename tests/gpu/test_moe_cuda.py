@@ -118,6 +118,9 @@ def test_rows(dtype, weights, k):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
         row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
         assert kernels.takes_rows(x.cuda(), row_map.cuda(), w)
+        if w is not None and w.dim() == 2:
+            args = (row_map, w, rows)
+            same(moe.row_sources(*cuda(*args)), definitions.row_sources(*args))
         for scale in (False, True) if w is not None else (False,):
             args = (x, row_map, w, rows, scale)
             same(moe.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
@@ -264,6 +267,7 @@ def test_opcheck():
     x, y = torch.randn(6, 8, device="cuda"), torch.randn(12, 8, device="cuda")
     w, v = torch.rand(6, 2, device="cuda"), torch.rand(12, device="cuda")
     torch.library.opcheck(torch.ops.fusible.permutation.default, (ids, 4, 3))
+    torch.library.opcheck(torch.ops.fusible.row_sources.default, (row_map, w, 12))
     torch.library.opcheck(torch.ops.fusible.scatter_rows.default, (x, row_map, w, 12, True))
     torch.library.opcheck(torch.ops.fusible.gather_sum.default, (y, row_map, w, v))
     torch.library.opcheck(torch.ops.fusible.row_dots.default, (y, x, row_map, False))

@@ -3,9 +3,9 @@
 import pytest
 import reference as ref
 import torch
-from checks import graph_of, launched, never_waiting
+from checks import graph_of, launched, never_waiting, poison_free_memory
 
-from fusible.kernels.quantize import quantize_k_major, takes, transposed
+from fusible.kernels.quantize import k_major, quantize_k_major, takes, transposed
 from fusible.recipes.formats import E5M2, fp8_block
 
 pytestmark = pytest.mark.gpu
@@ -33,21 +33,15 @@ def numbers(*shape, dtype=torch.bfloat16):
     return x
 
 
-def poison_free_memory():
-    """Fill memory that the next tensors get with NaN, in pieces as small as they are."""
-    taken = [torch.full((2**i,), 0xFF, dtype=torch.uint8, device="cuda") for i in range(9, 26)]
-    del taken
-
-
-def compare(x, fmt, ends, uses, on_device=None):
+def compare(x, fmt, ends, uses, on_device=None, index=None):
     """Bits of each piece, to the end of the last padded group."""
     op = torch.ops.fusible.quantize_k_major
-    want = op(x, ends, None, *fmt.as_constants(), *uses)
+    want = op(x, ends, index, *fmt.as_constants(), *uses)
     x = x.cuda() if on_device is None else on_device
-    ends = None if ends is None else ends.cuda()
+    ends, index = (None if t is None else t.cuda() for t in (ends, index))
     assert takes(x, x.dtype, ends)
     poison_free_memory()
-    got = op(x, ends, None, *fmt.as_constants(), *uses)
+    got = op(x, ends, index, *fmt.as_constants(), *uses)
     same_to_the_padded_end(got, want, fmt, uses)
 
 
@@ -67,6 +61,68 @@ def same_to_the_padded_end(got, want, fmt, uses):
 def test_bits_of_rows(ends, fmt, dtype, uses):
     x = numbers(600, 2880 if uses == (True, True) else 272, dtype=dtype)
     compare(x, fmt, None if ends is None else torch.tensor(ends, dtype=torch.int32), uses)
+
+
+def index_of(tokens, rows, ends):
+    """The token of each row; past the last group, what names none and may not be read."""
+    index = torch.randint(0, tokens, (rows,), dtype=torch.int32)
+    if ends is not None:
+        index[min(int(ends[-1]), rows) :] = 2**31 - 1
+    return index
+
+
+@each_use
+@each_dtype
+@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2", "fp32_scales"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_bits_of_gathered_rows(ends, fmt, dtype, uses):
+    x = numbers(170, 2880 if uses == (True, True) else 272, dtype=dtype)
+    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    compare(x, fmt, ends, uses, index=index_of(170, 600, ends))
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("columns", [16, 128, 144, 2176])
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_bits_of_gathered_rows_at_the_edges_of_blocks(rows, columns, tokens):
+    x = torch.randn(tokens, columns, dtype=torch.bfloat16)
+    for ends in (None, torch.tensor([rows // 2, rows]), torch.tensor([0, rows // 3])):
+        compare(x, fp8_block(), ends, (True, True), index=index_of(tokens, rows, ends))
+
+
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_any_number_of_columns_is_gathered_together(together, monkeypatch):
+    x, ends = torch.randn(170, 3072, dtype=torch.bfloat16), torch.tensor([7, 160, 160, 590])
+    monkeypatch.setattr(k_major, "chunks_together", lambda *_: together)
+    compare(x, fp8_block(), ends, (True, True), index=index_of(170, 600, ends))
+
+
+def test_gathered_rows_of_any_pitch():
+    x, ends = numbers(300, 768), torch.tensor([7, 160, 160, 590])
+    on_device, index = x.cuda(), index_of(300, 600, ends)
+    for part in (slice(512), slice(3, 515)):
+        given = x[:, part].contiguous(), fp8_block(), ends, (True, True), on_device[:, part]
+        compare(*given, index)
+    one, same = (t[:1].expand(300, -1) for t in (x, on_device))
+    compare(one, fp8_block(), ends, (True, True), same, index)
+
+
+def test_gathered_rows_of_more_than_2_to_the_31_elements():
+    x = torch.randn(70000, 32768, dtype=torch.bfloat16, device="cuda")
+    index = torch.randint(0, 70000, (70000,), dtype=torch.int32, device="cuda")
+    index[-1], index[0] = 69999, 69998
+    flags = {"rowwise": True, "columnwise": True}
+    made = quantize_k_major(x, fp8_block(), **flags, rows=index)
+    for first in (0, 69888):
+        rows = index[first : first + 128]
+        want = quantize_k_major(x[rows], fp8_block(), **flags)
+        got = made.row.data[first : first + 128], made.row.scale[first : first + 128].contiguous()
+        ref.assert_same_bits(got, [want.row.data, want.row.scale.contiguous()])
+        column = made.column.data[first : first + 128].t().contiguous()
+        ref.assert_same_bits(
+            [column, made.column.scale[first // 128]],
+            [want.column.data.t().contiguous(), want.column.scale[0]],
+        )
 
 
 @each_use
@@ -112,24 +168,31 @@ def test_bits_of_more_than_2_to_the_31_elements():
 def test_a_captured_graph_follows_new_ends():
     x, fmt = numbers(600, 512), fp8_block()
     on_gpu, ends = x.cuda(), torch.tensor([64, 128, 600], dtype=torch.int32, device="cuda")
-    op = torch.ops.fusible.quantize_k_major
-    graph, got = graph_of(lambda: op(on_gpu, ends, None, *fmt.as_constants(), True, True))
-    for sizes in ([64, 128, 600], [1, 2, 3], [333, 333, 550]):
-        ends.copy_(torch.tensor(sizes))
-        graph.replay()
-        want = op(x, torch.tensor(sizes, dtype=torch.int32), None, *fmt.as_constants(), True, True)
-        same_to_the_padded_end(got, want, fmt, (True, True))
+    op, uses = torch.ops.fusible.quantize_k_major, (*fmt.as_constants(), True, True)
+    index = torch.zeros(600, dtype=torch.int32, device="cuda")
+    for named in (None, index):
+        graph, got = graph_of(lambda named=named: op(on_gpu, ends, named, *uses))
+        for sizes in ([64, 128, 600], [1, 2, 3], [333, 333, 550]):
+            now = torch.tensor(sizes, dtype=torch.int32)
+            ends.copy_(now)
+            index.copy_(torch.randint(0, 600, (600,)))
+            graph.replay()
+            want = op(x, now, None if named is None else index.cpu(), *uses)
+            same_to_the_padded_end(got, want, fmt, (True, True))
 
 
 @torch.no_grad()
 def test_one_launch_and_no_host_synchronisation():
     x, ends = torch.randn(600, 512, dtype=torch.bfloat16, device="cuda"), [64, 300, 600]
     ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    for fmt, groups in ((fp8_block(), ends), (fp8_block(), None), (SQUARE, None)):
-        rows = x if fmt.directional else x[:512]
+    index = torch.randint(0, 600, (600,), dtype=torch.int32, device="cuda")
+    cases = (fp8_block(), ends, None), (fp8_block(), None, None), (SQUARE, None, None)
+    for fmt, groups, named in (*cases, (fp8_block(), ends, index)):
+        given = x if fmt.directional else x[:512]
 
-        def call(rows=rows, fmt=fmt, groups=groups):
-            return quantize_k_major(rows, fmt, rowwise=True, columnwise=True, ends=groups)
+        def call(given=given, fmt=fmt, groups=groups, named=named):
+            flags = {"rowwise": True, "columnwise": True}
+            return quantize_k_major(given, fmt, **flags, ends=groups, rows=named)
 
         call()
         with never_waiting():

@@ -96,6 +96,12 @@ def share_gpu_memory(kept=2**32):
         torch.cuda.empty_cache()
 
 
+def poison_free_memory():
+    """Fill GPU memory that the next tensors get with NaN, in pieces as small as they are."""
+    taken = [torch.full((2**i,), 0xFF, dtype=torch.uint8, device="cuda") for i in range(9, 26)]
+    del taken
+
+
 def launched(call):
     """The names of all that the device runs, kernels, copies and fills, and what the call gives."""
     torch.cuda.synchronize()
