@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.handover import CastingOp
+from fusible.ops.kept_operands import KeptOperands, counting_steps
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.wgrad import (
     Delayed,
@@ -36,10 +37,9 @@ from fusible.recipes.model_init import current_model_init, weight_parameter
 from fusible.recipes.product import ProductKind, quantize_operand, quantizer
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
-from fusible.recipes.sharding import local, shard
+from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor
 
-_Reused = tuple[tuple[Tensor, ...], Any]
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
@@ -61,8 +61,8 @@ class WeightedOperation(CastingOp):
     in_features: int
     out_features: int
 
-    # The cache of reuse_quantized_weights: weights as operands, with the weights they are of.
-    _reused: dict[Any, _Reused] | None = None
+    # In reuse_quantized_weights: the weights as operands.
+    _reused: KeptOperands | None = None
 
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
@@ -342,17 +342,8 @@ class WeightedOperation(CastingOp):
         if torch.compiler.is_compiling() or self._reused is None or capturing():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
-        quantize = quantize or quantize_weights
-        key = ctx.recipe, ctx.dtype, products, quantize
-        known, operands = self._reused.get(key, ((), []))
-        if len(known) != len(weights) or any(
-            a is not b for a, b in zip(known, weights, strict=True)
-        ):
-            # Autograd cannot save what inference mode made.
-            with torch.inference_mode(False), torch.no_grad():
-                operands = quantize(weights, ctx.recipe, ctx.dtype, products)
-            self._reused[key] = tuple(weights), operands
-        return operands
+        make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
+        return self._reused.get(weights, (ctx.recipe, ctx.dtype, products, make.func), make)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
@@ -360,7 +351,11 @@ class WeightedOperation(CastingOp):
             return ()
         formats = {role: recipe.format(role) for role in ("input", "weight", "grad")}
         names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
-        return (f"products of quantized operands: {', '.join(names)}",)
+        products = f"products of quantized operands: {', '.join(names)}"
+        if self._reused is None:
+            return (products,)
+        again = ", and again after an update" if self._reused.until_updated else ""
+        return (products, f"weights are quantized once{again}: reuse_quantized_weights")
 
     def copied_state(self) -> dict[str, Any]:
         """In no scope, with no backward waiting."""
@@ -393,14 +388,29 @@ def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
+def reuse_quantized_weights(module: nn.Module, *, until_updated: bool = False) -> Iterator[None]:
     """Quantize each weight of ``module``'s ops once inside, rather than in every forward.
 
     A promise that the weights do not change inside, for gradient accumulation or inference: changed
     values are not noticed, a parameter replaced by another one is. Ignored while compiling and
     while a CUDA graph is captured, which would bake the values in. The operands are freed at
     the end.
+
+    With ``until_updated`` weights may change inside, and are quantized again then: enter it once,
+    around the training loop. The promise is that they change in no other way than
+
+    - by an operation that PyTorch's version counter sees (``Tensor._version``), such as ``copy_``,
+      ``load_state_dict`` and the steps of ordinary optimizers;
+    - in the ``step`` of any ``torch.optim.Optimizer``, fused ones and those of master weights
+      included, or after it and before the next forward.
+
+    Not seen are writes to ``.data`` or through pointers outside of a step, communication into the
+    weights' memory, and replays of a CUDA graph that writes them. Weights that are computed
+    (parametrized), or that inference mode made, are quantized in every forward. FSDP2 must hold
+    shards when it is entered, not gathered parameters: those are filled again unseen, and are
+    quantized again if their shards change.
     """
+    check_bools("reuse_quantized_weights", until_updated=until_updated)
     ops = {
         op
         for _, m in named_modules(module)
@@ -410,10 +420,12 @@ def reuse_quantized_weights(module: nn.Module) -> Iterator[None]:
     }
     outer = {op: op._reused for op in ops}
     for op in ops:
-        # A scope inside another goes on with what that one has quantized.
-        op._reused = {} if op._reused is None else op._reused
+        if op._reused is None:  # else this scope goes on with what the outer one keeps
+            shards = [p for p in op._held_weights() if p is not None and is_sharded(p)]
+            op._reused = KeptOperands(until_updated, shards)
     try:
-        yield
+        with counting_steps() if until_updated else nullcontext():
+            yield
     finally:
         for op, reused in outer.items():
             op._reused = reused

@@ -1,0 +1,95 @@
+"""Weights as operands of quantized products, kept from one forward to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fusible.recipes.tensor import QuantizedTensor
+
+
+class _Steps:
+    """Steps of all optimizers so far, counted in `counting_steps`.
+
+    Fused optimizers write parameters without a change of their versions.
+    """
+
+    count = 0
+
+
+@contextmanager
+def counting_steps() -> Iterator[None]:
+    """Count the steps of all ``torch.optim.Optimizer`` inside."""
+
+    def count(*_: object) -> None:
+        _Steps.count += 1
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Kept(NamedTuple):
+    stored: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+    operands: dict[Hashable, Any] = {}  # noqa: RUF012 - replaced before it is written to
+
+
+class KeptOperands:
+    """What one op's weights are quantized to, while they are the same tensors.
+
+    Args:
+        until_updated: only while they have the same values, too, as far as versions of tensors and
+            steps of optimizers tell; of weights without a version nothing is kept.
+        shards: parameters that the weights are gathered from, whose versions count instead.
+    """
+
+    def __init__(self, until_updated: bool, shards: Sequence[Tensor] = ()) -> None:
+        self.until_updated = until_updated
+        self._shards = tuple(shards)
+        # Replaced as a whole: other threads may run the op.
+        self._kept = _Kept()
+
+    def get(self, weights: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives of ``weights``, or what it once gave for this ``key``."""
+        stored = stored_tensors(weights)
+        versions: tuple[int, ...] = ()
+        if self.until_updated:
+            if not all([t.is_leaf and not t.is_inference() for t in stored]):
+                return make()
+            versions = (_Steps.count, *[t._version for t in (*stored, *self._shards)])
+        kept = self._kept
+        if kept.versions != versions or not _same(kept.stored, stored):
+            # What was kept is freed before more is made.
+            kept = self._kept = _Kept(stored, versions, {})
+        key = key, weights[0].dtype, *_stream(weights[0].device)
+        if key not in kept.operands:
+            # Autograd cannot save what inference mode made.
+            with torch.inference_mode(False), torch.no_grad():
+                kept.operands[key] = make()
+        return kept.operands[key]
+
+
+def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The weights, and what those consist of that are stored quantized."""
+    if not any([isinstance(w, QuantizedTensor) for w in weights]):
+        return tuple(weights)
+    pieces = [w.pieces().values() for w in weights if isinstance(w, QuantizedTensor)]
+    return (*weights, *[piece for of_weight in pieces for piece in of_weight])
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all([a is b for a, b in zip(one, other, strict=True)])
+
+
+def _stream(device: torch.device) -> tuple[torch.device, int]:
+    """Where operands are made, and can be read without waiting for another stream."""
+    cuda = device.type == "cuda"
+    return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
