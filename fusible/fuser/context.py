@@ -40,6 +40,9 @@ class OperationContext:
             is, and for all but the first op that a fused op covers.
         next_quantizer: in the forward, how the next op wants the output; None for as it is, and for
             all but the last op that a fused op covers.
+        output_grad_quantizer: how the next op quantizes the gradient of the output, which it leaves
+            to this op if this op's ``get_grad_output_quantizer`` is ``by_receiver``; None for not
+            at all, and for all but the last op that a fused op covers.
         kwargs: in the forward, the keyword arguments for the op (``op_kwargs``).
         given_shape: of the first op that a user's op replaces, else None.
         unmarked_extra: slots of the extra inputs of a user's op that need gradients, where
@@ -64,6 +67,7 @@ class OperationContext:
     dtype: Any = None
     grad_quantizer: Any = None
     next_quantizer: Any = None
+    output_grad_quantizer: Any = None
     kwargs: dict[str, Any] = _NO_KWARGS
     given_shape: torch.Size | None = None
     unmarked_extra: tuple[int, ...] = ()
@@ -115,6 +119,7 @@ class OperationContext:
         context.needs = self.needs
         # Copied, since they have defaults, or since most backwards read them.
         context.dtype, context.grad_quantizer = self.dtype, self.grad_quantizer
+        context.output_grad_quantizer = self.output_grad_quantizer
         context.recipe, context.quantizes = self.recipe, self.quantizes
         context.kernels = self.kernels
         context.saved_tensors = saved_tensors

@@ -43,7 +43,8 @@ def run_forward(
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
         if step.quantizers is not None:
-            own[0].grad_quantizer, own[-1].next_quantizer = step.quantizers
+            last = own[-1]
+            own[0].grad_quantizer, last.next_quantizer, last.output_grad_quantizer = step.quantizers
         inputs = [
             [
                 operands[1 + slot]

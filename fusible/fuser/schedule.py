@@ -39,8 +39,9 @@ class ScheduledStep(NamedTuple):
     sources: tuple[tuple[tuple[int, int], ...], ...]
     num_extra_outputs: list[int]
     num_grads: tuple[list[int], list[int]]
-    quantizers: tuple[Any, Any] | None
-    """Of the previous op's output gradient and of the next op's input, None without a recipe."""
+    quantizers: tuple[Any, Any, Any] | None
+    """How the previous op wants the gradient, how the next op wants the output, and how the next op
+    quantizes the output's gradient; None without a recipe."""
     is_users: bool
     """Whether the op, or the method that runs, is not of this package: what it returns is checked.
     """
@@ -237,8 +238,8 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     )
 
 
-def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any] | None:
-    """How ops[start:stop] quantize what they give: as the op before and the op after want it."""
+def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any, Any] | None:
+    """How ops[start:stop] quantize what they give, and how their output's gradient is quantized."""
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
@@ -250,7 +251,7 @@ def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any] | None:
         )
         at_end = stop == len(ops)
         after = ops[-1].get_output_quantizer() if at_end else ops[stop].get_input_quantizer()
-        return before, after
+        return before, after, None if at_end else ops[stop].get_grad_input_quantizer()
 
 
 def _place(paths: tuple[str, ...], start: int, stop: int) -> str:

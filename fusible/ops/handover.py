@@ -12,8 +12,10 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.ops.inputs import check_dtype
 from fusible.ops.op import BasicOperation
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 
 
 class CastingOp(BasicOperation):
@@ -52,15 +54,27 @@ def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Te
     """``x`` ``[..., features]``, quantized by the ``quantizer`` of the op that reads it, if any.
 
     As one matrix of all rows, as a linear quantizes its own input, with the same bits; for a
-    grouped linear in groups of ``first_dims`` rows. ``x`` itself, for the reader to quantize, where
-    this is compiled, where the groups are not known, and where the reader needs the values too.
+    grouped linear in groups of ``first_dims`` rows. ``x`` itself if it is quantized; or for the
+    reader to quantize, where this is compiled, where the groups are not known, and where the reader
+    needs the values too.
     """
-    if quantizer is None or torch.compiler.is_compiling():
+    if quantizer is None or is_quantized(x) or torch.compiler.is_compiling():
+        return x
+    if getattr(quantizer, "by_receiver", False):  # an own op's quantizer may be of any class
         return x
     if isinstance(quantizer, GroupedQuantizer):
-        left = quantizer.by_receiver or first_dims is None or x.dim() != 2
-        return x if left else quantizer(x, first_dims)
-    if is_quantized(x) or x.dim() == 2:
+        return x if first_dims is None or x.dim() != 2 else quantizer(x, first_dims)
+    if x.dim() == 2:
         return quantizer(x)
     rows = quantizer(x.reshape(-1, x.shape[-1]))
     return rows.with_pieces(rows.pieces(), x.shape)
+
+
+def quantized_values(x: Tensor, fmt: NumberFormat, ends: Tensor | None = None) -> Tensor:
+    """The values of ``x`` ``[..., features]`` quantized row-wise, in groups up to ``ends``."""
+    if is_quantized(x):
+        return x.dequantize()
+    rows = x.reshape(-1, x.shape[-1])
+    matrix, _ = quantize_matrix(rows, fmt, rowwise=True, columnwise=False, ends=ends)
+    assert matrix is not None
+    return dequantize_matrix(matrix, x.dtype).view(x.shape)

@@ -24,7 +24,7 @@ from fusible.ops.distributed import (
     ReduceScatter,
     all_reduce,
 )
-from fusible.ops.handover import hand_over
+from fusible.ops.handover import hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.matrices import matrix
@@ -32,6 +32,7 @@ from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
+from fusible.recipes.autocast import current_recipe
 from fusible.recipes.matrix import SAVED, Operand
 from fusible.recipes.product import (
     ProductKind,
@@ -41,6 +42,7 @@ from fusible.recipes.product import (
     values,
 )
 from fusible.recipes.quantize_ops import compute_dtype
+from fusible.recipes.quantizer import Quantizer
 
 
 class BasicLinear(WeightedOperation):
@@ -292,13 +294,27 @@ class Bias(BasicOperation):
         check_device(input_, bias, "Bias")
         return hand_over(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """By this op itself, which sums its values too."""
+        recipe = current_recipe()
+        fmt = None if recipe is None else recipe.format("grad")
+        return None if fmt is None else Quantizer(fmt, by_receiver=True)
+
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
-        """``dy``, and its sum over rows."""
+        """``dy``, and its sum over rows, both of the values of a ``dy`` that is quantized."""
         dy = values(grad_output)
+        fmt = ctx.output_grad_quantizer and ctx.recipe.format("grad")
+        if fmt is not None:
+            dy = quantized_values(grad_output, fmt)
         dbias = None
         if ctx.needs.params[0]:
             dbias = self.bias_grad(dy.reshape(-1, self.size).sum(0))
-        return hand_over(dy, ctx.grad_quantizer) if ctx.needs.input else None, dbias
+        if not ctx.needs.input:
+            return None, dbias
+        quantizer = ctx.grad_quantizer
+        if quantizer is None or getattr(quantizer, "by_receiver", False):
+            return dy, dbias
+        return hand_over(grad_output, quantizer), dbias  # not dy: it would be quantized twice
 
     def bias_grad(self, dbias: Tensor) -> Tensor:
         """The bias' gradient from this process's sum over rows."""

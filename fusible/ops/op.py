@@ -92,7 +92,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         return None
 
     def get_grad_input_quantizer(self) -> Any:
-        """How this op quantizes its input's gradient where no op of the run precedes it, or None.
+        """How this op quantizes its input's gradient for the caller, or for a neighbour, or None.
 
         Asked when a plan is made, as :meth:`get_input_quantizer`.
         """

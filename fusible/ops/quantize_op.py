@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +13,13 @@ from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.tracing import constant_when_traced
 from fusible.kernels import grouped
-from fusible.ops.handover import hand_over
+from fusible.ops.handover import hand_over, quantized_values
 from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
-from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Role
 
@@ -156,8 +156,5 @@ def _quantized(
         return values(x) if reads_values else x
     if not reads_values:
         return hand_over(x, quantizer, *sizes)
-    rows = x.reshape(-1, x.shape[-1])
-    ends = grouped.group_ends(sizes[0], rows.shape[0]) if sizes else None
-    matrix, _ = quantize_matrix(rows, fmt, rowwise=True, columnwise=False, ends=ends)
-    assert matrix is not None
-    return dequantize_matrix(matrix, x.dtype).view(x.shape)
+    rows = math.prod(x.shape[:-1])
+    return quantized_values(x, fmt, grouped.group_ends(sizes[0], rows) if sizes else None)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusible.arguments import check_bools
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
@@ -158,11 +157,7 @@ def group_quantize(
 
 
 class GroupedQuantizer(Quantizer):
-    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op.
-
-    With ``by_receiver``, the grouped op also reads the values before quantization: it gets those
-    and quantizes them itself, to the same bits.
-    """
+    """Quantizes each of ``num_groups`` groups of rows separately, for a grouped op."""
 
     def __init__(
         self,
@@ -173,10 +168,8 @@ class GroupedQuantizer(Quantizer):
         columnwise: bool = True,
         by_receiver: bool = False,
     ) -> None:
-        super().__init__(format, rowwise=rowwise, columnwise=columnwise)
-        check_bools(type(self).__name__, by_receiver=by_receiver)
+        super().__init__(format, rowwise=rowwise, columnwise=columnwise, by_receiver=by_receiver)
         self.num_groups = num_groups
-        self.by_receiver = by_receiver
 
     def __call__(  # type: ignore[override]
         self, x: Tensor, first_dims: Tensor | None = None

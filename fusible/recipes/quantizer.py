@@ -23,7 +23,11 @@ from fusible.recipes.tensor import QuantizedTensor
 
 
 class Quantizer:
-    """Quantizes tensors to ``format`` for row-wise use, column-wise use or both."""
+    """Quantizes tensors to ``format`` for row-wise use, column-wise use or both.
+
+    With ``by_receiver``, the op that gets the tensor also reads its values: it gets those before
+    quantization and quantizes them itself, to the same bits.
+    """
 
     def __init__(
         self,
@@ -31,9 +35,13 @@ class Quantizer:
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        by_receiver: bool = False,
     ) -> None:
-        check_bools(type(self).__name__, rowwise=rowwise, columnwise=columnwise)
+        check_bools(
+            type(self).__name__, rowwise=rowwise, columnwise=columnwise, by_receiver=by_receiver
+        )
         self.format = format
+        self.by_receiver = by_receiver
         self.rowwise = rowwise
         self.columnwise = columnwise
 

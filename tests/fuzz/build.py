@@ -87,6 +87,8 @@ def make(case: Case, layout: Layout, of_package: bool, dtype: torch.dtype) -> nn
             module = KINDS[op.name].twin(shape, plain(op), drawn).to(of_op(op, dtype))
             if hasattr(module, "recipe"):
                 module.recipe = case.recipe
+            if modules and op.options.get("backward"):
+                modules[-1].before_quantize = True
             modules.append(module)
         model = Reference(modules, layout)
     side = Side(case, layout, dtype, of_package, model)

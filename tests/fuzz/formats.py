@@ -137,6 +137,23 @@ class QuantizedLinear(torch.autograd.Function):
         return dx.to(x.dtype), dw.to(w.dtype), None
 
 
+class QuantizedGradient(torch.autograd.Function):
+    """``y + bias``, whose gradient is quantized: the bias sums its values.
+
+    The product before quantizes the gradient itself, along the sums of its own backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, recipe: str) -> Tensor:
+        ctx.recipe = recipe
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        rows = RECIPES[ctx.recipe].grad(dy.double().reshape(-1, dy.shape[-1]))
+        return dy, rows.sum(0).to(dy.dtype), None
+
+
 def linear(x: Tensor, w: Tensor, recipe: str | None) -> Tensor:
     """``x @ w.T`` for x ``[..., in]``, under a recipe."""
     if recipe is None:

@@ -182,12 +182,8 @@ AROUND = [
 ]
 
 
-def _quantized(rng: random.Random, features: int, multiple: int) -> list[Op]:
-    """A linear whose sizes fit a recipe, with ``Quantize`` before it at times.
-
-    Not behind it: a gradient whose values something else reads on the way is quantized twice, which
-    the reference does not do (`tests/ops/test_quantize_op.py` has these).
-    """
+def _quantized(rng: random.Random, multiple: int, behind: bool) -> list[Op]:
+    """A linear whose sizes fit a recipe, with ``Quantize`` before it at times, or ``behind`` it."""
     out = multiple * rng.choice([1, 1, 2])
     name = rng.choice(["BasicLinear", "Linear", "GroupedLinear"])
     options = {"out": out}
@@ -200,6 +196,8 @@ def _quantized(rng: random.Random, features: int, multiple: int) -> list[Op]:
     ops = [Op(name, options)]
     if rng.random() < 0.3:
         ops.insert(0, Op("Quantize", groups))
+    if behind:
+        ops.append(Op("Quantize", {"forward": False, "backward": True, **groups}))
     return ops
 
 
@@ -224,18 +222,23 @@ def recipes(rng: random.Random) -> Case:
     multiple = RECIPES[recipe].multiple
     shape = (*_rows(rng), multiple * rng.choice([1, 2]))
     ops: list[Op] = []
+    behind = rng.random() < 0.3
     for _ in range(rng.choice([1, 1, 2, 3])):
         here = of_case(Case(tuple(ops), shape)).shapes[-1]
         if here[-1] % multiple == 0:
-            ops += _quantized(rng, here[-1], multiple)
+            ops += _quantized(rng, multiple, behind and rng.random() < 0.7)
         if rng.random() < 0.5:
             ops = _appended(rng, ops, shape, AROUND)
     stored = rng.random() < 0.3
-    changes = rng.choice([0, 0, 0, 1, 2])
+    changes = 0 if behind else rng.choice([0, 0, 0, 1, 2])
+    program = _program(rng, ops, shape, changes, STORED if stored else list(SURGERIES))
+    for action in program if any(op.name == "Quantize" for op in ops) else ():
+        if action.options.get("call") == "global hooks":  # of quantized tensors: quantized again
+            action.options["call"] = "plain"
     return Case(
         tuple(ops),
         shape,
-        _program(rng, ops, shape, changes, STORED if stored else list(SURGERIES)),
+        program,
         dtype=rng.choice(["float32", "float32", "bfloat16", "float16"]),
         recipe=recipe,
         stored=stored,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .formats import linear
+from .formats import QuantizedGradient, linear
 
 # --- activations ----------------------------------------------------------------------------------
 
@@ -114,6 +114,8 @@ class Dropout(nn.Module):
 
 class Linear(nn.Module):
     recipe: str | None = None
+    before_quantize = False
+    """Whether ``Quantize(backward=True)`` follows."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool) -> None:
         super().__init__()
@@ -123,6 +125,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         y = linear(x.to(weight.dtype), weight, self.recipe)
+        if bias is not None and self.before_quantize:
+            return QuantizedGradient.apply(y, bias, self.recipe)
         return y if bias is None else y + bias
 
 
@@ -145,7 +149,8 @@ class Norm(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, dtype = self.weight, self.bias, self.weight.dtype
+        weight, bias = self.weight, self.bias  # each once: parametrizations count
+        dtype = weight.dtype
         x = x.to(dtype)
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
@@ -389,7 +394,10 @@ def identity(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, *splits: Tensor) -> Tensor:
-    """It says where a neighbour's operand is quantized, and changes nothing."""
+    """It says where a neighbour's operand is quantized, and changes nothing else.
+
+    The neighbour knows that what it sums for a bias is quantized (``Linear.before_quantize``).
+    """
     return x * 1
 
 

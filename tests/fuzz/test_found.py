@@ -31,6 +31,7 @@ def add(channel):
 NESTED = fork("a"), fork("b"), Op("Identity"), add("b"), add("a")
 NORM = Op("LayerNorm", {"eps": 1e-5, "zero_centered_gamma": False})
 BACKWARD = Op("Quantize", {"forward": False, "backward": True, "num_groups": 2})
+DENSE_BACKWARD = Op("Quantize", {"forward": False, "backward": True})
 TINY = Action("quantize", {"role": "input", "values": "tiny"})
 HAND = Op("HandWritten")
 
@@ -97,8 +98,14 @@ FOUND = {
         {},
     ),
     "replicas": ((grouped(),), (step(call="replica"),), {}),
+    "a bias before Quantize": (
+        (Op("Linear", {"out": 64, "bias": True}), DENSE_BACKWARD, Op("GELU")),
+        (STEP,),
+        {"dtype": "float32", "recipe": "nvfp4"},
+    ),
+    "a norm whose weight is computed": ((NORM,), (Action("counted"), STEP), {}),
     "a replica of a parametrized weight": (
-        (LINEAR, Op("Quantize", {"forward": False, "backward": True})),
+        (LINEAR, DENSE_BACKWARD),
         (Action("weight norm"), step(call="replica")),
         MX,
     ),

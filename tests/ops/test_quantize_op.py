@@ -97,6 +97,33 @@ def test_neighbours_that_read_values_get_them(place, compiled, recipe):
         torch.testing.assert_close(a, b, **bound)
 
 
+def for_both_uses(t, fmt):
+    """Values for row-wise and for column-wise use, in FP64."""
+    q = QuantizedTensor.quantize(t.detach(), fmt, rowwise=True, columnwise=True)
+    return [q.dequantize(columnwise=columnwise).double() for columnwise in (False, True)]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@each_recipe
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(48, 128), (2, 20, 128)], ids=["matrix", "3-D"])
+def test_a_gradient_behind_a_linear_with_a_bias_is_quantized_once(shape, compiled, recipe):
+    linear = fz.Linear(128, 256)
+    seq = fz.Sequential(linear, fz.Quantize(True, True))
+    call = torch.compile(seq, backend="aot_eager", fullgraph=True) if compiled else seq
+    x, dy = torch.randn(*shape, requires_grad=True), torch.randn(*shape[:-1], 256)
+    with fz.autocast(recipe=recipe), no_implicit_dequantize():
+        y = call(x)
+        dx, dw, db = torch.autograd.grad(y, [x, linear.weight, linear.bias], dy)
+    row, column = for_both_uses(dy.view(-1, 256), recipe.format("grad"))
+    _, x_column = for_both_uses(x.view(-1, 128), recipe.format("input"))
+    _, w_column = for_both_uses(linear.weight, recipe.format("weight"))
+    bound = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(dx.view(-1, 128).double(), row @ w_column, **bound)
+    torch.testing.assert_close(dw.double(), column.T @ x_column, **bound)
+    torch.testing.assert_close(db.double(), row.sum(0), **bound)
+
+
 @each_recipe
 def test_another_sequential_takes_what_one_returns(recipe):
     first = fz.Sequential(fz.Linear(128, 128), fz.Quantize(True, True))
