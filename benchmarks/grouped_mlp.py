@@ -276,19 +276,30 @@ RECIPES = {
 }
 
 
-def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, Calls]:
-    """Forward alone and both passes, in BF16 and under recipes."""
-    ways: dict[str, tuple[fz.Sequential, Any]] = {"bf16": (problem.mlp, None)}
+def recipe_ways(
+    module: fz.Sequential, names: Sequence[str]
+) -> dict[str, tuple[fz.Sequential, Any]]:
+    """A module and the recipe of a call, in BF16 and under recipes, for each way with weights.
+
+    They are quantized in every forward, once, or stored quantized.
+    """
+    ways: dict[str, tuple[fz.Sequential, Any]] = {"bf16": (module, None)}
     for name in names:
-        recipe, reused = RECIPES[name], copy.deepcopy(problem.mlp)
+        recipe, reused = RECIPES[name], copy.deepcopy(module)
         # Entered for good: every entry quantizes anew.
         fz.reuse_quantized_weights(reused).__enter__()
-        stored = copy.deepcopy(problem.mlp)
-        for fc in (stored[0], stored[2]):
+        stored = copy.deepcopy(module)
+        for fc in [op for op in stored if isinstance(op, fz.GroupedLinear)]:
             with fz.quantized_model_init(recipe=recipe):
                 fc.store_weights()
-        modules = {"": problem.mlp, ", weights reused": reused, ", weights stored": stored}
+        modules = {"": module, ", weights reused": reused, ", weights stored": stored}
         ways |= {f"{name}{how}": (mlp, recipe) for how, mlp in modules.items()}
+    return ways
+
+
+def recipe_passes(problem: Problem, names: Sequence[str]) -> dict[str, Calls]:
+    """Forward alone and both passes, in BF16 and under recipes."""
+    ways = recipe_ways(problem.mlp, names)
 
     def forward(mlp: fz.Sequential, recipe: Any) -> Tensor:
         with fz.autocast(enabled=recipe is not None, recipe=recipe):

@@ -11,13 +11,20 @@ median. Beside the block's time: where it goes, the bandwidth of the kernels tha
 to a copy, and the peak memory of forward + backward. FC1 is timed with the activation; in our
 backward the activation's belongs to FC2, whose data gradient makes it. Writes the JSON and a
 picture beside it.
+
+    python benchmarks/moe_block.py --recipe fp8_block [NAME ...] [--out FILE.json]
+
+instead measures ours in BF16 and under these recipes, with the weights quantized in every forward,
+once (``reuse_quantized_weights``), and stored, and the launches that quantize rows: after they were
+copied, and while they are gathered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +32,13 @@ import torch
 import torch.nn.functional as F
 from grouped_gemm_sm90 import environment
 from grouped_gemm_sm90 import measure as measure_in_turn
-from grouped_mlp import activation, graphed
+from grouped_mlp import RECIPES, activation, graphed, recipe_ways
 from torch import Tensor
 
 import fusible as fz
 from fusible.kernels import grouped, moe
 from fusible.kernels.grouped import Glu
+from fusible.kernels.quantize import k_major
 
 
 class Shape(NamedTuple):
@@ -46,6 +54,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "qwen3-30b": Shape(16384, 8, 2048, 768, 128),
     "mixtral-8x7b": Shape(8192, 2, 4096, 14336, 8),
+    "dsv3-ep32": Shape(4096, 8, 7168, 2048, 32),
     "small": Shape(1024, 8, 1024, 512, 64),
 }
 Calls = dict[Any, Callable[[], Any]]
@@ -58,10 +67,10 @@ def measure(calls: Calls, runs: int = 20) -> dict[Any, float]:
     return {who: ms[who] for who in calls}
 
 
-def fusible_block(shape: Shape, recompute: bool = False) -> fz.Sequential:
+def fusible_block(shape: Shape, recompute: bool = False, device: str = "cuda") -> fz.Sequential:
     """Ours; with ``recompute`` the backward dispatches the tokens once more."""
     _, top_k, hidden, inner, experts = shape
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     grouped = {**options, "bias": False, "single_grouped_weight": True}
     return fz.Sequential(
         fz.TopKRouter(hidden, experts, top_k, **options),
@@ -248,6 +257,148 @@ def exact_block(top_k: int, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor) -
         y = (F.silu(gate) * linear * probs[token, j, None]) @ w2[e].T
         out = out.index_add(0, token, y)
     return out
+
+
+# --- under recipes --------------------------------------------------------------------------------
+
+
+class RecipeProblem:
+    """One block in BF16 and under recipes."""
+
+    def __init__(self, shape: Shape, names: Sequence[str], device: str = "cuda") -> None:
+        torch.manual_seed(0)
+        self.shape, block = shape, fusible_block(shape, device=device)
+        with torch.no_grad():
+            for w in block.parameters():
+                w.normal_(std=w.shape[-1] ** -0.5)
+        self.x = torch.randn(shape.tokens, shape.hidden, device=device).bfloat16().requires_grad_()
+        self.dy = torch.randn_like(self.x)
+        self.ways: dict[str, Callable[[], Tensor]] = {}
+        self.leaves: dict[str, list[Tensor]] = {}
+        for who, (module, recipe) in recipe_ways(block, names).items():
+            ways: dict[str, Callable[[Tensor], Tensor]] = {who: module}
+            if recipe is not None and who.endswith("stored"):
+                ways[f"{who}, apart"] = apart(module)
+                lean = fusible_block(shape, recompute=True, device=device)
+                ways[f"{who}, recompute"] = fz.Sequential(module[0], lean[1], *module[2:])
+            for name, way in ways.items():
+                self.ways[name] = partial(self.forward, way, recipe)
+                self.leaves[name] = [self.x, *module.parameters()]
+            module(self.x)
+            with fz.autocast(enabled=recipe is not None, recipe=recipe):
+                print(f"{who}: {', '.join(fz.explain(module, self.x).fired)}", flush=True)
+
+    def forward(self, way: Callable[[Tensor], Tensor], recipe: Any) -> Tensor:
+        """The block by one of its ways."""
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            return way(self.x)
+
+    def step(self, who: str) -> tuple[Tensor, ...]:
+        """Output and every gradient."""
+        y = self.ways[who]()
+        return (y, *torch.autograd.grad(y, self.leaves[who], self.dy))
+
+    def passes(self) -> dict[str, Calls]:
+        """Inference, and forward + backward."""
+        return {
+            "inference": {who: torch.no_grad()(way) for who, way in self.ways.items()},
+            "forward + backward": {who: partial(self.step, who) for who in self.ways},
+        }
+
+    def saved(self, who: str) -> float:
+        """MB kept for the backward beside tokens and experts' weights."""
+        kept: dict[int, int] = {self.x.untyped_storage().data_ptr(): 0}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.dim() < 3:
+                storage = t.untyped_storage()
+                kept.setdefault(storage.data_ptr(), storage.nbytes())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            self.ways[who]()
+        return sum(kept.values()) / 2**20
+
+    def peak(self, who: str) -> float:
+        """Peak MB of forward + backward, beyond what is there before."""
+        self.step(who)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step(who)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def errors(self) -> dict[str, list[float]]:
+        """Relative error against BF16 of the output and the gradients of tokens and weights."""
+        want = self.step("bf16")
+        return {
+            who: [
+                ((a.float() - b.float()).norm() / b.float().norm()).item()
+                for a, b in zip(self.step(who), want, strict=True)
+            ]
+            for who in self.ways
+            if who != "bf16"
+        }
+
+
+def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
+    """Rows copied, quantized for both uses, and both in one launch.
+
+    That is measured for each number of 128 columns that are gathered before the next ones.
+    """
+    x = torch.randn(shape.tokens, shape.hidden, device=device).bfloat16()
+    ids = torch.rand(shape.tokens, shape.experts, device=device).topk(shape.top_k).indices
+    row_map, _, ends = moe.permutation(ids, shape.experts, None)
+    probs, count = torch.rand(ids.shape, device=device), ids.numel()
+    index, _ = moe.row_sources(row_map, probs, count)
+    rows, _ = moe.scatter_rows(x, row_map, None, count, False)
+    chunks, fmt = -(-shape.hidden // 128), RECIPES["fp8_block"].format("input")
+    chosen = k_major.chunks_together(*x.shape, x.itemsize)
+
+    def quantize(
+        source: Tensor, index: Tensor | None, columnwise: bool = True, together: int = chosen
+    ) -> None:
+        k_major.chunks_together = lambda *_: together
+        uses = {"rowwise": True, "columnwise": columnwise}
+        k_major.quantize_k_major(source, fmt, **uses, ends=ends, rows=index)
+
+    return {
+        "row sources": lambda: moe.row_sources(row_map, probs, count),
+        "copy": lambda: moe.scatter_rows(x, row_map, probs, count, False),
+        "quantize": partial(quantize, rows, None),
+        "quantize, row-wise": partial(quantize, rows, None, False),
+        "gather": partial(quantize, x, index),
+        "gather, row-wise": partial(quantize, x, index, False),
+        **{
+            f"gather, {n} of {chunks} together": partial(quantize, x, index, True, n)
+            for n in range(1, chunks + 1)
+            if chunks % n == 0
+        },
+    }
+
+
+def run_recipes(names: Sequence[str], recipes: Sequence[str]) -> dict[str, Any]:
+    """Measure every shape under recipes, with the times relative to BF16."""
+    report: dict[str, Any] = {"environment": environment(), "shapes": {}}
+    for name in names:
+        problem = RecipeProblem(SHAPES[name], recipes)
+        cell: dict[str, Any] = {"sizes": problem.shape._asdict(), "passes": {}}
+        for what, calls in problem.passes().items():
+            ms = measure(calls, runs=12)
+            faster = {who: ms["bf16"] / t for who, t in ms.items()}
+            cell["passes"][what] = {"ms": ms, "faster": faster}
+            for who, t in ms.items():
+                print(f"{name:13s} {what:19s} {who:36s} {t:8.4f} ms {faster[who]:.3f}x", flush=True)
+        cell["saved_mb"] = {who: problem.saved(who) for who in problem.ways}
+        cell["peak_mb"] = {who: problem.peak(who) for who in problem.ways}
+        cell["errors"] = problem.errors()
+        cell["quantizers_ms"] = measure(quantizing_calls(problem.shape), runs=12)
+        for key in ("saved_mb", "peak_mb", "errors", "quantizers_ms"):
+            print(name, key, json.dumps(cell[key], indent=1), flush=True)
+        report["shapes"][name] = cell
+        del problem, calls
+        torch.cuda.empty_cache()
+    return report
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -440,12 +591,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--eager", action="store_true", help="transformers' eager experts too")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe_block.json"))
+    parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report = run(options.config, options.eager)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, options.out.with_suffix(".png"))
+    name = "moe_block_recipes.json" if options.recipe else "moe_block.json"
+    out = options.out or Path("benchmarks/results") / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if options.recipe:
+        report = run_recipes(options.config, options.recipe)
+    else:
+        report = run(options.config, options.eager)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    if not options.recipe:
+        draw(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
