@@ -43,16 +43,23 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+LISTED = {
+    "registers": "registers a thread at launch, no spills",
+    "emulator": "what equals the emulator of FP8 sums",
+}
+"""Properties that tests record, and the titles under which they are listed."""
+
+
 def pytest_terminal_summary(terminalreporter):
-    """List the registers of each kernel that was compiled."""
+    """List what passed tests have recorded."""
     reports = terminalreporter.getreports("passed")
-    listed = {
-        text for report in reports for name, text in report.user_properties if name == "registers"
-    }
-    if listed:
-        terminalreporter.section("registers a thread at launch, no spills")
-        for text in sorted(listed):
-            terminalreporter.line(text)
+    recorded = {entry for report in reports for entry in report.user_properties}
+    for listed, title in LISTED.items():
+        lines = sorted(text for name, text in recorded if name == listed)
+        if lines:
+            terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.recipes import Float8BlockScaling, Format, group_quantize
+from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
 
 SIZES = [129, 0, 37, 128, 1, 0]
@@ -137,18 +138,34 @@ def test_no_rows():
 
 
 def test_fp32_scales_are_not_rounded():
-    """Near the exact result; the dequantized path on CUDA rounds operands to BF16."""
-    module = mlp()
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    x, splits, scales, _ = inputs(module)
-    given = torch.randn_like(x).requires_grad_(), splits, scales, splits
+    """Results are FP64 products of what was quantized, rounded once.
+
+    A sum in FP32 may be next to a boundary of BF16; values or scales of fewer bits than FP32 would
+    turn the rounding of one result in three.
+    """
     recipe = Float8BlockScaling(use_f32_scales=True, fp8_products=True)
-    got = step(module, recipe, given, torch.randn(ROWS, HIDDEN).to(BF16))
-    y, _ = ref.exact_grouped_mlp(
-        module, given[0].double(), SIZES, scales.double(), torch.zeros(ROWS, HIDDEN)
-    )
-    assert (got[0].double() - y).norm() < 0.1 * y.norm()
+    options = {"dtype": BF16, "bias": False, "single_grouped_weight": True}
+    linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, **options)
+    x, dy = torch.randn(ROWS, HIDDEN).to(BF16), torch.randn(ROWS, INNER).to(BF16)
+    given = x.requires_grad_(), SPLITS
+    y, dx, dw = step(linear, recipe, given, dy, fired="grouped_linear_sm90_fp8")
+
+    def values(t, role, columnwise=False):
+        quantized = quantize(t.detach(), recipe.format(role), columnwise=columnwise)
+        return dequantize(quantized, torch.float32).double()
+
+    pairs, rows = [], torch.arange(sum(SIZES)).split(SIZES)
+    for e, own in enumerate(rows):
+        w = values(linear.weight[e], "weight")
+        pairs += [
+            (y[own], values(x[own], "input") @ w.T),
+            (dx[own], values(dy[own], "grad") @ w),
+            (dw[e], values(dy[own], "grad", True).T @ values(x[own], "input", True)),
+        ]
+    for got, want in pairs:
+        if got.numel():
+            assert (got == want.to(BF16)).double().mean() > 0.99
+        assert got.shape == want.shape
 
 
 # --- the launches ---------------------------------------------------------------------------------
