@@ -58,9 +58,12 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
     return (
         equal(this.sm, sm90.ARCHITECTURE),
         _CUTLASS,
-        one_of(this.recipe, *sm90.FP8_RECIPES),
+        equal(this.scaling.input, sm90.FP8_SCALING["input"]),
+        equal(this.scaling.weight, sm90.FP8_SCALING["weight"]),
+        # With an override there is none of a gradient: the backward multiplies BF16.
+        where(this.backward_override, None, equal(this.scaling.grad, sm90.FP8_SCALING["grad"])),
+        NO_OVERRIDE,
         equal(this.fp8_products, True, "pass fp8_products=True to Float8BlockScaling"),
-        NO_OVERRIDE,  # with one, the backward multiplies BF16
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 

@@ -14,34 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.kernels import grouped
 from fusible.kernels.quantize import KMajor, ScaledMatrix, quantize_k_major, transposed
 from fusible.ops import GroupedLinear
-from fusible.ops.grouped_kernels import (
-    Activated,
-    ActivationGrads,
-    GroupedKernels,
-    GroupedOperand,
-    Saved,
-    glu_of,
-)
-from fusible.ops.matrices import GatheredRows, as_rows
+from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, Saved
+from fusible.ops.matrices import GatheredRows
 from fusible.ops.weights import one_weight, quantize_weights
-from fusible.ops.wgrad import WeightGradient, laid_out
+from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
-
-_PRODUCT_DTYPE = torch.bfloat16
 
 
 class _Columns(NamedTuple):
     """An operand of weight gradients: column-major rows of padded groups."""
 
-    data: Tensor
-    scale: Tensor
+    rows: ScaledMatrix
     ends: Tensor | None
     """Of the padded groups; None for an input, whose groups are those of the gradient."""
 
@@ -58,8 +46,6 @@ class Sm90Fp8Kernels(GroupedKernels):
         "one the weights"
     )
     gathers = True
-
-    # --- operands --------------------------------------------------------------------------------
 
     def prepare_rows(
         self,
@@ -87,7 +73,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
         made = _quantized(x, ctx, role, groups, **uses)
-        column = None if made.column is None else _Columns(*made.column, made.padded_ends)
+        column = None if made.column is None else _Columns(made.column, made.padded_ends)
         return GroupedOperand(made.row or row, x if later else column)
 
     def saved_rows(self, ctx: OperationContext, column: _Columns | GatheredRows | None) -> Saved:
@@ -99,7 +85,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             return None, None, None
         if isinstance(column, GatheredRows):
             return column.source, None, column.index
-        return column.data.t(), column.scale, None
+        return column.rows.data.t(), column.rows.scale, None
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
@@ -112,7 +98,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         data, scale, index = saved
         if index is not None:
             return GatheredRows(data, index)
-        return None if data is None else _Columns(data.t(), scale, None)
+        return None if data is None else _Columns(ScaledMatrix(data.t(), scale), None)
 
     def weights(
         self, linear: GroupedLinear, ctx: OperationContext
@@ -131,33 +117,6 @@ class Sm90Fp8Kernels(GroupedKernels):
         """See `GroupedKernels`."""
         return ScaledMatrix(*saved) if saved else None
 
-    # --- products --------------------------------------------------------------------------------
-
-    def product(
-        self,
-        linear: GroupedLinear,
-        ctx: OperationContext,
-        x: ScaledMatrix,
-        weights: ScaledMatrix,
-        groups: Tensor,
-        row_scale: Tensor | None,
-        output: Tensor | None,
-    ) -> Tensor:
-        """See `GroupedKernels`."""
-        bias = linear.stacked_bias(ctx, _PRODUCT_DTYPE)
-        return _multiplied(ctx, x, weights, groups, bias, row_scale, output)
-
-    def data_grad(
-        self,
-        ctx: OperationContext,
-        dy: ScaledMatrix,
-        weights: ScaledMatrix,
-        groups: Tensor,
-        output: Tensor | None,
-    ) -> Tensor:
-        """See `GroupedKernels`."""
-        return _multiplied(ctx, dy, weights, groups, None, None, output)
-
     def weight_grad(
         self,
         ctx: OperationContext,
@@ -171,76 +130,9 @@ class Sm90Fp8Kernels(GroupedKernels):
         if isinstance(x, GatheredRows):
             made = _quantized(x, ctx, "input", groups, rowwise=False, columnwise=True)
             assert made.column is not None
-            x = _Columns(*made.column, None)
-        ends = dy.ends
-        assert ends is not None
-
-        def product(
-            a: _Columns, b: _Columns, out: Sequence[Tensor] | None, accumulate: bool
-        ) -> Tensor | None:
-            if out is None:
-                return grouped.grouped_wgrad(a.data, b.data, ends, None, a.scale, b.scale)
-            out = list(out)
-            grouped.grouped_wgrad_(out, a.data, b.data, ends, accumulate, a.scale, b.scale)
-            return None
-
-        reads = dy.data, dy.scale, x.data, x.scale, ends
-        return laid_out(ctx.column_major, product, dy, x, reads)
-
-    # --- the activation between two linears ------------------------------------------------------
-
-    def glu(
-        self,
-        linear: GroupedLinear,
-        ctx: OperationContext,
-        act: Any,
-        x: ScaledMatrix,
-        weights: ScaledMatrix,
-        groups: Tensor,
-        scales: Tensor,
-        save_preact: bool,
-    ) -> Activated:
-        """See `GroupedKernels`; the activation in BF16."""
-        bias = linear.stacked_bias(ctx, _PRODUCT_DTYPE)
-        made = grouped.grouped_glu(
-            x.data,
-            [weights.data],
-            groups,
-            scales,
-            glu_of(act),
-            bias,
-            save_preact,
-            x.scale,
-            weights.scale,
-        )
-        return Activated(*made)
-
-    def dglu(
-        self,
-        ctx: OperationContext,
-        act: Any,
-        dy: ScaledMatrix,
-        weights: ScaledMatrix,
-        groups: Tensor,
-        preact: Tensor,
-        scales: Tensor,
-        *,
-        bias: bool,
-        overwrite: bool,
-    ) -> ActivationGrads:
-        """See `GroupedKernels`."""
-        dpreact, _, dscales = grouped.grouped_dglu(
-            dy.data,
-            [weights.data],
-            groups,
-            preact,
-            scales,
-            glu_of(act),
-            dy.scale,
-            weights.scale,
-            overwrite=overwrite,
-        )
-        return ActivationGrads(cast(dpreact, ctx.dtype), None, dscales, None)
+            x = _Columns(made.column, None)
+        assert dy.ends is not None
+        return grouped_gradient(dy.rows, x.rows, dy.ends, ctx.column_major)
 
 
 SM90_FP8 = Sm90Fp8Kernels()
@@ -254,28 +146,6 @@ def _quantized(
     fmt = ctx.recipe.format(role)
     assert fmt is not None
     return quantize_k_major(source, fmt, ends=ends, rows=index, **uses)
-
-
-def _multiplied(
-    ctx: OperationContext,
-    x: ScaledMatrix,
-    weights: ScaledMatrix,
-    ends: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    output: Tensor | None,
-) -> Tensor:
-    y = grouped.grouped_mm(
-        x.data,
-        [weights.data],
-        ends,
-        bias,
-        row_scale,
-        out=as_rows(output),
-        x_scale=x.scale,
-        w_scale=weights.scale,
-    )
-    return cast(y, ctx.dtype)
 
 
 def k_major_weights(

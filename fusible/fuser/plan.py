@@ -412,7 +412,8 @@ def _facts_reader(facts: Facts, recipe: Any, target: Target, grad: Sequence[Grad
             quantizes=recipe is not None and recipe.quantizes,
             backward_override=None if recipe is None else recipe.backward_override,
             fp8_products=recipe is not None and recipe.fp8_products,
-            format=SimpleNamespace(**_format_names(recipe)),
+            format=_of_formats(recipe, "name"),
+            scaling=_of_formats(recipe, "scaling"),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
             cutlass_dsl=target.cutlass_dsl,
@@ -457,13 +458,15 @@ def check_facts(rule: Rule) -> None:
                 ) from error
 
 
-def _format_names(recipe: Any) -> dict[str, str]:
-    """The number format of each operand of a product, ``"none"`` where it is not quantized."""
+def _of_formats(recipe: Any, attribute: str) -> SimpleNamespace:
+    """An attribute of the number format of each operand of a product, ``"none"`` without one."""
     formats = {
         role: None if recipe is None else recipe.format(role)
         for role in ("input", "weight", "grad")
     }
-    return {role: "none" if fmt is None else fmt.name for role, fmt in formats.items()}
+    return SimpleNamespace(**{
+        role: "none" if fmt is None else getattr(fmt, attribute) for role, fmt in formats.items()
+    })  # fmt: skip
 
 
 def _steps(ops: Sequence[Any], fusions: Sequence[Fusion]) -> tuple[Step, ...]:

@@ -18,8 +18,10 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
+from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_rows
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
+from fusible.recipes.formats import value_dtype
 from fusible.recipes.matrix import SAVED, Operand
 from fusible.recipes.product import (
     ProductKind,
@@ -73,7 +75,8 @@ class GroupedKernels:
     which gradients are needed from the op's context. None may synchronise with the device. An
     argument or result of type ``Any`` is opaque to the caller, which only passes it to the methods
     named here: groups, rows, weights and activations in the format of these kernels. A subclass
-    for other formats overrides the methods that make and read them.
+    for other formats overrides the methods that make and read them; the products here take FP8
+    operands too (`ScaledMatrix`), of weights one, transposed for the data gradient.
     """
 
     saves = ""
@@ -201,8 +204,7 @@ class GroupedKernels:
         ``x`` is `GroupedOperand.row`, ``row_scale`` ``[rows]`` or None; the result is written to
         ``output`` ``[..., out_features]`` if that is given.
         """
-        bias = linear.stacked_bias(ctx, x.dtype)
-        return _multiplied(ctx, x, weights, groups, bias, row_scale, False, output)
+        return _multiplied(ctx, x, weights, groups, linear, row_scale, output)
 
     def data_grad(
         self,
@@ -217,7 +219,7 @@ class GroupedKernels:
         ``dy`` is `GroupedOperand.row`; the result is written to ``output`` ``[..., in_features]``
         if that is given.
         """
-        return _multiplied(ctx, dy, weights, groups, None, None, True, output)
+        return _multiplied(ctx, dy, weights, groups, None, None, output)
 
     def weight_grad(self, ctx: OperationContext, dy: Any, x: Any, groups: Any) -> WeightGradient:
         """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
@@ -252,9 +254,10 @@ class GroupedKernels:
         ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`. The
         pre-activation has no rows without ``save_preact``.
         """
-        bias = linear.stacked_bias(ctx, x.dtype)
+        x, w, x_scale, w_scale = _elements(x, weights)
+        bias = linear.stacked_bias(ctx, value_dtype(x.dtype))
         preact, out = grouped.grouped_glu(
-            x, weights, groups, scales, glu_of(act), bias, save_preact
+            x, w, groups, scales, glu_of(act), bias, save_preact, x_scale, w_scale
         )
         return Activated(preact, cast(out, ctx.dtype))
 
@@ -277,8 +280,10 @@ class GroupedKernels:
         and ``scales`` those of `glu`. ``bias`` requests the gradient of the first linear's bias,
         if these kernels fuse it. ``overwrite``: ``preact`` may be written to.
         """
+        dy, w, dy_scale, w_scale = _elements(dy, weights)
+        glu = glu_of(act)
         dpreact, act_again, dscales = grouped.grouped_dglu(
-            dy, weights, groups, preact, scales, glu_of(act), overwrite=overwrite
+            dy, w, groups, preact, scales, glu, dy_scale, w_scale, overwrite=overwrite
         )
         again = None if self.saves_activation(ctx) else act_again
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
@@ -299,14 +304,30 @@ def _vector(t: Tensor) -> Tensor:
 
 def _multiplied(
     ctx: OperationContext,
-    x: Tensor,
-    weights: Sequence[Tensor],
+    x: Tensor | ScaledMatrix,
+    weights: Sequence[Tensor] | ScaledMatrix,
     ends: Tensor,
-    bias: Tensor | None,
+    linear: Any | None,
     row_scale: Tensor | None,
-    transpose_w: bool,
     output: Tensor | None,
 ) -> Tensor:
-    """A grouped product ``[rows, features]``, in ``output`` ``[..., features]`` if it is given."""
-    y = grouped.grouped_mm(x, weights, ends, bias, row_scale, transpose_w, as_rows(output))
+    """A product with the bias of ``linear``, or, where that is None, with the weights transposed.
+
+    ``[rows, features]``, in ``output`` ``[..., features]`` if it is given.
+    """
+    x, w, x_scale, w_scale = _elements(x, weights)
+    transpose_w = linear is None and w_scale is None  # FP8 ones are transposed already
+    bias = None if linear is None else linear.stacked_bias(ctx, value_dtype(x.dtype))
+    out = as_rows(output)
+    y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out, x_scale, w_scale)
     return cast(y, ctx.dtype)
+
+
+def _elements(
+    x: Tensor | ScaledMatrix, weights: Sequence[Tensor] | ScaledMatrix
+) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
+    """Rows and weights of a product, and the scales of both, which FP8 ones have."""
+    x, x_scale = elements_and_scale(x)
+    if isinstance(weights, ScaledMatrix):
+        return x, [weights.data], x_scale, weights.scale
+    return x, weights, x_scale, None

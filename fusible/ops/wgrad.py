@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.kernels import grouped
+from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
 from fusible.kernels.stacking import write
 from fusible.recipes.sharding import is_sharded, mean_over_ranks
 
@@ -24,11 +25,6 @@ class WeightGradient(NamedTuple):
 
     compute: Callable[[Sequence[Tensor] | None, bool], Tensor | None]
     reads: tuple[Tensor, ...]
-
-
-GroupedProduct = Callable[[Any, Any, Sequence[Tensor] | None, bool], Tensor | None]
-"""Takes ``(a, b, out, accumulate)``: gives ``a[rows of e].T @ b[rows of e]`` for each group e, or
-writes it to ``out``, or adds it there."""
 
 
 class MainGrads(NamedTuple):
@@ -74,37 +70,38 @@ class MainGrads(NamedTuple):
         return wide
 
 
-def grouped_gradient(dy: Tensor, x: Tensor, ends: Tensor, column_major: bool) -> WeightGradient:
-    """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product."""
-
-    def product(
-        a: Tensor, b: Tensor, out: Sequence[Tensor] | None, accumulate: bool
-    ) -> Tensor | None:
-        if out is None:
-            return grouped.grouped_wgrad(a, b, ends)
-        grouped.grouped_wgrad_(list(out), a, b, ends, accumulate)
-        return None
-
-    return laid_out(column_major, product, dy, x, (dy, x, ends))
-
-
-def laid_out(
-    column_major: bool, product: GroupedProduct, dy: Any, x: Any, reads: tuple[Tensor, ...]
+def grouped_gradient(
+    dy: Tensor | ScaledMatrix, x: Tensor | ScaledMatrix, ends: Tensor, column_major: bool
 ) -> WeightGradient:
-    """The gradient ``dy.T @ x`` in the memory order of the weight, or of where it is written.
+    """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product.
 
-    A ``column_major`` weight, the transpose of a row-major tensor, has a gradient that is:
-    ``x.T @ dy``. ``reads`` are all tensors that the product reads.
+    In the memory order of the weight, or of where it is written: a ``column_major`` weight, the
+    transpose of a row-major tensor, has a gradient that is: ``x.T @ dy``.
     """
+    (dy, dy_scale), (x, x_scale) = elements_and_scale(dy), elements_and_scale(x)
 
     def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
+        operands = dy, x, ends, dy_scale, x_scale
         if not (column_major if out is None else is_column_major(out[0])):
-            return product(dy, x, out, accumulate)
-        out = None if out is None else [t.mT for t in out]
-        dw = product(x, dy, out, accumulate)
+            return _grouped(operands, out, accumulate)
+        operands = x, dy, ends, x_scale, dy_scale
+        dw = _grouped(operands, None if out is None else [t.mT for t in out], accumulate)
         return None if dw is None else dw.mT
 
-    return WeightGradient(gradient, reads)
+    reads = dy, x, ends, dy_scale, x_scale
+    return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
+
+
+def _grouped(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    out: Sequence[Tensor] | None,
+    accumulate: bool,
+) -> Tensor | None:
+    a, b, ends, *scales = operands
+    if out is None:
+        return grouped.grouped_wgrad(a, b, ends, None, *scales)
+    grouped.grouped_wgrad_(list(out), a, b, ends, accumulate, *scales)
+    return None
 
 
 def is_column_major(t: Tensor) -> bool:

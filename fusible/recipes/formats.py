@@ -96,6 +96,13 @@ class NumberFormat:
         """Tell whether row-wise and column-wise use need two different sets of numbers."""
         return self.block is not None and self.block[0] != self.block[1]
 
+    @property
+    def scaling(self) -> str:
+        """Return elements and scales in words, as rules of kernels compare them."""
+        shape = "matrix" if self.block is None else "{}x{}".format(*self.block)
+        scale = str(self.scale_dtype).removeprefix("torch.")
+        return f"fp{8 // self.element.per_byte} with one {scale} scale per {shape}"
+
     def as_constants(self) -> tuple[str, str, list[int], ScaleName, float]:
         """Return the row as arguments of a torch op."""
         block = [] if self.block is None else list(self.block)
@@ -125,6 +132,11 @@ FP8_BLOCK = 128
 """Elements along a dimension that share an FP32 scale."""
 BLOCKS = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
 """Blocks of FP8 elements with an FP32 scale each, by number of dimensions."""
+
+
+def value_dtype(elements: torch.dtype) -> torch.dtype:
+    """Return the dtype of products of such elements: theirs, or BF16 of FP8 ones."""
+    return torch.bfloat16 if elements.itemsize == 1 else elements
 
 
 def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:

@@ -1,6 +1,7 @@
 """FP8 products on Hopper against the dequantized path: the same values, summed in another order."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import reference as ref
@@ -366,12 +367,40 @@ def test_a_quantized_gradient():
         assert_equal_but_for_order(got, step(module, BLOCK_FP8, given, dy, "cpu"))
 
 
+@dataclass(frozen=True)
+class OwnFormats(fz.recipes.Recipe):
+    """The formats of another recipe under names of its own, or with other scales."""
+
+    name = "own_formats"
+    fp8_products = True
+    scale: str = "fp32"
+
+    def format(self, role):
+        return replace(BLOCK_FP8.format(role), name=f"own_{role}", scale=self.scale)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "fp32_power_of_two"])
+def test_formats_of_ones_own(scale):
+    """What kernels multiply is a matter of elements and scales, of no recipe's or format's name."""
+    module, recipe = mlp(), OwnFormats(scale)
+    given, dy = inputs(module), integers(ROWS, HIDDEN)
+    got = step(module, recipe, given, dy)
+    assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
+    other = OwnFormats(scale="e8m0_up")
+    text = explained(module, *given, recipe=other, every_rule=True)
+    assert "by grouped_mlp_sm90," in text
+    assert (
+        "scaling.weight must be fp8 with one float32 scale per 128x128, got fp8 with one "
+        "float8_e8m0fnu scale per 128x128"
+    ) in text
+
+
 # --- why, and why not -----------------------------------------------------------------------------
 
 
-def explained(module, *given, recipe=BLOCK_FP8):
+def explained(module, *given, recipe=BLOCK_FP8, every_rule=False):
     with fz.autocast(recipe=recipe):
-        return str(fz.explain(module, *given, target="sm90"))
+        return fz.explain(module, *given, target="sm90").to_text(every_rule=every_rule)
 
 
 def test_explain_says_what_multiplies_in_fp8():

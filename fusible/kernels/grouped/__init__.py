@@ -30,6 +30,7 @@ from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
 from fusible.kernels.runtime import flops
 from fusible.kernels.runtime.library import define
 from fusible.kernels.stacking import side_by_side, stacked
+from fusible.recipes.formats import value_dtype
 
 __all__ = [
     "Glu",
@@ -69,9 +70,9 @@ check_alignment = define(groups.check_alignment)
 
 
 def _grouped_mm_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> Tensor:
-    *_, transpose_w, x_scale, _w_scale = rest
+    *_, transpose_w, _x_scale, _w_scale = rest
     shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
-    return x.new_empty(shape, dtype=definitions.result_dtype(x, x_scale))
+    return x.new_empty(shape, dtype=value_dtype(x.dtype))
 
 
 _grouped_mm = define(
@@ -99,7 +100,7 @@ def grouped_mm(
     w_scale: Tensor | None = None,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
-    if out is None or out.dtype != definitions.result_dtype(x, x_scale):
+    if out is None or out.dtype != value_dtype(x.dtype):
         y = _grouped_mm(x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
         return y if out is None else out.copy_(y)
     _grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
@@ -110,8 +111,8 @@ def grouped_mm(
 
 
 def _grouped_glu_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, save_preact, x_scale, _w_scale = rest
-    rows, features, dtype = x.shape[0], w[0].shape[-2], definitions.result_dtype(x, x_scale)
+    *_, save_preact, _x_scale, _w_scale = rest
+    rows, features, dtype = x.shape[0], w[0].shape[-2], value_dtype(x.dtype)
     preact = x.new_empty(rows if save_preact else 0, features, dtype=dtype)
     return preact, x.new_empty(rows, features // 2, dtype=dtype)
 
@@ -151,7 +152,7 @@ def _grouped_wgrad_fake(
     x_scale: Tensor | None,
 ) -> Tensor:
     shape = ends.shape[0], dy.shape[1], x.shape[1]
-    return dy.new_empty(shape, dtype=out_dtype or definitions.result_dtype(dy, dy_scale))
+    return dy.new_empty(shape, dtype=out_dtype or value_dtype(dy.dtype))
 
 
 grouped_wgrad = define(

@@ -19,7 +19,7 @@ from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.stacking import stacked, write
-from fusible.recipes.formats import FP8_BLOCK
+from fusible.recipes.formats import FP8_BLOCK, value_dtype
 
 
 def _sizes(ends: Tensor) -> list[int]:
@@ -31,11 +31,6 @@ def _sizes(ends: Tensor) -> list[int]:
 def _by_group(t: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """The rows of every group, then the tail."""
     return t.split_with_sizes([*sizes, t.shape[0] - sum(sizes)])
-
-
-def result_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
-    """The dtype of products of rows ``x``: theirs, or BF16 of FP8 ones, which have scales."""
-    return x.dtype if scale is None else torch.bfloat16
 
 
 def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
@@ -80,7 +75,7 @@ def grouped_mm(
     ``[E, ceil(N / 128), ceil(K / 128)]``, not transposed.
     """
     shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
-    y = x.new_empty(shape, dtype=result_dtype(x, x_scale))
+    y = x.new_empty(shape, dtype=value_dtype(x.dtype))
     grouped_mm_(y, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
     return y
 
@@ -199,7 +194,7 @@ def grouped_wgrad(
     """
     check_scales(dy_scale, x_scale)
     if dy_scale is not None and x_scale is not None:
-        out_dtype = out_dtype or result_dtype(dy, dy_scale)
+        out_dtype = out_dtype or value_dtype(dy.dtype)
         dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     if out_dtype not in (None, dy.dtype):
         wide = torch.promote_types(out_dtype, dy.dtype)

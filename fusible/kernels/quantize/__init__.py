@@ -1,6 +1,19 @@
 """Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
 
 from fusible.kernels.quantize.cuda import takes
-from fusible.kernels.quantize.k_major import KMajor, ScaledMatrix, quantize_k_major, transposed
+from fusible.kernels.quantize.k_major import (
+    KMajor,
+    ScaledMatrix,
+    elements_and_scale,
+    quantize_k_major,
+    transposed,
+)
 
-__all__ = ["KMajor", "ScaledMatrix", "quantize_k_major", "takes", "transposed"]
+__all__ = [
+    "KMajor",
+    "ScaledMatrix",
+    "elements_and_scale",
+    "quantize_k_major",
+    "takes",
+    "transposed",
+]

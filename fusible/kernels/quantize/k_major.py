@@ -35,6 +35,11 @@ class ScaledMatrix(NamedTuple):
     scale: Tensor
 
 
+def elements_and_scale(operand: Tensor | ScaledMatrix) -> tuple[Tensor, Tensor | None]:
+    """The elements of an operand of a product, and the scales that FP8 ones have."""
+    return operand if isinstance(operand, ScaledMatrix) else (operand, None)
+
+
 class KMajor(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 

@@ -33,7 +33,7 @@ from fusible.kernels.sm90.operands import (
     supports_fp8,
 )
 from fusible.kernels.stacking import write
-from fusible.recipes.formats import FP8_BLOCK
+from fusible.recipes.formats import FP8_BLOCK, value_dtype
 
 
 def group_ends(split_sizes: Tensor, rows: int) -> Tensor | NotImplementedType:
@@ -256,7 +256,7 @@ def grouped_wgrad(
     x_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`."""
-    groups, nominal = ends.shape[0], x.dtype if x_scale is None else torch.bfloat16
+    groups, nominal = ends.shape[0], value_dtype(x.dtype)
     dtype = out_dtype or nominal
     if dtype == nominal and x.shape[0]:
         found = _gradient_operands(dy, x, ends, groups, dy_scale, x_scale)

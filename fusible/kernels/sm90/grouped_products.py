@@ -30,6 +30,7 @@ from fusible.kernels.sm90.operands import (
     supports_fp8,
 )
 from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+from fusible.recipes.formats import value_dtype
 
 
 class _RowsKey(NamedTuple):
@@ -88,7 +89,7 @@ class WeightProducts:
         self._many_rows = many_rows
         self._scaled = is_fp8(dtype)
         # Of what is neither operand: outputs, biases, pre-activations.
-        self.value_dtype = torch.bfloat16 if self._scaled else dtype
+        self.value_dtype = value_dtype(dtype)
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]

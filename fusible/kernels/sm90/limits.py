@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from fusible import activations
+from fusible.recipes.formats import BLOCKS, fp8_block
 
 ARCHITECTURE = 90
 ALIGNMENT_BYTES = 16  # of addresses and row pitches, which TMA requires
@@ -12,7 +13,10 @@ DTYPES = ("bfloat16", "float16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 FP8_MULTIPLE_OF = 16  # of their features: 16 bytes
 FP8_GLU_UNIT = 64  # of the columns of a gated activation in halves, so that a tile's share a scale
-FP8_RECIPES = ("fp8_block",)  # whose scales are for 1x128 of rows and 128x128 of weights
+# Of the operands of products, by role.
+FP8_SCALING = {
+    role: fp8_block(block=BLOCKS[role == "weight"]).scaling for role in ("input", "weight", "grad")
+}
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 ACTIVATIONS = activations.SM90
 # Layouts of gate and linear columns: halves (0), or alternating blocks of that many columns.

@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+import torch
+
+from fusible.recipes.formats import value_dtype
+
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 WARP_ROWS = 16  # of which each warp holds
 SWIZZLE_BYTES = 128  # of a row of an operand that a pipeline stage holds
@@ -86,7 +90,7 @@ class Spec(NamedTuple):
     @property
     def value_dtype(self) -> str:
         """The dtype of biases, pre-activations and activations."""
-        return "bfloat16" if self.scaled else self.dtype
+        return str(value_dtype(getattr(torch, self.dtype))).removeprefix("torch.")
 
     @property
     def rings(self) -> int:
