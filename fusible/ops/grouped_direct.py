@@ -26,6 +26,7 @@ from fusible.kernels.sm90.operands import DTYPE_NAMES, supports
 from fusible.ops.grouped_kernels import glu_of
 from fusible.ops.op import Grads
 from fusible.ops.scaled_activation import in_pieces
+from fusible.ops.weights import WeightedOperation
 
 Products = Sequence[tuple[Any, Any]]
 """Of each linear the products of its weight, and the weight as these take it."""
@@ -37,7 +38,7 @@ the next begins."""
 def plan_needs_no_checks(call: PlanKey, *ops: Any) -> bool:
     """Whether calls of a plan need no checks, as far as its ops and plan key determine it."""
     (dtype, device, _), *extra = call.inputs
-    linears = [op for op in ops if hasattr(op, "num_weights")]
+    linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
     return (
         all([on == device for _, on, _ in call.inputs])
         and all([of_param == dtype for of_param in call.param_dtypes])
@@ -140,7 +141,7 @@ class _Direct:
         self._linears: list[_Linear] = []
         first_param, first_weight = 0, 0
         for op, of_op in zip(ops, needs, strict=True):
-            if not hasattr(op, "num_weights"):
+            if not isinstance(op, WeightedOperation):
                 self._act, self._glu = op, glu_of(op)
                 continue
             self._linears.append(_Linear(op, of_op, call, first_param, first_weight))

@@ -152,7 +152,7 @@ class GroupedKernels:
         if not ctx.needs.params[0]:
             return None
         x = Operand.from_saved(saved, ctx.recipe.format("input"))
-        return operand_values(x, "wgrad", "input", compute_dtype(groups.device))
+        return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
@@ -182,7 +182,7 @@ class GroupedKernels:
             return []
         fmt = ctx.recipe.format("weight")
         parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
-        compute = compute_dtype(groups.device)
+        compute = compute_dtype(saved[0].device)
         return [
             operand_values(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts
         ]

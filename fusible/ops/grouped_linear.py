@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
@@ -33,7 +32,7 @@ from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.product import ProductKind, is_quantized, values
+from fusible.recipes.product import values
 
 
 class SavedLinear(NamedTuple):
@@ -305,10 +304,7 @@ class GroupedLinear(WeightedOperation):
         self, kernels: GroupedKernels, ctx: OperationContext, x: Any, groups: Any
     ) -> GroupedOperand:
         """The input for the products that will read it."""
-        products: tuple[ProductKind, ...] = ("forward", "wgrad")
-        return kernels.prepare_rows(
-            self, ctx, x, "input", products[: 1 + ctx.needs.params[0]], groups
-        )
+        return kernels.prepare_rows(self, ctx, x, "input", self.input_products(ctx), groups)
 
     def save(
         self,
@@ -347,13 +343,6 @@ class GroupedLinear(WeightedOperation):
             groups,
             kernels.restored_weights(ctx, rest[count:], groups),
         )
-
-    def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
-        """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
-        weights = list(ctx.parameters[: self.num_weights])
-        if any([is_quantized(weight) or weight.dtype != dtype for weight in weights]):
-            return [cast(values(weight), dtype) for weight in weights]
-        return weights
 
     def prepare_input(
         self,
@@ -442,8 +431,7 @@ class GroupedLinear(WeightedOperation):
         self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
     ) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
-        both: tuple[ProductKind, ...] = ("dgrad", "wgrad")
-        products = both[not ctx.needs.input : 1 + ctx.needs.params[0]]
+        products = self.grad_products(ctx)
         return kernels.prepare_rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
 
     def data_grad(

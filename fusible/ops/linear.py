@@ -24,6 +24,7 @@ from fusible.ops.distributed import (
     ReduceScatter,
     all_reduce,
 )
+from fusible.ops.grouped_kernels import LIBRARY
 from fusible.ops.handover import hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
@@ -33,15 +34,8 @@ from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
 from fusible.recipes.autocast import current_recipe
-from fusible.recipes.matrix import SAVED, Operand
-from fusible.recipes.product import (
-    ProductKind,
-    backward_operand,
-    operand_values,
-    quantize_operand,
-    values,
-)
-from fusible.recipes.quantize_ops import compute_dtype
+from fusible.recipes.matrix import SAVED
+from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
 
 
@@ -167,27 +161,16 @@ class BasicLinear(WeightedOperation):
     def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)
         output = self.output_buffer(ctx, input_, ctx.kwargs)
-        needs, compute = ctx.needs, compute_dtype(input_.device)
-        products: tuple[ProductKind, ...] = (
-            ("forward", "wgrad") if needs.params[0] else ("forward",)
+        x = LIBRARY.prepare_rows(
+            self, ctx, matrix(input_, ctx.dtype), "input", self.input_products(ctx), None
         )
-        rows = matrix(input_, ctx.dtype)
-        x = quantize_operand(rows, ctx.recipe, "input", *products, as_values=("forward",))
-        (weight,) = self.weight_operands(ctx)
-        x_values = operand_values(x, "forward", "input", compute)
-        w_values = operand_values(weight, "forward", "weight", compute)
-        if ctx.recipe.backward_override is None:
-            ctx.save_for_backward(
-                *x.saved(needed=needs.params[0]),
-                *weight.saved(needed=needs.input),
-            )
-        else:
-            ctx.quantizes = False  # in the backward
-            ctx.save_for_backward(
-                backward_operand(rows, x_values, ctx.recipe, ctx.dtype),
-                backward_operand(ctx.parameters[0], w_values, ctx.recipe, ctx.dtype),
-            )
-        y = x_values @ w_values.t()
+        (weight,), backward_weights = LIBRARY.weights(self, ctx)
+        if ctx.recipe.backward_override is not None:
+            ctx.quantizes = False  # for what is saved, and the backward
+        ctx.save_for_backward(
+            *LIBRARY.saved_rows(ctx, x.column), *LIBRARY.saved_weights(ctx, backward_weights)
+        )
+        y = x.row @ weight.t()
         y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
         return y if output is None else output.copy_(y)
 
@@ -204,28 +187,18 @@ class BasicLinear(WeightedOperation):
         return dx, *self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
-        recipe, needs, compute = ctx.recipe, ctx.needs, compute_dtype(grad_output.device)
-        products: list[ProductKind] = ["dgrad"] if needs.input else []
-        if needs.params[0]:
-            products.append("wgrad")
         rows = matrix(grad_output, ctx.dtype)
-        dy = quantize_operand(rows, recipe, "grad", *products, as_values=products)
-        saved = ctx.saved_tensors
-        dx = None
-        if needs.input:
-            weight = Operand.from_saved(saved[SAVED:], recipe.format("weight"))
-            dx = operand_values(dy, "dgrad", "grad", compute) @ operand_values(
-                weight, "dgrad", "weight", compute
-            )
-            dx = dx.to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
+        dy = LIBRARY.prepare_rows(self, ctx, rows, "grad", self.grad_products(ctx), None)
+        saved, dx = ctx.saved_tensors, None
+        if ctx.needs.input:
+            (weight,) = LIBRARY.restored_weights(ctx, saved[SAVED:], None)
+            dx = (dy.row @ weight).to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
             buffer = self.grad_input_buffer(ctx)
             dx = dx if buffer is None else buffer.copy_(dx)
-        if not needs.params[0]:
+        if not ctx.needs.params[0]:
             return dx, None
-        x = Operand.from_saved(saved[:SAVED], recipe.format("input"))
-        left = operand_values(dy, "wgrad", "grad", compute)
-        right = operand_values(x, "wgrad", "input", compute)
-        return dx, *self.weight_grads(ctx, dense_gradient(left, right))
+        x = LIBRARY.restored_rows(ctx, saved[:SAVED], None)
+        return dx, *self.weight_grads(ctx, dense_gradient(dy.column, x))
 
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

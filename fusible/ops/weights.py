@@ -34,7 +34,7 @@ from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
 from fusible.recipes.model_init import current_model_init, weight_parameter
-from fusible.recipes.product import ProductKind, quantize_operand, quantizer
+from fusible.recipes.product import ProductKind, is_quantized, quantize_operand, quantizer, values
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
@@ -298,6 +298,25 @@ class WeightedOperation(CastingOp):
                 f"delay_wgrad_compute of {type(self).__name__} must be False under torch.compile, "
                 "whose backward is one graph, got True; call the module uncompiled"
             )
+
+    # --- operands of the products ----------------------------------------------------------------
+
+    def input_products(self, ctx: OperationContext) -> Sequence[ProductKind]:
+        """The products that read the input."""
+        products: tuple[ProductKind, ...] = ("forward", "wgrad")
+        return products[: 1 + ctx.needs.params[0]]
+
+    def grad_products(self, ctx: OperationContext) -> Sequence[ProductKind]:
+        """The products that read the output's gradient."""
+        products: tuple[ProductKind, ...] = ("dgrad", "wgrad")
+        return products[not ctx.needs.input : 1 + ctx.needs.params[0]]
+
+    def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
+        """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
+        weights = list(ctx.parameters[: self.num_weights])
+        if any([is_quantized(weight) or weight.dtype != dtype for weight in weights]):
+            return [cast(values(weight), dtype) for weight in weights]
+        return weights
 
     # --- quantizing ------------------------------------------------------------------------------
 
