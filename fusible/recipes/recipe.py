@@ -156,6 +156,8 @@ class _Scaling(Recipe):
 
     only: ClassVar[tuple[str, ...]] = ("fp8_dpa", "fp8_mha")
     """Fields of te.ops' recipe that may only have their default, which is what the package does."""
+    _formats: ClassVar[dict[Role, NumberFormat]]
+    """Of this recipe, by the roles that it quantizes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,6 +179,9 @@ class _Scaling(Recipe):
                     f"{name} must have {f.name}={f.default}, got {value}; "
                     "other values are not supported"
                 )
+        # Made once: calls look them up.
+        quantized = [r for r in _ROLES if r != "grad" or self.backward_override is None]
+        object.__setattr__(self, "_formats", {role: self._format(role) for role in quantized})
 
     def __repr__(self) -> str:
         """Name the fields that are not the defaults."""
@@ -189,9 +194,8 @@ class _Scaling(Recipe):
 
     def format(self, role: Role) -> NumberFormat | None:
         """Return the recipe's format, None for a gradient if there is a ``backward_override``."""
-        super().format(role)
-        quantized = role != "grad" or self.backward_override is None
-        return self._format(role) if quantized else None
+        found = self._formats.get(role)
+        return super().format(role) if found is None else found
 
     def _format(self, role: Role) -> NumberFormat:
         raise NotImplementedError

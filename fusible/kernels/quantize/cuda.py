@@ -5,6 +5,7 @@ Importing this module registers them; cutlass is imported at the first launch.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -129,9 +130,10 @@ class Sizes(NamedTuple):
 
 def sizes_of(x: Tensor, ends: Tensor | None) -> Sizes:
     """The sizes of ``x`` ``[..., rows, columns]``."""
-    rows, columns = x.shape[-2:]
-    groups = x.numel() // (rows * columns) if ends is None else ends.shape[0]
-    return Sizes(x.numel() // columns, columns, x.stride(-2), groups, rows)
+    *lead, rows, columns = x.shape
+    matrices = math.prod(lead)
+    groups = matrices if ends is None else ends.shape[0]
+    return Sizes(matrices * rows, columns, x.stride(-2), groups, rows)
 
 
 def loadable(x: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from types import NotImplementedType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.cuda import compiled, is_wide, loadable, sizes_of, takes
+from fusible.kernels.quantize.cuda import compiled, loadable, sizes_of, takes
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
@@ -90,17 +90,17 @@ def quantize_k_major(
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
     """
-    pieces = _quantize_op(x.detach(), ends, rows, *fmt.as_constants(), rowwise, columnwise)
-    row_data, row_scale, column_data, column_scale, padded_ends = pieces
-    if fmt.directional:
-        row_scale, column_data = row_scale.t(), column_data.t()
-    else:
-        column_scale = row_scale.mT
-    return KMajor(
-        ScaledMatrix(row_data, row_scale) if rowwise else None,
-        ScaledMatrix(column_data, column_scale) if columnwise else None,
-        None if ends is None else padded_ends,
+    row_data, row_scale, column_data, column_scale, padded_ends = _quantize_op(
+        x.detach(), ends, rows, fmt, rowwise, columnwise
     )
+    row = column = None
+    if rowwise:
+        row = ScaledMatrix(row_data, row_scale.t() if fmt.directional else row_scale)
+    if columnwise and fmt.directional:
+        column = ScaledMatrix(column_data.t(), column_scale)
+    elif columnwise:
+        column = ScaledMatrix(column_data, row_scale.mT)
+    return KMajor(row, column, None if ends is None else padded_ends)
 
 
 def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
@@ -138,21 +138,15 @@ def _quantize(
     x: Tensor,
     ends: Tensor | None,
     rows: Tensor | None,
-    name: str,
-    element: str,
-    block: Sequence[int],
-    scale: str,
-    amax_epsilon: float,
+    fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
 ) -> Pieces:
     """The definition of the op."""
-    fmt = NumberFormat.from_constants(name, element, block, scale, amax_epsilon)
     _check(x, ends, rows, fmt)
     x = _gathered(x, ends, rows)
-    row_data, row_scale, column_data, column_scale, padded_ends = _outputs(
-        x, ends, None, name, element, block, scale, amax_epsilon, False, False
-    )
+    outputs = _outputs(x, ends, None, fmt, False, False)
+    row_data, row_scale, column_data, column_scale, padded_ends = outputs
     if ends is not None:
         padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
     if rowwise or not fmt.directional:
@@ -184,51 +178,76 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def _outputs(x: Tensor, ends: Tensor | None, index: Tensor | None, *options: Any) -> Pieces:
+def _outputs(
+    x: Tensor,
+    ends: Tensor | None,
+    index: Tensor | None,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> Pieces:
     """Allocate what the op returns."""
-    *constants, rowwise, columnwise = options
-    fmt = NumberFormat.from_constants(*constants)
     *lead, rows, columns = x.shape
     rows = rows if index is None else index.shape[0]
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    size, column_scale = rows, [0]
-    row_scale = [*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks]
+    size, nothing = rows, (0,)
+    row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
+    column_scale: Sequence[int] = nothing
     if fmt.directional:
         size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
-        row_scale, column_scale = [blocks, rows], [size // FP8_BLOCK, columns]
-
-    def empty(wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return x.new_empty(shape if wanted else (0,), dtype=dtype)
-
+        row_scale = (blocks, rows) if rowwise else nothing
+        column_scale = (size // FP8_BLOCK, columns) if columnwise else nothing
+    # Sizes one by one: PyTorch parses a tuple more slowly.
+    new, element = x.new_empty, fmt.element.dtype
     return (
-        empty(rowwise, (*lead, rows, columns), fmt.element.dtype),
-        empty(rowwise or not fmt.directional, row_scale, torch.float32),
-        empty(columnwise, (*lead, columns, size), fmt.element.dtype),
-        empty(columnwise, column_scale, torch.float32),
-        empty(ends is not None, () if ends is None else ends.shape, torch.int32),
+        new(*((*lead, rows, columns) if rowwise else nothing), dtype=element),
+        new(*row_scale, dtype=torch.float32),
+        new(*((*lead, columns, size) if columnwise else nothing), dtype=element),
+        new(*column_scale, dtype=torch.float32),
+        new(0 if ends is None else ends.shape[0], dtype=torch.int32),
     )
 
 
+@lru_cache(maxsize=1024)
+def _kernel(
+    fmt: NumberFormat,
+    dtype: torch.dtype,
+    ends_dtype: torch.dtype | None,
+    rowwise: bool,
+    columnwise: bool,
+    gathered: bool,
+) -> tuple[str, QuantizeSpec]:
+    """The kernel for inputs of ``dtype``, and end rows and an index if there are."""
+    grouped, wide = ends_dtype is not None, ends_dtype == torch.int64
+    spec = QuantizeSpec(
+        fmt, DTYPES[dtype], grouped, wide, rowwise, columnwise, k_major=True, gathered=gathered
+    )
+    return "k_major", spec
+
+
 def _cuda(
-    x: Tensor, ends: Tensor | None, rows: Tensor | None, *options: Any
+    x: Tensor,
+    ends: Tensor | None,
+    rows: Tensor | None,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
 ) -> Pieces | NotImplementedType:
-    *constants, rowwise, columnwise = options
-    fmt = NumberFormat.from_constants(*constants)
     _check(x, ends, rows, fmt)
     fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
     if not (some and fills_stores and takes(x, x.dtype, ends)):
         return NotImplemented
     x, rows = loadable(x), None if rows is None else rows.contiguous()
-    pieces = _outputs(x, ends, rows, *options)
-    read, gathered = (DTYPES[x.dtype], ends is not None, is_wide(ends)), rows is not None
-    spec = QuantizeSpec(fmt, *read, rowwise, columnwise, k_major=True, gathered=gathered)
+    pieces = _outputs(x, ends, rows, fmt, rowwise, columnwise)
+    ends_dtype = None if ends is None else ends.dtype
+    what = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
     sizes, together = sizes_of(x, ends), 0
     if rows is not None:
         sizes = sizes._replace(rows=rows.shape[0], matrix_rows=rows.shape[0])
         together = chunks_together(*x.shape, x.itemsize)
     more = *sizes, pieces[2].shape[-1], together
-    launch(compiled, ("k_major", spec), x.device, x, ends, rows, *pieces, *more)
+    launch(compiled, what, x.device, x, ends, rows, *pieces, *more)
     return pieces
 
 

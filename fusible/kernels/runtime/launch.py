@@ -62,7 +62,7 @@ def launch(
 
     Tensors go by address, None as address 0.
     """
-    given = [a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args]
+    given = [a if type(a) is int else 0 if a is None else a.data_ptr() for a in args]  # type: ignore[union-attr]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     kernel = load_kernel(compiled, what, architecture(device))
     call_on_device(device.index, kernel, (*given, stream))

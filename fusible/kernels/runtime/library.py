@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusible.calls import is_direct
 from fusible.kernels.runtime.flops import Formula, count_flops
+from fusible.recipes.formats import NumberFormat
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,8 +36,9 @@ def define(
 ) -> Callable[P, R]:
     """Register ``definition`` as the op ``fusible::<name>``, by default its own; return its caller.
 
-    The op has the signature of its definition: a NamedTuple stands for its fields, ``out`` is
-    written to, and keyword-only arguments, which only a direct call uses, are left out. ``fake``
+    The op has the signature of its definition: a NamedTuple stands for its fields, a `NumberFormat`
+    for its constants, ``out`` is written to, and keyword-only arguments, which only a direct call
+    uses, are left out. ``fake``
     gives the results' shapes; an op without results has none. ``cuda`` are the implementations for
     CUDA, the preferred one first. Each returns NotImplemented for arguments that it does not
     support; if none does, the definition runs. ``flops`` gives the number of floating-point
@@ -51,7 +53,7 @@ def define(
         for p in inspect.signature(definition).parameters.values()
         if p.kind is not p.KEYWORD_ONLY
     ]
-    structs = [kind if hasattr(kind, "_fields") else None for *_, kind in parameters]
+    structs = [kind if _parts_of(kind) else None for *_, kind in parameters]
     known = tuple(inspect.signature(definition).parameters)
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
 
@@ -69,7 +71,8 @@ def define(
         given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat: list[Any] = []
         for struct, arg in zip(structs, given, strict=True):
-            flat.extend((arg,) if struct is None else arg)
+            fields = arg.as_constants() if struct is NumberFormat else arg
+            flat.extend((fields,) if struct is None else fields)
         return op(*flat)
 
     _library.define(_schema(name, parameters, types["return"]))
@@ -101,15 +104,23 @@ def _first_of(*implementations: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _parts_of(kind: Any) -> dict[str, Any]:
+    """The names and types of what stands for an argument of this type; none if it does itself."""
+    if kind is NumberFormat:
+        hints = get_type_hints(NumberFormat.from_constants)
+        return {name: hint for name, hint in hints.items() if name != "return"}
+    return get_type_hints(kind) if hasattr(kind, "_fields") else {}
+
+
 def _of_fields(function: Callable[..., Any], structs: Sequence[Any]) -> Callable[..., Any]:
     """``function``, of the arguments that the op takes."""
+    made = [(getattr(kind, "from_constants", kind), len(_parts_of(kind))) for kind in structs]
 
     def run(*flat: Any) -> Any:
         given = iter(flat)
-        return function(*[
-            next(given) if struct is None else struct(*islice(given, len(struct._fields)))
-            for struct in structs
-        ])  # fmt: skip
+        return function(
+            *[make(*islice(given, parts)) if parts else next(given) for make, parts in made]
+        )
 
     return run if any(structs) else function
 
@@ -117,10 +128,9 @@ def _of_fields(function: Callable[..., Any], structs: Sequence[Any]) -> Callable
 def _schema(name: str, parameters: Sequence[tuple[str, Any, Any]], returns: Any) -> str:
     arguments = []
     for argument, _, kind in parameters:
-        if hasattr(kind, "_fields"):
-            fields = get_type_hints(kind)
-            arguments += [f"{_TYPES[fields[part]]} {argument}_{part}" for part in kind._fields]
-        else:
+        parts = _parts_of(kind)
+        arguments += [f"{_TYPES[of_part]} {argument}_{part}" for part, of_part in parts.items()]
+        if not parts:
             written = "Tensor(a!)" if argument == "out" else "Tensor"
             arguments.append(f"{_TYPES[kind].replace('Tensor', written)} {argument}")
     kinds = get_type_hints(returns).values() if hasattr(returns, "_fields") else get_args(returns)

@@ -110,25 +110,41 @@ def _scaled_operands(
     name: str, x: Tensor, w: Sequence[Tensor], ends: Tensor, x_scale: Tensor, w_scale: Tensor
 ) -> _Operands | None:
     """The same of FP8 operands."""
-    if len(w) != 1 or w[0].dim() != 3 or not (is_fp8(x.dtype) and is_fp8(w[0].dtype)):
+    weight = w[0]
+    if len(w) != 1 or weight.dim() != 3 or not (is_fp8(x.dtype) and is_fp8(weight.dtype)):
         return None
-    shape = w[0].shape
-    if not supports_fp8(x.device, *shape[1:]):
+    groups, columns, depth = shape = weight.shape
+    if not supports_fp8(x.device, columns, depth):
         return None
-    check_matrices("w", w, x)
-    x, weight, (groups, columns, depth) = aligned(x), aligned(w[0]), shape
-    if x.shape[1:] != (depth,):
+    if groups == 0 or weight.device != x.device:
+        check_matrices("w", w, x)
+    x, weight = _aligned(x), _aligned(weight)
+    rows, *features = x.shape
+    if features != [depth]:
         raise ValueError(f"{name} must have shape [rows, {depth}], got {tuple(x.shape)}")
     blocks = _blocks(columns), _blocks(depth)
-    check_tensor(f"{name}_scale", x_scale, (x.shape[0], blocks[1]), torch.float32, x.device)
+    check_tensor(f"{name}_scale", x_scale, (rows, blocks[1]), torch.float32, x.device)
     check_tensor("w_scale", w_scale, (groups, *blocks), torch.float32, x.device)
     check_ends(ends, groups, x.device)
-    many = tiles.has_many_rows(x.shape[0], groups)
+    many = tiles.has_many_rows(rows, groups)
     products = cached_products(x.device, x.dtype, shape, weight.stride(), False, many, weight.dtype)
     assert products is not None
     scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
-    address = weight.data_ptr()
-    return _Operands(x, 0, [weight], shape, address, 0, products, scales, (x_scale, w_scale))
+    tensors = x_scale, w_scale
+    return _Operands(x, 0, [weight], shape, weight.data_ptr(), 0, products, scales, tensors)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """`aligned`, without a call for what is."""
+    fits = t.is_contiguous() and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
+    return t if fits else aligned(t)
+
+
+def _column_major(t: Tensor) -> Tensor:
+    """A matrix, or a copy, whose columns are contiguous and begin aligned."""
+    rows, columns = t.shape
+    fits = t.stride() == (1, rows) and t.data_ptr() % limits.ALIGNMENT_BYTES == 0
+    return t if fits and columns > 1 else aligned(t.mT).mT
 
 
 def _blocks(size: int) -> int:
@@ -320,9 +336,10 @@ def _gradient_operands(
     blocks = x.shape[0] // FP8_BLOCK
     check_tensor("dy_scale", dy_scale, (blocks, shape[1]), torch.float32, x.device)
     check_tensor("x_scale", x_scale, (blocks, shape[2]), torch.float32, x.device)
-    dy, x, x_scale = aligned(dy.mT).mT, aligned(x.mT).mT, aligned(x_scale)
-    rows = (dy_scale.stride(1), dy_scale.stride(0)), (0, x_scale.stride(1), x_scale.stride(0))
-    scales = dy_scale.data_ptr(), x_scale.data_ptr(), *rows[0], *rows[1]
+    dy, x, x_scale = _column_major(dy), _column_major(x), _aligned(x_scale)
+    (dy_block, dy_pitch), (x_block, x_pitch) = dy_scale.stride(), x_scale.stride()
+    addresses = dy_scale.data_ptr(), x_scale.data_ptr()
+    scales = *addresses, dy_pitch, dy_block, 0, x_pitch, x_block
     return _GradientOperands(dy, x, products, (0, 0), scales, (dy_scale, x_scale))
 
 
