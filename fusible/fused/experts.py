@@ -21,9 +21,10 @@ from fusible.ops.matrices import GatheredRows, as_2d
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
 from fusible.recipes.product import values
 
-_QUANTIZED = "rows of x are quantized while Dispatch copies them, those of the output's gradient"
-_GATHERED = "while Combine's backward does"
-_WRITTEN = "after Combine's backward, since sums for FC2's bias read them"
+_GATHERS = (
+    "; rows of x are quantized while Dispatch copies them, those of the output's gradient while "
+    "Combine's backward does"
+)
 
 
 class MoEExperts(FusedOperation):
@@ -46,14 +47,10 @@ class MoEExperts(FusedOperation):
         super().__init__([dispatch, fc1, act, fc2, combine])
         self._parts = dispatch, fc1, act, fc2, combine
         self._mlp = GroupedMLP(kernels, fc1, act, fc2)
-        # Sums for the bias read the rows of the gradient.
-        self._gathers_grad = kernels.gathers and not fc2.has_bias
         self.saves = f"row map, {self._mlp.saves}"
         if dispatch.recompute_rows:
             self.saves += "; of x only the tokens"
-        self.multiplies = kernels.multiplies
-        if kernels.gathers:
-            self.multiplies += f"; {_QUANTIZED} {_WRITTEN if fc2.has_bias else _GATHERED}"
+        self.multiplies = kernels.multiplies + (_GATHERS if kernels.gathers else "")
 
     def forward_impl(
         self,
@@ -78,9 +75,9 @@ class MoEExperts(FusedOperation):
         first.gives_scales = [of_op[-1] is None for of_op in extra_inputs[2:4]]
         y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
         y = combine.forward_impl(last, y, *given[4])
-        if self._gathers_grad:
+        if gathers:
             last.save_for_backward(rows.index)
-        if first.requires_grad and dispatch.recompute_rows and not gathers:
+        elif first.requires_grad and dispatch.recompute_rows:
             tokens = cast(values(x), rows.dtype).reshape(-1, rows.shape[1])
             middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
@@ -97,13 +94,14 @@ class MoEExperts(FusedOperation):
         dispatch, fc1, _, _, combine = self._parts
         (row_map,) = first.saved_tensors
         dy: Any
-        if self._gathers_grad:
+        kernels = self._mlp.kernels
+        if kernels.gathers:
             dy = GatheredRows(as_2d(grad_output), *last.saved_tensors)
         else:
             dy, *_ = combine.backward_impl(last, grad_output)
         second = self._mlp.second_backward(middle, dy)
         del dy
-        kernels, like = self._mlp.kernels, second.values
+        like = second.values
         assert like is not None
         drows = fc1.data_grad(kernels, ctx1, second.dpreact, second.saved, like)
         assert drows is not None

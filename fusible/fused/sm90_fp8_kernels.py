@@ -18,7 +18,7 @@ from fusible.fuser.context import OperationContext
 from fusible.kernels.quantize import KMajor, ScaledMatrix, quantize_k_major, transposed
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, Saved
-from fusible.ops.matrices import GatheredRows
+from fusible.ops.matrices import GatheredRows, source_of
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
@@ -142,7 +142,7 @@ def _quantized(
     x: Tensor | GatheredRows, ctx: OperationContext, role: Role, ends: Tensor, **uses: bool
 ) -> KMajor:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
-    source, index = (x.source, x.index) if isinstance(x, GatheredRows) else (x, None)
+    source, index = source_of(x)
     fmt = ctx.recipe.format(role)
     assert fmt is not None
     return quantize_k_major(source, fmt, ends=ends, rows=index, **uses)

@@ -25,7 +25,7 @@ from fusible.ops.inputs import (
     on_device_of,
     product_dtype,
 )
-from fusible.ops.matrices import matrix, with_rows_of
+from fusible.ops.matrices import matrix, source_of, with_rows_of
 from fusible.ops.op import Grads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
@@ -467,13 +467,15 @@ class GroupedLinear(WeightedOperation):
         dweights = self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, saved.groups))
         dbias = dy.sums
         if dbias is None and dy_matrix is not None and self.needs_bias_grads(ctx):
-            dbias = grouped.grouped_sum(values(dy_matrix), saved.ends, saved.row_scale)
+            dy_values, index = source_of(values(dy_matrix))
+            dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale, index)
         extra: Grads = ()
         if self.scale_bias:
             bias, dscales = ctx.saved_tensors[-1], None
             if bias is not None:
                 assert dy_matrix is not None
-                dscales = grouped.grouped_dots(values(dy_matrix), bias, saved.ends)
+                dy_values, index = source_of(values(dy_matrix))
+                dscales = grouped.grouped_dots(dy_values, bias, saved.ends, index)
                 dscales = dscales.view(grad_output.shape[:-1])
             extra = (dscales,)
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)

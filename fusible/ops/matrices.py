@@ -14,7 +14,7 @@ from fusible.recipes.product import is_quantized
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Rows ``source[index]`` ``[rows, features]``, which kernels gather while they quantize them.
+    """Rows ``source[index]`` ``[rows, features]``, which kernels gather while they read them.
 
     ``GroupedKernels.prepare_rows`` takes them where ``gathers`` says so; to the checks of a linear
     they are its input.
@@ -44,6 +44,11 @@ class GatheredRows:
     def dim(self) -> int:
         """Two."""
         return 2
+
+
+def source_of(rows: Any) -> tuple[Tensor, Tensor | None]:
+    """What rows are gathered from and their index; themselves and None, if they are a tensor."""
+    return (rows.source, rows.index) if isinstance(rows, GatheredRows) else (rows, None)
 
 
 def as_2d(t: Tensor) -> Tensor:

@@ -44,6 +44,15 @@ def zero_tail(x: Tensor, ends: Tensor) -> Tensor:
     return torch.where((row < ends[-1])[:, None], x, 0)
 
 
+def gather_rows(x: Tensor, index: Tensor | None, ends: Tensor | None) -> Tensor:
+    """``x[index]``, if there is one; past the last group, where it is not read, any row."""
+    if index is None:
+        return x
+    if ends is not None:
+        index = torch.where(torch.arange(len(index), device=x.device) < ends[-1], index, 0)
+    return x.index_select(0, index)
+
+
 def group_starts(ends: Tensor) -> Tensor:
     """Return the first row of each group, from the cumulative end rows."""
     return torch.cat((ends.new_zeros(1), ends[:-1]))

@@ -15,14 +15,14 @@ BF16 = torch.bfloat16
 GATHERED = ("moe_experts_sm90_fp8",)
 
 
-def experts(bias=False, recompute=False, capacity=None, stored=False, act=None):
+def experts(bias=False, recompute=False, capacity=None, stored=False, act=None, scale_bias=False):
     options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
     with fz.quantized_model_init(enabled=stored, recipe=BLOCK_FP8):
         module = fz.Sequential(
             fz.Dispatch(EXPERTS, recompute_rows=recompute, capacity_factor=capacity),
             fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=bias, **options),
             act or fz.ScaledSwiGLU(),
-            fz.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=bias, **options),
+            fz.GroupedLinear(EXPERTS, INNER, HIDDEN, bias=bias, scale_bias=scale_bias, **options),
             fz.Combine(),
         )
     torch.manual_seed(0)
@@ -48,7 +48,8 @@ def apart(module):
 
     def call(x, probs, ids):
         rows, splits, scales, row_map = dispatch(x, probs, ids)
-        y = combine(mlp(rows, splits, scales, splits), row_map)
+        more = [scales] * module[3].scale_bias
+        y = combine(mlp(rows, splits, scales, splits, *more), row_map)
         assert mlp.plan.fired == ("grouped_mlp_sm90_fp8",)
         return y
 
@@ -71,7 +72,7 @@ def step(module, given, call=None, fired=GATHERED):
         {},
         {"recompute": True},
         {"bias": True},
-        {"bias": True, "recompute": True},
+        {"bias": True, "recompute": True, "scale_bias": True},
         {"capacity": 0.5},
         {"stored": True},
         {"act": fz.ScaledClampedQGeGLU(8)},
@@ -127,8 +128,8 @@ def recorded(module, given):
 def test_rows_are_not_written_in_high_precision():
     both = ["row_sources", "both, gathered", "both"]
     assert recorded(experts(), inputs()) == (both, ["both, gathered", "both"])
-    # The gradient's rows are summed for the bias of FC2.
-    assert recorded(experts(bias=True), inputs()) == (both, ["scatter_rows", "both", "both"])
+    # The bias's gradients are sums of the tokens' by the same index.
+    assert recorded(experts(bias=True), inputs()) == (both, ["both, gathered", "both"])
     later = ["both, gathered", "both", "column, gathered"]
     forward = ["row_sources", "row, gathered", "both"]
     assert recorded(experts(recompute=True), inputs()) == (forward, later)
@@ -252,7 +253,6 @@ def test_explain_says_what_is_quantized_where():
     assert "MoEExperts by moe_experts_sm90_fp8, forward and backward" in text
     assert "rows of x are quantized while Dispatch copies them" in text
     assert "those of the output's gradient while Combine's backward does" in text
-    assert "after Combine's backward, since sums for FC2's bias" in explained(experts(bias=True))
     assert "of x only the tokens" in explained(experts(recompute=True))
     weighted = fz.Sequential(*experts()[:4], fz.Combine(weighted=True))
     text = explained(weighted)

@@ -129,13 +129,20 @@ def rows() -> None:
         moe.route_backward(torch.rand_like(probs), logits, ids, function, True, 2.5)
     moe.permutation(torch.randint(-9, 70, (5000, 4), device="cuda"), 60, 300)  # every CTA
     for capacity in (None, 3):
-        row_map, *_ = moe.permutation(ids, 60, capacity)
+        row_map, _, ends = moe.permutation(ids, 60, capacity)
         moved = 77 * 4 if capacity is None else min(77 * 4, 60 * capacity)
         x, y, per_row = random(77, 40), random(moved, 40), torch.rand(moved, device="cuda")
+        index, _ = moe.row_sources(row_map, probs, moved)
         moe.scatter_rows(x, row_map, probs, moved, True)
         moe.gather_sum(y, row_map, probs, per_row)
         for by_row in (False, True):
             moe.row_dots(y, x, row_map, by_row)
+        bias = random(60, 40)
+        for given, named in ((y, None), (x, index)):
+            grouped.grouped_sum(given, ends, per_row, named)
+            grouped.grouped_dots(given, bias, ends, named)
+            uses = {"rowwise": True, "columnwise": True}
+            quantize_k_major(given, fp8_block(), **uses, ends=ends, rows=named)
 
 
 def dense() -> None:

@@ -104,6 +104,11 @@ def test_gradients_of_a_bias(sizes, features, dtype):
     dots = grouped.grouped_dots(dy, bias, ends)
     assert_near(dots, on_cpu(grouped.grouped_dots, dy, bias, ends))
     assert (dots[sum(sizes) :] == 0).all()
+    order = torch.randperm(len(dy), device="cuda")
+    index = order.argsort().int()
+    index[sum(sizes) :] = 2**31 - 1
+    assert torch.equal(grouped.grouped_sum(dy[order], ends, scale, index), sums)
+    assert torch.equal(grouped.grouped_dots(dy[order], bias, ends, index), dots)
     expanded = torch.ones((), device="cuda", dtype=dtype).expand(sum(sizes), features)
     assert_near(
         grouped.grouped_sum(expanded, ends, None), on_cpu(grouped.grouped_sum, expanded, ends, None)

@@ -278,8 +278,10 @@ def test_opcheck():
     args = (w, logits, ids.clamp(max=7), "softmax", True, 1.0)
     torch.library.opcheck(torch.ops.fusible.route_backward.default, args)
     ends, rows = torch.tensor([3, 3, 9], device="cuda").int(), torch.randn(12, 8, device="cuda")
-    torch.library.opcheck(torch.ops.fusible.grouped_sum.default, (rows, ends, v))
-    torch.library.opcheck(torch.ops.fusible.grouped_dots.default, (rows, rows[:3].clone(), ends))
+    sums, dots = torch.ops.fusible.grouped_sum.default, torch.ops.fusible.grouped_dots.default
+    for given, index in ((rows, None), (rows[:4], torch.arange(12, device="cuda").int() % 4)):
+        torch.library.opcheck(sums, (given, ends, v, index))
+        torch.library.opcheck(dots, (given, rows[:3].clone(), ends, index))
 
 
 # --- the block ------------------------------------------------------------------------------------

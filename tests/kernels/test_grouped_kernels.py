@@ -133,6 +133,17 @@ def test_grouped_sum(sizes, rows, scaled):
     for given in (dy, strided(dy)):
         sums = grouped.grouped_sum(given, ends_of(sizes), scales)
         torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-13)
+    dy, index = scattered(dy, sum(sizes))
+    by_index = grouped.grouped_sum(dy, ends_of(sizes), scales, index)
+    assert torch.equal(by_index, sums)
+
+
+def scattered(dy, live):
+    """The rows of ``dy`` in another order, some twice, and where each is; nowhere in the tail."""
+    order = torch.randperm(len(dy))
+    index = torch.empty_like(order).scatter_(0, order, torch.arange(len(dy))).int()
+    index[live:] = -(10**9)
+    return torch.cat((dy[order], dy[:3])), index
 
 
 @pytest.mark.parametrize(("sizes", "rows"), SPLITS)
@@ -151,6 +162,9 @@ def test_grouped_dots(sizes, rows):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         dots = grouped.grouped_dots(dy.to(dtype), bias.to(dtype), ends_of(sizes))
         assert dots.dtype == torch.float32
+    mixed, index = scattered(dy, start)
+    dots = grouped.grouped_dots(mixed, bias, ends_of(sizes), index)
+    assert torch.equal(dots, grouped.grouped_dots(dy, bias, ends_of(sizes)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -422,9 +436,11 @@ def opcheck_cases():
     yield "dglu", ops.grouped_dglu, (dy, [w2], ends, preact, scales, *glu, *no)
     yield "wgrad", ops.grouped_wgrad, (dy, x, ends, None, *no)
     yield "wgrad, in FP64", ops.grouped_wgrad, (dy, x, ends, torch.float64, *no)
-    yield "sum", ops.grouped_sum, (dy, ends, None)
-    yield "sum, scaled", ops.grouped_sum, (dy, ends, scales)
-    yield "dots", ops.grouped_dots, (dy, bias, ends)
+    index = torch.randint(0, 9, (9,), dtype=torch.int32)
+    yield "sum", ops.grouped_sum, (dy, ends, None, None)
+    yield "sum, scaled, by index", ops.grouped_sum, (dy[:4], ends, scales, index % 4)
+    yield "dots", ops.grouped_dots, (dy, bias, ends, None)
+    yield "dots, by index", ops.grouped_dots, (dy[:4], bias, ends, index % 4)
     for accumulate in (False, True):
         yield (
             f"wgrad_, {accumulate=}",

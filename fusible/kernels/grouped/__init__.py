@@ -168,12 +168,15 @@ grouped_wgrad_ = define(
 )
 
 
-def _grouped_sum_fake(dy: Tensor, ends: Tensor, row_scale: Tensor | None) -> Tensor:
+def _grouped_sum_fake(
+    dy: Tensor, ends: Tensor, row_scale: Tensor | None, index: Tensor | None
+) -> Tensor:
     return dy.new_empty(ends.shape[0], dy.shape[1])
 
 
-def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    return dy.new_empty(dy.shape[0], dtype=math_dtype(dy.dtype))
+def _grouped_dots_fake(dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | None) -> Tensor:
+    rows = dy if index is None else index
+    return dy.new_empty(rows.shape[0], dtype=math_dtype(dy.dtype))
 
 
 grouped_sum = define(

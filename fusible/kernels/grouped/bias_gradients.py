@@ -12,13 +12,19 @@ from fusible.formulas import math_dtype
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.moe.cuda import compiled, rows_spec, takes_rows
 from fusible.kernels.runtime.launch import aligned, launch
+from fusible.recipes.blocks import gather_rows
 
 _MAX_GRID_Y = 2**16
 
 
-def grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Tensor:
-    """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``."""
-    wide = dy.to(math_dtype(dy.dtype))
+def grouped_sum(
+    dy: Tensor, ends: Tensor, row_scale: Tensor | None = None, index: Tensor | None = None
+) -> Tensor:
+    """The bias gradient: the sum of each group's rows of dy, times row_scale, ``[E, N]``.
+
+    With ``index``, int32 ``[M]``, the rows are ``dy[index]``.
+    """
+    wide = gather_rows(dy, index, ends).to(math_dtype(dy.dtype))
     if row_scale is not None:
         wide = wide * row_scale[:, None].to(wide.dtype)
     offsets = F.pad(ends, (1, 0)).long()
@@ -27,12 +33,12 @@ def grouped_sum(dy: Tensor, ends: Tensor, row_scale: Tensor | None = None) -> Te
     return sums.to(dy.dtype)
 
 
-def grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+def grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | None = None) -> Tensor:
     """The gradient of a bias's row scales: ``sum(dy * bias[group])``, zero in the tail, ``[M]``.
 
-    In FP32, of FP64 in FP64.
+    In FP32, of FP64 in FP64. With ``index``, int32 ``[M]``, the rows are ``dy[index]``.
     """
-    wide = math_dtype(dy.dtype)
+    wide, dy = math_dtype(dy.dtype), gather_rows(dy, index, ends)
     group, live = row_groups(ends, dy.shape[0])
     dots = (dy.to(wide) * bias.to(wide)[group]).sum(-1)
     return torch.where(live, dots, 0)
@@ -44,7 +50,7 @@ def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
 
 
 def grouped_sum_cuda(
-    dy: Tensor, ends: Tensor, row_scale: Tensor | None = None
+    dy: Tensor, ends: Tensor, row_scale: Tensor | None = None, index: Tensor | None = None
 ) -> Tensor | NotImplementedType:
     """`grouped_sum` by a kernel."""
     if not _takes_bias(dy, ends, row_scale):
@@ -52,19 +58,22 @@ def grouped_sum_cuda(
     dy, ends = aligned(dy), ends.contiguous()
     row_scale = None if row_scale is None else row_scale.contiguous()
     out = dy.new_empty(ends.shape[0], dy.shape[1])
-    spec = rows_spec(dy, ends[:, None], row_scale)
-    launch(compiled, ("group_sums", spec), dy.device, dy, ends, row_scale, out, ends.shape[0])
+    spec = rows_spec(dy, ends[:, None], row_scale, indexed=index is not None)
+    given = dy, ends, row_scale, index, out, ends.shape[0]
+    launch(compiled, ("group_sums", spec), dy.device, *given)
     return out
 
 
-def grouped_dots_cuda(dy: Tensor, bias: Tensor, ends: Tensor) -> Tensor | NotImplementedType:
+def grouped_dots_cuda(
+    dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | None = None
+) -> Tensor | NotImplementedType:
     """`grouped_dots` by a kernel."""
     if dy.dtype != bias.dtype or not _takes_bias(dy, ends):
         return NotImplemented
     dy, bias, ends = aligned(dy), aligned(bias), ends.contiguous()
-    out = dy.new_empty(dy.shape[0], dtype=torch.float32)
-    spec = rows_spec(dy, ends[:, None], None)
-    launch(
-        compiled, ("group_dots", spec), dy.device, dy, ends, bias, out, dy.shape[0], ends.shape[0]
-    )
+    rows = dy.shape[0] if index is None else index.shape[0]
+    out = dy.new_empty(rows, dtype=torch.float32)
+    spec = rows_spec(dy, ends[:, None], None, indexed=index is not None)
+    given = dy, ends, bias, index, out, rows, ends.shape[0]
+    launch(compiled, ("group_dots", spec), dy.device, *given)
     return out

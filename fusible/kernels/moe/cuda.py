@@ -60,8 +60,8 @@ def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = 
         "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
         "gather": (rows.gather, [Int64] * 6 + [Int32]),
         "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
-        "group_sums": (bias.group_sums, [Int64] * 4 + [Int32]),
-        "group_dots": (bias.group_dots, [Int64] * 4 + [Int32] * 2),
+        "group_sums": (bias.group_sums, [Int64] * 5 + [Int32]),
+        "group_dots": (bias.group_dots, [Int64] * 5 + [Int32] * 2),
     }
     function, kinds = functions[kernel]
     return compile_kernel(function, kinds, (spec,), options)

@@ -26,6 +26,8 @@ class RowsSpec(NamedTuple):
     """Scatter: multiply by the weights."""
     values: str = ""
     """Gather: dtype of one value for each row, copied to the row's choice; empty: none."""
+    indexed: bool = False
+    """Sums and dots of groups: an index says which row of the matrix each row is."""
 
     @property
     def per_vector(self) -> int:

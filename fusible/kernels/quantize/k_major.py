@@ -23,7 +23,7 @@ from fusible.kernels.quantize.cuda import compiled, loadable, sizes_of, takes
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
-from fusible.recipes.blocks import padded_size, place_rows
+from fusible.recipes.blocks import gather_rows, padded_size, place_rows
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 from fusible.recipes.quantization import check_ends, check_input, quantize
 
@@ -125,15 +125,6 @@ def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberForma
         )
 
 
-def _gathered(x: Tensor, ends: Tensor | None, rows: Tensor | None) -> Tensor:
-    """``x[rows]``, where there are rows; any of ``x`` past the last group."""
-    if rows is None:
-        return x
-    if ends is not None:
-        rows = torch.where(torch.arange(len(rows), device=x.device) < ends[-1], rows, 0)
-    return x.index_select(0, rows)
-
-
 def _quantize(
     x: Tensor,
     ends: Tensor | None,
@@ -144,7 +135,7 @@ def _quantize(
 ) -> Pieces:
     """The definition of the op."""
     _check(x, ends, rows, fmt)
-    x = _gathered(x, ends, rows)
+    x = gather_rows(x, rows, ends)
     outputs = _outputs(x, ends, None, fmt, False, False)
     row_data, row_scale, column_data, column_scale, padded_ends = outputs
     if ends is not None:

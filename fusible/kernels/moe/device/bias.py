@@ -13,11 +13,19 @@ UNROLL = 4  # rows a thread has in flight
 ROWS = WARPS * 32 // LANES
 
 
+def _source(index, row, inside, spec):
+    """Which row of the matrix a row is."""
+    if not spec.indexed:
+        return Int64(row)
+    return Int64(bits.load(index + Int64(row) * 4, Int32(inside), 1)[0])
+
+
 @cute.kernel
 def _sums(
     dy: Int64,
     ends: Int64,
     scales: Int64,
+    index: Int64,
     out: Int64,
     spec: cutlass.Constexpr,
 ):
@@ -34,7 +42,8 @@ def _sums(
         for u in cutlass.range_constexpr(UNROLL):
             row = start + u * ROWS
             inside = Boolean(row < last) & (column < spec.vectors)
-            words = bits.load(dy + (Int64(row) * spec.vectors + column) * 16, Int32(inside), 4)
+            source = _source(index, row, inside, spec)
+            words = bits.load(dy + (source * spec.vectors + column) * 16, Int32(inside), 4)
             factor = Float32(1)
             if cutlass.const_expr(spec.weights == "row"):
                 factor = number(scales, row, inside, spec.weight_dtype)
@@ -65,6 +74,7 @@ def _dots(
     dy: Int64,
     ends: Int64,
     bias: Int64,
+    index: Int64,
     out: Int64,
     rows: Int32,
     groups: Int32,
@@ -83,8 +93,9 @@ def _dots(
         group = group + cute.arch.shuffle_sync_bfly(group, 1 << step)
     live = Boolean(exists) & (group < groups)
     total = Float32(0)
+    source = _source(index, row, live, spec)
     for column in cutlass.range(lane, spec.vectors, 32, unroll=UNROLL):
-        a = bits.load(dy + (Int64(row) * spec.vectors + column) * 16, Int32(live), 4)
+        a = bits.load(dy + (source * spec.vectors + column) * 16, Int32(live), 4)
         b = bits.load(bias + (Int64(group) * spec.vectors + column) * 16, Int32(live), 4)
         for mine, other in zip(bits.unpack(a, spec.dtype), bits.unpack(b, spec.dtype), strict=True):
             total = total + mine * other
@@ -98,6 +109,7 @@ def group_sums(
     dy: Int64,
     ends: Int64,
     scales: Int64,
+    index: Int64,
     out: Int64,
     groups: Int32,
     stream,
@@ -105,7 +117,7 @@ def group_sums(
 ):
     """Launch: addresses of contiguous tensors, as ``grouped.grouped_sum`` names them."""
     chunks = (spec.vectors + LANES - 1) // LANES
-    _sums(dy, ends, scales, out, spec).launch(
+    _sums(dy, ends, scales, index, out, spec).launch(
         grid=[chunks, groups, 1], block=[32 * WARPS, 1, 1], stream=stream
     )
 
@@ -115,6 +127,7 @@ def group_dots(
     dy: Int64,
     ends: Int64,
     bias: Int64,
+    index: Int64,
     out: Int64,
     rows: Int32,
     groups: Int32,
@@ -122,6 +135,6 @@ def group_dots(
     spec: cutlass.Constexpr,
 ):
     """Launch: addresses of contiguous tensors, as ``grouped.grouped_dots`` names them."""
-    _dots(dy, ends, bias, out, rows, groups, spec).launch(
+    _dots(dy, ends, bias, index, out, rows, groups, spec).launch(
         grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
     )
