@@ -1,5 +1,6 @@
 """The example under recipes, and the benchmark that compares their training."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import fusible as fz
+from fusible.testing import assume_target
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -42,17 +44,45 @@ def histories(*final):
     return [moe_block.History(4.7, held_out=[(0, 8.0), (5, loss)]) for loss in final]
 
 
-def test_differences_are_of_means_and_judged_by_target_or_spread():
+def test_differences_are_paired_by_seed():
     rows = recipe_parity.compare(
         {
-            "none": histories(1.99, 2.01),
-            "mxfp8": histories(2.0, 2.03),
-            "fp8_block": histories(2.02, 2.04),
-            "nvfp4": histories(2.05, 2.05),
+            "none": histories(1.9, 2.0, 2.1),
+            "mxfp8": histories(1.919, 2.02, 2.121),  # each 1 % more
+            "fp8_block": histories(1.9057, 2.01, 2.1147),  # 0.3, 0.5 and 0.7 %
+            "fp8_current": histories(1.9, 2.02, 2.1),  # within the target, and no more than chance
+            "nvfp4": histories(1.9532, 2.056, 2.1588),  # each 2.8 %
         }
     )
-    assert rows["none"]["baseline_spread_percent"] == pytest.approx(1.0)
-    differences = [rows[name]["difference_percent"] for name in rows]
-    assert differences == pytest.approx([0, 0.75, 1.5, 2.5])
-    assert [row["met"] for row in rows.values()] == [True, True, False, True]
-    assert rows["mxfp8"]["curves"][1] == [(0, 8.0), (5, 2.03)]
+    means = [row["difference_percent"] for row in rows.values()]
+    assert means == pytest.approx([0, 1, 0.5, 1 / 3, 2.8])
+    spreads = [row["spread_percent"] for row in rows.values()]
+    assert spreads == pytest.approx([0, 0, 0.2, 3**-0.5, 0], abs=1e-9)
+    assert [row["met"] for row in rows.values()] == [True, False, True, False, True]
+    assert rows["fp8_block"]["differences_percent"] == pytest.approx([0.3, 0.5, 0.7])
+    assert rows["mxfp8"]["curves"][1] == [(0, 8.0), (5, 2.02)]
+
+
+def test_fp8_products_are_needed_on_hopper(text, monkeypatch):
+    run = 0, [*TINY, "--steps=1"], text
+    with assume_target("sm90"):
+        recipe_parity.train("fp8_block", *run)
+        monkeypatch.setitem(recipe_parity.RECIPES, "fp8_block", fz.recipes.Float8BlockScaling())
+        with pytest.raises(RuntimeError, match="products under fp8_block must be in FP8"):
+            recipe_parity.train("fp8_block", *run)
+
+
+def test_all_seeds_and_files(tmp_path, monkeypatch, capfd):
+    command = ["recipe_parity", "--seeds=2", "--recipes", "mxfp8", "fp8_block", "--jobs=1"]
+    small = ["--steps=2", "--machine=here", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*command, *TINY, *small])
+    recipe_parity.main()
+    found = json.loads((tmp_path / "recipe_parity_cpu.json").read_text())
+    assert list(found["recipes"]) == list(found["plans"]) == ["none", "mxfp8", "fp8_block"]
+    assert all(len(row["final"]) == 2 for row in found["recipes"].values())
+    assert found["recipes"]["none"]["final"] != found["recipes"]["mxfp8"]["final"]
+    assert (tmp_path / "recipe_parity_cpu.png").stat().st_size > 0
+    printed = capfd.readouterr().out
+    assert "seed 1, fp8_block: held-out" in printed
+    assert "mxfp8: the experts' plan" in printed
+    assert "spread" in printed
