@@ -9,7 +9,6 @@ to the tensor or to a view is quantized again.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -216,15 +215,12 @@ class WrapperTensor(DispatchedTensor):
         pieces = {name: function(piece) for name, piece in self.pieces().items()}
         return self.with_pieces(pieces, shape, dtype)
 
-    def detach(self) -> Tensor:
-        """Return the tensor without history; an ordinary one where PyTorch plans a gradient.
-
-        AOTAutograd takes the gradient of a graph's output to be of the class of its ``detach``, and
-        there is no other way to say that it is an ordinary tensor.
-        """
-        if sys._getframe(1).f_code.co_name == "coerce_tangent_and_suggest_memory_format":
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return torch.ops.aten.detach.default(self)
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """Return what AOTAutograd plans as the gradient of this output: an ordinary tensor."""
+        gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        # AOTAutograd takes what is returned for a subclass, and asks for the tensors inside.
+        gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
+        return gradient
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: Any, expected_type: type | None = None
