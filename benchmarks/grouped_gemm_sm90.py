@@ -201,10 +201,10 @@ def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, 
     }
 
 
-# Clock ticks, about 0.6 ms, for which the GPU spins before a call is timed, so that all of the call
+# Clock ticks, about 2 ms, for which the GPU spins before a call is timed, so that all of the call
 # is enqueued by then. With less, the first contestant of a turn, before which the GPU is idle,
 # would be timed with its host's work and the others without.
-_SPIN = 1_000_000
+_SPIN = 3_500_000
 
 
 def measure(calls: dict[str, Any], runs: int = 20) -> dict[str, float]:

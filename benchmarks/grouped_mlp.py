@@ -268,6 +268,7 @@ def errors(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
+_SCOPES = contextlib.ExitStack()
 RECIPES = {
     "fp8_block": fz.recipes.Float8BlockScaling(fp8_products=True),
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
@@ -286,8 +287,7 @@ def recipe_ways(
     ways: dict[str, tuple[fz.Sequential, Any]] = {"bf16": (module, None)}
     for name in names:
         recipe, reused = RECIPES[name], copy.deepcopy(module)
-        # Entered for good: every entry quantizes anew.
-        fz.reuse_quantized_weights(reused).__enter__()
+        _SCOPES.enter_context(fz.reuse_quantized_weights(reused))  # for good
         stored = copy.deepcopy(module)
         for fc in [op for op in stored if isinstance(op, fz.GroupedLinear)]:
             with fz.quantized_model_init(recipe=recipe):

@@ -101,8 +101,7 @@ class MoEExperts(FusedOperation):
             dy, *_ = combine.backward_impl(last, grad_output)
         second = self._mlp.second_backward(middle, dy)
         del dy
-        like = second.values
-        assert like is not None
+        like = second.dscales[:, None]  # of two dimensions
         drows = fc1.data_grad(kernels, ctx1, second.dpreact, second.saved, like)
         assert drows is not None
         dmoved = grad_extra_outputs[0][1]

@@ -189,6 +189,7 @@ class GroupedMLP(FusedOperation):
             saved2.groups,
             preact,
             scales,
+            products=fc1.grad_products(ctx1),
             bias=fc1.needs_bias_grads(ctx1),
             overwrite=not (ctx_act.held or keeps_graph()),
         )

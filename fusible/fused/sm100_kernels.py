@@ -228,6 +228,7 @@ class Sm100Kernels(GroupedKernels):
         preact: Tensor,
         scales: Tensor,
         *,
+        products: Sequence[ProductKind],
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:

@@ -15,9 +15,22 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.kernels.quantize import KMajor, ScaledMatrix, quantize_k_major, transposed
+from fusible.kernels import grouped
+from fusible.kernels.quantize import (
+    KMajor,
+    ScaledMatrix,
+    quantize_glu_backward,
+    quantize_k_major,
+    transposed,
+)
 from fusible.ops import GroupedLinear
-from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, Saved
+from fusible.ops.grouped_kernels import (
+    ActivationGrads,
+    GroupedKernels,
+    GroupedOperand,
+    Saved,
+    glu_of,
+)
 from fusible.ops.matrices import GatheredRows, source_of
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
@@ -58,6 +71,8 @@ class Sm90Fp8Kernels(GroupedKernels):
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
+        if isinstance(x, GroupedOperand):  # of `dglu`
+            return x
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None
         if is_quantized(x):
@@ -73,8 +88,8 @@ class Sm90Fp8Kernels(GroupedKernels):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
         made = _quantized(x, ctx, role, groups, **uses)
-        column = None if made.column is None else _Columns(made.column, made.padded_ends)
-        return GroupedOperand(made.row or row, x if later else column)
+        operand = _operand(made)
+        return GroupedOperand(operand.row or row, x if later else operand.column)
 
     def saved_rows(self, ctx: OperationContext, column: _Columns | GatheredRows | None) -> Saved:
         """The column-wise use as it lies in memory, if the weight needs its gradient.
@@ -134,8 +149,47 @@ class Sm90Fp8Kernels(GroupedKernels):
         assert dy.ends is not None
         return grouped_gradient(dy.rows, x.rows, dy.ends, ctx.column_major)
 
+    def dglu(
+        self,
+        ctx: OperationContext,
+        act: Any,
+        dy: ScaledMatrix,
+        weights: ScaledMatrix,
+        groups: Tensor,
+        preact: Tensor,
+        scales: Tensor,
+        *,
+        products: Sequence[ProductKind],
+        bias: bool,
+        overwrite: bool,
+    ) -> ActivationGrads:
+        """The data gradient, then the activation's backward, which quantizes what it computes.
+
+        In the product's epilogue the backward would take as long as both, and not quantize.
+        """
+        fmt = ctx.recipe.format("grad")
+        assert fmt is not None
+        made = quantize_glu_backward(
+            self.data_grad(ctx, dy, weights, groups, None),
+            preact,
+            scales,
+            groups,
+            glu_of(act),
+            fmt,
+            rowwise="dgrad" in products,
+            columnwise="wgrad" in products,
+            values=bias,
+        )
+        sums = None if made.values is None else grouped.grouped_sum(made.values, groups)
+        return ActivationGrads(_operand(made.operands), None, made.scales, sums)
+
 
 SM90_FP8 = Sm90Fp8Kernels()
+
+
+def _operand(made: KMajor) -> GroupedOperand:
+    column = None if made.column is None else _Columns(made.column, made.padded_ends)
+    return GroupedOperand(made.row, column)
 
 
 def _quantized(

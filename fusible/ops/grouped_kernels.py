@@ -271,19 +271,19 @@ class GroupedKernels:
         preact: Tensor,
         scales: Tensor,
         *,
+        products: Sequence[ProductKind],
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """The activation's backward in the data gradient of the second linear, whose ``ctx`` it is.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, 2 * features]``
-        and ``scales`` those of `glu`. ``bias`` requests the gradient of the first linear's bias,
-        if these kernels fuse it. ``overwrite``: ``preact`` may be written to.
+        and ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``
+        requests the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
+        ``preact`` may be written to.
         """
-        dy, w, dy_scale, w_scale = _elements(dy, weights)
-        glu = glu_of(act)
         dpreact, act_again, dscales = grouped.grouped_dglu(
-            dy, w, groups, preact, scales, glu, dy_scale, w_scale, overwrite=overwrite
+            dy, weights, groups, preact, scales, glu_of(act), overwrite=overwrite
         )
         again = None if self.saves_activation(ctx) else act_again
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)

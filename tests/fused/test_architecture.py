@@ -48,7 +48,7 @@ class Batched(GroupedKernels):
         preact = self.product(linear, ctx, x, weights, groups, None, None)
         return Activated(preact, act.value(preact, scales))
 
-    def dglu(self, ctx, act, dy, weights, groups, preact, scales, *, bias, overwrite):
+    def dglu(self, ctx, act, dy, weights, groups, preact, scales, **_):
         d, dscales = act.grads(self.data_grad(ctx, dy, weights, groups, None), preact, scales)
         return ActivationGrads(d, None, dscales, None)
 

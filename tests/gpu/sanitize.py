@@ -19,7 +19,7 @@ from fusible.activations import UNARY
 from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
-from fusible.kernels.quantize import quantize_k_major, transposed
+from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major, transposed
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -102,7 +102,7 @@ def fp8_products() -> int:
     for kind in kinds:
         x, w = random(ROWS, hidden, dtype=kind), [random(GROUPS, inner, hidden, dtype=kinds[0])]
         scales = {"x_scale": ones(2, ROWS).t(), "w_scale": ones(GROUPS, 3, 2)}
-        dy, preact = random(hidden, padded, dtype=kind).t(), random(ROWS, 2 * inner)
+        dy = random(hidden, padded, dtype=kind).t()
         dy_scale, x_scale = ones(padded // 128, hidden), ones(padded // 128, inner)
         columns = random(inner, padded, dtype=kinds[0]).t()
         for tile in {tile for choices in tiles.TILES.values() for tile in choices if tile.n == 128}:
@@ -111,13 +111,11 @@ def fp8_products() -> int:
                 for keep in (False, True):
                     glu = Glu("swiglu", 8)
                     ops.grouped_glu(x, w, ends, ones(ROWS), glu, None, keep, **scales)
-                backward = {"dy_scale": scales["x_scale"], "w_scale": scales["w_scale"]}
-                ops.grouped_dglu(x, w, ends, preact, ones(ROWS), Glu(), **backward)
                 given = dy, columns, padded_ends.int()
                 ops.grouped_wgrad(*given, None, dy_scale, x_scale)
                 grad = torch.zeros(GROUPS, hidden, inner, device="cuda")
                 ops.grouped_wgrad_([grad], *given, True, dy_scale, x_scale)
-            launches += 7
+            launches += 5
     return launches
 
 
@@ -166,6 +164,11 @@ def quantize() -> None:
                 dequantize_matrix(matrix, torch.bfloat16)
     for fmt, of_groups in ((fp8_block(), ends), (fp8_block(), None), (square, None)):
         quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=of_groups)
+    dy, preact, glu = random(128, 192), random(128, 384), Glu("swiglu", 1)
+    uses = {"rowwise": True, "columnwise": True, "values": True}
+    for layout in (glu, glu._replace(interleave=0)):
+        scales = torch.rand(128, device="cuda")
+        quantize_glu_backward(dy, preact, scales, ends, layout, fp8_block(), **uses)
     transposed(x.to(torch.float8_e4m3fn))
 
 

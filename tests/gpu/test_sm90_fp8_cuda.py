@@ -11,7 +11,9 @@ from checks import hopper
 
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
+from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
+from fusible.recipes.formats import fp8_block
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
 
@@ -160,22 +162,36 @@ def test_activation_of_half_blocks_is_left_to_others():
     assert_close(live(made[0]), live(expected[0]))
 
 
-@pytest.mark.parametrize("interleave", [0, 1, 8, 32])
+@pytest.mark.parametrize("interleave", [0, 1, 2, 4, 8, 32])
 @pytest.mark.parametrize("features", [256, 336, 2880])
-@types
-def test_activations_backward(interleave, features, types):
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu"])
+@pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16])
+def test_activations_backward(interleave, features, activation, scales_dtype):
+    """Values are those of FP32 math, rounded once; what is quantized are these."""
     if interleave and features % interleave:
         pytest.skip("no whole blocks of gate columns")
-    dy, dy_scale = row_operand(sum(SIZES), 400, types[0])
-    w, w_scale = weight_operand(len(SIZES), features, 400, types[1])
-    w_scale *= 2.0**-9
-    preact = torch.randn(len(dy), 2 * features, device="cuda").bfloat16()
-    scales = torch.rand(len(dy), device="cuda")
-    given = dy, w, ends_of(SIZES), preact, scales, Glu("swiglu", interleave), dy_scale, w_scale
-    made = ops.grouped_dglu(*given)
-    expected = definitions.grouped_dglu(*given, product=unrounded)
-    for actual, wanted in zip(made, expected, strict=True):
-        assert_close(live(actual), live(wanted))
+    rows, fmt = sum(SIZES) + TAIL, fp8_block()
+    dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, 2))
+    scales = torch.rand(rows, device="cuda").to(scales_dtype)
+    dy[sum(SIZES) :] = preact[sum(SIZES) :] = scales[sum(SIZES) :] = math.nan
+    glu = Glu(activation, interleave, 4.0, 1.702, 1.0)
+    given, uses = (dy, preact, scales, ends_of(SIZES), glu, fmt), {"rowwise": True}
+    made = quantize_glu_backward(*given, **uses, columnwise=True, values=True)
+    expected, dscales = glu.backward(live(dy).float(), live(preact).float(), live(scales).float())
+    assert_close(live(made.values), expected)
+    assert (made.values[sum(SIZES) :] == 0).all()
+    assert made.scales.dtype == scales_dtype
+    assert_close(live(made.scales), dscales)
+    again = quantize_k_major(made.values, fmt, **uses, columnwise=True, ends=ends_of(SIZES))
+    end = int(again.padded_ends[-1])
+    pairs = [*zip(made.operands.row, again.row, strict=True)]
+    pairs.append((made.operands.column.data[:end], again.column.data[:end]))
+    pairs.append((made.operands.column.scale[: end // 128], again.column.scale[: end // 128]))
+    for actual, wanted in pairs:
+        assert torch.equal(*[t.contiguous().view(torch.uint8) for t in (actual, wanted)])
+    alone = quantize_glu_backward(*given, **uses, columnwise=False)
+    assert alone.values is None
+    assert torch.equal(alone.operands.row.data.view(torch.uint8), again.row.data.view(torch.uint8))
 
 
 @types

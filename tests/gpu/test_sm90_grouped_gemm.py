@@ -526,12 +526,12 @@ def test_opcheck():
     preact, act = grouped.grouped_glu(x, w1, ends, scales, Glu())
     calls = (
         (fusible.group_ends, (torch.tensor([60, 0, 70], device=DEVICE), 130)),
-        (fusible.grouped_mm, (x, w1, ends, None, None, False)),
-        (fusible.grouped_mm_, (preact.clone(), x, w1, ends, None, None, False)),
-        (fusible.grouped_glu, (x, w1, ends, scales, *Glu(), None, True)),
-        (fusible.grouped_dglu, (x, w2, ends, preact, scales, *Glu())),
-        (fusible.grouped_wgrad, (act, x, ends, None)),
-        (fusible.grouped_wgrad_, ([random(3, 256, 256)], act, x, ends, True)),
+        (fusible.grouped_mm, (x, w1, ends, None, None, False, None, None)),
+        (fusible.grouped_mm_, (preact.clone(), x, w1, ends, None, None, False, None, None)),
+        (fusible.grouped_glu, (x, w1, ends, scales, *Glu(), None, True, None, None)),
+        (fusible.grouped_dglu, (x, w2, ends, preact, scales, *Glu(), None, None)),
+        (fusible.grouped_wgrad, (act, x, ends, None, None, None)),
+        (fusible.grouped_wgrad_, ([random(3, 256, 256)], act, x, ends, True, None, None)),
     )
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments)

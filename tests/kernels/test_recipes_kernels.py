@@ -7,7 +7,7 @@ from checks import assert_no_spills
 pytest.importorskip("cutlass")
 
 from fusible.kernels.quantize import cuda
-from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
+from fusible.kernels.quantize.spec import DequantizeSpec, GluBackwardSpec, QuantizeSpec
 from fusible.recipes.formats import (
     E2M1,
     E4M3,
@@ -60,6 +60,12 @@ K_MAJOR = [
     QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, True, k_major=True),
     QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False, True, k_major=True),
 ]
+GLU_BACKWARD = [
+    GluBackwardSpec(K_MAJOR[0], "swiglu", 0, False),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", 1, False),
+    GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", 4, False),
+    GluBackwardSpec(K_MAJOR[3]._replace(wide_ends=True), "clamped_qgeglu", 0, True),
+]
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
     QuantizeSpec(nvfp4(), "f32", False, False, True, True),
@@ -78,6 +84,7 @@ DECODERS = [
 KERNELS = [
     *[("quantize", spec) for spec in ENCODERS],
     *[("k_major", spec) for spec in K_MAJOR],
+    *[("glu_backward", spec) for spec in GLU_BACKWARD],
     *[("amax", spec) for spec in MAXIMA],
     *[("dequantize", spec) for spec in DECODERS],
 ]
@@ -85,6 +92,8 @@ KERNELS = [
 
 def name(case):
     kernel, spec = case
+    if kernel == "glu_backward":
+        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 

@@ -113,10 +113,24 @@ def _pack_fp8(values, element):
     return np.ascontiguousarray(codes).view(np.uint32)[..., 0]
 
 
+def _pack(values, dtype):
+    kinds = {"bf16": torch.bfloat16, "f16": torch.float16}
+    pairs = torch.from_numpy(np.stack([f32(v) for v in values], -1)).to(kinds[dtype])
+    words = pairs.view(torch.int16).numpy().view(np.uint32)
+    return [words[..., i] for i in range(len(values) // 2)]
+
+
 def emulate(monkeypatch, blocks, memory):
     """Make device code run over ``blocks`` groups of threads."""
     from fusible.kernels.device import bits
-    from fusible.kernels.quantize.device import k_major, magnitudes, numbers, quantize
+    from fusible.kernels.quantize.device import (
+        glu_backward,
+        k_major,
+        magnitudes,
+        numbers,
+        quantize,
+    )
+    from fusible.kernels.sm90.device import activations
 
     thread = np.arange(THREADS)
 
@@ -131,19 +145,23 @@ def emulate(monkeypatch, blocks, memory):
         sync_threads=lambda: None,
         shuffle_sync=from_lane,
         shuffle_sync_bfly=lambda word, step: from_lane(word, thread % 32 ^ step),
+        rcp_approx=lambda x: 1 / f32(x),
     )
     cute = SimpleNamespace(
         arch=arch,
+        math=SimpleNamespace(exp2=lambda x, fastmath: np.exp2(f32(x))),
         make_layout=lambda shape: shape,
         make_tensor=lambda size, shape: _Shared(blocks, shape),
     )
     functions = {
         "load": memory.load, "store": memory.store, "to_float": _to_float, "to_bits": _to_bits,
         "select": _select, "divide": lambda a, b: f32(a) / f32(b), "unpack": _unpack,
-        "larger_magnitude": _larger_magnitude, "pack_fp8": _pack_fp8, "opaque": lambda n: n,
+        "larger_magnitude": _larger_magnitude, "pack_fp8": _pack_fp8, "pack": _pack,
+        "add": lambda a, b: f32(a) + f32(b),
+        "opaque": lambda n: n,
         "cute": cute, "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
     }  # fmt: skip
-    for module in (bits, numbers, magnitudes, quantize, k_major):
+    for module in (bits, numbers, magnitudes, quantize, k_major, activations, glu_backward):
         for name, function in functions.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
@@ -160,6 +178,32 @@ def _places(rows, columns, groups, ends, matrix_rows):
                 yield block, chunk, start, min(start + 128, end), live, min(group, groups - 1)
             block += 1
         first = end
+
+
+def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, interleave, results, spec):
+    """Write what the kernel writes, of contiguous operands, in groups up to ``ends``.
+
+    ``results`` are `k_major.Pieces`, the partial sums and the values.
+    """
+    from fusible.kernels.quantize.device import glu_backward, quantize
+    from fusible.kernels.quantize.device.blocks import Place
+    from fusible.kernels.quantize.device.k_major import Out
+
+    rows, columns = preact.shape
+    places = np.array(list(_places(rows, columns, len(ends), ends, rows)))[:, :, None]
+    block, chunk, *place = np.moveaxis(places, 1, 0)
+    memory = Memory()
+    with monkeypatch.context() as patch, np.errstate(all="ignore"):
+        emulate(patch, len(places), memory)
+        patch.setattr(quantize, "place_of", lambda *_: Place(*place))
+        pieces, partials, values = results[:4], *results[5:]
+        sizes = rows, columns, len(ends), rows
+        mine = quantize.rows_of_thread(block, chunk, *sizes, None, spec.quantize)
+        operands = [memory.place(t) for t in (dy, preact, scales)]
+        source = glu_backward.Source(*operands, interleave or columns // 2, (0.0, 0.0, 0.0))
+        out = Out(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
+        partials, values = memory.place(partials), memory.place(values)
+        glu_backward.quantize_gradients(source, mine, rows, columns, out, partials, values, spec)
 
 
 def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):

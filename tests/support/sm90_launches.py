@@ -94,8 +94,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
             tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(preact)
     else:
         preact = tensor_at(k.preact, shape, value_dtype, (k.preact_pitch, 1))
-        w = w if spec.scaled else [one.t() for one in w]
-        found = definitions.grouped_dglu(x, w, ends, preact, scales, glu, x_scale, w_scale)
+        found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
         tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(found[0])
         out.copy_(found[1])
         across = -(-k.columns // spec.tile.n)

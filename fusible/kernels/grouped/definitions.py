@@ -152,8 +152,6 @@ def grouped_dglu(
     preact: Tensor,
     scales: Tensor,
     glu: Glu,
-    dy_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
     *,
     overwrite: bool = False,
     product: Callable[..., Tensor] = grouped_mm,
@@ -163,10 +161,8 @@ def grouped_dglu(
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout of columns), the
     activation ``glu(preact) * scales`` once more (for the weight gradient of the second linear),
     and the gradient of ``scales``. With ``overwrite`` the first may take the memory of ``preact``.
-    FP8 operands are those of `grouped_mm`: ``w`` is then transposed, ``[E, features, out]``.
     """
-    fp8 = dy_scale is not None
-    d = product(dy, w, ends, transpose_w=not fp8, x_scale=dy_scale, w_scale=w_scale)
+    d = product(dy, w, ends, transpose_w=True)
     dpreact, dscales = glu.backward(d, preact, scales)
     assert dscales is not None
     act = glu.forward(preact, scales)

@@ -1,6 +1,7 @@
 """Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
 
 from fusible.kernels.quantize.cuda import takes
+from fusible.kernels.quantize.glu_backward import GluGradients, quantize_glu_backward
 from fusible.kernels.quantize.k_major import (
     KMajor,
     ScaledMatrix,
@@ -10,9 +11,11 @@ from fusible.kernels.quantize.k_major import (
 )
 
 __all__ = [
+    "GluGradients",
     "KMajor",
     "ScaledMatrix",
     "elements_and_scale",
+    "quantize_glu_backward",
     "quantize_k_major",
     "takes",
     "transposed",

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, serves
+from fusible.kernels.quantize.spec import (
+    DTYPES,
+    DequantizeSpec,
+    GluBackwardSpec,
+    QuantizeSpec,
+    serves,
+)
 from fusible.kernels.runtime.gpu import architecture, has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import (
     aligned,
@@ -49,21 +55,26 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
     )
 
 
-def compiled(kernel: str, spec: QuantizeSpec | DequantizeSpec, options: str = "") -> Any:
+def compiled(
+    kernel: str, spec: QuantizeSpec | GluBackwardSpec | DequantizeSpec, options: str = ""
+) -> Any:
     """Compile one of the kernels below; the functions name its arguments.
 
     ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
-    from cutlass import Int32, Int64
+    from cutlass import Float32, Int32, Int64
 
-    from fusible.kernels.quantize.device import dequantize, k_major, quantize
+    from fusible.kernels.quantize.device import dequantize, glu_backward, k_major, quantize
 
-    functions = {
+    functions: dict[str, tuple[Any, list[Any]]] = {
         "quantize": (quantize.quantize, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
         "amax": (quantize.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
         "k_major": (k_major.quantize, [Int64] * 8 + [Int32] * 2 + [Int64] + [Int32] * 4),
+        "glu_backward": (
+            glu_backward.quantize, [Int64] * 11 + [Int32] * 5 + [Float32] * 3,
+        ),
         "dequantize": (dequantize.dequantize, [Int64] * 5 + [Int32] * 4),
-    }
+    }  # fmt: skip
     function, kinds = functions[kernel]
     return compile_kernel(function, kinds, (spec,), options)
 

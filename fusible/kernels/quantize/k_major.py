@@ -90,9 +90,15 @@ def quantize_k_major(
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
     """
-    row_data, row_scale, column_data, column_scale, padded_ends = _quantize_op(
-        x.detach(), ends, rows, fmt, rowwise, columnwise
-    )
+    pieces = _quantize_op(x.detach(), ends, rows, fmt, rowwise, columnwise)
+    return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
+
+
+def as_operands(
+    pieces: Pieces, fmt: NumberFormat, rowwise: bool, columnwise: bool, grouped: bool
+) -> KMajor:
+    """What `quantize_k_major` returns, from what its op does."""
+    row_data, row_scale, column_data, column_scale, padded_ends = pieces
     row = column = None
     if rowwise:
         row = ScaledMatrix(row_data, row_scale.t() if fmt.directional else row_scale)
@@ -100,7 +106,7 @@ def quantize_k_major(
         column = ScaledMatrix(column_data.t(), column_scale)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
-    return KMajor(row, column, None if ends is None else padded_ends)
+    return KMajor(row, column, padded_ends if grouped else None)
 
 
 def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
@@ -125,7 +131,7 @@ def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberForma
         )
 
 
-def _quantize(
+def definition(
     x: Tensor,
     ends: Tensor | None,
     rows: Tensor | None,
@@ -136,8 +142,8 @@ def _quantize(
     """The definition of the op."""
     _check(x, ends, rows, fmt)
     x = gather_rows(x, rows, ends)
-    outputs = _outputs(x, ends, None, fmt, False, False)
-    row_data, row_scale, column_data, column_scale, padded_ends = outputs
+    nothing = outputs(x, ends, None, fmt, False, False)
+    row_data, row_scale, column_data, column_scale, padded_ends = nothing
     if ends is not None:
         padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
     if rowwise or not fmt.directional:
@@ -169,7 +175,7 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def _outputs(
+def outputs(
     x: Tensor,
     ends: Tensor | None,
     index: Tensor | None,
@@ -230,7 +236,7 @@ def _cuda(
     if not (some and fills_stores and takes(x, x.dtype, ends)):
         return NotImplemented
     x, rows = loadable(x), None if rows is None else rows.contiguous()
-    pieces = _outputs(x, ends, rows, fmt, rowwise, columnwise)
+    pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     what = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
     sizes, together = sizes_of(x, ends), 0
@@ -250,5 +256,5 @@ def chunks_together(rows: int, columns: int, itemsize: int) -> int:
     return max([n for n in range(1, chunks + 1) if chunks % n == 0 and n <= fit])
 
 
-_quantize_op = define(_quantize, _outputs, [_cuda], name="quantize_k_major")
+_quantize_op = define(definition, outputs, [_cuda], name="quantize_k_major")
 transposed = define(_transposed, _transposed_like, name="transposed_fp8")

@@ -110,6 +110,17 @@ class QuantizeSpec(NamedTuple):
         return self.format.block[1] // self.vector
 
 
+class GluBackwardSpec(NamedTuple):
+    """A kernel that computes the backward of a gated activation and quantizes its gradients."""
+
+    quantize: QuantizeSpec
+    activation: str
+    stripe: int
+    """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
+    values: bool
+    """The gradients are written in high precision too."""
+
+
 class DequantizeSpec(NamedTuple):
     """A kernel from ``format`` to high precision, of data for one of its uses."""
 

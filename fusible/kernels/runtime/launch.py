@@ -56,7 +56,7 @@ def launch(
     compiled: Callable[..., Any],
     what: tuple[Any, ...],
     device: torch.device,
-    *args: Tensor | int | None,
+    *args: Tensor | float | None,
 ) -> None:
     """Launch the kernel that ``compiled(*what, options)`` makes on a device's current stream.
 

@@ -240,27 +240,24 @@ def grouped_dglu(
     preact: Tensor,
     scales: Tensor,
     glu: Glu,
-    dy_scale: Tensor | None = None,
-    w_scale: Tensor | None = None,
     *,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
-    found = _operands("dy", dy, w, ends, dy_scale is None, dy_scale, w_scale)
+    found = _operands("dy", dy, w, ends, True, None, None)
     if found is None:
         return NotImplemented
-    dy, pitch, w, shape, address, table, products, operand_scales, _ = found
-    columns = 2 * shape[2 if dy_scale is None else 1]
+    dy, pitch, w, shape, address, table, products, *_ = found
+    columns = 2 * shape[2]
     if not limits.takes_glu(*glu[:2], columns):
         return NotImplemented
-    check_tensor("preact", preact, (dy.shape[0], columns), products.value_dtype, dy.device)
+    check_tensor("preact", preact, (dy.shape[0], columns), dy.dtype, dy.device)
     preact, preact_pitch = as_matrix("preact", preact)
     scales = as_vector("scales", scales, dy)
     overwrite = overwrite and preact_pitch == 0
     return products.dglu(
-        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch,
-        operand_scales,
-    )  # fmt: skip
+        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch
+    )
 
 
 def grouped_wgrad(

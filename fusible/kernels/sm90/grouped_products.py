@@ -93,12 +93,7 @@ class WeightProducts:
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        # FP8 weights are given to `dglu` transposed, as the data gradient reads them.
-        self._activations = self._columns if self._scaled else self._depth
-        wide = not self._scaled
-        self._sums = -(
-            -self._activations // tiles.choose("dglu", many_rows, self._activations, 0, wide).n
-        )
+        self._sums = -(-self._depth // tiles.choose("dglu", many_rows, self._depth).n)
         self._launches: dict[tuple, Launch] = {}
 
     def _rows_launch(self, *key: object) -> Launch:
@@ -274,15 +269,14 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         preact_pitch: int = 0,
-        operand_scales: tuple[int, ...] = NO_SCALES,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
-        key = "dglu", not self._scaled, False, scales.dtype, glu, False, pitch, preact_pitch
+        key = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
-        act = dy.new_empty(rows, self._activations, dtype=self.value_dtype)
+        act = dy.new_empty(rows, self._depth)
         partials = scales.new_empty(self._sums * rows, dtype=torch.float32)
         launch(
             rows,
@@ -295,7 +289,6 @@ class WeightProducts:
             table=table,
             scales=scales.data_ptr(),
             partials=partials.data_ptr(),
-            operand_scales=operand_scales,
         )
         return d_preact, act, sum_up(partials, rows, scales.dtype)
 

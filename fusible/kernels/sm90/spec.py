@@ -100,7 +100,7 @@ class Spec(NamedTuple):
         of its own the other one multiplies meanwhile. The warps that would fill them have other
         work in dglu.
         """
-        return 2 if self.scaled and self.kind != "dglu" else 1
+        return 2 if self.scaled else 1
 
     @property
     def by_rows(self) -> bool:

@@ -57,10 +57,7 @@ def fp8_variants(kind):
         yield {**FP8, **SWIGLU, **halves, "save_preact": False}
         yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
         yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True}
-    elif kind == "dglu":
-        yield {**FP8, **SWIGLU, **halves}
-        yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "dtype": "float8_e5m2"}
-    else:
+    elif kind == "wgrad":
         yield {**FP8, "scaling": "rows"}
         yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
         into = {"out_dtype": "float32", "accumulate": True, "table": True}

@@ -161,16 +161,24 @@ def quantize_block(x, index, pitch, mine, rows, columns, matrix_rows, out, spec)
         words = load_gathered_rows(x, pitch, index, mine, spec)
     else:
         words = load_rows(x, pitch, mine, spec)
+    store_block(words, mine, rows, columns, matrix_rows, out, spec)
+
+
+def computed_anew(mine, columns):
+    """The same, of which nothing that the loads have computed is kept: it would fill registers."""
+    names = "first", "count", "column"
+    anew = {name: bits.opaque(getattr(mine, name)) for name in names}
+    return mine._replace(**anew), bits.opaque(columns)
+
+
+def store_block(words, mine, rows, columns, matrix_rows, out, spec):
+    """Scales and elements of a thread's rows, which are in ``words``."""
     of_columns = None
     if not spec.format.directional:
         of_columns = square_factors(words, mine, columns, out.row_scale, spec).to_element
     elif spec.columnwise:
         of_columns = _column_factors(words, mine, columns, out, spec)
-    # What the loads have computed of these is not kept for the stores: it fills registers.
-    columns = bits.opaque(columns)
-    mine = mine._replace(**{
-        name: bits.opaque(getattr(mine, name)) for name in ("first", "count", "column")
-    })  # fmt: skip
+    mine, columns = computed_anew(mine, columns)
     column = _column_of(mine, columns, matrix_rows, out.col_pitch, spec)
     for r in range(0, spec.thread_rows, PIECE):
         piece = words[r : r + PIECE]

@@ -19,8 +19,9 @@ def largest_of_columns(rows, dtype):
     return [largest_of(column, dtype) for column in zip(*rows, strict=True)]
 
 
-def largest_of_lanes(word, lanes, dtype, step=1):
-    """The largest magnitudes of the words of neighbouring threads, or of each of ``step`` kinds."""
+def largest_of_lanes(word, lanes, dtype):
+    """The largest magnitudes of the words of neighbouring threads."""
+    step = 1
     while step < lanes:
         word = bits.larger_magnitude(word, cute.arch.shuffle_sync_bfly(word, step), dtype)
         step *= 2
@@ -30,8 +31,15 @@ def largest_of_lanes(word, lanes, dtype, step=1):
 def largest_of_rows(words, lanes, dtype):
     """The largest magnitudes of one word of ``lanes`` neighbouring threads, another in each thread.
 
-    Thread i has those of word i, counted anew after the last. In every step a thread keeps half of
-    its words, and gets what its partner has of them.
+    Thread i has those of word i, counted anew after the last.
+    """
+    return over_rows(words, lanes, lambda a, b: bits.larger_magnitude(a, b, dtype))
+
+
+def over_rows(words, lanes, combine):
+    """Word i of ``lanes`` neighbouring threads, combined, in thread i; at most one per thread.
+
+    In every step a thread keeps half of its words, and gets what its partner has of them.
     """
     lane, count, step = cute.arch.lane_idx(), len(words), len(words) // 2
     while step:
@@ -41,9 +49,13 @@ def largest_of_rows(words, lanes, dtype):
             cute.arch.shuffle_sync_bfly(bits.select(upper, low, high), step) for low, high in pairs
         ]
         kept = [bits.select(upper, high, low) for low, high in pairs]
-        words = [bits.larger_magnitude(*pair, dtype) for pair in zip(kept, got, strict=True)]
+        words = [combine(*pair) for pair in zip(kept, got, strict=True)]
         step //= 2
-    return largest_of_lanes(words[0], lanes, dtype, count)
+    (word,) = words
+    while count < lanes:
+        word = combine(word, cute.arch.shuffle_sync_bfly(word, count))
+        count *= 2
+    return word
 
 
 def magnitude(word, dtype):

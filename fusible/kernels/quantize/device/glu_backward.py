@@ -1,0 +1,195 @@
+"""The backward of a gated activation, whose gradients are quantized as they are computed.
+
+A thread has the same columns of the pre-activation's gradient as in ``k_major``, eight neighbours.
+In stripes of 1, 2 and 4 gate columns it has gates and their linear columns, otherwise gates or
+linear columns, and reads the others as well. Gradients are rounded to BF16, then quantized.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from fusible.kernels.device import bits
+from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
+from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
+from fusible.kernels.quantize.device.magnitudes import over_rows
+from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, rows_of_thread
+from fusible.kernels.quantize.spec import THREADS
+from fusible.kernels.sm90.device.activations import BACKWARD
+
+_BYTES = 2  # of BF16
+_ROWS = 4  # of a thread, after which addresses are computed anew
+_RESIDENT = 3  # groups of threads on a multiprocessor at once
+
+
+class Source(NamedTuple):
+    """What the gradients are computed from, by address."""
+
+    dy: Int64
+    """Gradient of the activation, contiguous ``[rows, features]``."""
+    preact: Int64
+    """Contiguous ``[rows, 2 * features]``."""
+    scales: Int64
+    """FP32, of the rows."""
+    glu_block: Int32
+    """Distance from a gate column to its linear column; as many gates are neighbours."""
+    constants: tuple
+
+
+def _add(a, b):
+    return bits.to_bits(bits.add(bits.to_float(a), bits.to_float(b)))
+
+
+def gradients(source, mine, columns, values_out, spec):
+    """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
+
+    Also the FP32 bits of the gradient of one row's scale by the columns of its block: in the i-th
+    of the threads that share a row, of the thread's i-th row.
+    """
+    own = cute.arch.lane_idx() % spec.quantize.lanes
+    live = mine.live != 0
+    entry = source.scales + Int64(mine.first + own) * 4
+    (scale,) = bits.load(entry, Int32(Boolean(own < mine.count) & live), 1)
+    first = cute.arch.lane_idx() - own
+    of_row = _narrow if spec.stripe else _wide
+    rows, totals = [], []
+    for r in range(spec.quantize.thread_rows):
+        if r % _ROWS == 0:
+            mine, columns = computed_anew(mine, columns)
+        inside = Int32(Boolean(r < mine.count) & mine.in_columns & live)
+        start = Int64(mine.first + r) * Int64(columns)
+        row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
+        values, total = of_row(source, mine.column, start, row_scale, inside, spec)
+        rows.append(bits.pack(values, spec.quantize.dtype))
+        totals.append(total)
+        if spec.values:
+            written = Int32(Boolean(r < mine.count) & mine.in_columns)
+            bits.store(values_out + (start + Int64(mine.column)) * _BYTES, rows[-1], written)
+    return rows, over_rows(totals, spec.quantize.lanes, _add)
+
+
+def _load(address, offset, inside, words, spec):
+    """Numbers of ``words`` words from the ``offset``-th one on."""
+    return bits.unpack(bits.load(address + offset * _BYTES, inside, words), spec.quantize.dtype)
+
+
+def _narrow(source, column, start, row_scale, inside, spec):
+    """A row's gradients of neighbouring gate and linear columns, and that of its scale."""
+    words, stripe = spec.quantize.words, spec.stripe
+    dy = _load(source.dy, (start + Int64(column)) // 2, inside, words // 2, spec)
+    preact = _load(source.preact, start + Int64(column), inside, words, spec)
+    values, total = [None] * len(preact), Float32(0.0)
+    for i, gradient in enumerate(dy):
+        gate = i // stripe * 2 * stripe + i % stripe
+        pair = preact[gate], preact[gate + stripe]
+        *of_pair, value = BACKWARD[spec.activation](*pair, source.constants)
+        total = total + gradient * value
+        values[gate], values[gate + stripe] = [gradient * row_scale * of for of in of_pair]
+    return values, bits.to_bits(total)
+
+
+def _wide(source, column, start, row_scale, inside, spec):
+    """The same of gates, or of linear columns, which leave their scale's gradient to the gates."""
+    words, block = spec.quantize.words, source.glu_block
+    is_linear = column // block % 2
+    gate = column - is_linear * block
+    dy_column = gate - column // block // 2 * block
+    dy = _load(source.dy, start // 2 + Int64(dy_column), inside, words, spec)
+    gates = _load(source.preact, start + Int64(gate), inside, words, spec)
+    linears = _load(source.preact, start + Int64(gate + block), inside, words, spec)
+    values, total = [], Float32(0.0)
+    for gradient, *pair in zip(dy, gates, linears, strict=True):
+        d_gate, d_linear, value = BACKWARD[spec.activation](*pair, source.constants)
+        total = total + gradient * value
+        of = bits.select(is_linear, bits.to_bits(d_linear), bits.to_bits(d_gate))
+        values.append(gradient * row_scale * bits.to_float(of))
+    return values, bits.select(is_linear, 0, bits.to_bits(total))
+
+
+def quantize_gradients(source, mine, rows, columns, out, partials, values, spec):
+    """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'."""
+    words, total = gradients(source, mine, columns, values, spec)
+    mine, columns = computed_anew(mine, columns)
+    own = cute.arch.lane_idx() % spec.quantize.lanes
+    width = spec.quantize.lanes * spec.quantize.vector
+    at = Int64(mine.column // width) * Int64(rows) + Int64(mine.first + own)
+    inside = Boolean(own < mine.count) & (mine.column // width * width < columns)
+    bits.store(partials + at * 4, [total], Int32(inside))
+    store_block(words, mine, rows, columns, rows, out, spec.quantize)
+
+
+@cute.kernel
+def _quantize(
+    dy: Int64,
+    preact: Int64,
+    scales: Int64,
+    ends: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    padded_ends: Int64,
+    partials: Int64,
+    values: Int64,
+    rows: Int32,
+    columns: Int32,
+    groups: Int32,
+    col_pitch: Int32,
+    glu_block: Int32,
+    limit: Float32,
+    alpha: Float32,
+    offset: Float32,
+    chunks: Int32,
+    spec: cutlass.Constexpr,
+):
+    cta, _, _ = cute.arch.block_idx()
+    block = cta // chunks
+    sizes = rows, columns, groups, rows
+    mine = rows_of_thread(block, cta - block * chunks, *sizes, ends, spec.quantize)
+    if cta == 0:
+        quantize = spec.quantize
+        store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
+    if mine.rows > 0:
+        source = Source(dy, preact, scales, glu_block, (limit, alpha, offset))
+        out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
+        quantize_gradients(source, mine, rows, columns, out, partials, values, spec)
+
+
+@cute.jit
+def quantize(
+    dy: Int64,
+    preact: Int64,
+    scales: Int64,
+    ends: Int64,
+    row_data: Int64,
+    row_scale: Int64,
+    col_data: Int64,
+    col_scale: Int64,
+    padded_ends: Int64,
+    partials: Int64,
+    values: Int64,
+    rows: Int32,
+    columns: Int32,
+    groups: Int32,
+    col_pitch: Int32,
+    glu_block: Int32,
+    limit: Float32,
+    alpha: Float32,
+    offset: Float32,
+    stream,
+    spec: cutlass.Constexpr,
+):
+    """Launch over the gradient ``[rows, columns]`` of the pre-activation: addresses and sizes.
+
+    ``col_pitch`` is the distance of columns in the transposed elements, ``partials`` FP32
+    ``[ceil(columns / 128), rows]``.
+    """
+    blocks, chunks = grid_of(rows, columns, groups, rows, spec.quantize)
+    _quantize(
+        dy, preact, scales, ends, row_data, row_scale, col_data, col_scale, padded_ends, partials,
+        values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks, spec,
+    ).launch(
+        grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
+        min_blocks_per_mp=_RESIDENT, preferred_smem_carveout=SHARED_PERCENT,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""The backward of a gated activation, quantized for FP8 products while it is computed.
+
+``quantize_glu_backward`` is `Glu.backward` and `quantize_k_major` in one pass: the gradient of the
+pre-activation is written in FP8 alone, row-wise and transposed. The op's definition is the two of
+them, on any device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import NotImplementedType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible import activations
+from fusible.kernels.glu import Glu
+from fusible.kernels.grouped.groups import row_groups
+from fusible.kernels.quantize import k_major
+from fusible.kernels.quantize.cuda import compiled, takes
+from fusible.kernels.quantize.k_major import KMajor
+from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
+from fusible.kernels.runtime.launch import aligned, launch
+from fusible.kernels.runtime.library import define
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat
+
+_NEIGHBOURS = 8  # columns of a thread
+_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""`k_major.Pieces`, the gradient of the scales, and the values."""
+
+
+class GluGradients(NamedTuple):
+    """What the backward of a gated activation gives."""
+
+    operands: KMajor
+    """The pre-activation's gradient ``[rows, 2 * features]``, rounded to BF16, then quantized."""
+    scales: Tensor
+    """``[rows]``, in the dtype of the scales."""
+    values: Tensor | None
+    """The pre-activation's gradient in BF16, if requested."""
+
+
+def quantize_glu_backward(
+    dy: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    glu: Glu,
+    fmt: NumberFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    values: bool = False,
+) -> GluGradients:
+    """Gradients of ``glu(preact) * scales``, that of ``preact`` for FP8 products.
+
+    ``dy`` is ``[rows, features]``, ``preact`` ``[rows, 2 * features]``, both BF16, ``scales``
+    ``[rows]``, ``ends`` the end rows of the groups, ``fmt`` of 1x128 blocks. Raises what
+    `quantize_k_major` raises.
+    """
+    uses = rowwise, columnwise
+    made = _op(dy, preact, scales, ends, glu, fmt, *uses, values)
+    operands = k_major.as_operands(made[:5], fmt, *uses, True)
+    return GluGradients(operands, made[5], made[6] if values else None)
+
+
+@torch.no_grad()
+def _definition(
+    dy: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    glu: Glu,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+    values: bool,
+) -> _Results:
+    """The definition of the op."""
+    dpreact, dscales = glu.backward(dy, preact, scales)
+    _, live = row_groups(ends, len(dy))
+    dpreact, dscales = torch.where(live[:, None], dpreact, 0), torch.where(live, dscales, 0)
+    pieces = k_major.definition(dpreact, ends, None, fmt, rowwise, columnwise)
+    return *pieces, dscales, dpreact if values else dpreact.new_empty(0)
+
+
+def _outputs(
+    dy: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    glu: Glu,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+    values: bool,
+) -> _Results:
+    """Allocate what the op returns."""
+    pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
+    dpreact = preact.new_empty(preact.shape if values else (0,))
+    return *pieces, torch.empty_like(scales), dpreact
+
+
+def _cuda(
+    dy: Tensor,
+    preact: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    glu: Glu,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+    values: bool,
+) -> _Results | NotImplementedType:
+    rows, columns = preact.shape
+    stripe = glu.interleave or columns // 2
+    fits = (
+        dy.dtype == preact.dtype == torch.bfloat16
+        and fmt.directional
+        and fmt.scale_dtype == torch.float32
+        and glu.activation in activations.SM90
+        and (stripe in (1, 2, 4) or stripe % _NEIGHBOURS == 0)
+        and takes(preact, preact.dtype, ends)
+    )
+    if not fits:
+        return NotImplemented
+    dy, preact = aligned(dy), aligned(preact)
+    pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
+    dpreact = preact.new_empty(preact.shape if values else (0,))
+    partials = preact.new_empty(-(-columns // FP8_BLOCK), rows, dtype=torch.float32)
+    what = _kernel(fmt, ends.dtype, rowwise, columnwise, glu.activation, stripe, values)
+    sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
+    addresses = dy, preact, scales.float().contiguous(), ends, *pieces, partials, dpreact
+    launch(compiled, what, dy.device, *addresses, *sizes, *glu[2:])
+    return *pieces, partials.sum(0).to(scales.dtype), dpreact
+
+
+@lru_cache(maxsize=1024)
+def _kernel(
+    fmt: NumberFormat,
+    ends: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    activation: str,
+    stripe: int,
+    values: bool,
+) -> tuple[str, GluBackwardSpec]:
+    wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
+    quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
+    narrow = stripe if stripe < _NEIGHBOURS else 0
+    return "glu_backward", GluBackwardSpec(quantize, activation, narrow, values)
+
+
+_op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

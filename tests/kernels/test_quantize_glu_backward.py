@@ -1,0 +1,103 @@
+"""The backward of a gated activation, quantized in one pass: what the two of them give."""
+
+import pytest
+import simt
+import torch
+from torch.library import opcheck
+
+from fusible.kernels.glu import Glu
+from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
+from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
+from fusible.recipes.formats import E5M2, fp8_block
+
+ENDS = {
+    "ragged": [0, 1, 128, 256, 385, 513],  # groups of 0, 1, 127, 128, 129 and 128 rows
+    "one": [600],
+    "empty": [0, 0],
+    "beyond": [130, 1000],
+}
+ROWS = 600
+each_ends = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+
+
+def operands(features, ends, scales_dtype=torch.float32):
+    """``dy``, ``preact``, scales and ends; NaN in all rows past the last group."""
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(ROWS, features, generator=generator).bfloat16()
+    preact = torch.randn(ROWS, 2 * features, generator=generator).bfloat16() * 2
+    scales = torch.rand(ROWS, generator=generator).to(scales_dtype)
+    for t in (dy, preact, scales):
+        t[min(ends[-1], ROWS) :] = torch.nan
+    return dy, preact, scales, torch.tensor(ends, dtype=torch.int32)
+
+
+def same(a, b):
+    return torch.equal(*[t.flatten().clone().view(torch.uint8) for t in (a, b)])
+
+
+@each_ends
+@pytest.mark.parametrize("fmt", [fp8_block(), fp8_block(E5M2)], ids=["e4m3", "e5m2"])
+def test_it_is_the_backward_then_the_quantization(ends, fmt):
+    dy, preact, scales, given = operands(144, ends)
+    glu = Glu("swiglu", 8)
+    made = quantize_glu_backward(
+        dy, preact, scales, given, glu, fmt, rowwise=True, columnwise=True, values=True
+    )
+    live = min(ends[-1], ROWS)
+    leaves = [t[:live].double().requires_grad_() for t in (preact, scales)]
+    gates, linears = [leaves[0].unflatten(1, (-1, 2, 8))[:, :, i].flatten(1) for i in (0, 1)]
+    y = torch.nn.functional.silu(gates) * linears * leaves[1][:, None]
+    dpreact, dscales = torch.autograd.grad(y, leaves, dy[:live].double())
+    assert not made.values[live:].any()
+    assert not made.scales[live:].any()
+    torch.testing.assert_close(made.values[:live].double(), dpreact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(made.scales[:live].double(), dscales, rtol=1e-4, atol=1e-4)
+    want = quantize_k_major(made.values, fmt, rowwise=True, columnwise=True, ends=given)
+    for mine, theirs in zip(made.operands[:2], want[:2], strict=True):
+        assert all(map(same, mine, theirs))
+    assert same(made.operands.padded_ends, want.padded_ends)
+
+
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("values", [True, False])
+def test_the_op_passes_opcheck(uses, values):
+    dy, preact, scales, ends = operands(80, [130, 600])
+    constants = fp8_block().as_constants()
+    op = torch.ops.fusible.quantize_glu_backward
+    opcheck(op, (dy, preact, scales, ends, *Glu(), *constants, *uses, values))
+
+
+@each_ends
+@pytest.mark.parametrize(
+    ("features", "interleave"),
+    [(384, 0), (72, 0), (320, 32), (208, 8), (208, 4), (80, 2), (144, 1)],
+)
+def test_the_kernels_code_is_the_definition(ends, features, interleave, monkeypatch):
+    pytest.importorskip("cutlass")
+    dy, preact, scales, given = operands(features, ends)
+    glu, fmt = Glu("swiglu", interleave), fp8_block()
+    flags = {"rowwise": True, "columnwise": True, "values": True}
+    want = quantize_glu_backward(dy, preact, scales, given, glu, fmt, **flags)
+    op = torch.ops.fusible.quantize_glu_backward
+    *pieces, _, values = op(dy, preact, scales, given, *glu, *fmt.as_constants(), True, True, True)
+    partials = torch.empty(-(-2 * features // 128), ROWS)
+    for t in (*pieces, values, partials):
+        t.flatten().view(torch.uint8).fill_(0xA5)
+    quantize = QuantizeSpec(fmt, "bf16", True, False, True, True, k_major=True)
+    stripe = interleave if interleave < 8 else 0
+    spec = GluBackwardSpec(quantize, "swiglu", stripe, True)
+    inside = given.clamp(max=ROWS).tolist()
+    results = *pieces, partials, values
+    simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, interleave, results, spec)
+    live = inside[-1]
+    assert not values[live:].any()
+    torch.testing.assert_close(values, want.values, rtol=2**-7, atol=1e-30)
+    assert (values == want.values).float().mean() > 0.99  # another exponential
+    torch.testing.assert_close(partials.sum(0), want.scales, rtol=1e-4, atol=1e-4)
+    # What it quantized are these values.
+    again = torch.ops.fusible.quantize_k_major(values, given, None, *fmt.as_constants(), True, True)
+    assert same(pieces[0], again[0])
+    assert same(pieces[1], again[1])
+    end = int(again[4][-1])
+    assert same(pieces[2][:, :end], again[2][:, :end])
+    assert same(pieces[3][: end // 128], again[3][: end // 128])
