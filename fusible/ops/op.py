@@ -17,6 +17,7 @@ from fusible.fuser.flow import Dtypes
 from fusible.fuser.node import kind_of
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
+from fusible.fuser.registry import is_ours
 from fusible.fuser.run import Run
 from fusible.fuser.schedule import Direct
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
@@ -557,15 +558,17 @@ def _copied(name: str) -> str:
 class FusedOperation(FusibleOperation):
     """A faster way to run some basic ops; holds no state of its own.
 
-    Made by fusion rules and functions, not by users, and no part of the module tree.
+    Made by fusion rules and functions. A Sequential that is given one of a user's class holds its
+    basic ops, which run fused only where the plan of a call says so.
     """
 
     is_fused_op = True
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
-        # A tuple, which nn.Module does not register: the parameters stay with the basic ops.
         self._basic_ops = tuple(basic_ops)
+        if not is_ours(type(self)):  # may be put in a module, whose optimizer finds the parameters
+            self._modules["basic_ops"] = nn.ModuleList(self._basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
         self.casts_itself = any(op.casts_itself for op in self._basic_ops)
 

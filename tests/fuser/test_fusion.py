@@ -1,5 +1,7 @@
 """The user's own fusions: when they are called, what they may return, that values stay the same."""
 
+import copy
+
 import pytest
 import reference as ref
 import torch
@@ -425,3 +427,22 @@ def test_blackwell_gpus_share_their_kernels(target):
     names = "grouped_gemm", "grouped_gemm_glu", "grouped_gemm_dglu", "grouped_gemm_quant"
     for name in (*names, "grouped_gemm_wgrad"):
         assert callable(getattr(provider("sm100"), f"{name}_wrapper_sm100"))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_fused_op_in_a_sequential_stands_for_its_basic_ops(compiled):
+    """Whose parameters an optimizer finds, and a state dict by Transformer Engine's names."""
+    parts = fz.BasicLinear(8, 8).double(), fz.SiLU()
+    seq = fz.Sequential(LinearSiLUForward(*parts), fz.Bias(8, dtype=torch.float64))
+    assert [*seq.state_dict()] == ["0.basic_ops.0.weight", "1.bias"]
+    call = torch.compile(seq, backend="aot_eager", fullgraph=True) if compiled else seq
+    x = torch.randn(5, 8, dtype=torch.float64)
+    weight = parts[0].weight.detach().clone().requires_grad_()
+    call(x).square().sum().backward()
+    F.silu(F.linear(x, weight)).square().sum().backward()
+    torch.testing.assert_close(parts[0].weight.grad, weight.grad, rtol=1e-12, atol=1e-12)
+    torch.optim.SGD(seq.parameters(), 0.5).step()
+    copied = copy.deepcopy(seq)
+    expected = F.silu(F.linear(x, weight - 0.5 * weight.grad)) + seq[1].bias
+    torch.testing.assert_close(copied(x), expected, rtol=1e-12, atol=1e-12)
