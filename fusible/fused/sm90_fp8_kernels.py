@@ -9,6 +9,7 @@ data gradient. Products accumulate in FP32 and give BF16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from fusible.kernels.quantize import (
     quantize_k_major,
     transposed,
 )
+from fusible.kernels.stacking import side_by_side
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
     ActivationGrads,
@@ -31,6 +33,7 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
+from fusible.ops.kept_operands import kept_copy
 from fusible.ops.matrices import GatheredRows, source_of
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
@@ -207,7 +210,7 @@ def k_major_weights(
 ) -> KMajor:
     """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
 
-    Stored quantized ones are not quantized again.
+    Stored quantized ones are not quantized again, and copied once for their values.
     """
     fmt, columnwise = recipe.format("weight"), "dgrad" in products
     assert fmt is not None
@@ -215,10 +218,19 @@ def k_major_weights(
         weight = _of_groups(one_weight(weights, dtype))
         return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
     stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
-    data = _of_groups(one_weight([w.data for w in stored if w], fmt.element.dtype))
+    parts = [w.data for w in stored if w]
     scale = _of_groups(one_weight([w.scale for w in stored if w], torch.float32))
-    column = ScaledMatrix(transposed(data), scale.mT) if columnwise else None
-    return KMajor(ScaledMatrix(data, scale), column, None)
+    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
+    held = [id(w.rowwise_data) for w in quantized]
+    is_held = held == [id(part) for part in parts]  # else made now, from another format
+    copied = partial(kept_copy, quantized) if is_held else lambda _, make: make()
+    data = side_by_side(parts) if len(parts) > 1 else _of_groups(parts[0])
+    if data is None:
+        data = copied("stacked", lambda: torch.stack(parts))
+    if not columnwise:
+        return KMajor(ScaledMatrix(data, scale), None, None)
+    column = copied("transposed", lambda: transposed(data))
+    return KMajor(ScaledMatrix(data, scale), ScaledMatrix(column, scale.mT), None)
 
 
 def _of_groups(weight: Tensor) -> Tensor:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fusible.calls import capturing
 from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor_dispatch import UnseenWrites
 
 
 class _Steps:
@@ -37,7 +41,7 @@ def counting_steps() -> Iterator[None]:
 
 
 class _Kept(NamedTuple):
-    stored: tuple[Tensor, ...] = ()
+    stored: tuple[ref[Tensor], ...] = ()
     versions: tuple[int, ...] = ()
     operands: dict[Hashable, Any] = {}  # noqa: RUF012 - replaced before it is written to
 
@@ -64,11 +68,12 @@ class KeptOperands:
         if self.until_updated:
             if not all([t.is_leaf and not t.is_inference() for t in stored]):
                 return make()
-            versions = (_Steps.count, *[t._version for t in (*stored, *self._shards)])
+            watched = (*stored, *self._shards)
+            versions = (_Steps.count, UnseenWrites.gathers, *[t._version for t in watched])
         kept = self._kept
         if kept.versions != versions or not _same(kept.stored, stored):
             # What was kept is freed before more is made.
-            kept = self._kept = _Kept(stored, versions, {})
+            kept = self._kept = _Kept(tuple(map(ref, stored)), versions, {})
         key = key, weights[0].dtype, *_stream(weights[0].device)
         if key not in kept.operands:
             # Autograd cannot save what inference mode made.
@@ -85,11 +90,31 @@ def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*weights, *[piece for of_weight in pieces for piece in of_weight])
 
 
-def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all([a is b for a, b in zip(one, other, strict=True)])
+def _same(known: Sequence[ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+    if len(known) != len(tensors):
+        return False
+    return all([of() is t for of, t in zip(known, tensors, strict=True)])
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:
     """Where operands are made, and can be read without waiting for another stream."""
     cuda = device.type == "cuda"
     return device, torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+
+
+_copies = WeakIdKeyDictionary()  # of stored weights, by what the first one consists of
+
+
+def kept_copy(weights: Sequence[QuantizedTensor], what: str, make: Callable[[], Tensor]) -> Tensor:
+    """The copy ``what`` of stored weights, made once for their values; freed with their memory.
+
+    It needs no promise: whatever operation writes to a quantized tensor, eager or compiled, changes
+    its version or those of its pieces, and `UnseenWrites` notes the rest.
+    """
+    if torch.compiler.is_compiling() or capturing() or UnseenWrites.captured:
+        return make()
+    anchor = next(iter(weights[0].pieces().values()))
+    kept = _copies.get(anchor)
+    if kept is None:
+        kept = _copies[anchor] = KeptOperands(until_updated=True)
+    return kept.get(weights, what, make)

@@ -33,7 +33,7 @@ from fusible.ops.wgrad import (
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
-from fusible.recipes.model_init import current_model_init, weight_parameter
+from fusible.recipes.model_init import current_model_init, weight_parameters
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand, quantizer, values
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, Role
@@ -93,10 +93,10 @@ class WeightedOperation(CastingOp):
         if init is None:
             return
         self._check_sizes(init.recipe, "weight")
-        for name in self.own_parameter_names()[: self.num_weights]:
-            parameter = self._parameters.get(name)
-            if parameter is not None:
-                self.register_parameter(name, weight_parameter(parameter.detach()))
+        names = [n for n in self._weight_names() if self._parameters.get(n) is not None]
+        values = [self._parameters[name].detach() for name in names]  # type: ignore[union-attr]
+        for name, stored in zip(names, weight_parameters(values), strict=True):
+            self.register_parameter(name, stored)
 
     def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
         """Refuse features that do not fill the bytes of the recipe's formats."""

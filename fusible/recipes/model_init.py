@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusible.arguments import check_bools
 from fusible.recipes.recipe import Recipe, check_scope
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor import QuantizedTensor, are_alike, stack, unstack
 
 
 @dataclass(frozen=True)
@@ -81,3 +81,19 @@ def weight_parameter(value: Tensor) -> nn.Parameter:
     if init.preserve_high_precision_init_val:
         parameter.keep_high_precision_init_val(value)  # type: ignore[attr-defined]
     return parameter
+
+
+def weight_parameters(values: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Return each of ``values`` as ``weight_parameter`` does; quantized ones lie side by side.
+
+    So that kernels can view them as one tensor; each has versions of its own.
+    """
+    made = [weight_parameter(value) for value in values]
+    quantized = [p for p in made if isinstance(p, QuantizedTensor)]
+    if len(quantized) > 1 and are_alike(quantized):
+        with torch.no_grad():
+            members = unstack(stack(quantized))
+        for parameter, member in zip(quantized, members, strict=True):
+            for name, piece in member.pieces().items():  # type: ignore[attr-defined]
+                setattr(parameter, name, piece.data)
+    return made

@@ -20,7 +20,7 @@ from fusible.recipes import sharding
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
-from fusible.recipes.tensor_dispatch import DispatchedTensor, overwrite
+from fusible.recipes.tensor_dispatch import DispatchedTensor, UnseenWrites, overwrite
 
 PIECES = (
     "rowwise_data",
@@ -352,6 +352,7 @@ class QuantizedTensor(WrapperTensor):
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """Put together what FSDP2 gathered; ``out`` is what an earlier call returned."""
+        UnseenWrites.gathers += 1
         whole = sharding.gathered(self, all_gather_outputs, param_dtype)
         if out is None:
             return whole, ()

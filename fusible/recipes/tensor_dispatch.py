@@ -371,12 +371,23 @@ def _implicit_values(
 # --- operations with special treatment -----------------------------------------------------------
 
 
+class UnseenWrites:
+    """Writes to pieces of quantized tensors that no version tells of, in this process."""
+
+    gathers = 0
+    """How many times FSDP2 has filled gathered ones."""
+    captured = False
+    """Whether a captured CUDA graph has written any: a replay may at any time."""
+
+
 def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
     """Copy ``new`` into a piece of a quantized tensor, for autograd to see.
 
     Below ``__torch_dispatch__`` a copy does not count as a change of what a graph has saved.
     """
     piece.copy_(new, non_blocking)
+    if capturing():
+        UnseenWrites.captured = True
     if not piece.is_inference():
         increment_version(piece)
 
