@@ -15,6 +15,7 @@ from torch import Tensor
 from fusible.kernels.runtime.cache import load_or_compile
 from fusible.kernels.runtime.gpu import architecture
 
+_NUMBERS = int, float
 _ALIGNMENT_BYTES = 16  # of addresses: the widest load of a thread
 
 
@@ -62,7 +63,10 @@ def launch(
 
     Tensors go by address, None as address 0.
     """
-    given = [a if type(a) is int else 0 if a is None else a.data_ptr() for a in args]  # type: ignore[union-attr]
+    given = [
+        a if type(a) in _NUMBERS else 0 if a is None else a.data_ptr()  # type: ignore[union-attr]
+        for a in args
+    ]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     kernel = load_kernel(compiled, what, architecture(device))
     call_on_device(device.index, kernel, (*given, stream))

@@ -1,0 +1,98 @@
+"""Launches have the number and kinds of arguments that the compiled kernels take.
+
+As `test_sm90_signatures` for products: without a GPU, a call fails for want of a driver, which is
+after its arguments have been looked at.
+"""
+
+import pytest
+import torch
+
+from fusible.kernels.grouped import Glu, bias_gradients
+from fusible.kernels.moe import cuda as moe_cuda
+from fusible.kernels.quantize import cuda, glu_backward, k_major
+from fusible.kernels.runtime import gpu, launch
+from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8
+from fusible.recipes.matrix import Uses
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="would run the kernels")
+
+ENDS = torch.tensor([100, 100, 230], dtype=torch.int32)
+ROWS, COLUMNS, FORMAT = 256, 128, fp8_block()
+
+
+@pytest.fixture(autouse=True)
+def called(monkeypatch):
+    """The kernels that were called, each compiled for a GPU that is not there."""
+    names = []
+
+    def call(index, function, arguments):
+        with pytest.raises(RuntimeError, match=r"(?i)cuda"):
+            function(*arguments)
+        names.append(function)
+
+    for module in (gpu, moe_cuda):
+        monkeypatch.setattr(module, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "call_on_device", call)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return names
+
+
+@pytest.mark.parametrize("ends", [None, ENDS, ENDS.long()], ids=["", "int32", "int64"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows(ends, gathered, called):
+    rows = torch.zeros(ROWS, dtype=torch.int32) if gathered else None
+    x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    assert k_major._cuda(x, ends, rows, FORMAT, True, True) is not NotImplemented
+    assert len(called) == 1
+
+
+def test_weights(called):
+    w = torch.zeros(2, 128, COLUMNS, dtype=torch.bfloat16)
+    k_major._cuda(w, None, None, fp8_block(block=(128, 128)), True, True)
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize("glu", [Glu(), Glu("clamped_qgeglu", 1, 7, 1.702, 1)], ids=["", "qgeglu"])
+def test_the_backward_of_an_activation(glu, called):
+    dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
+    given = dy, preact, scales, ENDS, glu, FORMAT, True, True, True
+    assert glu_backward._cuda(*given) is not NotImplemented
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize(("fmt", "launches"), [(mxfp8(), 1), (fp8_tensor(), 2)], ids=str)
+def test_quantized_and_dequantized_matrices(fmt, launches, called):
+    x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    row, *_ = cuda._quantize(x, ENDS, fmt, Uses(True, True, True, False))
+    assert len(called) == launches
+    cuda._dequantize(row, torch.bfloat16)
+    assert len(called) == launches + 1
+
+
+@pytest.mark.parametrize("index", [None, torch.zeros(ROWS, dtype=torch.int32)], ids=["", "index"])
+def test_gradients_of_biases(index, called):
+    dy, bias = torch.zeros(ROWS, COLUMNS).bfloat16(), torch.zeros(3, COLUMNS).bfloat16()
+    for row_scale in (None, torch.ones(ROWS)):
+        assert bias_gradients.grouped_sum_cuda(dy, ENDS, row_scale, index) is not NotImplemented
+    assert bias_gradients.grouped_dots_cuda(dy, bias, ENDS, index) is not NotImplemented
+    assert len(called) == 3
+
+
+def test_rows_that_are_moved(called):
+    x, logits = torch.zeros(64, COLUMNS).bfloat16(), torch.zeros(64, 8)
+    ids, probs = torch.zeros(64, 2, dtype=torch.int64), torch.ones(64, 2)
+    probs_of = moe_cuda.route(logits, None, 2, "softmax", True, 1.0, [1, 1, 1])
+    row_map, *_ = moe_cuda.permutation(ids, 8, None)
+    row_map = row_map.zero_()
+    results = [
+        probs_of,
+        moe_cuda.route_backward(probs, logits, ids, "softmax", True, 1.0),
+        moe_cuda.row_sources(row_map, probs, 128),
+        moe_cuda.scatter_rows(x, row_map, probs, 128, True),
+        moe_cuda.gather_sum(torch.zeros(128, COLUMNS).bfloat16(), row_map, probs, torch.ones(128)),
+        moe_cuda.row_dots(torch.zeros(128, COLUMNS).bfloat16(), x, row_map, False),
+    ]
+    assert not any(result is NotImplemented for result in results)
+    assert len(called) == 7
