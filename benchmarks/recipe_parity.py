@@ -57,11 +57,11 @@ def train(
     torch.manual_seed(seed)
     model = moe_block.LanguageModel(options).to(options.device)
     with fusible.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        plan = moe_block.explain_block(model, options, None)
+        check_plans(name, plan.plans)  # of training
         history = moe_block.train(model, *text, options)
         step, _ = history.held_out.pop()
         history.held_out.append((step, held_out_loss(model, text[1], options)))
-        plan = moe_block.explain_block(model, options, None)
-    check_plans(name, plan.plans)  # of training
     for block in model.blocks:
         check_plans(name, [block.moe.plan])  # of the last call, an inference
     return history, str(plan)
