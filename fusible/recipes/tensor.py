@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fusible.recipes import sharding
@@ -239,11 +239,17 @@ class WrapperTensor(DispatchedTensor):
         return all(piece.is_shared() for piece in self.pieces().values())
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: state dicts hold plain tensors (``recipes.checkpoint_state``)."""
-        raise TypeError(
-            f"a {type(self).__name__} must be saved as plain tensors, got pickle; save "
-            "module.state_dict() of a fusible module, or pieces()"
-        )
+        """Be pickled as what it consists of, without history."""
+        kind, flags = type(self), [getattr(self, name) for name in self.flags]
+        pieces = {
+            # PyTorch loads no pickled tensors of eight-bit floats.
+            name: (piece.detach().view(torch.uint8) if piece.itemsize == 1 else piece, piece.dtype)
+            for name, piece in self.pieces().items()
+        }
+        constants = None if self.format is None else self.format.as_constants()
+        arguments = kind, pieces, constants, self.shape, self.dtype, flags
+        options = isinstance(self, nn.Parameter), self.requires_grad, attributes_of(self)
+        return _unpickled, (*arguments, *options)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile and FSDP."""
@@ -371,8 +377,28 @@ class QuantizedTensor(WrapperTensor):
 
 def attributes_of(t: Tensor) -> dict[str, Any]:
     """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
-    own = {"format", "_is_param", *PIECES} if isinstance(t, QuantizedTensor) else set()
+    own = {"format", "_is_param", *t.names, *t.flags} if isinstance(t, WrapperTensor) else set()
     return {name: value for name, value in vars(t).items() if name not in own}
+
+
+def _unpickled(
+    kind: type[WrapperTensor],
+    pieces: dict[str, tuple[Tensor, torch.dtype]],
+    constants: tuple[Any, ...] | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    flags: Sequence[Any],
+    is_parameter: bool,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> Tensor:
+    """Undo ``__reduce_ex__``."""
+    fmt = None if constants is None else NumberFormat.from_constants(*constants)
+    typed = {name: piece.view(its_dtype) for name, (piece, its_dtype) in pieces.items()}
+    made: Tensor = kind(typed, fmt, shape, dtype, *flags)
+    made = nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+    vars(made).update(attributes)
+    return made
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:

@@ -1,6 +1,8 @@
 """Quantized tensors behave as tensors, and as parameters."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import reference as ref
@@ -380,9 +382,35 @@ def test_safetensors(fmt, tmp_path):
     assert torch.equal(plain.weight, layer.weight.dequantize())
 
 
-def test_pickling_is_refused_and_unknown_formats_too():
-    with pytest.raises(TypeError, match="plain tensors"):
-        torch.save(make(mxfp8()), "/dev/null")
+@pytest.mark.parametrize("saved", [False, True], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize("fmt", [mxfp8(), fp8_block(E4M3, (128, 128)), nvfp4()], ids=str)
+def test_pickled(fmt, saved):
+    """With what others have set on a parameter, and what two of them share."""
+    parameter = nn.Parameter(make(fmt))
+    parameter.main_grad = torch.ones(3)
+    grouped = recipes.group_quantize(values(), recipes.MXFP8Quantizer(), 2)
+    given = [parameter, parameter, make(fmt), grouped]
+    if saved:
+        file = io.BytesIO()
+        torch.save(given, file)
+        file.seek(0)
+        first, second, plain, groups = torch.load(file, weights_only=False)
+    else:
+        first, second, plain, groups = pickle.loads(pickle.dumps(given))
+    assert first is second
+    assert isinstance(first, nn.Parameter)
+    assert first.requires_grad
+    assert torch.equal(first.main_grad, torch.ones(3))
+    for got, want in ((first, parameter), (plain, make(fmt)), (groups, grouped)):
+        assert type(got) is type(want)
+        assert (got.format, got.shape, got.dtype) == (want.format, want.shape, want.dtype)
+        ref.assert_same_bits(got.pieces(), want.pieces())
+        assert torch.equal(got.dequantize(), want.dequantize())
+    assert not plain.requires_grad
+    assert groups.uniform == grouped.uniform
+
+
+def test_unknown_formats_are_refused():
     state = recipes.tensor_state(make(mxfp8()))
     text = bytes(state["format"].tolist()).replace(b"e8m0_up", b"e9m9_up")
     state["format"] = torch.tensor(list(text), dtype=torch.uint8)
