@@ -9,6 +9,7 @@ from fusible.activations import UNARY
 from fusible.kernels import dense
 from fusible.kernels.dense import cuda
 from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
+from fusible.kernels.runtime.launch import compile_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,12 +46,12 @@ def test_strips_of_rows(shape, strip):
 
 
 KERNELS = [
-    *(("activation_bias", ActivationBias(name, "bf16")) for name in UNARY),
-    ("activation_bias", ActivationBias("gelu", "f16")),
-    ("rms_norm_backward", RMSNorm(8, "bf16", False)),
-    ("rms_norm_backward", RMSNorm(1000, "f16", True)),
-    ("rms_norm_backward", RMSNorm(4096, "bf16", True)),
-    ("rms_norm_backward", RMSNorm(MAX_FEATURES, "bf16", True)),
+    *(("dense.activation_bias.activation_bias", ActivationBias(name, "bf16")) for name in UNARY),
+    ("dense.activation_bias.activation_bias", ActivationBias("gelu", "f16")),
+    ("dense.rms_norm.rms_norm_backward", RMSNorm(8, "bf16", False)),
+    ("dense.rms_norm.rms_norm_backward", RMSNorm(1000, "f16", True)),
+    ("dense.rms_norm.rms_norm_backward", RMSNorm(4096, "bf16", True)),
+    ("dense.rms_norm.rms_norm_backward", RMSNorm(MAX_FEATURES, "bf16", True)),
 ]
 
 
@@ -58,5 +59,5 @@ KERNELS = [
 @pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=str)
 def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
     pytest.importorskip("cutlass")
-    cuda.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    compile_kernel(kernel, (spec,), f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)

@@ -10,16 +10,11 @@ import torch
 
 import fusible
 from fusible import logs
-from fusible.kernels.dense import cuda as dense
 from fusible.kernels.dense.spec import ActivationBias, RMSNorm
-from fusible.kernels.moe import cuda as moe
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
-from fusible.kernels.quantize import cuda as quantize
 from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
 from fusible.kernels.runtime import cache, launch
-from fusible.kernels.sm90 import launch as sm90
 from fusible.kernels.sm90.spec import Spec, Tile
-from fusible.kernels.sm100 import quantizer
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 
@@ -64,42 +59,69 @@ def test_a_changed_source_is_another_folder(monkeypatch, tmp_path):
 
 
 KERNELS = [
-    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(), "bf16", False, False, True, True))),
-    (quantize.compiled, ("amax", QuantizeSpec(mxfp8(), "bf16", False, False, True, True))),
-    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(E5M2), "bf16", False, False, True, True))),
-    (quantize.compiled, ("quantize", QuantizeSpec(mxfp8(), "bf16", False, False, True, False))),
-    (quantize.compiled, ("quantize", QuantizeSpec(fp8_block(), "bf16", True, False, True, True))),
-    (quantize.compiled,
-     ("quantize", QuantizeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True))),
-    (quantize.compiled, ("dequantize", DequantizeSpec(mxfp8(), "bf16", False, False, False))),
-    (quantize.compiled_offsets, (torch.int32,)),
-    (quantize.compiled_offsets, (torch.int64,)),
-    (moe.compiled, ("scatter", RowsSpec("bf16", 8, 2))),
-    (moe.compiled, ("gather", RowsSpec("bf16", 8, 2))),
-    (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0))),
-    (moe.compiled, ("route", RouteSpec(8, 2, False, True, 1.0000001))),
-    (moe.compiled, ("permutation", SortSpec(8, False, 8))),
-    (moe.compiled, ("permutation", SortSpec(8, True, 8))),
-    (dense.compiled, ("activation_bias", ActivationBias("gelu", "bf16"))),
-    (dense.compiled, ("rms_norm_backward", RMSNorm(64, "bf16", True))),
-    (quantizer.compiled, (PlacedSpec(nvfp4(), True, True, False, False, True),)),
-    (quantizer.compiled_sums, (32, True)),
-    (sm90.compile_spec, (Spec("store", Tile(128, 128), "bfloat16"),)),
-    (sm90.compile_spec, (Spec("store", Tile(128, 128), "float16"),)),
-    (sm90.compile_group_ends, ("int32",)),
-    (sm90.compile_group_ends, ("int64",)),
-    (sm90.compile_tile_sums, ("float32",)),
-    (sm90.compile_tile_sums, ("bfloat16",)),
+    ("quantize.quantize.quantize", (QuantizeSpec(mxfp8(), "bf16", False, False, True, True),)),
+    ("quantize.quantize.amax", (QuantizeSpec(mxfp8(), "bf16", False, False, True, True),)),
+    ("quantize.quantize.quantize", (QuantizeSpec(mxfp8(E5M2), "bf16", False, False, True, True),)),
+    ("quantize.quantize.quantize", (QuantizeSpec(mxfp8(), "bf16", False, False, True, False),)),
+    ("quantize.quantize.quantize", (QuantizeSpec(fp8_block(), "bf16", True, False, True, True),)),
+    ("quantize.quantize.quantize",
+     (QuantizeSpec(fp8_block(amax_epsilon=0.5), "bf16", True, False, True, True),)),
+    ("quantize.dequantize.dequantize", (DequantizeSpec(mxfp8(), "bf16", False, False, False),)),
+    ("quantize.offsets.group_offsets", (False,)),
+    ("quantize.offsets.group_offsets", (True,)),
+    ("moe.rows.scatter", (RowsSpec("bf16", 8, 2),)),
+    ("moe.rows.gather", (RowsSpec("bf16", 8, 2),)),
+    ("moe.router.route", (RouteSpec(8, 2, False, True, 1.0),)),
+    ("moe.router.route", (RouteSpec(8, 2, False, True, 1.0000001),)),
+    ("moe.placement.permutation", (SortSpec(8, False, 8),)),
+    ("moe.placement.permutation", (SortSpec(8, True, 8),)),
+    ("dense.activation_bias.activation_bias", (ActivationBias("gelu", "bf16"),)),
+    ("dense.rms_norm.rms_norm_backward", (RMSNorm(64, "bf16", True),)),
+    ("sm100.quantize.quantize", (PlacedSpec(nvfp4(), True, True, False, False, True),)),
+    ("sm100.quantize.sum_blocks", (32, True)),
+    ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "bfloat16"),)),
+    ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "float16"),)),
+    ("sm90.vectors.GroupEnds", ("int32",)),
+    ("sm90.vectors.GroupEnds", ("int64",)),
+    ("sm90.vectors.TileSums", ("float32",)),
+    ("sm90.vectors.TileSums", ("bfloat16",)),
 ]  # fmt: skip
 
 
 def test_no_kernel_is_taken_for_another(monkeypatch):
     names = []
     monkeypatch.setattr(launch, "load_or_compile", lambda name, _: names.append(name))
-    for compiled, what in KERNELS:
+    for path, constants in KERNELS:
         for gpu in ("sm_90a", "sm_100a"):
-            launch.load_kernel.__wrapped__(compiled, what, gpu)
+            launch.load_kernel.__wrapped__(path, constants, gpu)
     assert len(set(names)) == len(names) == 2 * len(KERNELS)
+
+
+def test_a_launch_passes_addresses_and_numbers(monkeypatch):
+    """Floats too, of the constants of an activation."""
+    called = []
+    kernels = {("moe.rows.scatter", (8,), "sm_90a"): lambda *numbers: called.append(numbers)}
+    monkeypatch.setattr(launch, "load_kernel", lambda *of: kernels[of])
+    monkeypatch.setattr(launch, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    t = torch.zeros(2)
+    launch.launch("moe.rows.scatter", (8,), torch.device("cuda", 0), t, 3, None, 1.702)
+    assert called == [(t.data_ptr(), 3, 0, 1.702, 5)]
+
+
+def test_the_numbers_of_a_kernel_are_those_of_its_signature(monkeypatch):
+    cutlass = pytest.importorskip("cutlass")
+    given = []
+    monkeypatch.setattr(cutlass.cute, "compile", lambda *args, **_: given.append(args))
+    spec = RowsSpec("bf16", 8, 2)
+    launch.compile_kernel("moe.rows.scatter", (spec,))
+    launch.compile_kernel("sm90.vectors.TileSums", ("bfloat16",))
+    kinds = [[type(a).__name__ for a in args[1:]] for args in given]
+    assert [k[:7] for k in kinds] == [["Int64"] * 5 + ["Int32"] * 2, kinds[1]]
+    assert given[0][-1] is spec
+    assert kinds[1][:4] == ["Int64", "Int64", "Int32", "Int32"]
+    assert len(given[1]) == 6
 
 
 def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
@@ -107,19 +129,22 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     pytest.importorskip("cutlass")
     times = []
 
-    def compiled(*what):
-        times.append(what)
-        return quantizer.compiled_sums(*what)
+    compile_kernel, what = launch.compile_kernel, ("sm100.quantize.sum_blocks", (32, True))
 
+    def counted(*arguments):
+        times.append(arguments)
+        return compile_kernel(*arguments)
+
+    monkeypatch.setattr(launch, "compile_kernel", counted)
     monkeypatch.setattr(cache, "directory", lambda: tmp_path / "kept")
-    found = [launch.load_kernel.__wrapped__(compiled, (32, True), "sm_90a") for _ in range(2)]
-    assert times == [(32, True, "--gpu-arch sm_90a")]
+    found = [launch.load_kernel.__wrapped__(*what, "sm_90a") for _ in range(2)]
+    assert times == [(*what, "--gpu-arch sm_90a")]
     assert all(map(callable, found))
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".o"]
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(cache, "directory", lambda: tmp_path / "file" / "kept")
-    assert callable(launch.load_kernel.__wrapped__(compiled, (32, True), "sm_90a"))
+    assert callable(launch.load_kernel.__wrapped__(*what, "sm_90a"))
     assert len(times) == 2
 
 
@@ -129,13 +154,17 @@ def test_threads_compile_one_after_another(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "directory", lambda: tmp_path)
     times = []
 
-    def compiled(*what):
-        times.append(what)
-        return moe.compiled(*what)
+    compile_kernel = launch.compile_kernel
+
+    def counted(*arguments):
+        times.append(arguments)
+        return compile_kernel(*arguments)
+
+    monkeypatch.setattr(launch, "compile_kernel", counted)
 
     def load(vectors):
-        what = "scatter", RowsSpec("bf16", vectors, 2)
-        return launch.load_kernel.__wrapped__(compiled, what, "sm_90a")
+        constants = (RowsSpec("bf16", vectors, 2),)
+        return launch.load_kernel.__wrapped__("moe.rows.scatter", constants, "sm_90a")
 
     with ThreadPoolExecutor(6) as threads:
         assert all(map(callable, threads.map(load, [1, 2, 3, 1, 2, 3])))

@@ -1,13 +1,12 @@
 """The quantizers' kernels compile for Hopper and Blackwell on a machine with no GPU."""
 
 import pytest
-import torch
 from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
-from fusible.kernels.quantize import cuda
 from fusible.kernels.quantize.spec import DequantizeSpec, GluBackwardSpec, QuantizeSpec
+from fusible.kernels.runtime.launch import compile_kernel
 from fusible.recipes.formats import (
     E2M1,
     E4M3,
@@ -82,17 +81,17 @@ DECODERS = [
     DequantizeSpec(NumberFormat("own", E4M3, (64, 64), "e8m0_up"), "bf16", False, False, False),
 ]
 KERNELS = [
-    *[("quantize", spec) for spec in ENCODERS],
-    *[("k_major", spec) for spec in K_MAJOR],
-    *[("glu_backward", spec) for spec in GLU_BACKWARD],
-    *[("amax", spec) for spec in MAXIMA],
-    *[("dequantize", spec) for spec in DECODERS],
+    *[("quantize.quantize.quantize", spec) for spec in ENCODERS],
+    *[("quantize.k_major.quantize", spec) for spec in K_MAJOR],
+    *[("quantize.glu_backward.quantize", spec) for spec in GLU_BACKWARD],
+    *[("quantize.quantize.amax", spec) for spec in MAXIMA],
+    *[("quantize.dequantize.dequantize", spec) for spec in DECODERS],
 ]
 
 
 def name(case):
     kernel, spec = case
-    if kernel == "glu_backward":
+    if kernel == "quantize.glu_backward.quantize":
         return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
@@ -102,11 +101,11 @@ def name(case):
 @pytest.mark.parametrize("case", KERNELS, ids=name)
 def test_kernels_compile_without_spills(case, architecture, capfd):
     kernel, spec = case
-    cuda.compiled(kernel, spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    compile_kernel(kernel, (spec,), f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_offsets_kernel_compiles(dtype):
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_offsets_kernel_compiles(wide):
     for architecture in ("sm_90a", "sm_100a"):
-        cuda.compiled_offsets(dtype, f"--gpu-arch {architecture}")
+        compile_kernel("quantize.offsets.group_offsets", (wide,), f"--gpu-arch {architecture}")

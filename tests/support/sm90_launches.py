@@ -120,14 +120,14 @@ def scales_of(spec: Spec, k: SimpleNamespace) -> tuple[Tensor | None, Tensor | N
     return a, tensor_at(k.b_scales, shape, torch.float32, strides)
 
 
-def load_kernel(compiled, what, _):
+def load_kernel(path, what, _):
     """A function that does what the kernel does."""
-    if compiled is launch.compile_spec:
+    if path == "sm90.gemm.GroupedGemm":
         return lambda *arguments: run_product(*what, *arguments)
     (name,) = what
 
     def vector_kernel(source: int, target: int, size: int, rows: int, _: int) -> None:
-        if compiled is launch.compile_group_ends:
+        if path == "sm90.vectors.GroupEnds":
             sizes = tensor_at(source, (size,), getattr(torch, name))
             ends = sizes.clamp(min=0).cumsum(0).clamp(max=rows)
             tensor_at(target, (size,), torch.int32).copy_(ends)
@@ -149,9 +149,9 @@ def sm90_on_cpu() -> Iterator[list[Spec]]:
     """Let grouped products of CPU tensors be those of SM90; gives the kernels that were loaded."""
     loaded: list[Spec] = []
 
-    def load(compiled, what, gpu):
+    def load(path, what, gpu):
         loaded.append(what[0])
-        return load_kernel(compiled, what, gpu)
+        return load_kernel(path, what, gpu)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "load_kernel", load)

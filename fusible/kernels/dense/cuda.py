@@ -1,13 +1,12 @@
 """CUDA implementations of the dense backwards.
 
-cutlass is imported at the first launch. For arguments that the kernels do not support the functions
+For arguments that the kernels do not support the functions
 return NotImplemented, and the definitions run.
 """
 
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from fusible.formulas import gain as _in_fp32
 from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
 from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
-from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
+from fusible.kernels.runtime.launch import aligned, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
@@ -34,23 +33,6 @@ def takes(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def compiled(kernel: str, spec: ActivationBias | RMSNorm, options: str = "") -> Any:
-    """Compile ``"activation_bias"`` or ``"rms_norm_backward"``; the functions name its arguments.
-
-    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
-    """
-    from cutlass import Int32, Int64
-
-    from fusible.kernels.dense.device import activation_bias, rms_norm
-
-    functions = {
-        "activation_bias": (activation_bias.activation_bias, [Int64] * 4 + [Int32] * 3),
-        "rms_norm_backward": (rms_norm.rms_norm_backward, [Int64] * 7 + [Int32] * 2),
-    }
-    function, kinds = functions[kernel]
-    return compile_kernel(function, kinds, (spec,), options)
-
-
 def activation_bias_backward(
     dy: Tensor, x: Tensor, activation: str
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
@@ -63,7 +45,8 @@ def activation_bias_backward(
     strip = strip_rows(rows, features, multiprocessors(x.device))
     partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
     spec = ActivationBias(activation, DTYPES[x.dtype])
-    launch(compiled, ("activation_bias", spec), x.device, dy, x, dx, partial, rows, features, strip)
+    arguments = dy, x, dx, partial, rows, features, strip
+    launch("dense.activation_bias.activation_bias", (spec,), x.device, *arguments)
     return dx, partial.sum(0)
 
 
@@ -89,5 +72,5 @@ def rms_norm_backward(
     dx = torch.empty_like(x)
     partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)
     tensors = dy, x, rstd, gain, addend, dx, partial
-    launch(compiled, ("rms_norm_backward", spec), x.device, *tensors, x.shape[0], blocks)
+    launch("dense.rms_norm.rms_norm_backward", (spec,), x.device, *tensors, x.shape[0], blocks)
     return dx, partial.sum(0)

@@ -1,7 +1,7 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Single PTX instructions: memory under a condition, bits, packed numbers of high precision."""
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch import inline_ptx
 
 INF = 0x7F800000
@@ -207,3 +207,9 @@ def pack(values, dtype):
 def magnitudes(words, dtype):
     """FP32 bits of the magnitudes in words of ``dtype``; as integers NaN is the largest."""
     return [to_bits(value) & 0x7FFFFFFF for value in unpack(words, dtype)]
+
+
+def vector(address, dtype, size):
+    """Numbers in global memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(size))

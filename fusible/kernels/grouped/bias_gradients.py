@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.grouped.groups import row_groups
-from fusible.kernels.moe.cuda import compiled, rows_spec, takes_rows
+from fusible.kernels.moe.cuda import rows_spec, takes_rows
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.blocks import gather_rows
 
@@ -60,7 +60,7 @@ def grouped_sum_cuda(
     out = dy.new_empty(ends.shape[0], dy.shape[1])
     spec = rows_spec(dy, ends[:, None], row_scale, indexed=index is not None)
     given = dy, ends, row_scale, index, out, ends.shape[0]
-    launch(compiled, ("group_sums", spec), dy.device, *given)
+    launch("moe.bias.group_sums", (spec,), dy.device, *given)
     return out
 
 
@@ -75,5 +75,5 @@ def grouped_dots_cuda(
     out = dy.new_empty(rows, dtype=torch.float32)
     spec = rows_spec(dy, ends[:, None], None, indexed=index is not None)
     given = dy, ends, bias, index, out, rows, ends.shape[0]
-    launch(compiled, ("group_dots", spec), dy.device, *given)
+    launch("moe.bias.group_dots", (spec,), dy.device, *given)
     return out

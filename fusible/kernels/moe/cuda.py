@@ -1,6 +1,6 @@
 """CUDA implementations of the ops that route tokens and move rows, and their outputs.
 
-cutlass is imported at the first launch. For arguments that the kernels do not support the functions
+For arguments that the kernels do not support the functions
 return NotImplemented, and the definitions run, with the same bits except in dot products and
 scores.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from fusible.formulas import math_dtype
 from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.runtime.gpu import capability, runs_kernels
-from fusible.kernels.runtime.launch import aligned, compile_kernel, launch
+from fusible.kernels.runtime.launch import aligned, launch
 
 _CLUSTER = 8  # CTAs: the largest size that every GPU with clusters supports
 _MAX_TOP_K = 32
@@ -43,30 +43,6 @@ def takes_rows(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def compiled(kernel: str, spec: RowsSpec | RouteSpec | SortSpec, options: str = "") -> Any:
-    """Compile a kernel by its name; its function in ``device`` names the arguments.
-
-    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
-    """
-    from cutlass import Int32, Int64
-
-    from fusible.kernels.moe.device import bias, placement, router, rows
-
-    functions = {
-        "route": (router.route, [Int64] * 4 + [Int32]),
-        "route_backward": (router.route_backward, [Int64] * 4 + [Int32]),
-        "permutation": (placement.permutation, [Int64] * 4 + [Int32] * 2),
-        "sources": (rows.sources, [Int64] * 4 + [Int32] * 2),
-        "scatter": (rows.scatter, [Int64] * 5 + [Int32] * 2),
-        "gather": (rows.gather, [Int64] * 6 + [Int32]),
-        "dots": (rows.dots, [Int64] * 4 + [Int32] * 2),
-        "group_sums": (bias.group_sums, [Int64] * 5 + [Int32]),
-        "group_dots": (bias.group_dots, [Int64] * 5 + [Int32] * 2),
-    }
-    function, kinds = functions[kernel]
-    return compile_kernel(function, kinds, (spec,), options)
-
-
 def permutation_outputs(
     ids: Tensor, num_groups: int, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +66,7 @@ def permutation(
     made = permutation_outputs(ids, num_groups, capacity)
     most = choices if capacity is None else min(capacity, choices)
     given = ids.contiguous(), *made, choices, most
-    launch(compiled, ("permutation", spec), ids.device, *given)
+    launch("moe.placement.permutation", (spec,), ids.device, *given)
     return made
 
 
@@ -118,7 +94,7 @@ def row_sources(
     dtype = DTYPES[weights.dtype]
     spec = RowsSpec(dtype, 0, row_map.shape[1], "choice", dtype)
     given = row_map.contiguous(), weights.contiguous(), *made, row_map.shape[0], rows
-    launch(compiled, ("sources", spec), row_map.device, *given)
+    launch("moe.rows.sources", (spec,), row_map.device, *given)
     return made
 
 
@@ -141,7 +117,7 @@ def scatter_rows(
     made = scatter_outputs(x, row_map, weights, rows, scale)
     spec = rows_spec(x, row_map, weights, scale=scale)
     given = aligned(x), row_map.contiguous(), _contiguous(weights), *made, x.shape[0], rows
-    launch(compiled, ("scatter", spec), x.device, *given)
+    launch("moe.rows.scatter", (spec,), x.device, *given)
     return made
 
 
@@ -162,7 +138,7 @@ def gather_sum(
     made = gather_outputs(rows, row_map, weights, values)
     spec = rows_spec(rows, row_map, weights, values="" if values is None else DTYPES[values.dtype])
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
-    launch(compiled, ("gather", spec), rows.device, *inputs, *made, row_map.shape[0])
+    launch("moe.rows.gather", (spec,), rows.device, *inputs, *made, row_map.shape[0])
     return made
 
 
@@ -179,7 +155,7 @@ def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor |
     out = dots_output(rows, x, row_map, by_row)
     spec = rows_spec(rows, row_map, out if by_row else None)
     given = aligned(rows), aligned(x), row_map.contiguous(), out, x.shape[0], rows.shape[0]
-    launch(compiled, ("dots", spec), rows.device, *given)
+    launch("moe.rows.dots", (spec,), rows.device, *given)
     return out
 
 
@@ -216,7 +192,7 @@ def route(
     spec = RouteSpec(
         experts, top_k, sigmoid, normalize, scaling_factor, biased, (number, kept, summed)
     )
-    launch(compiled, ("route", spec), logits.device, logits.contiguous(), bias, *made, tokens)
+    launch("moe.router.route", (spec,), logits.device, logits.contiguous(), bias, *made, tokens)
     return made
 
 
@@ -233,5 +209,5 @@ def route_backward(
     sigmoid = score_function == "sigmoid"
     spec = RouteSpec(logits.shape[1], top_k, sigmoid, normalize, scaling_factor)
     given = dprobs, logits, ids.contiguous(), dlogits, logits.shape[0]
-    launch(compiled, ("route_backward", spec), logits.device, *given)
+    launch("moe.router.route_backward", (spec,), logits.device, *given)
     return dlogits

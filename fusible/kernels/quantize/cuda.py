@@ -6,26 +6,14 @@ Importing this module registers them; cutlass is imported at the first launch.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.spec import (
-    DTYPES,
-    DequantizeSpec,
-    GluBackwardSpec,
-    QuantizeSpec,
-    serves,
-)
-from fusible.kernels.runtime.gpu import architecture, has_cutlass, runs_kernels
-from fusible.kernels.runtime.launch import (
-    aligned,
-    call_on_device,
-    compile_kernel,
-    launch,
-    load_kernel,
-)
+from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, serves
+from fusible.kernels.runtime.gpu import has_cutlass, runs_kernels
+from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import group_offsets
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
@@ -55,49 +43,6 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
     )
 
 
-def compiled(
-    kernel: str, spec: QuantizeSpec | GluBackwardSpec | DequantizeSpec, options: str = ""
-) -> Any:
-    """Compile one of the kernels below; the functions name its arguments.
-
-    ``options`` such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
-    """
-    from cutlass import Float32, Int32, Int64
-
-    from fusible.kernels.quantize.device import dequantize, glu_backward, k_major, quantize
-
-    functions: dict[str, tuple[Any, list[Any]]] = {
-        "quantize": (quantize.quantize, [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 3),
-        "amax": (quantize.amax, [Int64] * 3 + [Int32] * 2 + [Int64] + [Int32] * 2),
-        "k_major": (k_major.quantize, [Int64] * 8 + [Int32] * 2 + [Int64] + [Int32] * 4),
-        "glu_backward": (
-            glu_backward.quantize, [Int64] * 11 + [Int32] * 5 + [Float32] * 3,
-        ),
-        "dequantize": (dequantize.dequantize, [Int64] * 5 + [Int32] * 4),
-    }  # fmt: skip
-    function, kinds = functions[kernel]
-    return compile_kernel(function, kinds, (spec,), options)
-
-
-def compiled_offsets(dtype: torch.dtype, options: str = "") -> Any:
-    """Compile the offsets kernel; called with first_dims, offsets, ends, columns."""
-    import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
-    from fusible.kernels.quantize.device import offsets
-
-    kind = cutlass.Int64 if dtype == torch.int64 else cutlass.Int32
-    return cute.compile(
-        offsets.group_offsets,
-        make_fake_tensor(kind, (cute.sym_int(),), stride=(1,)),
-        *(make_fake_tensor(cutlass.Int64, (cute.sym_int(),), stride=(1,)) for _ in range(2)),
-        cutlass.Int64(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}",
-    )
-
-
 def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
     if not (any(uses) and serves(fmt) and takes(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses)
@@ -109,7 +54,7 @@ def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> 
     tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     given = x, ends, amax, *tensors, *sizes_of(x, ends), col_blocks
-    launch(compiled, ("quantize", spec), x.device, *given)
+    launch("quantize.quantize.quantize", (spec,), x.device, *given)
     return made
 
 
@@ -124,7 +69,7 @@ def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Ten
     spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), True, True)
     sizes = sizes_of(x, ends)
     amax = x.new_zeros(sizes.groups, dtype=torch.int32)
-    launch(compiled, ("amax", spec), x.device, x, ends, amax, *sizes)
+    launch("quantize.quantize.amax", (spec,), x.device, x, ends, amax, *sizes)
     return amax
 
 
@@ -174,7 +119,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
     spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, is_wide(ends), columnwise)
     given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
-    launch(compiled, ("dequantize", spec), data.device, *given)
+    launch("quantize.dequantize.dequantize", (spec,), data.device, *given)
     return out
 
 
@@ -184,8 +129,9 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return group_offsets(first_dims, columns)
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
-    scan = load_kernel(compiled_offsets, (first_dims.dtype,), architecture(first_dims.device))
-    call_on_device(first_dims.device.index, scan, (first_dims, offsets, ends, columns))
+    wide = first_dims.dtype == torch.int64
+    arguments = first_dims, offsets, ends, first_dims.shape[0], columns
+    launch("quantize.offsets.group_offsets", (wide,), first_dims.device, *arguments)
     return offsets, ends
 
 

@@ -18,7 +18,7 @@ from fusible import activations
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
-from fusible.kernels.quantize.cuda import compiled, takes
+from fusible.kernels.quantize.cuda import takes
 from fusible.kernels.quantize.k_major import KMajor
 from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.launch import aligned, launch
@@ -129,10 +129,10 @@ def _cuda(
     pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     partials = preact.new_empty(-(-columns // FP8_BLOCK), rows, dtype=torch.float32)
-    what = _kernel(fmt, ends.dtype, rowwise, columnwise, glu.activation, stripe, values)
+    constants = _kernel(fmt, ends.dtype, rowwise, columnwise, glu.activation, stripe, values)
     sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
     addresses = dy, preact, scales.float().contiguous(), ends, *pieces, partials, dpreact
-    launch(compiled, what, dy.device, *addresses, *sizes, *glu[2:])
+    launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     return *pieces, partials.sum(0).to(scales.dtype), dpreact
 
 
@@ -145,11 +145,11 @@ def _kernel(
     activation: str,
     stripe: int,
     values: bool,
-) -> tuple[str, GluBackwardSpec]:
+) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     narrow = stripe if stripe < _NEIGHBOURS else 0
-    return "glu_backward", GluBackwardSpec(quantize, activation, narrow, values)
+    return (GluBackwardSpec(quantize, activation, narrow, values),)
 
 
 _op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

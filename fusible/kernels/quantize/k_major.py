@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.cuda import compiled, loadable, sizes_of, takes
+from fusible.kernels.quantize.cuda import loadable, sizes_of, takes
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
@@ -213,13 +213,13 @@ def _kernel(
     rowwise: bool,
     columnwise: bool,
     gathered: bool,
-) -> tuple[str, QuantizeSpec]:
-    """The kernel for inputs of ``dtype``, and end rows and an index if there are."""
+) -> tuple[QuantizeSpec]:
+    """The kernel's constant for inputs of ``dtype``, and end rows and an index if there are."""
     grouped, wide = ends_dtype is not None, ends_dtype == torch.int64
     spec = QuantizeSpec(
         fmt, DTYPES[dtype], grouped, wide, rowwise, columnwise, k_major=True, gathered=gathered
     )
-    return "k_major", spec
+    return (spec,)
 
 
 def _cuda(
@@ -238,13 +238,13 @@ def _cuda(
     x, rows = loadable(x), None if rows is None else rows.contiguous()
     pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
-    what = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
+    constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
     sizes, together = sizes_of(x, ends), 0
     if rows is not None:
         sizes = sizes._replace(rows=rows.shape[0], matrix_rows=rows.shape[0])
         together = chunks_together(*x.shape, x.itemsize)
     more = *sizes, pieces[2].shape[-1], together
-    launch(compiled, what, x.device, x, ends, rows, *pieces, *more)
+    launch("quantize.k_major.quantize", constants, x.device, x, ends, rows, *pieces, *more)
     return pieces
 
 

@@ -5,8 +5,11 @@ Nothing here reads a tensor's values: group ends, scales and pointers stay on th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,20 +22,23 @@ _NUMBERS = int, float
 _ALIGNMENT_BYTES = 16  # of addresses: the widest load of a thread
 
 
-def compile_kernel(
-    function: Callable[..., Any],
-    kinds: Sequence[Any],
-    constants: Sequence[Any] = (),
-    options: str = "",
-) -> Any:
-    """Compile ``function(*numbers, stream, *constants)`` for numbers of ``kinds``.
+def compile_kernel(path: str, constants: Sequence[Any] = (), options: str = "") -> Any:
+    """Compile the kernel at ``path``, such as ``"moe.rows.scatter"`` in ``moe/device/rows.py``.
 
-    The result is called with the numbers (an Int64 for an address) and a raw stream. ``options``
-    such as ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
+    It is a function of numbers, of the kinds that its signature says (an Int64 for an address), the
+    stream, and ``constants``; or a class, made of these, whose objects are called with the rest.
+    The result is called with the numbers and a raw stream. ``options`` such as
+    ``"--gpu-arch sm_100a"`` compile for a GPU that need not be there.
     """
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
+    package, module, name = path.split(".")
+    function = getattr(import_module(f"fusible.kernels.{package}.device.{module}"), name)
+    if isinstance(function, type):
+        function, constants = function(*constants), ()
+    parameters = inspect.signature(function).parameters
+    kinds = [parameters[p].annotation for p in takewhile("stream".__ne__, parameters)]
     return cute.compile(
         function,
         *[kind(0) for kind in kinds],
@@ -43,33 +49,30 @@ def compile_kernel(
 
 
 @cache
-def load_kernel(compiled: Callable[..., Any], what: tuple[Any, ...], gpu: str) -> Any:
-    """The kernel that ``compiled(*what, options)`` makes for a GPU, such as ``"sm_90a"``.
+def load_kernel(path: str, constants: tuple[Any, ...], gpu: str) -> Any:
+    """The kernel that `compile_kernel` makes for a GPU, such as ``"sm_90a"``.
 
-    From memory, disk or the compiler; the ``repr`` of ``what`` must identify it. It is cached
+    From memory, disk or the compiler; the ``repr`` of the constants must identify it. It is cached
     until the process ends: a captured graph may run it at any time.
     """
-    name = f"{compiled.__module__}.{compiled.__name__}{what} {gpu}"
-    return load_or_compile(name, lambda: compiled(*what, f"--gpu-arch {gpu}"))
+    name = f"{path}{constants} {gpu}"
+    return load_or_compile(name, lambda: compile_kernel(path, constants, f"--gpu-arch {gpu}"))
 
 
 def launch(
-    compiled: Callable[..., Any],
-    what: tuple[Any, ...],
-    device: torch.device,
-    *args: Tensor | float | None,
+    path: str, constants: tuple[Any, ...], device: torch.device, *args: Tensor | float | None
 ) -> None:
-    """Launch the kernel that ``compiled(*what, options)`` makes on a device's current stream.
+    """Launch the kernel that `compile_kernel` makes on a device's current stream.
 
     Tensors go by address, None as address 0.
     """
-    given = [
+    numbers = [
         a if type(a) in _NUMBERS else 0 if a is None else a.data_ptr()  # type: ignore[union-attr]
         for a in args
     ]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    kernel = load_kernel(compiled, what, architecture(device))
-    call_on_device(device.index, kernel, (*given, stream))
+    kernel = load_kernel(path, constants, architecture(device))
+    call_on_device(device.index, kernel, (*numbers, stream))
 
 
 def call_on_device(index: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

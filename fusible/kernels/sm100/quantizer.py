@@ -19,7 +19,7 @@ from torch import Tensor
 from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.quantize.cuda import largest_magnitudes, takes
 from fusible.kernels.runtime.gpu import capability
-from fusible.kernels.runtime.launch import compile_kernel, launch
+from fusible.kernels.runtime.launch import launch
 from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import require
@@ -151,26 +151,6 @@ def _outputs(
     )
 
 
-def compiled(spec: PlacedSpec, options: str = "") -> Any:
-    """Compile the kernel; ``options`` such as ``"--gpu-arch sm_90a"`` for a GPU not here."""
-    from cutlass import Int32, Int64
-
-    from fusible.kernels.sm100.device import quantize
-
-    kinds = [Int64] * 11 + [Int32] * 2 + [Int64] + [Int32] * 2
-    return compile_kernel(quantize.quantize, kinds, (spec,), options)
-
-
-def compiled_sums(rows: int, wide: bool, options: str = "") -> Any:
-    """Compile the kernel that adds up sums of ``rows`` rows, in FP32 if ``wide``, else BF16."""
-    from cutlass import Int32, Int64
-
-    from fusible.kernels.sm100.device import quantize
-
-    kinds = [Int64] * 4 + [Int32] * 2
-    return compile_kernel(quantize.sum_blocks, kinds, (rows, wide), options)
-
-
 def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
     """Whether the kernel supports ``x`` and the dtype of the sums."""
     return (
@@ -202,11 +182,11 @@ def _cuda(
     partial = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
     sizes = size, columns, x.stride(0), groups, parts
     tensors = x, scale, amax, ends, padded.ends, *pieces[:5], partial
-    launch(compiled, (spec,), x.device, *tensors, *sizes)
+    launch("sm100.quantize.quantize", (spec,), x.device, *tensors, *sizes)
     if spec.sums:
         what = spec.rows, sums == torch.float32
         to_sum = partial, ends, padded.ends, pieces[5]
-        launch(compiled_sums, what, x.device, *to_sum, columns, groups)
+        launch("sm100.quantize.sum_blocks", what, x.device, *to_sum, columns, groups)
     return pieces
 
 

@@ -1,4 +1,4 @@
-"""The SM90 kernels: how each is compiled, and a launch with the arguments that stay the same."""
+"""The SM90 kernels: a launch with the arguments that stay the same."""
 
 import functools
 from typing import Any
@@ -6,53 +6,12 @@ from typing import Any
 import torch
 
 from fusible.kernels.runtime.gpu import multiprocessors
-from fusible.kernels.runtime.launch import call_on_device, compile_kernel, load_kernel
+from fusible.kernels.runtime.launch import call_on_device, load_kernel
 from fusible.kernels.runtime.workspaces import tile_counter
 from fusible.kernels.sm90.spec import Spec
 
 _GPU = "sm_90a"
 NO_SCALES = (0,) * 7
-
-
-def compile_spec(spec: Spec, options: str = "") -> Any:
-    """Compile a kernel.
-
-    ``options`` such as ``"--gpu-arch sm_90a"`` compile for a GPU that need not be there.
-
-    Raises:
-        ValueError: a tile of the activation's backward is not ping-pong.
-    """
-    if spec.kind == "dglu" and not spec.tile.pingpong:
-        raise ValueError(
-            "a tile of dglu must be ping-pong, as the warpgroups' epilogues take turns, got "
-            f"{spec.tile}; pass pingpong=True"
-        )
-    from cutlass import Float32, Int32, Int64
-
-    from fusible.kernels.sm90.device.gemm import GroupedGemm
-
-    # Addresses, sizes, pitches, GLU layout, constants, grid, scales: see GroupedGemm.__call__.
-    kinds = [Int64] * 11 + [Int32] * 4 + [Int64] * 6 + [Int32] * 2 + [Float32] * 3 + [Int32]
-    return compile_kernel(GroupedGemm(spec), kinds + [Int64] * 7, options=options)
-
-
-def compile_group_ends(dtype: str, options: str = "") -> Any:
-    """Compile the scan of group sizes of ``dtype``, as `compile_spec`."""
-    return _compile_vector_kernel("GroupEnds", dtype, options)
-
-
-def compile_tile_sums(dtype: str, options: str = "") -> Any:
-    """Compile the sums over tiles that become ``dtype``, as `compile_spec`."""
-    return _compile_vector_kernel("TileSums", dtype, options)
-
-
-def _compile_vector_kernel(name: str, dtype: str, options: str) -> Any:
-    from cutlass import Int32, Int64
-
-    from fusible.kernels.sm90.device import vectors
-
-    kernel = getattr(vectors, name)(dtype)
-    return compile_kernel(kernel, [Int64, Int64, Int32, Int32], options=options)
 
 
 class Launch:
@@ -81,7 +40,7 @@ class Launch:
         tile = spec.tile
         rows, width = tile.m * tile.cluster_m, spec.width * tile.cluster_n
         self._index, self._dynamic, self._groups = device.index, tile.dynamic, groups
-        self._function = load_kernel(compile_spec, (spec,), _GPU)
+        self._function = load_kernel("sm90.gemm.GroupedGemm", (spec,), _GPU)
         self._constant = (
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
             d_preact_pitch, *glu_layout, *constants,
@@ -129,23 +88,23 @@ class Launch:
 
 
 @functools.cache
-def _vector_kernel(compiled: Any, dtype: torch.dtype) -> Any:
-    return load_kernel(compiled, (str(dtype).removeprefix("torch."),), _GPU)
+def _vector_kernel(name: str, dtype: torch.dtype) -> Any:
+    return load_kernel(f"sm90.vectors.{name}", (str(dtype).removeprefix("torch."),), _GPU)
 
 
 def launch_group_ends(sizes: torch.Tensor, ends: torch.Tensor, rows: int) -> None:
     """Write the groups' end rows on the device's current stream."""
-    _launch(compile_group_ends, sizes.dtype, sizes, ends, sizes.shape[0], rows)
+    _launch("GroupEnds", sizes.dtype, sizes, ends, sizes.shape[0], rows)
 
 
 def launch_tile_sums(partials: torch.Tensor, sums: torch.Tensor) -> None:
     """Add up FP32 sums of tiles, ``[tiles * rows]``, on the device's current stream."""
     rows = sums.shape[0]
-    _launch(compile_tile_sums, sums.dtype, partials, sums, partials.shape[0] // rows, rows)
+    _launch("TileSums", sums.dtype, partials, sums, partials.shape[0] // rows, rows)
 
 
 def _launch(
-    compiled: Any,
+    name: str,
     dtype: torch.dtype,
     source: torch.Tensor,
     target: torch.Tensor,
@@ -154,4 +113,4 @@ def _launch(
     index = target.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     arguments = source.data_ptr(), target.data_ptr(), *sizes, stream
-    call_on_device(index, _vector_kernel(compiled, dtype), arguments)
+    call_on_device(index, _vector_kernel(name, dtype), arguments)

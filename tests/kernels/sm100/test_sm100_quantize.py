@@ -5,6 +5,7 @@ from checks import assert_no_spills
 
 pytest.importorskip("cutlass")
 
+from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm100 import quantizer
 from fusible.kernels.sm100.spec import PlacedSpec
 
@@ -20,11 +21,11 @@ SPECS = {
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_compiles(architecture, spec, capfd):
     spec = SPECS[spec]._replace(fp4_instruction=architecture == "sm_100a")
-    quantizer.compiled(spec, f"--gpu-arch {architecture} remarks{{ptx}}")
+    compile_kernel("sm100.quantize.quantize", (spec,), f"--gpu-arch {architecture} remarks{{ptx}}")
     if spec.format is MXFP8 or spec.fp4_instruction:
         assert_no_spills("".join(capfd.readouterr()), architecture)
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_sum_compiles(wide):
-    quantizer.compiled_sums(32, wide, "--gpu-arch sm_100a")
+    compile_kernel("sm100.quantize.sum_blocks", (32, wide), "--gpu-arch sm_100a")

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from fusible.kernels.sm90.launch import compile_group_ends, compile_spec, compile_tile_sums
+from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec, Tile
 from fusible.kernels.sm90.tiles import TILES
 
@@ -104,6 +104,7 @@ def resources(cubin):
     return registers, stack
 
 
+GEMM = "sm90.gemm.GroupedGemm"
 every_kernel = pytest.mark.parametrize(
     "spec", KERNELS, ids=[f"{spec.kind}-{spec.tile}-{i}" for i, spec in enumerate(KERNELS)]
 )
@@ -111,7 +112,8 @@ every_kernel = pytest.mark.parametrize(
 
 @every_kernel
 def test_kernel_compiles_without_spills(spec, tmp_path, record_property):
-    compiled = compile_spec(spec, f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}")
+    options = f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}"
+    compiled = compile_kernel(GEMM, (spec,), options)
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert stack == [0]
@@ -119,22 +121,23 @@ def test_kernel_compiles_without_spills(spec, tmp_path, record_property):
 
 
 @pytest.mark.parametrize(
-    ("compile_it", "dtype"),
+    ("name", "dtype"),
     [
-        (compile_group_ends, "int32"),
-        (compile_group_ends, "int64"),
-        (compile_tile_sums, "float32"),
-        (compile_tile_sums, "bfloat16"),
-        (compile_tile_sums, "float64"),
+        ("GroupEnds", "int32"),
+        ("GroupEnds", "int64"),
+        ("TileSums", "float32"),
+        ("TileSums", "bfloat16"),
+        ("TileSums", "float64"),
     ],
 )
-def test_vector_kernel_compiles_without_spills(compile_it, dtype, tmp_path, record_property):
-    compiled = compile_it(dtype, f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}")
+def test_vector_kernel_compiles_without_spills(name, dtype, tmp_path, record_property):
+    options = f"--gpu-arch sm_90a --keep-cubin --dump-dir={tmp_path}"
+    compiled = compile_kernel(f"sm90.vectors.{name}", (dtype,), options)
     registers, stack = resources(compiled.__cubin__)
     assert len(registers) == 1
     assert registers[0] <= 40
     assert stack == [0]
-    record_property("registers", f"{registers[0]}: {compile_it.__name__} {dtype}")
+    record_property("registers", f"{registers[0]}: {name} {dtype}")
 
 
 @every_kernel
@@ -150,5 +153,6 @@ def test_shared_memory_fits(spec):
 
 def test_the_activations_backward_takes_turns():
     """Without them its warpgroups would wait for each other for ever."""
+    spec = Spec("dglu", Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu")
     with pytest.raises(ValueError, match=r"must be ping-pong, .* got 128x128co12; pass pingpong"):
-        compile_spec(Spec("dglu", Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu"))
+        compile_kernel(GEMM, (spec,))

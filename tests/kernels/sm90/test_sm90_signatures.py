@@ -29,8 +29,8 @@ def compiled(monkeypatch):
     called = []
 
     @cache
-    def load(compile_it, what, gpu):
-        function = load_kernel(compile_it, what, gpu)
+    def load(path, what, gpu):
+        function = load_kernel(path, what, gpu)
 
         def call(*arguments):
             called.append(what[0])

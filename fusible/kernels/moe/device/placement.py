@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
+from fusible.kernels.device import bits
 from fusible.kernels.moe.spec import GROUP_BITS
 
 TOGETHER = 4  # loads a thread has in flight
@@ -152,10 +153,10 @@ def _group_of(wanted, exists, groups: cutlass.Constexpr):
     return group
 
 
-def _peers(group, bits):
-    """The lanes with the same group: by its bits, which takes less than a ``match`` of many."""
+def _peers(group, count):
+    """The lanes with the same group, by its ``count`` bits: a ``match`` of many takes longer."""
     peers = Uint32(0xFFFFFFFF)
-    for i in range(bits):
+    for i in range(count):
         bit = Uint32((group >> i) & 1)
         peers = peers & (Uint32(cute.arch.vote_ballot_sync(bit != 0)) ^ (bit - 1))
     return peers
@@ -217,12 +218,6 @@ def _send(tensor, index, value, cta, ctas):
     to.store(value)
 
 
-def _vector(address, dtype, size):
-    """Numbers in global memory."""
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
-    return cute.make_tensor(pointer, cute.make_layout(size))
-
-
 @cute.jit
 def permutation(
     ids: Int64,
@@ -236,10 +231,10 @@ def permutation(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.permutation`` names them."""
     _permutation(
-        _vector(ids, Int64 if spec.wide else Int32, choices),
-        _vector(row_map, Int32, choices),
-        _vector(sizes, Int64, spec.groups),
-        _vector(ends, Int32, spec.groups),
+        bits.vector(ids, Int64 if spec.wide else Int32, choices),
+        bits.vector(row_map, Int32, choices),
+        bits.vector(sizes, Int64, spec.groups),
+        bits.vector(ends, Int32, spec.groups),
         capacity,
         spec,
     ).launch(

@@ -1,7 +1,9 @@
 """Where groups begin and end, from their sizes, in one launch."""
 
 import cutlass
-from cutlass import Int64, cute
+from cutlass import Int32, Int64, cute
+
+from fusible.kernels.device import bits
 
 
 @cute.kernel
@@ -33,9 +35,21 @@ def _group_offsets(
 
 @cute.jit
 def group_offsets(
-    first_dims: cute.Tensor, offsets: cute.Tensor, ends: cute.Tensor, columns: Int64, stream
+    first_dims: Int64,
+    offsets: Int64,
+    ends: Int64,
+    groups: Int32,
+    columns: Int64,
+    stream,
+    wide: cutlass.Constexpr,
 ):
-    """Launch: where groups of ``first_dims`` rows begin, in elements, and their end rows."""
-    _group_offsets(first_dims, offsets, ends, columns).launch(
-        grid=[1, 1, 1], block=[32, 1, 1], stream=stream
-    )
+    """Launch: addresses of the rows of each group, and of where they begin, in elements, and end.
+
+    ``offsets`` and ``ends`` are int64, ``first_dims`` too if ``wide``, else int32.
+    """
+    _group_offsets(
+        bits.vector(first_dims, Int64 if wide else Int32, groups),
+        bits.vector(offsets, Int64, groups + 1),
+        bits.vector(ends, Int64, groups),
+        columns,
+    ).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)

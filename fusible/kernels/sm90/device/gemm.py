@@ -41,6 +41,11 @@ class GroupedGemm:
     """The kernel that a `Spec` describes; ``cute.compile`` turns an instance into code."""
 
     def __init__(self, spec: Spec):
+        if spec.kind == "dglu" and not spec.tile.pingpong:
+            raise ValueError(
+                "a tile of dglu must be ping-pong, as the warpgroups' epilogues take turns, got "
+                f"{spec.tile}; pass pingpong=True"
+            )
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.b_dtype = DTYPES[spec.dtype], DTYPES[spec.b_dtype or spec.dtype]
         self.value_dtype, self.out_dtype = DTYPES[spec.value_dtype], DTYPES[spec.out_dtype]
