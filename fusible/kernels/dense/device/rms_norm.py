@@ -103,8 +103,8 @@ def _rms_norm_backward(
             bits.store(dx + offset, bits.pack(grads, spec.dtype), inside)
     for v in cutlass.range_constexpr(spec.vectors):
         at = partial + (Int64(cta) * spec.features + columns[v]) * 4
-        mine = sums[v * VECTOR : (v + 1) * VECTOR]
-        bits.store(at, bits.pack(mine, "f32"), exists[v])
+        sums_of_vector = sums[v * VECTOR : (v + 1) * VECTOR]
+        bits.store(at, bits.pack(sums_of_vector, "f32"), exists[v])
 
 
 @cute.jit

@@ -97,8 +97,8 @@ def _dots(
     for column in cutlass.range(lane, spec.vectors, 32, unroll=UNROLL):
         a = bits.load(dy + (source * spec.vectors + column) * 16, Int32(live), 4)
         b = bits.load(bias + (Int64(group) * spec.vectors + column) * 16, Int32(live), 4)
-        for mine, other in zip(bits.unpack(a, spec.dtype), bits.unpack(b, spec.dtype), strict=True):
-            total = total + mine * other
+        for left, right in zip(bits.unpack(a, spec.dtype), bits.unpack(b, spec.dtype), strict=True):
+            total = total + left * right
     for step in cutlass.range_constexpr(5):
         total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
     put(out, row, total, Boolean(exists) & (lane == 0), "f32")

@@ -62,12 +62,12 @@ def _kept(condition, value):
     return bits.to_float(bits.select(condition, bits.to_bits(value), 0))
 
 
-def _softmax_of(value, values, mine):
-    """``exp(value)`` over the sum of those of the warp's values of which ``mine`` says so."""
-    orders = [bits.select(m, _order(v), 0) for v, m in zip(values, mine, strict=True)]
+def _softmax_of(value, values, valid):
+    """``exp(value)`` over the sum of those of the warp's values of which ``valid`` says so."""
+    orders = [bits.select(m, _order(v), 0) for v, m in zip(values, valid, strict=True)]
     top = _value(_largest(orders, Int32(0))[0])
     total = Float32(0)
-    for v, m in zip(values, mine, strict=True):
+    for v, m in zip(values, valid, strict=True):
         total = total + _kept(m, _exp(v - top))
     total = _sum(total)
     return [bits.divide(_exp(v - top), total) for v in value]
@@ -75,13 +75,13 @@ def _softmax_of(value, values, mine):
 
 def _token_logits(logits, token, exists, lane, spec):
     """A lane's logits of a token, and whether each is there."""
-    values, mine = [], []
+    values, valid = [], []
     for i in range(0, spec.experts, 32):
         inside = Boolean(exists) & (i + lane < spec.experts)
         at = logits + (Int64(token) * spec.experts + i + lane) * 4
         values.append(bits.to_float(bits.load(at, Int32(inside), 1)[0]))
-        mine.append(inside)
-    return values, mine
+        valid.append(inside)
+    return values, valid
 
 
 def _allowed(keys, lane, spec):
@@ -108,17 +108,17 @@ def _allowed(keys, lane, spec):
     ]
 
 
-def _scores(values, mine, spec):
+def _scores(values, valid, spec):
     """Softmax or sigmoid of all of a token's logits."""
-    return [_sigmoid(v) for v in values] if spec.sigmoid else _softmax_of(values, values, mine)
+    return [_sigmoid(v) for v in values] if spec.sigmoid else _softmax_of(values, values, valid)
 
 
-def _weight(logit, chosen, values, mine, spec):
+def _weight(logit, chosen, values, valid, spec):
     """Weight of the choice that a lane keeps, zero in the lanes past the last."""
     if spec.sigmoid:
         score = _kept(chosen, _sigmoid(logit))
         return bits.divide(score, _sum(score) + Float32(1e-20)) if spec.normalize else score
-    given = ([logit], [chosen]) if spec.normalize else (values, mine)
+    given = ([logit], [chosen]) if spec.normalize else (values, valid)
     return _kept(chosen, _softmax_of([logit], *given)[0])
 
 
@@ -138,14 +138,14 @@ def _route(
     spec: cutlass.Constexpr,
 ):
     token, exists, lane = _place(tokens)
-    values, mine = _token_logits(logits, token, exists, lane, spec)
+    values, valid = _token_logits(logits, token, exists, lane, spec)
     ranked = values
     if cutlass.const_expr(spec.biased or spec.groups[0] > 1):
-        ranked = _scores(values, mine, spec)
+        ranked = _scores(values, valid, spec)
     if cutlass.const_expr(spec.biased):
         shifts, _ = _token_logits(expert_bias, Int32(0), exists, lane, spec)
         ranked = [bits.add(score, shift) for score, shift in zip(ranked, shifts, strict=True)]
-    keys = [bits.select(m, _order(value), 0) for value, m in zip(ranked, mine, strict=True)]
+    keys = [bits.select(m, _order(value), 0) for value, m in zip(ranked, valid, strict=True)]
     if cutlass.const_expr(spec.groups[0] > 1):
         keys = _allowed(keys, lane, spec)
     chosen_id = Int32(0)
@@ -156,7 +156,7 @@ def _route(
     chosen = Boolean(exists) & (lane < spec.top_k)
     at = logits + (Int64(token) * spec.experts + chosen_id) * 4
     logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
-    weight = _weight(logit, chosen, values, mine, spec) * Float32(spec.scaling_factor)
+    weight = _weight(logit, chosen, values, valid, spec) * Float32(spec.scaling_factor)
     at = Int64(token) * spec.top_k + lane
     bits.store(probs + at * 4, [bits.to_bits(weight)], Int32(chosen))
     bits.store(ids + at * 8, [Uint32(chosen_id), Uint32(0)], Int32(chosen))
@@ -179,7 +179,7 @@ def _route_backward(
     grad = grad * Float32(spec.scaling_factor)
     at = logits + (Int64(token) * spec.experts + chosen_id) * 4
     logit = bits.to_float(bits.load(at, Int32(chosen), 1)[0])
-    values, mine = _token_logits(logits, token, exists, lane, spec)
+    values, valid = _token_logits(logits, token, exists, lane, spec)
     dense = [Float32(0) for _ in values]
     if cutlass.const_expr(spec.sigmoid):
         score = _kept(chosen, _sigmoid(logit))
@@ -188,18 +188,18 @@ def _route_backward(
             grad = bits.divide(grad - bits.divide(_sum(grad * score), total), total)
         grad = grad * score * (Float32(1) - score)
     else:
-        weight = _weight(logit, chosen, values, mine, spec)
+        weight = _weight(logit, chosen, values, valid, spec)
         dot = _sum(grad * weight)
         if cutlass.const_expr(spec.normalize):
             grad = weight * (grad - dot)
         else:
             grad = weight * grad
-            scores = _softmax_of(values, values, mine)
+            scores = _softmax_of(values, values, valid)
             dense = [Float32(0) - score * dot for score in scores]
     for j in cutlass.range_constexpr(spec.top_k):
         where, value = cute.arch.shuffle_sync(chosen_id, j), cute.arch.shuffle_sync(grad, j)
         dense = [total + _kept(where == i * 32 + lane, value) for i, total in enumerate(dense)]
-    for i, (total, inside) in enumerate(zip(dense, mine, strict=True)):
+    for i, (total, inside) in enumerate(zip(dense, valid, strict=True)):
         at = dlogits + (Int64(token) * spec.experts + i * 32 + lane) * 4
         bits.store(at, [bits.to_bits(total)], Int32(inside))
 

@@ -206,13 +206,13 @@ def _dots(
         sums.fill(0.0)
         for column in cutlass.range(lane, spec.vectors, 32, unroll=1):
             at = x + (Int64(token) * spec.vectors + column) * 16
-            mine = bits.unpack(bits.load(at, Int32(exists), 4), spec.dtype)
+            values = bits.unpack(bits.load(at, Int32(exists), 4), spec.dtype)
             loaded = [
                 bits.load(rows + (Int64(row) * spec.vectors + column) * 16, Int32(row >= 0), 4)
                 for row in found
             ]
             for i, words in enumerate(loaded):
-                for a, b in zip(mine, bits.unpack(words, spec.dtype), strict=True):
+                for a, b in zip(values, bits.unpack(words, spec.dtype), strict=True):
                     sums[i] = sums[i] + a * b
         for i, (j, entry) in enumerate(zip(choices, found, strict=True)):
             total = sums[i]

@@ -9,7 +9,7 @@ from fusible.kernels.device.bits import load_index, store
 from fusible.kernels.quantize.spec import THREADS
 
 
-class Place(NamedTuple):
+class BlockCoord(NamedTuple):
     """Rows of one block."""
 
     first: Int32
@@ -35,15 +35,15 @@ def grid_of(rows, columns, groups, matrix_rows, spec):
     return blocks, blocks_of(columns, width)
 
 
-def place_of(block, rows, groups, matrix_rows, ends, spec):
+def block_coord(block, rows, groups, matrix_rows, ends, spec):
     """The rows of ``block``, by the group ends at address ``ends`` or in equal matrices."""
     if cutlass.const_expr(spec.grouped):
-        return Place(*find(ends, groups, rows, block, spec.rows, spec.wide_ends))
+        return BlockCoord(*find(ends, groups, rows, block, spec.rows, spec.wide_ends))
     blocks = blocks_of(matrix_rows, spec.rows)
     group = block // blocks
     first = group * matrix_rows + (block - group * blocks) * spec.rows
     end = cutlass.min(first + spec.rows, (group + 1) * matrix_rows)
-    return Place(first, end, Int32(1), group)
+    return BlockCoord(first, end, Int32(1), group)
 
 
 @cute.jit
@@ -110,7 +110,7 @@ def find(
     size: cutlass.Constexpr,
     wide: cutlass.Constexpr,
 ):
-    """``Place`` of a block; the rows past the last group are a group of their own.
+    """``BlockCoord`` of a block; the rows past the last group are a group of their own.
 
     The lanes of a warp look at 32 groups at a time.
     """

@@ -5,7 +5,7 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import blocks_of, grid_of, place_of
+from fusible.kernels.quantize.device.blocks import block_coord, blocks_of, grid_of
 from fusible.kernels.quantize.spec import THREADS
 
 
@@ -30,7 +30,7 @@ def _row_scale(scale, row, columns, column, inside, spec):
     return bits.load(scale + offset * 4, inside, 1)[0]
 
 
-def _stored_scales(scale, place, block, first, columns, column, insides, live, spec):
+def _stored_scales(scale, coord, block, first, columns, column, insides, live, spec):
     """Stored scales of every row of a thread: one for all its columns or one for each."""
     fmt = spec.format
     if fmt.directional and not spec.columnwise:
@@ -39,7 +39,7 @@ def _stored_scales(scale, place, block, first, columns, column, insides, live, s
             for r, inside in enumerate(insides)
         ]
     if fmt.block is None:
-        same = bits.load(scale + Int64(place.group) * 4, live, 1)
+        same = bits.load(scale + Int64(coord.group) * 4, live, 1)
     elif fmt.directional:
         same = _column_scales(scale, block, columns, column, live, spec)
     else:
@@ -47,11 +47,11 @@ def _stored_scales(scale, place, block, first, columns, column, insides, live, s
     return [same] * spec.thread_rows
 
 
-def _dequantize_rows(source, out, place, block, first, columns, column, scales, spec):
+def _dequantize_rows(source, out, coord, block, first, columns, column, scales, spec):
     fmt, (scale, tensor_scale) = spec.format, scales
-    count = place.end - first
+    count = coord.end - first
     exists = [Boolean(r < count) & (column < columns) for r in range(spec.thread_rows)]
-    live = Boolean(column < columns) & (place.live != 0)
+    live = Boolean(column < columns) & (coord.live != 0)
     insides = [Int32(Boolean(r < count) & live) for r in range(spec.thread_rows)]
 
     per_byte = fmt.element.per_byte
@@ -62,10 +62,10 @@ def _dequantize_rows(source, out, place, block, first, columns, column, scales, 
         )
         for r, inside in enumerate(insides)
     ]
-    stored = _stored_scales(scale, place, block, first, columns, column, insides, Int32(live), spec)
+    stored = _stored_scales(scale, coord, block, first, columns, column, insides, Int32(live), spec)
     outer = None
     if fmt.has_tensor_scale:
-        outer = bits.to_float(bits.load(tensor_scale + Int64(place.group) * 4, Int32(live), 1)[0])
+        outer = bits.to_float(bits.load(tensor_scale + Int64(coord.group) * 4, Int32(live), 1)[0])
 
     factors, of = None, None
     for r in range(spec.thread_rows):
@@ -97,10 +97,10 @@ def _dequantize(
     width = THREADS // spec.parts
     block = cta // chunks
     column = ((cta % chunks) * width + thread % width) * spec.vector
-    place = place_of(block, rows, groups, matrix_rows, ends, spec)
-    first = place.first + (thread // width) * spec.thread_rows
+    coord = block_coord(block, rows, groups, matrix_rows, ends, spec)
+    first = coord.first + (thread // width) * spec.thread_rows
     scales = (scale, tensor_scale)
-    _dequantize_rows(data, out, place, block, first, columns, column, scales, spec)
+    _dequantize_rows(data, out, coord, block, first, columns, column, scales, spec)
 
 
 @cute.jit

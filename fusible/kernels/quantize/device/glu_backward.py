@@ -14,7 +14,7 @@ from fusible.kernels.device import bits
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
 from fusible.kernels.quantize.device.magnitudes import over_rows
-from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, rows_of_thread
+from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, thread_tile
 from fusible.kernels.quantize.spec import THREADS
 from fusible.kernels.sm90.device.activations import BACKWARD
 
@@ -41,31 +41,31 @@ def _add(a, b):
     return bits.to_bits(bits.add(bits.to_float(a), bits.to_float(b)))
 
 
-def gradients(source, mine, columns, values_out, spec):
+def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
     Also the FP32 bits of the gradient of one row's scale by the columns of its block: in the i-th
     of the threads that share a row, of the thread's i-th row.
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
-    live = mine.live != 0
-    entry = source.scales + Int64(mine.first + own) * 4
-    (scale,) = bits.load(entry, Int32(Boolean(own < mine.count) & live), 1)
+    live = tile.live != 0
+    entry = source.scales + Int64(tile.first + own) * 4
+    (scale,) = bits.load(entry, Int32(Boolean(own < tile.count) & live), 1)
     first = cute.arch.lane_idx() - own
     of_row = _narrow if spec.stripe else _wide
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
-            mine, columns = computed_anew(mine, columns)
-        inside = Int32(Boolean(r < mine.count) & mine.in_columns & live)
-        start = Int64(mine.first + r) * Int64(columns)
+            tile, columns = computed_anew(tile, columns)
+        inside = Int32(Boolean(r < tile.count) & tile.in_columns & live)
+        start = Int64(tile.first + r) * Int64(columns)
         row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
-        values, total = of_row(source, mine.column, start, row_scale, inside, spec)
+        values, total = of_row(source, tile.column, start, row_scale, inside, spec)
         rows.append(bits.pack(values, spec.quantize.dtype))
         totals.append(total)
         if spec.values:
-            written = Int32(Boolean(r < mine.count) & mine.in_columns)
-            bits.store(values_out + (start + Int64(mine.column)) * _BYTES, rows[-1], written)
+            written = Int32(Boolean(r < tile.count) & tile.in_columns)
+            bits.store(values_out + (start + Int64(tile.column)) * _BYTES, rows[-1], written)
     return rows, over_rows(totals, spec.quantize.lanes, _add)
 
 
@@ -107,16 +107,16 @@ def _wide(source, column, start, row_scale, inside, spec):
     return values, bits.select(is_linear, 0, bits.to_bits(total))
 
 
-def quantize_gradients(source, mine, rows, columns, out, partials, values, spec):
+def quantize_gradients(source, tile, rows, columns, out, partials, values, spec):
     """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'."""
-    words, total = gradients(source, mine, columns, values, spec)
-    mine, columns = computed_anew(mine, columns)
+    words, total = gradients(source, tile, columns, values, spec)
+    tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
     width = spec.quantize.lanes * spec.quantize.vector
-    at = Int64(mine.column // width) * Int64(rows) + Int64(mine.first + own)
-    inside = Boolean(own < mine.count) & (mine.column // width * width < columns)
+    at = Int64(tile.column // width) * Int64(rows) + Int64(tile.first + own)
+    inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
     bits.store(partials + at * 4, [total], Int32(inside))
-    store_block(words, mine, rows, columns, rows, out, spec.quantize)
+    store_block(words, tile, rows, columns, rows, out, spec.quantize)
 
 
 @cute.kernel
@@ -146,14 +146,14 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     block = cta // chunks
     sizes = rows, columns, groups, rows
-    mine = rows_of_thread(block, cta - block * chunks, *sizes, ends, spec.quantize)
+    tile = thread_tile(block, cta - block * chunks, *sizes, ends, spec.quantize)
     if cta == 0:
         quantize = spec.quantize
         store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
-    if mine.rows > 0:
+    if tile.rows > 0:
         source = Source(dy, preact, scales, glu_block, (limit, alpha, offset))
         out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
-        quantize_gradients(source, mine, rows, columns, out, partials, values, spec)
+        quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
 
 
 @cute.jit

@@ -26,8 +26,8 @@ from fusible.kernels.quantize.device.magnitudes import (
 from fusible.kernels.quantize.device.quantize import (
     SHARED_PERCENT,
     load_rows,
-    rows_of_thread,
     square_factors,
+    thread_tile,
 )
 from fusible.kernels.quantize.spec import PIECE, THREADS
 
@@ -42,24 +42,24 @@ class Out(NamedTuple):
     col_pitch: Int32
 
 
-def load_gathered_rows(x, pitch, index, mine, spec):
+def load_gathered_rows(x, pitch, index, tile, spec):
     """`load_rows` of the rows that ``index`` names, each thread of a row reading one entry."""
     size = spec.words * 4 // spec.vector
     own = cute.arch.lane_idx() % spec.lanes
-    live = mine.live != 0
-    entry = Int64(mine.first + own) * 4
-    (named,) = bits.load(index + entry, Int32(Boolean(own < mine.count) & live), 1)
+    live = tile.live != 0
+    entry = Int64(tile.first + own) * 4
+    (named,) = bits.load(index + entry, Int32(Boolean(own < tile.count) & live), 1)
     first = cute.arch.lane_idx() - own
     rows = []
     for r in range(spec.thread_rows):
         row = cute.arch.shuffle_sync(named, first + r)
-        inside = Int32(Boolean(r < mine.count) & mine.in_columns & live)
-        at = x + (Int64(row) * pitch + Int64(mine.column)) * size
+        inside = Int32(Boolean(r < tile.count) & tile.in_columns & live)
+        at = x + (Int64(row) * pitch + Int64(tile.column)) * size
         rows.append(bits.load(at, inside, spec.words))
     return rows
 
 
-def _column_factors(words, mine, columns, out, spec):
+def _column_factors(words, tile, columns, out, spec):
     """The factors of a thread's columns; each thread computes that of one, and stores its scale."""
     thread, _, _ = cute.arch.thread_idx()
     largest = largest_of_columns(words, spec.dtype)
@@ -71,7 +71,7 @@ def _column_factors(words, mine, columns, out, spec):
         for size, parts in ((len(largest), spec.parts), (spec.vector, 1))
     ]
     for i, word in enumerate(largest):
-        shared[thread % spec.lanes, i, mine.part] = word
+        shared[thread % spec.lanes, i, tile.part] = word
     cute.arch.sync_threads()
     lane, i = thread // spec.vector, thread % spec.vector
     per_word = spec.vector // len(largest)
@@ -79,15 +79,15 @@ def _column_factors(words, mine, columns, out, spec):
     low, high = bits.magnitudes([word], spec.dtype) * (3 - per_word)
     scale, factor = numbers.encode_scale(bits.select(i % per_word, high, low), None, spec.format)
     factors[lane, i, 0] = bits.to_bits(factor)
-    column = mine.column - thread % spec.lanes * spec.vector + thread
-    offset = Int64(mine.block) * Int64(columns) + Int64(column)
-    inside = Int32(Boolean(column < columns) & (mine.block * spec.rows < out.col_pitch))
+    column = tile.column - thread % spec.lanes * spec.vector + thread
+    offset = Int64(tile.block) * Int64(columns) + Int64(column)
+    inside = Int32(Boolean(column < columns) & (tile.block * spec.rows < out.col_pitch))
     bits.store(out.col_scale + offset * 4, [scale], inside)
     cute.arch.sync_threads()
     return [bits.to_float(factors[thread % spec.lanes, j, 0]) for j in range(spec.vector)]
 
 
-def _row_factor(words, r, mine, rows, columns, row_scale, spec):
+def _row_factor(words, r, tile, rows, columns, row_scale, spec):
     """The factor of one of a piece of rows from row ``r`` of a thread, in the threads of a block.
 
     Thread i has that of row i, and stores its scale: those of neighbouring rows are neighbours.
@@ -97,9 +97,9 @@ def _row_factor(words, r, mine, rows, columns, row_scale, spec):
     largest = [largest_of(row, spec.dtype) for row in words]
     largest = largest_of_rows(largest, spec.lanes, spec.dtype)
     scale, factor = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
-    block = mine.column // along
-    inside = Boolean(own < PIECE) & (r + own < mine.count) & (block * along < columns)
-    offset = Int64(block) * Int64(rows) + Int64(mine.first + r + own)
+    block = tile.column // along
+    inside = Boolean(own < PIECE) & (r + own < tile.count) & (block * along < columns)
+    offset = Int64(block) * Int64(rows) + Int64(tile.first + r + own)
     bits.store(row_scale + offset * 4, [scale], Int32(inside))
     return bits.to_bits(factor)
 
@@ -110,15 +110,15 @@ def _of_row(factor, i, spec):
     return [bits.to_float(cute.arch.shuffle_sync(factor, first + i))] * spec.vector
 
 
-def _store_row(values, factors, r, mine, columns, row_data, spec):
+def _store_row(values, factors, r, tile, columns, row_data, spec):
     """Elements of row ``r`` of a thread."""
     scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
-    offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
-    inside = Int32(Boolean(r < mine.count) & mine.in_columns)
+    offset = Int64(tile.first + r) * Int64(columns) + Int64(tile.column)
+    inside = Int32(Boolean(r < tile.count) & tile.in_columns)
     bits.store(row_data + offset, numbers.pack_elements(scaled, spec.format), inside)
 
 
-def _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec):
+def _store_piece(piece, r, of_rows, of_columns, tile, columns, column, out, spec):
     """Elements of a piece of rows from row ``r`` of a thread, by the factors of both uses."""
     transposed = [[] for _ in range(spec.vector)]
     for i in range(0, PIECE, 4):
@@ -126,13 +126,13 @@ def _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec
         if spec.rowwise:
             for j, values in enumerate(four, i):
                 of_row = of_columns if of_rows is None else _of_row(of_rows, j, spec)
-                _store_row(values, of_row, r + j, mine, columns, out.row_data, spec)
+                _store_row(values, of_row, r + j, tile, columns, out.row_data, spec)
         if spec.columnwise:
             for words, factor, *values in zip(transposed, of_columns, *four, strict=True):
                 scaled = [value * factor for value in values]
                 words.extend(numbers.pack_elements(scaled, spec.format))
     if spec.columnwise:
-        inside = Int32(mine.in_columns & (column.row + r < out.col_pitch))
+        inside = Int32(tile.in_columns & (column.row + r < out.col_pitch))
         for i, words in enumerate(transposed):
             offset = column.start + Int64(i) * Int64(out.col_pitch) + r
             bits.store(out.col_data + offset, words, inside)
@@ -147,45 +147,45 @@ class Column(NamedTuple):
     """The offset of that element."""
 
 
-def _column_of(mine, columns, matrix_rows, col_pitch, spec):
-    row, column = mine.block * spec.rows + mine.part * spec.thread_rows, Int64(mine.column)
+def _column_of(tile, columns, matrix_rows, col_pitch, spec):
+    row, column = tile.block * spec.rows + tile.part * spec.thread_rows, Int64(tile.column)
     if not spec.format.directional:
-        row = mine.first - mine.group * matrix_rows
-        column = column + Int64(mine.group) * Int64(columns)
+        row = tile.first - tile.group * matrix_rows
+        column = column + Int64(tile.group) * Int64(columns)
     return Column(row, column * Int64(col_pitch) + Int64(row))
 
 
-def quantize_block(x, index, pitch, mine, rows, columns, matrix_rows, out, spec):
+def quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, out, spec):
     """Scales and elements of a thread's rows."""
     if spec.gathered:
-        words = load_gathered_rows(x, pitch, index, mine, spec)
+        words = load_gathered_rows(x, pitch, index, tile, spec)
     else:
-        words = load_rows(x, pitch, mine, spec)
-    store_block(words, mine, rows, columns, matrix_rows, out, spec)
+        words = load_rows(x, pitch, tile, spec)
+    store_block(words, tile, rows, columns, matrix_rows, out, spec)
 
 
-def computed_anew(mine, columns):
+def computed_anew(tile, columns):
     """The same, of which nothing that the loads have computed is kept: it would fill registers."""
     names = "first", "count", "column"
-    anew = {name: bits.opaque(getattr(mine, name)) for name in names}
-    return mine._replace(**anew), bits.opaque(columns)
+    anew = {name: bits.opaque(getattr(tile, name)) for name in names}
+    return tile._replace(**anew), bits.opaque(columns)
 
 
-def store_block(words, mine, rows, columns, matrix_rows, out, spec):
+def store_block(words, tile, rows, columns, matrix_rows, out, spec):
     """Scales and elements of a thread's rows, which are in ``words``."""
     of_columns = None
     if not spec.format.directional:
-        of_columns = square_factors(words, mine, columns, out.row_scale, spec).to_element
+        of_columns = square_factors(words, tile, columns, out.row_scale, spec).to_element
     elif spec.columnwise:
-        of_columns = _column_factors(words, mine, columns, out, spec)
-    mine, columns = computed_anew(mine, columns)
-    column = _column_of(mine, columns, matrix_rows, out.col_pitch, spec)
+        of_columns = _column_factors(words, tile, columns, out, spec)
+    tile, columns = computed_anew(tile, columns)
+    column = _column_of(tile, columns, matrix_rows, out.col_pitch, spec)
     for r in range(0, spec.thread_rows, PIECE):
         piece = words[r : r + PIECE]
         of_rows = None
         if spec.format.directional and spec.rowwise:
-            of_rows = _row_factor(piece, r, mine, rows, columns, out.row_scale, spec)
-        _store_piece(piece, r, of_rows, of_columns, mine, columns, column, out, spec)
+            of_rows = _row_factor(piece, r, tile, rows, columns, out.row_scale, spec)
+        _store_piece(piece, r, of_rows, of_columns, tile, columns, column, out, spec)
 
 
 def block_and_chunk(cta, blocks, together, spec):
@@ -219,13 +219,13 @@ def _quantize(
 ):
     cta, _, _ = cute.arch.block_idx()
     block, chunk = block_and_chunk(cta, blocks, together, spec)
-    mine = rows_of_thread(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
+    tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)
-    if mine.rows > 0:
-        quantize_block(x, index, pitch, mine, rows, columns, matrix_rows, out, spec)
+    if tile.rows > 0:
+        quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, out, spec)
 
 
 @cute.jit

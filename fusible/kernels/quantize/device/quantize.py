@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import blocks_of, grid_of, place_of
+from fusible.kernels.quantize.device.blocks import block_coord, blocks_of, grid_of
 from fusible.kernels.quantize.device.magnitudes import (
     largest_of,
     largest_of_columns,
@@ -38,7 +38,7 @@ class Out(NamedTuple):
     col_values: Int64
 
 
-class Rows(NamedTuple):
+class ThreadTile(NamedTuple):
     """Where a thread's part of the input lies."""
 
     block: Int32
@@ -55,26 +55,28 @@ class Rows(NamedTuple):
     in_columns: Boolean
 
 
-def rows_of_thread(block, chunk, all_rows, columns, groups, matrix_rows, ends, spec):
+def thread_tile(block, chunk, all_rows, columns, groups, matrix_rows, ends, spec):
     """Where the rows of this thread are, for a group of threads of a block and a chunk of it."""
     thread, _, _ = cute.arch.thread_idx()
     width = THREADS // spec.parts
     part = thread // width
     column = (chunk * width + thread % width) * spec.vector
-    place = place_of(block, all_rows, groups, matrix_rows, ends, spec)
-    first = place.first + part * spec.thread_rows
-    count = place.end - first
-    rows = place.end - place.first
-    return Rows(block, place.group, part, first, count, rows, place.live, column, column < columns)
+    coord = block_coord(block, all_rows, groups, matrix_rows, ends, spec)
+    first = coord.first + part * spec.thread_rows
+    count = coord.end - first
+    rows = coord.end - coord.first
+    return ThreadTile(
+        block, coord.group, part, first, count, rows, coord.live, column, column < columns
+    )
 
 
-def load_rows(x, pitch, mine, spec):
+def load_rows(x, pitch, tile, spec):
     """Words of the rows of a thread, zeros where there is nothing."""
     size = spec.words * 4 // spec.vector
-    source = x + (Int64(mine.first) * pitch + Int64(mine.column)) * size
+    source = x + (Int64(tile.first) * pitch + Int64(tile.column)) * size
     rows = []
     for r in range(spec.thread_rows):
-        inside = Int32(Boolean(r < mine.count) & mine.in_columns & (mine.live != 0))
+        inside = Int32(Boolean(r < tile.count) & tile.in_columns & (tile.live != 0))
         rows.append(bits.load(source + r * (pitch * size), inside, spec.words))
     return rows
 
@@ -123,7 +125,7 @@ class Factors(NamedTuple):
     """From element to value."""
 
 
-def _factors(scaling, outer, mine, spec):
+def _factors(scaling, outer, tile, spec):
     """Factors by what `numbers.encode_scale` gave of each column, or of all of them.
 
     Zero for rows of no group, whatever the last group's scale.
@@ -133,7 +135,7 @@ def _factors(scaling, outer, mine, spec):
         to_value = [factor * outer for factor in to_value]
     factors = [[factor for _, factor in scaling], to_value]
     if spec.grouped and spec.has_matrix_scales:
-        live = mine.live != 0
+        live = tile.live != 0
         factors = [
             [bits.to_float(bits.select(live, bits.to_bits(one), 0)) for one in each]
             for each in factors
@@ -141,7 +143,7 @@ def _factors(scaling, outer, mine, spec):
     return Factors(*[each * (spec.vector // len(each)) for each in factors])
 
 
-def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
+def _column_factors(rows, tile, outer, columns, col_scale, col_blocks, spec):
     """The factors of a thread's columns; their scales are stored."""
     fmt = spec.format
     largest = _largest_of_parts(largest_of_columns(rows, spec.dtype), spec)
@@ -149,28 +151,28 @@ def _column_factors(rows, mine, outer, columns, col_scale, col_blocks, spec):
         numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
     ]
     if spec.columnwise:
-        offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
-        inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
+        offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
+        inside = Int32(tile.in_columns & (tile.part == 0) & (tile.block < col_blocks))
         scales = [scale for scale, _ in scaling]
         _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
-    return _factors(scaling, outer, mine, spec)
+    return _factors(scaling, outer, tile, spec)
 
 
-def _row_factors(words, r, mine, outer, columns, row_scale, spec):
+def _row_factors(words, r, tile, outer, columns, row_scale, spec):
     """The factors of row ``r`` of a thread; its scale is stored by the first thread of a block."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of_lanes(largest_of(words, spec.dtype), spec.lanes, spec.dtype)
     scaling = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise:
-        row_blocks = Int64(mine.first + r) * Int64(blocks_of(columns, along))
-        offset = row_blocks + Int64(mine.column // along)
-        inside = Boolean(r < mine.count) & mine.in_columns & (mine.column % along == 0)
+        row_blocks = Int64(tile.first + r) * Int64(blocks_of(columns, along))
+        offset = row_blocks + Int64(tile.column // along)
+        inside = Boolean(r < tile.count) & tile.in_columns & (tile.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, scaling[0], fmt, Int32(inside))
-    return _factors([scaling], outer, mine, spec)
+    return _factors([scaling], outer, tile, spec)
 
 
-def square_factors(rows, mine, columns, row_scale, spec):
+def square_factors(rows, tile, columns, row_scale, spec):
     """The factors of a square block; its scale is stored by one thread."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
@@ -178,19 +180,19 @@ def square_factors(rows, mine, columns, row_scale, spec):
     (largest,) = _largest_of_parts([largest], spec)
     scaling = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
     if spec.rowwise or spec.columnwise:
-        offset = Int64(mine.block) * Int64(blocks_of(columns, along)) + Int64(mine.column // along)
-        inside = mine.in_columns & (mine.part == 0) & (mine.column % along == 0)
+        offset = Int64(tile.block) * Int64(blocks_of(columns, along)) + Int64(tile.column // along)
+        inside = tile.in_columns & (tile.part == 0) & (tile.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, scaling[0], fmt, Int32(inside))
-    return _factors([scaling], None, mine, spec)
+    return _factors([scaling], None, tile, spec)
 
 
-def _store_row(targets, wanted, values, factors, r, mine, columns, spec):
+def _store_row(targets, wanted, values, factors, r, tile, columns, spec):
     """Elements of row ``r`` of a thread, and their values, to those ``targets`` that are wanted."""
     fmt = spec.format
     scaled = [value * factor for value, factor in zip(values, factors.to_element, strict=True)]
-    offset = Int64(mine.first + r) * Int64(columns) + Int64(mine.column)
-    inside = Int32(Boolean(r < mine.count) & mine.in_columns)
+    offset = Int64(tile.first + r) * Int64(columns) + Int64(tile.column)
+    inside = Int32(Boolean(r < tile.count) & tile.in_columns)
     words = numbers.pack_elements(scaled, fmt)
     if wanted[0]:
         bits.store(targets[0] + offset // fmt.element.per_byte, words, inside)
@@ -199,15 +201,15 @@ def _store_row(targets, wanted, values, factors, r, mine, columns, spec):
         bits.store(targets[1] + offset * bits.SIZES[VALUES], dequantized, inside)
 
 
-def _matrix_scales(amax, mine, spec):
+def _matrix_scales(amax, tile, spec):
     """The scale on top of a block's, and the factors of all elements; None where there is none."""
     fmt = spec.format
     if not spec.has_matrix_scales:
         return None, None
-    (largest,) = bits.load(amax + Int64(mine.group) * 4, Int32(1), 1)
+    (largest,) = bits.load(amax + Int64(tile.group) * 4, Int32(1), 1)
     if fmt.has_tensor_scale:
         return numbers.tensor_scale(largest, fmt), None
-    return None, _factors([numbers.encode_scale(largest, None, fmt)], None, mine, spec)
+    return None, _factors([numbers.encode_scale(largest, None, fmt)], None, tile, spec)
 
 
 def _stored_matrix_scale(amax, fmt):
@@ -216,34 +218,34 @@ def _stored_matrix_scale(amax, fmt):
     return numbers.encode_scale(amax, None, fmt)[0]
 
 
-def _quantize_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec):
+def _quantize_block(x, pitch, tile, outer, common, out, columns, col_blocks, spec):
     """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any."""
-    words = load_rows(x, pitch, mine, spec)
+    words = load_rows(x, pitch, tile, spec)
     if not spec.format.directional and common is None:
-        common = square_factors(words, mine, columns, out.row_scale, spec)
+        common = square_factors(words, tile, columns, out.row_scale, spec)
     by_row, by_column = (spec.rowwise, spec.row_values), (spec.columnwise, spec.col_values)
     of_columns = None
     if any(by_column):
-        of_columns = _column_factors(words, mine, outer, columns, out.col_scale, col_blocks, spec)
+        of_columns = _column_factors(words, tile, outer, columns, out.col_scale, col_blocks, spec)
     for r in range(spec.thread_rows):
         values = bits.unpack(words[r], spec.dtype)
         if any(by_row):
             of_row = common
             if common is None:
-                of_row = _row_factors(words[r], r, mine, outer, columns, out.row_scale, spec)
+                of_row = _row_factors(words[r], r, tile, outer, columns, out.row_scale, spec)
             targets = out.row_data, out.row_values
-            _store_row(targets, by_row, values, of_row, r, mine, columns, spec)
+            _store_row(targets, by_row, values, of_row, r, tile, columns, spec)
         if any(by_column):
             targets = out.col_data, out.col_values
-            _store_row(targets, by_column, values, of_columns, r, mine, columns, spec)
+            _store_row(targets, by_column, values, of_columns, r, tile, columns, spec)
 
 
-def _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec):
+def _store_spare_scales(tile, outer, col_scale, columns, col_blocks, spec):
     """Column-wise scales of a block of no rows."""
     fmt = spec.format
     scale, _ = numbers.encode_scale(Uint32(0), outer, fmt)
-    offset = Int64(mine.block) * Int64(columns) + Int64(mine.column)
-    inside = Int32(mine.in_columns & (mine.part == 0) & (mine.block < col_blocks))
+    offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
+    inside = Int32(tile.in_columns & (tile.part == 0) & (tile.block < col_blocks))
     address = col_scale + offset * numbers.scale_bytes(fmt)
     _store_scales(address, [scale] * spec.vector, fmt, inside)
 
@@ -288,19 +290,19 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     # Backwards: what the pass for the largest magnitude read last is still in the cache.
     block = blocks - 1 - cta // chunks
-    mine = rows_of_thread(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
+    tile = thread_tile(block, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(
         row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale, row_values,
         col_values,
     )  # fmt: skip
-    outer, common = _matrix_scales(amax, mine, spec)
+    outer, common = _matrix_scales(amax, tile, spec)
     if cutlass.const_expr(spec.has_matrix_scales):
         if cta == 0:
             _store_matrix_scales(amax, out, groups, spec)
-    if mine.rows > 0:
-        _quantize_block(x, pitch, mine, outer, common, out, columns, col_blocks, spec)
+    if tile.rows > 0:
+        _quantize_block(x, pitch, tile, outer, common, out, columns, col_blocks, spec)
     elif cutlass.const_expr(spec.columnwise):
-        _store_spare_scales(mine, outer, col_scale, columns, col_blocks, spec)
+        _store_spare_scales(tile, outer, col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
@@ -351,13 +353,11 @@ def _amax(
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    mine = rows_of_thread(
-        cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec
-    )
-    words = load_rows(x, pitch, mine, spec)
+    tile = thread_tile(cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
+    words = load_rows(x, pitch, tile, spec)
     largest = largest_of(largest_of_columns(words, spec.dtype), spec.dtype)
     largest = magnitude(largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
-    target = amax + Int64(mine.group) * 4
+    target = amax + Int64(tile.group) * 4
     # Most groups of threads find a larger one already there.
     (known,) = bits.load(target, Int32(1), 1)
     bits.raise_to(target, largest, Int32((cute.arch.lane_idx() == 0) & (largest > known)))

@@ -58,7 +58,7 @@ class Out(NamedTuple):
     """FP32, of the rows of each thread."""
 
 
-class Rows(NamedTuple):
+class ThreadTile(NamedTuple):
     """The part of a matrix that a thread takes."""
 
     first: Int32
@@ -87,7 +87,7 @@ def _end(ends, group):
     return bits.load_index(ends + Int64(group) * 4, False)
 
 
-def _rows_of_thread(groups, first, column, columns, rows):
+def _thread_tile(groups, first, column, columns, rows):
     _, _, live, group = find(
         groups.placed_ends, groups.count, groups.size, first // rows, rows, False
     )
@@ -98,7 +98,7 @@ def _rows_of_thread(groups, first, column, columns, rows):
     region_end = Int32(bits.select(live != 0, placed_end, groups.size))
     count = (end - source) * live
     inside = Int32(column < columns)
-    return Rows(first, source, count, group, region, region_end, column, columns, inside)
+    return ThreadTile(first, source, count, group, region, region_end, column, columns, inside)
 
 
 @cute.kernel
@@ -127,13 +127,13 @@ def _quantize(
     groups = Groups(ends, placed_ends, count, size)
     out = Out(row_data, row_scales, col_data, col_scales, factors, sums)
     column = ((cta % chunks) * THREADS + thread) * VECTOR
-    mine = _rows_of_thread(groups, (cta // chunks) * spec.rows, column, columns, spec.rows)
+    tile = _thread_tile(groups, (cta // chunks) * spec.rows, column, columns, spec.rows)
     outer = None
     if cutlass.const_expr(spec.format.has_tensor_scale):
         if cta == 0:
             _store_factors(amax, parts, factors, count, spec)
-        outer = _tensor_scale(amax, parts, mine.group, spec)
-    _quantize_rows(Source(x, pitch, row_scale), mine, outer, out, spec)
+        outer = _tensor_scale(amax, parts, tile.group, spec)
+    _quantize_rows(Source(x, pitch, row_scale), tile, outer, out, spec)
 
 
 @cute.jit
@@ -160,44 +160,44 @@ def _tensor_scale(amax, parts, group, spec):
     return numbers.tensor_scale(magnitude(bits.pack(found, DTYPE)[0], DTYPE), spec.format)
 
 
-def _quantize_rows(source, mine, outer, out, spec):
+def _quantize_rows(source, tile, outer, out, spec):
     """All that a thread reads and writes of its rows."""
     total, pairs = [Float32(0)] * VECTOR, [[] for _ in range(VECTOR)]
     for block in range(0, spec.rows, spec.along):
-        words, factors = _load(source, mine, block, spec), None
+        words, factors = _load(source, tile, block, spec), None
         if spec.columnwise:
-            factors = _column_factors(words, mine, block, outer, out.col_scales, spec)
+            factors = _column_factors(words, tile, block, outer, out.col_scales, spec)
         for r, row in enumerate(words, block):
             values = bits.unpack(row, DTYPE)
             if spec.sums:
-                total = _added(total, values, mine, r, source, spec)
+                total = _added(total, values, tile, r, source, spec)
             if spec.rowwise:
-                factor = _row_factor(row, mine, r, outer, out.row_scales, spec)
-                _store_row(out.row_data, values, [factor] * VECTOR, mine, r, spec)
+                factor = _row_factor(row, tile, r, outer, out.row_scales, spec)
+                _store_row(out.row_data, values, [factor] * VECTOR, tile, r, spec)
             if spec.columnwise:
-                _store_columns(out.col_data, values, factors, mine, r, pairs, spec)
+                _store_columns(out.col_data, values, factors, tile, r, pairs, spec)
     if spec.sums:
-        offset = Int64(mine.first // spec.rows) * Int64(mine.columns) + Int64(mine.column)
-        bits.store(out.sums + offset * 4, [bits.to_bits(t) for t in total], mine.inside)
+        offset = Int64(tile.first // spec.rows) * Int64(tile.columns) + Int64(tile.column)
+        bits.store(out.sums + offset * 4, [bits.to_bits(t) for t in total], tile.inside)
 
 
-def _load(source, mine, first, spec):
+def _load(source, tile, first, spec):
     """Words of a block's rows of a thread, zeros where there is nothing."""
-    start = Int64(mine.source + first) * source.pitch + Int64(mine.column)
-    address, inside = source.x + start * 2, Boolean(mine.inside != 0)
+    start = Int64(tile.source + first) * source.pitch + Int64(tile.column)
+    address, inside = source.x + start * 2, Boolean(tile.inside != 0)
     return [
         bits.load(
-            address + r * (source.pitch * 2), Int32(Boolean(first + r < mine.count) & inside), WORDS
+            address + r * (source.pitch * 2), Int32(Boolean(first + r < tile.count) & inside), WORDS
         )
         for r in range(spec.along)
     ]
 
 
-def _added(total, values, mine, r, source, spec):
+def _added(total, values, tile, r, source, spec):
     """``total`` and the values of row ``r``, times its scale where there is one."""
     if spec.scaled:
-        address = source.row_scale + Int64(mine.source + r) * 4
-        scale = bits.to_float(bits.load(address, Int32(r < mine.count), 1)[0])
+        address = source.row_scale + Int64(tile.source + r) * 4
+        scale = bits.to_float(bits.load(address, Int32(r < tile.count), 1)[0])
         values = [bits.mul(value, scale) for value in values]
     return [bits.add(t, value) for t, value in zip(total, values, strict=True)]
 
@@ -210,40 +210,40 @@ def _outer(outer, there):
     )
 
 
-def _column_factors(words, mine, first, outer, scales, spec):
+def _column_factors(words, tile, first, outer, scales, spec):
     """The factor of each column of a block of rows; the scales go to the group's own region."""
     largest = bits.magnitudes(largest_of_columns(words, DTYPE), DTYPE)
-    outer = _outer(outer, first < mine.count)
+    outer = _outer(outer, first < tile.count)
     scaling = [numbers.encode_scale(amax, outer, spec.format) for amax in largest]
-    lines = (mine.columns + 127) // 128 * 128
-    base = scales + Int64(mine.region // spec.along) * Int64(lines)
-    blocks = (mine.region_end - mine.region) // spec.along
-    block = (mine.first + first - mine.region) // spec.along
+    lines = (tile.columns + 127) // 128 * 128
+    base = scales + Int64(tile.region // spec.along) * Int64(lines)
+    blocks = (tile.region_end - tile.region) // spec.along
+    block = (tile.first + first - tile.region) // spec.along
     for i, (scale, _) in enumerate(scaling):
-        offset = scale_offset(mine.column + i, block, blocks)
-        bits.store_byte(base + Int64(offset), scale, mine.inside)
+        offset = scale_offset(tile.column + i, block, blocks)
+        bits.store_byte(base + Int64(offset), scale, tile.inside)
     return [factor for _, factor in scaling]
 
 
-def _store_row(data, values, factors, mine, r, spec):
+def _store_row(data, values, factors, tile, r, spec):
     """The elements of row ``r``, as it lies."""
     scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
-    offset = Int64(mine.first + r) * Int64(mine.columns) + Int64(mine.column)
+    offset = Int64(tile.first + r) * Int64(tile.columns) + Int64(tile.column)
     if spec.pairs:
         words, offset = [numbers.pack_e2m1(scaled, spec.fp4_instruction)], offset // 2
     else:
         words = numbers.pack_elements(scaled, spec.format)
-    bits.store(data + offset, words, mine.inside)
+    bits.store(data + offset, words, tile.inside)
 
 
-def _store_columns(data, values, factors, mine, r, pairs, spec):
+def _store_columns(data, values, factors, tile, r, pairs, spec):
     """The elements of row ``r`` for the column-wise use.
 
     Two rows to a byte are a matrix ``[columns, rows / 2]`` of every group: ``pairs`` collects, for
     each column, words of eight rows, and between them the number of the row before.
     """
     if not spec.pairs:
-        _store_row(data, values, factors, mine, r, spec)
+        _store_row(data, values, factors, tile, r, spec)
         return
     for column, value, factor in zip(pairs, values, factors, strict=True):
         column.append(value * factor)
@@ -252,19 +252,19 @@ def _store_columns(data, values, factors, mine, r, pairs, spec):
             byte = numbers.pack_e2m1([low, high], spec.fp4_instruction) << (4 * (r % 8 - 1))
             column.append(byte if r % 8 == 1 else column.pop() | byte)
     if r == spec.rows - 1:
-        pitch = Int64(mine.region_end - mine.region) // 2
-        start = Int64(mine.region // 2) * Int64(mine.columns) + Int64(mine.first - mine.region) // 2
+        pitch = Int64(tile.region_end - tile.region) // 2
+        start = Int64(tile.region // 2) * Int64(tile.columns) + Int64(tile.first - tile.region) // 2
         for i, words in enumerate(pairs):
-            bits.store(data + start + Int64(mine.column + i) * pitch, words, mine.inside)
+            bits.store(data + start + Int64(tile.column + i) * pitch, words, tile.inside)
 
 
-def _row_factor(words, mine, r, outer, scales, spec):
+def _row_factor(words, tile, r, outer, scales, spec):
     """The factor of a row's block; its scale is stored by the block's first thread."""
     largest = largest_of_lanes(largest_of(words, DTYPE), spec.along // VECTOR, DTYPE)
-    outer = _outer(outer, r < mine.count)
+    outer = _outer(outer, r < tile.count)
     scale, factor = numbers.encode_scale(magnitude(largest, DTYPE), outer, spec.format)
-    offset = scale_offset(mine.first + r, mine.column // spec.along, mine.columns // spec.along)
-    first = Int32(Boolean(mine.inside != 0) & (mine.column % spec.along == 0))
+    offset = scale_offset(tile.first + r, tile.column // spec.along, tile.columns // spec.along)
+    first = Int32(Boolean(tile.inside != 0) & (tile.column % spec.along == 0))
     bits.store_byte(scales + Int64(offset), scale, first)
     return factor
 
