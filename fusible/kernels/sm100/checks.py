@@ -62,14 +62,7 @@ def check_rows(name: str, x: Tensor, scales: Tensor | None, columnwise: bool = F
     check_features(f"features of {name}", features)
     if columnwise and x.dtype in _SCALES:
         shape = (-(-features // 128) * 128, rows // VECTOR[x.dtype])
-        require(
-            scales is not None
-            and scales.dtype == _SCALES[x.dtype]
-            and scales.shape == shape
-            and scales.is_contiguous(),
-            f"scales of {name} must be contiguous {_SCALES[x.dtype]} of shape {shape}",
-            None if scales is None else f"{scales.dtype} of shape {tuple(scales.shape)}",
-        )
+        check_tensor(f"scales of {name}", scales, _SCALES[x.dtype], shape, x.device)
     else:
         check_scales(name, scales, x.dtype, rows, features)
     return Rows(rows, features, x.dtype)
@@ -175,12 +168,7 @@ def check_weights(
 
 def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
     """Check end rows of groups of whole 256 rows; values on a device only under `checking`."""
-    require(
-        ends.dtype == torch.int32 and ends.shape == (groups,) and ends.is_contiguous(),
-        f"ends must be contiguous int32 of shape ({groups},)",
-        f"{ends.dtype} of shape {tuple(ends.shape)}",
-    )
-    require(ends.device == device, f"ends must be on {device}", ends.device)
+    check_tensor("ends", ends, torch.int32, (groups,), device)
     if device.type != "cpu" and not grouped.checks_enabled():
         return
     values = ends.tolist()
@@ -194,27 +182,21 @@ def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> No
     require(values[-1] <= rows, f"groups must end within the {rows} rows", values[-1])
 
 
-def check_vector(name: str, t: Tensor | None, size: int, device: torch.device) -> None:
-    """Check an FP32 vector of one value for each row or group."""
-    require(t is not None, f"{name} must be float32 of shape ({size},)", None)
-    assert t is not None
+def check_tensor(
+    name: str, t: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Check that a tensor is given, contiguous, of this dtype and shape and on this device."""
     require(
-        t.dtype == torch.float32 and t.shape == (size,) and t.is_contiguous(),
-        f"{name} must be contiguous float32 of shape ({size},)",
-        f"{t.dtype} of shape {tuple(t.shape)}",
+        t is not None and t.dtype == dtype and t.shape == shape and t.is_contiguous(),
+        f"{name} must be contiguous {str(dtype).removeprefix('torch.')} of shape {shape}",
+        None if t is None else f"{t.dtype} of shape {tuple(t.shape)}, strides {t.stride()}",
     )
+    assert t is not None
     require(t.device == device, f"{name} must be on {device}", t.device)
 
 
 def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> None:
     """Check a bias, BF16 ``[E, n]``."""
-    if bias is None:
-        return
-    shape = (weights.groups, weights.n)
-    require(
-        bias.dtype == torch.bfloat16 and bias.shape == shape,
-        f"bias must be BF16 of shape {shape}",
-        f"{bias.dtype} of shape {tuple(bias.shape)}",
-    )
-    check_layout("bias", bias)
-    require(bias.device == device, f"bias must be on {device}", bias.device)
+    if bias is not None:
+        check_tensor("bias", bias, torch.bfloat16, (weights.groups, weights.n), device)
+        check_layout("bias", bias)

@@ -33,7 +33,7 @@ from fusible.kernels.sm100.checks import (
     check_ends,
     check_layout,
     check_rows,
-    check_vector,
+    check_tensor,
     check_weights,
     require,
 )
@@ -199,7 +199,7 @@ def _checked(p: ProductOperands, n_major: bool) -> tuple[Rows, Weights]:
     weights = check_weights(p.w, p.w_scales, rows, p.x.device, n_major)
     check_ends(p.ends, weights.groups, rows.rows, p.x.device)
     if p.alpha is not None:
-        check_vector("alpha", p.alpha, weights.groups, p.x.device)
+        check_tensor("alpha", p.alpha, torch.float32, (weights.groups,), p.x.device)
     return rows, weights
 
 
@@ -290,7 +290,7 @@ def _glu(
     x = operands.x
     rows, weights = _checked(operands, n_major=False)
     check_bias(bias, weights, x.device)
-    check_vector("prob", prob, rows.rows, x.device)
+    check_tensor("prob", prob, torch.float32, (rows.rows,), x.device)
     arguments = _glu_arguments(glu, x.dtype)
     if rows.rows == 0:
         return _glu_outputs(x, weights.n, weights.groups)
@@ -335,8 +335,9 @@ def _dglu(
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
     rows, weights = _checked(operands, n_major)
-    check_vector("prob", prob, rows.rows, x.device)
-    _check_preactivation(c, (rows.rows, 2 * weights.n))
+    check_tensor("prob", prob, torch.float32, (rows.rows,), x.device)
+    check_tensor("c", c, torch.bfloat16, (rows.rows, 2 * weights.n), x.device)
+    check_layout("c", c)
     arguments = _glu_arguments(glu, x.dtype, "d")
     if rows.rows == 0:
         return _dglu_outputs(x, weights.n, weights.groups, bias)
@@ -368,15 +369,6 @@ def _dglu(
 dglu = define(_dglu, _dglu_fake, flops=_dgrad_flops, name="sm100_dglu")
 
 
-def _check_preactivation(c: Tensor, shape: tuple[int, int]) -> None:
-    require(
-        c.dtype == torch.bfloat16 and c.shape == shape,
-        f"c must be BF16 of shape {shape}, the pre-activation",
-        f"{c.dtype} of shape {tuple(c.shape)}",
-    )
-    check_layout("c", c)
-
-
 # --- plain grouped product ------------------------------------------------------------------------
 
 
@@ -401,7 +393,7 @@ def _gemm(
     check_bias(bias, weights, x.device)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
-        check_vector("row_scale", row_scale, rows.rows, x.device)
+        check_tensor("row_scale", row_scale, torch.float32, (rows.rows,), x.device)
     out = x.new_empty(rows.rows + 1, weights.n, dtype=torch.bfloat16)
     out[-1].zero_()
     if rows.rows == 0:
@@ -509,7 +501,7 @@ def _wgrad_arguments(p: WgradOperands, groups: int) -> dict[str, Any]:
         return {"a_tensor": p.dy.t(), "b_tensor": p.x}
     factors = {"global_scale_a": p.dy_global, "global_scale_b": p.x_global}
     for name, factor in factors.items():
-        check_vector(name, factor, groups, p.x.device)
+        check_tensor(name, factor, torch.float32, (groups,), p.x.device)
     a, b = _as_element(p.dy), _as_element(p.x).t()
     return {"a_tensor": a, "b_tensor": b, "input_order": "tensor_ragged", **factors}
 

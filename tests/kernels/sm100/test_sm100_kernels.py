@@ -101,7 +101,7 @@ POINTERS = {"w": [fp8(N, K) for _ in range(E)], "w_scales": [scales(N, K) for _ 
 WRONG = [
     # What the front end refuses, or does not notice: each in our own words, before it is asked.
     ("glu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32 of shape (512,)"),
-    ("glu", {"prob": None}, "prob must be float32 of shape (512,), got None"),
+    ("glu", {"prob": None}, "prob must be contiguous float32 of shape (512,), got None"),
     ("glu", {"prob": torch.ones(M - 1)}, "prob must be contiguous float32 of shape (512,)"),
     ("glu", {"ends": ends(dtype=torch.int64)}, "ends must be contiguous int32 of shape (2,), got"),
     ("glu", {"ends": ends(256, 300)}, "groups must have multiples of 256 rows, got [256, 44]"),
@@ -120,21 +120,25 @@ WRONG = [
     ("glu", {"w": [fp8(E, N, K).to(torch.float8_e5m2)]}, "w must have the dtype of x"),
     ("glu", {"x": fp8(M, K).to(torch.float8_e5m2)}, "x must be BF16, FP8 E4M3 or FP4 in bytes"),
     ("glu", {"w": [fp8(E, 96, K)], "w_scales": [scales(96, K, E)]}, "features of w must be a mult"),
-    ("glu", {"bias": torch.zeros(E, N)}, "bias must be BF16 of shape (2, 128)"),
+    ("glu", {"bias": torch.zeros(E, N)}, "bias must be contiguous bfloat16 of shape (2, 128)"),
     (
         "glu",
         {"bias": torch.zeros(N, E, dtype=BF16).t()},
-        "bias must be contiguous and begin at a multiple of 16",
+        "bias must be contiguous bfloat16 of shape (2, 128), got torch.bfloat16 of shape",
     ),
-    ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be BF16 of shape (2, 1"),
+    ("glu", {**POINTERS, "bias": torch.zeros(E, N)}, "bias must be contiguous bfloat16 of"),
     ("glu", {**POINTERS, "w": 2 * [fp8(K, N).t()]}, "w[0] must be contiguous and begin at a multi"),
     ("glu", {"glu": Glu("relu", 32)}, "activation must be one of swiglu, clamped_qgeglu, got relu"),
     ("glu", {**BFLOAT, "glu": Glu("clamped_qgeglu", 32, 2.0)}, "limit and alpha of clamped"),
     ("glu", {"glu": Glu()}, "interleave must be 32, got 0"),
     ("glu", {**BFLOAT, "x_scales": scales(M, K)}, "scales of x must be None for torch.bfloat16"),
     ("dglu", {"prob": torch.ones(M, dtype=BF16)}, "prob must be contiguous float32"),
-    ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be BF16 of shape (512, 256)"),
-    ("dglu", {"c": torch.zeros(M, N, dtype=BF16)}, "c must be BF16 of shape (512, 256)"),
+    ("dglu", {"c": torch.zeros(M, 2 * N)}, "c must be contiguous bfloat16 of shape (512, 256)"),
+    (
+        "dglu",
+        {"c": torch.zeros(M, N, dtype=BF16)},
+        "c must be contiguous bfloat16 of shape (512, 256)",
+    ),
     ("dglu", {"w": [fp8(E, N, K)]}, "x and w must share the reduced dimension 64, got 128"),
     ("gemm", {"row_scale": torch.ones(M)}, "row_scale must come with the bias that it scales"),
     (
@@ -176,7 +180,7 @@ def test_fp4_weight_gradients_need_their_factors():
     given["out"] = [torch.zeros(E, N, N)]
     with (
         assume_target("sm100", NoKernels()),
-        pytest.raises(ValueError, match="global_scale_a must be float32 of shape"),
+        pytest.raises(ValueError, match="global_scale_a must be contiguous float32 of shape"),
     ):
         run("wgrad", given)
 
