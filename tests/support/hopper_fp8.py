@@ -171,10 +171,6 @@ def grouped_glu(*args: Any) -> tuple[Tensor, ...]:
     return tuple(t.bfloat16() for t in definitions.grouped_glu(*args, product=_mm))
 
 
-def grouped_dglu(*args: Any) -> tuple[Tensor, ...]:
-    return definitions.grouped_dglu(*args, product=_mm)
-
-
 def grouped_wgrad(
     dy: Tensor, x: Tensor, ends: Tensor, out_dtype: torch.dtype | None, *scales: Tensor
 ) -> Tensor:
