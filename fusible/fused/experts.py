@@ -61,7 +61,9 @@ class MoEExperts(FusedOperation):
         """Row map, rows, two products, sums."""
         first, *middle, last = ctxs
         dispatch, *_, combine = self._parts
-        gathers = self._mlp.kernels.gathers
+        kernels = self._mlp.kernels
+        # Of the dispatch's own groups and row map, whose rows the index names.
+        gathers = kernels.gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
         place = dispatch.forward_gathered if gathers else dispatch.forward_impl
         rows: Any
         rows, *outputs = place(first, x, *extra_inputs[0])
@@ -71,13 +73,14 @@ class MoEExperts(FusedOperation):
             [own[op.extra_input_name(i)] if t is None else t for i, t in enumerate(extra)]
             for op, extra in zip(self._parts, extra_inputs, strict=True)
         ]
+        first.gathers = gathers
         # Which of the activation and FC2's bias take its scales.
         first.gives_scales = [of_op[-1] is None for of_op in extra_inputs[2:4]]
         y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
         y = combine.forward_impl(last, y, *given[4])
         if gathers:
             last.save_for_backward(rows.index)
-        elif first.requires_grad and dispatch.recompute_rows:
+        elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
             tokens = cast(values(x), rows.dtype).reshape(-1, rows.shape[1])
             middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
@@ -95,7 +98,7 @@ class MoEExperts(FusedOperation):
         (row_map,) = first.saved_tensors
         dy: Any
         kernels = self._mlp.kernels
-        if kernels.gathers:
+        if first.gathers:
             dy = GatheredRows(as_2d(grad_output), *last.saved_tensors)
         else:
             dy, *_ = combine.backward_impl(last, grad_output)

@@ -1,5 +1,7 @@
 """Experts in FP8 on Hopper: rows are quantized while they are gathered, with the same bits."""
 
+import copy
+
 import pytest
 import reference as ref
 import torch
@@ -82,6 +84,44 @@ def step(module, given, call=None, fired=GATHERED):
 def test_bits_are_those_of_the_parts(options, tokens):
     module, given = experts(**options), inputs(tokens)
     ref.assert_same_bits(step(module, given), step(module, given, apart(module)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["row_map", "split_sizes"])
+def test_row_maps_and_sizes_of_another_dispatch(name, recompute):
+    """Their rows are not those that this one's index names, so none are gathered."""
+    parts = list(experts(bias=True, recompute=recompute).children())
+    outer = fz.Dispatch(EXPERTS)
+    outer.set_extra_output_channel(outer.extra_output_names.index(name), "outer")
+    for op in parts:
+        if name in op.extra_input_names:
+            op.set_extra_input_channel(op.extra_input_names.index(name), "outer")
+    module = fz.Sequential(outer, *parts)
+    x, probs, ids, dy = inputs(20)
+    ids = ids.clamp(0, EXPERTS - 1)  # the outer one has no tail
+    more = torch.rand(20 * TOP_K, 1).requires_grad_(), torch.randint(-1, EXPERTS, (20 * TOP_K, 1))
+    dy = dy if name == "row_map" else torch.randn(20 * TOP_K, HIDDEN).to(BF16)
+
+    def call(x, probs, ids):
+        y, *_ = module(x, probs, ids, *more)
+        assert module.plan.fired == GATHERED
+        return y
+
+    def one_by_one(x, probs, ids):
+        rows, of_outer, _, map_of_outer = fz.Dispatch(EXPERTS)(x, probs, ids)
+        rows, sizes, scales, row_map = fz.Dispatch(EXPERTS)(rows, *more)
+        if name == "row_map":
+            row_map = map_of_outer
+        else:
+            sizes = of_outer
+        fc1, act, fc2 = [copy.deepcopy(op) for op in parts[1:4]]
+        for mine, theirs in zip((fc1, fc2), (parts[1], parts[3]), strict=True):
+            mine.weight, mine.bias = theirs.weight, theirs.bias
+            mine.set_extra_input_channel(0, None)
+        return fz.Combine()(fz.Sequential(fc1, act, fc2)(rows, sizes, scales, sizes), row_map)
+
+    given = x, probs, ids, dy
+    ref.assert_same_bits(step(module, given, call), step(module, given, one_by_one))
 
 
 def test_launches_have_the_same_bits():
