@@ -102,9 +102,10 @@ class GroupedLinearGLU(FusedOperation):
 class GroupedMLP(FusedOperation):
     """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
 
-    The activation is in the epilogue of the first product, its backward in that of the second
-    one's data gradient. Saves what the linears save and the pre-activation; the activation is
-    computed again in the backward where the kernels do that.
+    The activation is in the epilogue of the first product; its backward is in that of the second
+    one's data gradient, or, by FP8 products on Hopper, in the launch after it. Saves what the
+    linears save and the pre-activation; the activation is computed again in the backward where the
+    kernels do that.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ MLP = (
 def grouped_mlp(
     kernels: GroupedKernels, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear
 ) -> GroupedMLP:
-    """Two launches forward, four backward: the activation and its backward are in epilogues."""
+    """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
     return GroupedMLP(kernels, fc1, act, fc2)
 
 

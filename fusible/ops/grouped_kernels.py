@@ -275,7 +275,7 @@ class GroupedKernels:
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
-        """The activation's backward in the data gradient of the second linear, whose ``ctx`` it is.
+        """The second linear's data gradient, with its ``ctx``, and the activation's backward.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, 2 * features]``
         and ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``

@@ -4,6 +4,8 @@ As `test_sm90_signatures` for products: without a GPU, a call fails for want of 
 after its arguments have been looked at.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,15 @@ def test_the_backward_of_an_activation(glu, called):
     given = dy, preact, scales, ENDS, glu, FORMAT, True, True, True
     assert glu_backward._cuda(*given) is not NotImplemented
     assert len(called) == 1
+
+
+def test_blocks_that_no_product_reads_are_refused(called):
+    fmt = replace(FORMAT, block=(1, 32))
+    dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+    given = dy, torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS), ENDS, Glu()
+    with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
+        glu_backward._cuda(*given, fmt, True, True, True)
+    assert not called
 
 
 @pytest.mark.parametrize(("fmt", "launches"), [(mxfp8(), 1), (fp8_tensor(), 2)], ids=str)

@@ -113,12 +113,12 @@ def _cuda(
     columnwise: bool,
     values: bool,
 ) -> _Results | NotImplementedType:
+    k_major.check(preact, ends, None, fmt)
     rows, columns = preact.shape
     stripe = glu.interleave or columns // 2
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
         and fmt.directional
-        and fmt.scale_dtype == torch.float32
         and glu.activation in activations.SM90
         and (stripe in (1, 2, 4) or stripe % _NEIGHBOURS == 0)
         and takes(preact, preact.dtype, ends)

@@ -109,7 +109,8 @@ def as_operands(
     return KMajor(row, column, padded_ends if grouped else None)
 
 
-def _check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
+def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
+    """Raise what `quantize_k_major` raises of its arguments."""
     check_ends(x, fmt, ends)
     check_input(x, fmt)
     if fmt.element.per_byte > 1 or fmt.block not in BLOCKS or fmt.scale_dtype != torch.float32:
@@ -140,7 +141,7 @@ def definition(
     columnwise: bool,
 ) -> Pieces:
     """The definition of the op."""
-    _check(x, ends, rows, fmt)
+    check(x, ends, rows, fmt)
     x = gather_rows(x, rows, ends)
     nothing = outputs(x, ends, None, fmt, False, False)
     row_data, row_scale, column_data, column_scale, padded_ends = nothing
@@ -230,7 +231,7 @@ def _cuda(
     rowwise: bool,
     columnwise: bool,
 ) -> Pieces | NotImplementedType:
-    _check(x, ends, rows, fmt)
+    check(x, ends, rows, fmt)
     fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
     if not (some and fills_stores and takes(x, x.dtype, ends)):
