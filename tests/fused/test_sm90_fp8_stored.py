@@ -16,7 +16,14 @@ from fusible.recipes.tensor_dispatch import UnseenWrites
 from fusible.testing import assume_target
 
 SPLITS = torch.tensor([20, 0, 28])
+pytestmark = pytest.mark.usefixtures("nothing_captured")
 BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def nothing_captured(monkeypatch):
+    """Whatever tests have run before in this process."""
+    monkeypatch.setattr(UnseenWrites, "captured", False)
 
 
 class Copies(TorchDispatchMode):
@@ -140,7 +147,6 @@ def test_every_write_is_seen_without_a_promise(write, single, fresh_compiler):
 
 def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
     op = stored(True)
-    monkeypatch.setattr(UnseenWrites, "captured", False)
     step(op)
     with monkeypatch.context() as patch:
         patch.setattr("fusible.recipes.tensor_dispatch.capturing", lambda: True)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from number_formats import BLOCK, CURRENT, MX, each_recipe
+from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, each_recipe
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusible as fz
+from fusible.testing import assume_target
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
@@ -33,6 +34,8 @@ class Weights(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.fusible.quantize.default and args[0].shape[-2] == 64:
             self.count += 1
+        if func is torch.ops.fusible.quantize_k_major.default and args[0].dim() == 3:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -45,15 +48,15 @@ def kept(module):
     return op._reused._kept.operands
 
 
-def mlp(kind, dtype=torch.float32):
-    """A dense linear and a grouped MLP whose weights have 64 rows, and a call of 48 rows."""
+def mlp(kind, dtype=torch.float32, inner=32):
+    """A dense linear and a grouped MLP, by default with weights of 64 rows, and a call of 48."""
     single = kind == "single"
     torch.manual_seed(0)
     module = fz.Sequential(
         linear(dtype),
-        fz.GroupedLinear(3, 64, 64, single_grouped_weight=single, dtype=dtype),
+        fz.GroupedLinear(3, 64, 2 * inner, single_grouped_weight=single, dtype=dtype),
         fz.ScaledSwiGLU(),
-        fz.GroupedLinear(3, 32, 64, single_grouped_weight=single, dtype=dtype),
+        fz.GroupedLinear(3, inner, 64, single_grouped_weight=single, dtype=dtype),
     )
     splits, scales = torch.tensor(SIZES), torch.rand(48)
     return module, lambda m, x: m(x, splits, scales, splits)
@@ -104,6 +107,20 @@ def test_every_recipe_trains_to_the_same_bits(recipe):
     with fz.reuse_quantized_weights(other, until_updated=True):
         got, _ = train(other, call, recipe, OPTIMIZERS["adamw_fused"], True)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["single", "separate"])
+def test_fp8_products_train_to_the_same_bits(make, kind):
+    module, call = mlp(kind, torch.bfloat16, inner=64)
+    other = copy.deepcopy(module)
+    with assume_target("sm90"):
+        want, in_every_forward = train(module, call, BLOCK_FP8, make, False, torch.bfloat16)
+        assert "grouped_mlp_sm90_fp8" in module.plan.fired
+        with fz.reuse_quantized_weights(other, until_updated=True):
+            got, once = train(other, call, BLOCK_FP8, make, True, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert (in_every_forward, once) == (2 * 5 * 3, 5 * 3)
 
 
 def master_weights(op):
