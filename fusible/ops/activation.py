@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -29,15 +30,10 @@ class Activation(CastingOp):
     activation: ClassVar[str]
     """The name of its row in :data:`fusible.activations.UNARY` or ``GATED``."""
 
-    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        """The output."""
-        raise NotImplementedError
-
-    def grads(
-        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales, from the output's gradient and the inputs."""
-        raise NotImplementedError
+    value: Callable[..., Tensor]
+    """The output, of the input and, if there are any, the scales."""
+    grads: Callable[..., tuple[Tensor, Tensor | None]]
+    """Gradients of the input and of the scales, from the output's gradient and the inputs."""
 
 
 class _Unscaled(Activation):

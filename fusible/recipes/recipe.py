@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, get_args
@@ -156,6 +157,8 @@ class _Scaling(Recipe):
 
     only: ClassVar[tuple[str, ...]] = ("fp8_dpa", "fp8_mha")
     """Fields of te.ops' recipe that may only have their default, which is what the package does."""
+    _format: ClassVar[Callable[..., NumberFormat]]
+    """A method, the format of a role."""
     _formats: ClassVar[dict[Role, NumberFormat]]
     """Of this recipe, by the roles that it quantizes."""
 
@@ -196,9 +199,6 @@ class _Scaling(Recipe):
         """Return the recipe's format, None for a gradient if there is a ``backward_override``."""
         found = self._formats.get(role)
         return super().format(role) if found is None else found
-
-    def _format(self, role: Role) -> NumberFormat:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
