@@ -14,6 +14,7 @@ from torch.nn import functional
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
+from fusible.recipes.tensor_dispatch import implicit_values
 
 _library = torch.library.Library("fusible", "FRAGMENT")
 _library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
@@ -177,25 +178,25 @@ class GroupedQuantizer(Quantizer):
         """Quantize ``x`` as ``group_quantize`` with ``first_dims``, the rows of each group.
 
         A tensor that already is in this format, in as many groups, for these uses, is returned as
-        it is. Raises TypeError for one in another format, ValueError without ``first_dims``.
+        it is; of any other quantized one the values are quantized, in its own groups. Raises
+        ValueError for one in another number of groups, and without ``first_dims``.
         """
         if isinstance(x, GroupedTensor) and x.format is not None:
-            return self._accept(x)
+            if x.num_tensors != self.num_groups:
+                raise ValueError(
+                    f"a tensor for this quantizer must have {self.num_groups} groups, got {x!r}"
+                )
+            if self._holds(x):
+                return x
+            first_dims = x.first_dims
         if first_dims is None:
             raise ValueError(
                 f"first_dims must be the rows of each of the {self.num_groups} groups, got None; "
                 "pass the split sizes of the grouped op"
             )
         if isinstance(x, GroupedTensor):
-            x = x.dequantize()
+            x = implicit_values("a quantizer of another format", x)
         return group_quantize(x, self, self.num_groups, first_dims)
-
-    def _accept(self, x: Any) -> Any:
-        if x.num_tensors != self.num_groups:
-            raise ValueError(
-                f"a tensor for this quantizer must have {self.num_groups} groups, got {x!r}"
-            )
-        return super()._accept(x)
 
 
 def group_dequantize(g: GroupedTensor, dtype: torch.dtype | None = None) -> GroupedTensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,8 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor import QuantizedTensor, WrapperTensor
+from fusible.recipes.tensor_dispatch import implicit_values
 
 
 class Quantizer:
@@ -55,26 +54,25 @@ class Quantizer:
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize ``x`` ``[..., rows, columns]``; errors as ``quantization.quantize``.
 
-        A tensor that already is in this format, for these uses, is returned as it is. One in
-        another format raises TypeError: quantizing twice loses more than either format does.
+        A tensor that already is in this format, for these uses, is returned as it is. The values of
+        any other quantized one are quantized, with the error of both formats.
         """
         if isinstance(x, QuantizedTensor):
-            return self._accept(x)
+            if self._holds(x):
+                return x
+            x = implicit_values("a quantizer of another format", x)
         return QuantizedTensor.quantize(
             x, self.format, rowwise=self.rowwise, columnwise=self.columnwise
         )
 
-    def _accept(self, x: Any) -> Any:
-        """Return ``x``, quantized already, if that was done as this quantizer would."""
-        if x.format_constants != self.format.as_constants():  # as in ``quantize_operand``
-            raise TypeError(
-                f"a tensor for this quantizer must be in {self.format.name} or not quantized, "
-                f"got {x.format.name}; quantize the original, or dequantize() it if you must"
-            )
-        for wanted, columnwise in ((self.rowwise, False), (self.columnwise, True)):
-            if wanted:
-                x.tensors_of(columnwise=columnwise)  # raises if there are none
-        return x
+    def _holds(self, x: WrapperTensor) -> bool:
+        """Return whether ``x`` is quantized as this quantizer would, for all of its uses."""
+        columnwise = x.columnwise_data is not None or not self.format.directional
+        return (
+            x.format_constants == self.format.as_constants()
+            and (x.has_rowwise or not self.rowwise)
+            and (columnwise or not self.columnwise)
+        )
 
     def __repr__(self) -> str:
         """Say format and uses."""

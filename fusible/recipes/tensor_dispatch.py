@@ -102,7 +102,7 @@ def _run_on_values(
             if shape_only and x is args[0]:
                 values[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             else:
-                values[id(x)] = _implicit_values(func, x, reason=reason)
+                values[id(x)] = implicit_values(func, x, reason=reason)
         return values[id(x)]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
@@ -183,7 +183,7 @@ class _SharedValues:
         key = id(data), q.shape, q.dtype, torch.is_inference_mode_enabled()
         found = cls.living.get(key)
         if found is None:
-            values = _implicit_values(func, q, reason=reason)
+            values = implicit_values(func, q, reason=reason)
             # PyTorch traces no write to as_strided of a view.
             found = cls(q, values if type(values) is Tensor else values.clone())
             cls.living[key] = found
@@ -208,7 +208,7 @@ class _SharedValues:
                 f"{self.q!r} must not be written to before a backward that reads a view of it, got "
                 f"another version for {func}; clone() the view, or write after the backward"
             )
-        self.values.copy_(_implicit_values(func, self.q))
+        self.values.copy_(implicit_values(func, self.q))
         self.versions = self._versions()
 
     def quantize(self) -> None:
@@ -351,13 +351,14 @@ def _forbid_implicit(func: Any, x: WrapperTensor, reason: Exception | None) -> N
         )
 
 
-def _implicit_values(
+def implicit_values(
     func: Any,
     x: WrapperTensor,
     dtype: torch.dtype | None = None,
     *,
     reason: Exception | None = None,
 ) -> Tensor:
+    """Return the values of ``x`` for ``func``, which may be a name, and count that."""
     if x.format is None:
         return x.own_values(dtype)
     _forbid_implicit(func, x, reason)
@@ -445,7 +446,7 @@ def _to_copy(
     """Keep the format for a dtype that can be nominal, else return values; keep groups."""
     dtype = dtype or q.dtype
     if q.format is not None and dtype not in HIGH_PRECISION:
-        values = _implicit_values(_aten._to_copy.default, q)
+        values = implicit_values(_aten._to_copy.default, q)
         return _aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
     new = q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
@@ -460,7 +461,7 @@ def _copy_(
     """Copy what is stored if both store alike, else quantize the values; the groups' sizes, too."""
     if _is_wrapper(source):
         alike = target.holds_alike(source)
-        values = None if alike else _implicit_values(_aten.copy_.default, source, torch.float32)
+        values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
         names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
         for name in names:
             overwrite(getattr(target, name), getattr(source, name), non_blocking)

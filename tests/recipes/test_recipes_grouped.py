@@ -193,8 +193,6 @@ def test_what_keeps_the_groups():
     inner = {name: getattr(g, name) for name in names}
     again = recipes.GroupedTensor.__tensor_unflatten__(inner, meta, g.shape, g.stride())
     ref.assert_same_bits(again.pieces(), g.pieces())
-    with pytest.raises(TypeError, match="plain tensors"):
-        torch.save(g, "/dev/null")
     assert "4 tensors" in repr(g)
 
 
