@@ -97,8 +97,7 @@ class Spec(NamedTuple):
         """Rings of pipeline stages: one, or one for each warpgroup.
 
         A warpgroup adds scaled products to its accumulator between matrix products. With stages
-        of its own the other one multiplies meanwhile. The warps that would fill them have other
-        work in dglu.
+        of its own the other one multiplies meanwhile.
         """
         return 2 if self.scaled else 1
 

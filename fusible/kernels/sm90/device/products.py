@@ -135,8 +135,7 @@ def multiply(
                 take_turn(_MULTIPLY_TURN, warpgroup)
             loop = (mma, accumulator, fragment_a, fragment_b, operands.pipeline, steps)
             if const_expr(spec.scaled):
-                ring = warpgroup if const_expr(spec.rings == 2) else Int32(0)
-                loop = (*loop, spec, promotion, products, scales_now, coord, ring)
+                loop = (*loop, spec, promotion, products, scales_now, coord, warpgroup)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
             if const_expr(spec.by_rows and tile.pingpong):
                 # Where a group ends within the tile, the rows behind need no products.
