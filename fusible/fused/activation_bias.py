@@ -34,7 +34,7 @@ class BackwardActivationBias(FusedOperation):
 @rule(
     where(this.device, "cuda", at_least(this.sm, MIN_SM)),
     one_of(this.activation.dtype, "bfloat16", "float16"),
-    multiple_of(this.bias.size, VECTOR),
+    where(this.device, "cuda", multiple_of(this.bias.size, VECTOR)),
     equal(this.bias.params_require_grad, True),
     phase="backward",
 )

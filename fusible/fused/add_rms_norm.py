@@ -39,8 +39,8 @@ class BackwardAddRMSNorm(FusedOperation):
 @rule(
     where(this.device, "cuda", at_least(this.sm, MIN_SM)),
     one_of(this.norm.dtype, "bfloat16", "float16"),
-    multiple_of(this.norm.features, VECTOR),
-    at_most(this.norm.features, MAX_FEATURES),
+    where(this.device, "cuda", multiple_of(this.norm.features, VECTOR)),
+    where(this.device, "cuda", at_most(this.norm.features, MAX_FEATURES)),
     equal(this.fork.in_place, False),
     phase="backward",
 )

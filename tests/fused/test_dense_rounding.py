@@ -17,14 +17,14 @@ def assert_rounded_once(got, exact):
     assert ((got.double() - exact).abs() <= rounding + 2e-5 * exact.abs().max()).all()
 
 
-def results(make, dtype, names, compiled):
+def results(make, dtype, names, compiled, features=FEATURES):
     """Output and gradients of a module, and of it in FP64."""
     module = fz.Sequential(*make()).to(dtype)
     exact = fz.Sequential(*make()).double()
     exact.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
-    x = torch.randn(32, FEATURES, dtype=dtype)
-    extra = [30 * torch.randn(32, FEATURES, dtype=dtype)] * module.num_extra_inputs
-    dys = [torch.randn(32, FEATURES, dtype=dtype), 30 * torch.randn(32, FEATURES, dtype=dtype)]
+    x = torch.randn(32, features, dtype=dtype)
+    extra = [30 * torch.randn(32, features, dtype=dtype)] * module.num_extra_inputs
+    dys = [torch.randn(32, features, dtype=dtype), 30 * torch.randn(32, features, dtype=dtype)]
     made = []
     for m, wide in ((module, dtype), (exact, torch.float64)):
         call = m
@@ -76,13 +76,15 @@ def test_linear_scale_add(bias, in_place, scale, dtype, compiled):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_residual_and_rms_norm(dtype, compiled):
+@pytest.mark.parametrize("features", [FEATURES, 19])
+def test_residual_and_rms_norm(features, dtype, compiled):
     """The gradients of the branch and of the norm's input are added before they are rounded."""
     got, want = results(
-        lambda: [fz.MakeExtraOutput(), fz.RMSNorm(FEATURES)],
+        lambda: [fz.MakeExtraOutput(), fz.RMSNorm(features)],
         dtype,
         ["backward_add_rms_norm"],
         compiled,
+        features,
     )
     for a, b in zip(got, want, strict=True):
         assert_rounded_once(a, b)
