@@ -167,7 +167,7 @@ def emulate(monkeypatch, blocks, memory):
                 monkeypatch.setattr(module, name, function)
 
 
-def _places(rows, columns, groups, ends, matrix_rows):
+def _coords(rows, columns, groups, ends, matrix_rows):
     """Block, chunk, first row, end row, whether it is of a group, and the group."""
     last = [*ends, rows] if ends is not None else [(g + 1) * matrix_rows for g in range(groups)]
     first, block = 0, 0
@@ -186,24 +186,24 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, interleave, res
     ``results`` are `k_major.Pieces`, the partial sums and the values.
     """
     from fusible.kernels.quantize.device import glu_backward, quantize
-    from fusible.kernels.quantize.device.blocks import Place
+    from fusible.kernels.quantize.device.blocks import BlockCoord
     from fusible.kernels.quantize.device.k_major import Out
 
     rows, columns = preact.shape
-    places = np.array(list(_places(rows, columns, len(ends), ends, rows)))[:, :, None]
-    block, chunk, *place = np.moveaxis(places, 1, 0)
+    coords = np.array(list(_coords(rows, columns, len(ends), ends, rows)))[:, :, None]
+    block, chunk, *coord = np.moveaxis(coords, 1, 0)
     memory = Memory()
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
-        emulate(patch, len(places), memory)
-        patch.setattr(quantize, "place_of", lambda *_: Place(*place))
+        emulate(patch, len(coords), memory)
+        patch.setattr(quantize, "block_coord", lambda *_: BlockCoord(*coord))
         pieces, partials, values = results[:4], *results[5:]
         sizes = rows, columns, len(ends), rows
-        mine = quantize.rows_of_thread(block, chunk, *sizes, None, spec.quantize)
+        tile = quantize.thread_tile(block, chunk, *sizes, None, spec.quantize)
         operands = [memory.place(t) for t in (dy, preact, scales)]
         source = glu_backward.Source(*operands, interleave or columns // 2, (0.0, 0.0, 0.0))
         out = Out(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
         partials, values = memory.place(partials), memory.place(values)
-        glu_backward.quantize_gradients(source, mine, rows, columns, out, partials, values, spec)
+        glu_backward.quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
 
 
 def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
@@ -212,22 +212,22 @@ def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
     ``index``, if any, says which of them each row is.
     """
     from fusible.kernels.quantize.device import k_major, quantize
-    from fusible.kernels.quantize.device.blocks import Place
+    from fusible.kernels.quantize.device.blocks import BlockCoord
 
     matrix_rows, columns = x.shape[-2:]
     rows = x.numel() // columns
     if index is not None:
         rows = matrix_rows = len(index)
     groups = len(ends) if ends is not None else rows // matrix_rows
-    places = np.array(list(_places(rows, columns, groups, ends, matrix_rows)))[:, :, None]
-    block, chunk, *place = np.moveaxis(places, 1, 0)
+    coords = np.array(list(_coords(rows, columns, groups, ends, matrix_rows)))[:, :, None]
+    block, chunk, *coord = np.moveaxis(coords, 1, 0)
     memory = Memory()
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
-        emulate(patch, len(places), memory)
-        patch.setattr(quantize, "place_of", lambda *_: Place(*place))
+        emulate(patch, len(coords), memory)
+        patch.setattr(quantize, "block_coord", lambda *_: BlockCoord(*coord))
         source, *outputs = [memory.place(t) for t in (x, *pieces[:4])]
         named = 0 if index is None else memory.place(index)
         sizes = rows, columns, groups, matrix_rows
-        mine = quantize.rows_of_thread(block, chunk, *sizes, None, spec)
+        tile = quantize.thread_tile(block, chunk, *sizes, None, spec)
         out = k_major.Out(*outputs, pieces[2].shape[-1])
-        k_major.quantize_block(source, named, columns, mine, rows, columns, matrix_rows, out, spec)
+        k_major.quantize_block(source, named, columns, tile, rows, columns, matrix_rows, out, spec)

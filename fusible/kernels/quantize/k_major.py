@@ -249,7 +249,7 @@ def _cuda(
     return pieces
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def chunks_together(rows: int, columns: int, itemsize: int) -> int:
     """How many times 128 columns are gathered of all rows before the next ones are."""
     chunks = (columns + FP8_BLOCK - 1) // FP8_BLOCK

@@ -120,6 +120,12 @@ class GluBackwardSpec(NamedTuple):
     values: bool
     """The gradients are written in high precision too."""
 
+    @property
+    def resident(self) -> int:
+        """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
+        both = self.quantize.rowwise and self.quantize.columnwise
+        return 3 if both and self.activation == "swiglu" and not self.values else 2
+
 
 class DequantizeSpec(NamedTuple):
     """A kernel from ``format`` to high precision, of data for one of its uses."""

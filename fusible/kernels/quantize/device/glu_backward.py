@@ -20,7 +20,6 @@ from fusible.kernels.sm90.device.activations import BACKWARD
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
-_RESIDENT = 3  # groups of threads on a multiprocessor at once
 
 
 class Source(NamedTuple):
@@ -191,5 +190,5 @@ def quantize(
         values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
-        min_blocks_per_mp=_RESIDENT, preferred_smem_carveout=SHARED_PERCENT,
+        min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,
     )  # fmt: skip
