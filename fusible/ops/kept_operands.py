@@ -42,7 +42,7 @@ def counting_steps() -> Iterator[None]:
 
 class _Kept(NamedTuple):
     stored: tuple[ref[Tensor], ...] = ()
-    versions: tuple[int, ...] = ()
+    versions: tuple[Any, ...] = ()
     operands: dict[Hashable, Any] = {}  # noqa: RUF012 - replaced before it is written to
 
 
@@ -50,8 +50,8 @@ class KeptOperands:
     """What one op's weights are quantized to, while they are the same tensors.
 
     Args:
-        until_updated: only while they have the same values, too, as far as versions of tensors and
-            steps of optimizers tell; of weights without a version nothing is kept.
+        until_updated: only while they have the same values, too, as far as versions and memory of
+            tensors and steps of optimizers tell; of weights without a version nothing is kept.
         shards: parameters that the weights are gathered from, whose versions count instead.
     """
 
@@ -64,12 +64,15 @@ class KeptOperands:
     def get(self, weights: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` gives of ``weights``, or what it once gave for this ``key``."""
         stored = stored_tensors(weights)
-        versions: tuple[int, ...] = ()
+        versions: tuple[Any, ...] = ()
         if self.until_updated:
             if not all([t.is_leaf and not t.is_inference() for t in stored]):
                 return make()
             watched = (*stored, *self._shards)
-            versions = (_Steps.count, UnseenWrites.gathers, *[t._version for t in watched])
+            # An assignment to .data changes no version. Held, so that nothing else gets the memory.
+            memory = [(t.untyped_storage(), t.storage_offset()) for t in stored]
+            counts = _Steps.count, UnseenWrites.gathers
+            versions = (*counts, *[t._version for t in watched], *memory)
         kept = self._kept
         if kept.versions != versions or not _same(kept.stored, stored):
             # What was kept is freed before more is made.

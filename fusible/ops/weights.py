@@ -419,15 +419,15 @@ def reuse_quantized_weights(module: nn.Module, *, until_updated: bool = False) -
     around the training loop. The promise is that they change in no other way than
 
     - by an operation that PyTorch's version counter sees (``Tensor._version``), such as ``copy_``,
-      ``load_state_dict`` and the steps of ordinary optimizers;
+      ``load_state_dict`` and the steps of ordinary optimizers, or an assignment to ``.data``;
     - in the ``step`` of any ``torch.optim.Optimizer``, fused ones and those of master weights
       included, or after it and before the next forward.
 
-    Not seen are writes to ``.data`` or through pointers outside of a step, communication into the
-    weights' memory, and replays of a CUDA graph that writes them. Weights that are computed
-    (parametrized), or that inference mode made, are quantized in every forward. FSDP2 must hold
-    shards when it is entered, not gathered parameters: those are filled again unseen, and are
-    quantized again if their shards change.
+    Not seen are, outside of a step, writes to ``.data``, through pointers or by ``torch._foreach``
+    functions on CUDA, communication into the weights' memory, and replays of a CUDA graph that
+    writes them. Weights that are computed (parametrized), or that inference mode made, are
+    quantized in every forward. FSDP2 must hold shards when it is entered, not gathered parameters:
+    those are filled again unseen, and are quantized again if their shards change.
     """
     check_bools("reuse_quantized_weights", until_updated=until_updated)
     ops = {

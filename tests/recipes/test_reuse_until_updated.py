@@ -8,7 +8,7 @@ import torch
 from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, each_recipe
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrize
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -157,8 +157,24 @@ def compiled_step(op):
     torch.compile(torch.optim.AdamW(op.parameters(), fused=True).step, backend="aot_eager")()
 
 
+def assigned(op):
+    op.weight.data = op.weight.data + 1
+
+
+def assigned_where_the_first_was(op):
+    value = (op.weight.data + 1).to(torch.bfloat16)
+    op.weight.data = value
+    op.weight.data = value.float()
+
+
+@torch.no_grad()
+def of_a_vector(op):
+    vector_to_parameters(2 * parameters_to_vector(op.parameters()), op.parameters())
+
+
 UPDATES = [
     changed_view, loaded, replaced, changed_in_inference_mode, master_weights, compiled_step,
+    assigned, assigned_where_the_first_was, of_a_vector,
     lambda op: nn.init.normal_(op.weight),
     lambda op: nn.init.normal_(op.weight.detach()),
     lambda op: op.reset_parameters(),
