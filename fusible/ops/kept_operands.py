@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -40,10 +40,14 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
+Uses = frozenset[str]
+"""The products that operands are for."""
+
+
 class _Kept(NamedTuple):
     stored: tuple[ref[Tensor], ...] = ()
     versions: tuple[Any, ...] = ()
-    operands: dict[Hashable, Any] = {}  # noqa: RUF012 - replaced before it is written to
+    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - replaced before it is written to
 
 
 class KeptOperands:
@@ -61,8 +65,17 @@ class KeptOperands:
         # Replaced as a whole: other threads may run the op.
         self._kept = _Kept()
 
-    def get(self, weights: Sequence[Tensor], key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives of ``weights``, or what it once gave for this ``key``."""
+    def get(
+        self,
+        weights: Sequence[Tensor],
+        key: Hashable,
+        make: Callable[[], Any],
+        products: Iterable[str] = (),
+    ) -> Any:
+        """What ``make`` gives of ``weights``, or what it once gave for this ``key``.
+
+        That serves any of the ``products`` that it was made for; more of them take its place.
+        """
         stored = stored_tensors(weights)
         versions: tuple[Any, ...] = ()
         if self.until_updated:
@@ -78,11 +91,13 @@ class KeptOperands:
             # What was kept is freed before more is made.
             kept = self._kept = _Kept(tuple(map(ref, stored)), versions, {})
         key = key, weights[0].dtype, *_stream(weights[0].device)
-        if key not in kept.operands:
+        uses = frozenset(products)
+        found = kept.operands.get(key)
+        if found is None or not uses <= found[0]:
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                kept.operands[key] = make()
-        return kept.operands[key]
+                found = kept.operands[key] = uses, make()
+        return found[1]
 
 
 def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -362,7 +362,7 @@ class WeightedOperation(CastingOp):
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
         make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
-        return self._reused.get(weights, (ctx.recipe, ctx.dtype, products, make.func), make)
+        return self._reused.get(weights, (ctx.recipe, ctx.dtype, make.func), make, products)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""

@@ -184,11 +184,11 @@ def test_a_weight_takes_two_bytes_per_value_and_frees_its_copy(single):
     op = stored(single)
     step(op)
     weights = list(op.parameters())
-    kept = kept_operands._copies[weights[0].rowwise_data]._kept.operands
-    tensors = [*kept.values(), *[piece for w in weights for piece in w.pieces().values()]]
+    kept = [t for _, t in kept_operands._copies[weights[0].rowwise_data]._kept.operands.values()]
+    tensors = [*kept, *[piece for w in weights for piece in w.pieces().values()]]
     stored_bytes = sum(t.numel() * t.element_size() for t in tensors)
     assert stored_bytes <= 2.1 * sum(w.numel() for w in weights)
-    (made,) = [weakref.ref(t) for t in kept.values()]
+    (made,) = [weakref.ref(t) for t in kept]
     del kept, tensors
     op.to(torch.device("meta"))  # as .cpu() frees memory of the GPU
     del weights

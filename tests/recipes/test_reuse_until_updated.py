@@ -99,6 +99,20 @@ def test_training_has_the_bits_of_quantizing_in_every_forward(make, kind, dtype)
     assert (in_every_forward, once) == (2 * 5 * 3, 5 * 3)
 
 
+@pytest.mark.parametrize("recipe", [MX, BLOCK_FP8], ids=str)
+@pytest.mark.parametrize("trained_first", [True, False])
+def test_forwards_with_and_without_gradients_share_one_copy(recipe, trained_first):
+    op, x = linear(), torch.randn(48, 32, requires_grad=True)
+    with fz.reuse_quantized_weights(op, until_updated=True), Weights() as weights:
+        outputs = []
+        for trains in (trained_first, not trained_first) * 2:
+            with torch.set_grad_enabled(trains), fz.autocast(recipe=recipe):
+                outputs.append(op(x))
+        assert weights.count == (1 if trained_first else 2)  # no transposed copy before
+        assert len(kept(op)) == 1
+    assert all(torch.equal(y, outputs[0]) for y in outputs)
+
+
 @each_recipe
 def test_every_recipe_trains_to_the_same_bits(recipe):
     module, call = mlp("single")
