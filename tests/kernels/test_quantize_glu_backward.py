@@ -101,3 +101,13 @@ def test_the_kernels_code_is_the_definition(ends, features, interleave, monkeypa
     end = int(again[4][-1])
     assert same(pieces[2][:, :end], again[2][:, :end])
     assert same(pieces[3][: end // 128], again[3][: end // 128])
+
+
+@pytest.mark.parametrize("which", ["dy", "scales"])
+def test_operands_of_other_sizes_are_refused(which):
+    dy, preact, scales, ends = operands(80, [130, 600])
+    given = {"dy": dy, "preact": preact, "scales": scales, which: torch.ones(3, 80)}
+    with pytest.raises(ValueError, match=r"dy must be \(600, 80\) and scales \(600,\)"):
+        quantize_glu_backward(
+            **given, ends=ends, glu=Glu(), fmt=fp8_block(), rowwise=True, columnwise=True
+        )

@@ -57,8 +57,14 @@ def quantize_glu_backward(
 
     ``dy`` is ``[rows, features]``, ``preact`` ``[rows, 2 * features]``, both BF16, ``scales``
     ``[rows]``, ``ends`` the end rows of the groups, ``fmt`` of 1x128 blocks. Raises what
-    `quantize_k_major` raises.
+    `quantize_k_major` raises, and ValueError for other shapes.
     """
+    rows, columns = preact.shape
+    if dy.shape != (rows, columns // 2) or scales.shape != (rows,):
+        raise ValueError(
+            f"dy must be ({rows}, {columns // 2}) and scales ({rows},) for a pre-activation of "
+            f"shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {tuple(scales.shape)}"
+        )
     uses = rowwise, columnwise
     made = _op(dy, preact, scales, ends, glu, fmt, *uses, values)
     operands = k_major.as_operands(made[:5], fmt, *uses, True)
