@@ -107,7 +107,7 @@ class Rule:
 
     def applies_to_target(self, facts: Any) -> bool:
         """Whether the rule is for this machine and this recipe, whatever else it needs."""
-        about = [need for need in self.needs if need.subject.names[0] in _TARGET_FACTS]
+        about = [need for need in self.needs if need.subject.names[:1] in _TARGET_FACTS]
         return all(need.why_not(facts) is None for need in about)
 
     def why_not(self, bound: dict[str, Any], facts: Any) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ def rule(
 
 
 # Facts of the machine and the recipe, which users rarely change to get a fusion.
-_TARGET_FACTS = ("sm", "device", "recipe", "scaling")
+_TARGET_FACTS = ("sm",), ("device",), ("recipe",), ("scaling",)
 
 
 def _computes_as(op: Any) -> type:
