@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -406,8 +406,9 @@ def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     return cast(weights[0] if len(weights) == 1 else stack(weights), dtype)
 
 
-@contextmanager
-def reuse_quantized_weights(module: nn.Module, *, until_updated: bool = False) -> Iterator[None]:
+def reuse_quantized_weights(
+    module: nn.Module, *, until_updated: bool = False
+) -> AbstractContextManager[None]:
     """Quantize each weight of ``module``'s ops once inside, rather than in every forward.
 
     A promise that the weights do not change inside, for gradient accumulation or inference: changed
@@ -430,6 +431,11 @@ def reuse_quantized_weights(module: nn.Module, *, until_updated: bool = False) -
     those are filled again unseen, and are quantized again if their shards change.
     """
     check_bools("reuse_quantized_weights", until_updated=until_updated)
+    return _reusing(module, until_updated)
+
+
+@contextmanager
+def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
     ops = {
         op
         for _, m in named_modules(module)

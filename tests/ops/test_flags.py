@@ -21,6 +21,7 @@ REQUIRED = {
     "func": lambda ops, *, recipe: ops,
     "function": lambda: None,
     "size": 4,
+    "module": torch.nn.Identity(),
     "modules": torch.nn.Identity(),
     "sample_args": (),
 }
