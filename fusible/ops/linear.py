@@ -317,6 +317,7 @@ class Linear(FusedOperation):
         RuntimeError: tensor-parallel without ``torch.distributed`` initialized.
     """
 
+    holds_parameters = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 

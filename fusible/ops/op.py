@@ -563,11 +563,14 @@ class FusedOperation(FusibleOperation):
     """
 
     is_fused_op = True
+    holds_parameters = False
+    """Whether its own parameters are those of the basic ops."""
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
         self._basic_ops = tuple(basic_ops)
-        if not is_ours(type(self)):  # may be put in a module, whose optimizer finds the parameters
+        # One may be put in a module, whose optimizer finds the parameters.
+        if not (self.holds_parameters or is_ours(type(self))):
             self._modules["basic_ops"] = nn.ModuleList(self._basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
         self.casts_itself = any(op.casts_itself for op in self._basic_ops)

@@ -529,7 +529,7 @@ def test_opcheck():
         (fusible.grouped_mm, (x, w1, ends, None, None, False, None, None)),
         (fusible.grouped_mm_, (preact.clone(), x, w1, ends, None, None, False, None, None)),
         (fusible.grouped_glu, (x, w1, ends, scales, *Glu(), None, True, None, None)),
-        (fusible.grouped_dglu, (x, w2, ends, preact, scales, *Glu(), None, None)),
+        (fusible.grouped_dglu, (x, w2, ends, preact, scales, *Glu())),
         (fusible.grouped_wgrad, (act, x, ends, None, None, None)),
         (fusible.grouped_wgrad_, ([random(3, 256, 256)], act, x, ends, True, None, None)),
     )

@@ -118,6 +118,7 @@ def test_every_op_that_multiplies_is_registered():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fusible::")
         and any(part in name for part in ("_mm", "_gemm", "wgrad", "glu"))
+        and not name.startswith("fusible::quantize_")
     }
     known = {op.__name__ for op in flop_registry if str(op).startswith("fusible.")}
     assert products == known

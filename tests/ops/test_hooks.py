@@ -476,6 +476,7 @@ def test_threads_that_call_a_linear_first():
 
     interrupted = []
     linear = Interrupted(HIDDEN, HIDDEN)
+    assert linear.state_dict().keys() == {"weight", "bias"}
     torch.testing.assert_close(linear(x), x @ linear.weight.t() + linear.bias)
     assert interrupted
 
