@@ -35,9 +35,17 @@ def called(monkeypatch):
 
     for module in (gpu, moe_cuda):
         monkeypatch.setattr(module, "capability", lambda _: (9, 0))
+    forget_devices()
     monkeypatch.setattr(launch, "call_on_device", call)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    return names
+    yield names
+    forget_devices()
+
+
+def forget_devices():
+    """Facts of the CPU as a device, which here is a GPU."""
+    gpu.architecture.cache_clear()
+    gpu.runs_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("ends", [None, ENDS, ENDS.long()], ids=["", "int32", "int64"])
