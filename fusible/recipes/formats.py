@@ -136,7 +136,7 @@ BLOCKS = (1, FP8_BLOCK), (FP8_BLOCK, FP8_BLOCK)
 
 def value_dtype(elements: torch.dtype) -> torch.dtype:
     """Return the dtype of products of such elements: theirs, or BF16 of FP8 ones."""
-    return torch.bfloat16 if elements.itemsize == 1 else elements
+    return torch.bfloat16 if elements in (E4M3.dtype, E5M2.dtype) else elements
 
 
 def mxfp8(element: Element = E4M3, rounding: Rounding = "up") -> NumberFormat:

@@ -471,3 +471,11 @@ def test_opcheck(op, args):
 def test_opcheck_of_fp8(op, args):
     others = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     torch.library.opcheck(op.default, args, test_utils=others)  # the schema's compares FP8 values
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_integers_of_one_byte_are_no_fp8(dtype):
+    x, w = torch.ones(10, K, dtype=dtype), torch.ones(E, N, K, dtype=dtype)
+    y = grouped.grouped_mm(x, [w], ends_of([3, 2, 4, 1]))
+    assert y.dtype == dtype
+    assert torch.equal(y, torch.full((10, N), K, dtype=dtype))
