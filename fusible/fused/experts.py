@@ -128,6 +128,7 @@ _IN_HIGH_PRECISION = replace(
 
 @rule(
     equal(this.dispatch.scale_input, False),
+    equal(this.dispatch.processes, 1),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
     *MLP,

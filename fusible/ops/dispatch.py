@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusible.arguments import check_bools, check_numbers
-from fusible.formulas import cast
+from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels import moe
-from fusible.ops.inputs import check_dtype, check_row_scales, check_sizes, described
+from fusible.ops.distributed import check_initialized
+from fusible.ops.exchange import (
+    SEND,
+    Exchange,
+    Option,
+    Send,
+    balanced_sizes,
+    collect,
+    default_send,
+    resolve_group,
+    returned,
+    route_copies,
+    send,
+    send_choices,
+)
+from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
+
+
+class _Placed(NamedTuple):
+    """Tokens ``[R, H]`` for the experts here, with their choices ``[R, k]``, and their rows."""
+
+    x: Tensor
+    probs: Tensor
+    row_map: Tensor
+    split_sizes: Tensor
+    rows: int
+    of_group: tuple[Tensor, ...]
+    """The extra outputs of a dispatch over a group."""
 
 
 class Dispatch(BasicOperation):
@@ -41,29 +70,60 @@ class Dispatch(BasicOperation):
     past the last expert's (the tail) are zero. The backward sums a token's rows in FP32, in the
     order of its choices, so it is deterministic. Under autocast rows have autocast's dtype.
 
-    Saves ``(row_map,)``, and with ``scale_input`` ``(row_map, x, probs)``; ``ctx.dtype``, the dtype
-    of the probabilities.
+    Over a ``process_group`` of P processes, process r holds the experts from ``r * num_experts /
+    P`` on, ``num_experts / P`` of them; tokens, probabilities and ids are this process's, and ids
+    are those of all experts. Rows are then those of all processes' tokens for the experts here, and
+    ``split_sizes`` is ``[num_experts / P]``. ``row_map`` is ``[R, k]``, for the R tokens received
+    (with ``send="rows"`` ``[R, 1]``), and three extra outputs follow:
+
+    - ``sent_map``, int32 ``[..., c]``, and ``sent_counts``, int64 ``[2, P]`` on the host (empty
+      with ``send="all"``), by which ``Combine`` returns results (:mod:`fusible.ops.exchange`);
+    - ``load``, int64 ``[num_experts]``: the choices of this process's tokens, for
+      :meth:`TopKRouter.update_expert_bias`.
+
+    Gradients of expert weights are sums over the tokens of the group. What is sent:
+
+    - ``"all"``: every token to every process, which returns partial sums. Nothing is read on the
+      host on a GPU, where all processes must have equally many tokens.
+    - ``"tokens"``: a copy of a token to each process that has an expert of it, which returns a
+      partial sum. The host reads how many.
+    - ``"rows"``: a copy of a token for each choice, which is returned: the bits of one process that
+      has all tokens in order of rank. The host reads how many.
+
+    Partial sums are rounded to the rows' dtype, so the first two round once more than one process.
+
+    Saves ``(row_map,)``, and with ``scale_input`` ``(row_map, x, probs)``, over a group then
+    ``sent_map``; ``ctx.dtype``, the dtype of the probabilities.
 
     Args:
-        num_experts: number of experts.
+        num_experts: number of experts, of all processes.
         scale_input: multiply the rows by their weights (Llama-4), rather than give these out.
         recompute_rows: where a rule fuses the whole of the experts, keep the tokens for the
             backward and make their rows once more: less memory for one more launch.
         capacity_factor: an expert takes at most ``capacity_factor * choices / num_experts`` rows,
             rounded up; later choices are dropped (Switch Transformers, arXiv 2101.03961). None
             drops no choice.
+        process_group: of ``torch.distributed``, or a one-dimensional ``DeviceMesh``: experts are
+            shared among its processes. None for one process.
+        send: what is sent to other processes; None for ``"all"`` in groups of at most k processes,
+            else ``"tokens"``.
+        receive_factor: over a group, a bound on the rows of a process: this many times its own
+            choices, or those of the process that has the most tokens. More are an error on all
+            processes. It bounds memory where nothing is read on the host. None for no bound.
 
     Raises:
         TypeError: the number of experts is no integer.
-        ValueError: no expert, or a capacity factor that is not positive and finite; in a call,
-            ``probs`` and ``expert_ids`` do not fit the tokens or each other, or the input has a
-            dtype that ops do not compute in.
+        ValueError: no expert, or a factor that is not positive and finite, an unknown mode, or a
+            group whose size does not divide the experts; in a call, ``probs`` and ``expert_ids`` do
+            not fit the tokens or each other, the input has a dtype that ops do not compute in,
+            processes disagree about options, or rows exceed the bound.
+        RuntimeError: ``torch.distributed`` is not initialized; in a call, another process fails.
     """
 
     num_extra_inputs = 2
     extra_input_names = ("probs", "expert_ids")
-    fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor")
-    saves = "row map; with scale_input x, probs"
+    fact_names = ("num_experts", "scale_input", "recompute_rows", "capacity_factor", "processes")
+    saves = "row map; with scale_input x, probs; over a group sent map"
 
     def __init__(
         self,
@@ -72,21 +132,35 @@ class Dispatch(BasicOperation):
         scale_input: bool = False,
         recompute_rows: bool = False,
         capacity_factor: float | None = None,
+        process_group: Any = None,
+        send: Send | None = None,
+        receive_factor: float | None = None,
     ) -> None:
         check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
-        self.extra_output_names = (
-            ("split_sizes", "row_map") if scale_input else ("split_sizes", "scales", "row_map")
-        )
+        middle = () if scale_input else ("scales",)
+        of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
+        self.extra_output_names = ("split_sizes", *middle, "row_map", *of_group)
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
         check_sizes("Dispatch", num_experts=num_experts)
-        if capacity_factor is not None:
-            check_numbers("Dispatch", capacity_factor=capacity_factor)
-        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        factors = {"capacity_factor": capacity_factor, "receive_factor": receive_factor}
+        for name, factor in factors.items():
+            if factor is not None:
+                check_numbers("Dispatch", **{name: factor})
+                if not 0 < factor < math.inf:
+                    raise ValueError(
+                        f"{name} of Dispatch must be positive and finite, or None for no limit, "
+                        f"got {factor}"
+                    )
+        if send not in (None, *SEND):
+            raise ValueError(f"send of Dispatch must be None or one of {SEND}, got {send!r}")
+        self.process_group, self.processes = _members("Dispatch", process_group)
+        if num_experts % self.processes:
             raise ValueError(
-                "capacity_factor of Dispatch must be positive and finite, or None for no limit, "
-                f"got {capacity_factor}"
+                f"num_experts of Dispatch must be a multiple of the group's {self.processes} "
+                f"processes, got {num_experts}"
             )
+        self.send, self.receive_factor = send, receive_factor
         self.num_experts = num_experts
         self.scale_input = scale_input
         self.recompute_rows = recompute_rows
@@ -100,6 +174,11 @@ class Dispatch(BasicOperation):
                 f"the TopKRouter before it, got {self.num_experts}; the tokens of the others would "
                 "be lost"
             )
+
+    @property
+    def local_experts(self) -> int:
+        """The experts of this process."""
+        return self.num_experts // self.processes
 
     def capacity(self, choices: int) -> int | None:
         """The most rows an expert takes of so many choices; None without a capacity factor."""
@@ -115,45 +194,107 @@ class Dispatch(BasicOperation):
         """Autocast's or the input's; sizes, the probabilities' and the row map's."""
         x = None if given.input is None else autocast_to(given.input, given.autocast)
         middle = () if self.scale_input else given.extra_inputs[:1]
-        return (x, torch.int64, *middle, torch.int32)
+        of_group = () if self.process_group is None else (torch.int32, torch.int64, torch.int64)
+        return (x, torch.int64, *middle, torch.int32, *of_group)
+
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """What is sent, and whether the host reads how much."""
+        if self.process_group is None:
+            return ()
+        mode = self.send or f'"all" where k is at least {self.processes}, else "tokens"'
+        return (
+            f"experts are shared among {self.processes} processes; sends {mode}"
+            '; "tokens" and "rows" read sizes on the host (a synchronisation)',
+        )
+
+    def extra_repr(self) -> str:
+        """The number of experts, and of processes."""
+        group = "" if self.process_group is None else f", processes={self.processes}"
+        return f"num_experts={self.num_experts}{group}"
 
     def forward_impl(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The row map, then the rows."""
-        x, probs, row_map, split_sizes, rows = self._place(ctx, input_, probs, expert_ids)
-        y, scales = moe.scatter_rows(x, row_map, probs, rows, self.scale_input)
-        if self.scale_input:
-            ctx.save_for_backward(row_map, x, probs)
+        placed = self._place(ctx, input_, probs, expert_ids)
+        x, probs, row_map = placed.x, placed.probs, placed.row_map
+        y, scales = moe.scatter_rows(x, row_map, probs, placed.rows, self.scale_input)
+        saved = (row_map, x, probs) if self.scale_input else (row_map,)
+        ctx.save_for_backward(*saved, *placed.of_group[:1])
         middle = () if self.scale_input else (scales,)
-        return y, split_sizes, *middle, row_map.view(*input_.shape[:-1], row_map.shape[1])
+        if self.process_group is None:
+            row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
+        return y, placed.split_sizes, *middle, row_map, *placed.of_group
 
     def forward_gathered(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[GatheredRows, Tensor, Tensor, Tensor]:
         """As the forward without ``scale_input``, but the rows are not written."""
-        x, probs, row_map, split_sizes, rows = self._place(ctx, input_, probs, expert_ids)
-        index, scales = moe.row_sources(row_map, probs, rows)
-        gathered = GatheredRows(x, index, self.recompute_rows)
-        row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
-        return gathered, split_sizes, scales, row_map
+        placed = self._place(ctx, input_, probs, expert_ids)
+        ctx.save_for_backward(placed.row_map)
+        index, scales = moe.row_sources(placed.row_map, placed.probs, placed.rows)
+        gathered = GatheredRows(placed.x, index, self.recompute_rows)
+        row_map = placed.row_map.view(*input_.shape[:-1], placed.row_map.shape[1])
+        return gathered, placed.split_sizes, scales, row_map
 
     def _place(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Tokens, probabilities, row map, split sizes and the number of rows; saves the map."""
+    ) -> _Placed:
+        """The tokens of this process, or those that it receives, and the rows of their choices."""
         x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
-        row_map, split_sizes, ends = moe.permutation(
-            ids, self.num_experts, self.capacity(ids.numel())
-        )
-        rows = ids.numel()
-        if (capacity := self.capacity(rows)) is not None:
-            rows = min(rows, self.num_experts * capacity)
-        ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
         ctx.dtype = probs.dtype
         ctx.shape = input_.shape
-        ctx.save_for_backward(row_map)
-        return x, probs, row_map, split_sizes, rows
+        rows = choices = ids.numel()
+        of_group: tuple[Tensor, ...] = ()
+        local = self.local_experts
+        if self.process_group is not None:
+            x, probs, ids, rows, choices, *extra = self._receive(ctx, x, probs, ids, local)
+            of_group = tuple(extra)
+        capacity = self.capacity(choices)
+        row_map, split_sizes, ends = moe.permutation(ids, local, capacity)
+        if capacity is not None:
+            rows = min(rows, local * capacity)
+        ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
+        return _Placed(x, probs, row_map, split_sizes, rows, of_group)
+
+    def _receive(
+        self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor, local: int
+    ) -> tuple[Any, ...]:
+        """The tokens for the experts here, with probabilities and ids among these.
+
+        Then the rows and the choices of the group, and the extra outputs of a group.
+        """
+        k = ids.shape[1]
+        mode = self.send or default_send(self.processes, k)
+        # No expert, also where ids of 64 bits end in those of one.
+        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
+        needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
+        options = {
+            "send": Option(SEND.index(mode), SEND.__getitem__),
+            "num_experts": Option(self.num_experts),
+            "k (choices of a token)": Option(k),
+            "features of a token": Option(x.shape[1]),
+            "dtype of the input": _dtype_option(x),
+            "dtype of probs": _dtype_option(probs),
+            "scale_input": Option(self.scale_input, bool),
+            "capacity_factor": _factor_option(self.capacity_factor),
+            "receive_factor": _factor_option(self.receive_factor),
+            "requires_grad of (input, probs)": Option(needs, lambda n: (n > 1, n % 2 == 1)),
+        }
+        routed = route_copies(self.process_group, mode, ids, local, options, self.receive_factor)
+        exchange, sent_map = routed.exchange, routed.sent_map
+        ctx.exchange, ctx.per_choice, ctx.rows_dtype = exchange, mode == "rows", x.dtype
+        y = send(x, sent_map, exchange, "Dispatch")
+        here, weights = send_choices(ids, probs, sent_map, exchange, ctx.per_choice, "Dispatch")
+        here = here - dist.get_rank(self.process_group) * local
+        counts = ids.new_empty(0, dtype=torch.int64)
+        if exchange.sent is not None:
+            counts = torch.tensor((exchange.sent, exchange.received), dtype=torch.int64)
+        load = counts.new_zeros(self.num_experts + 1, device=ids.device)
+        chosen = ids.flatten().long() + 1
+        load = load.scatter_add(0, chosen, torch.ones_like(chosen))[1:]
+        sent_map = sent_map.view(*ctx.shape[:-1], sent_map.shape[1])
+        return y, weights, here, routed.rows, routed.choices, sent_map, counts, load
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
@@ -188,17 +329,85 @@ class Dispatch(BasicOperation):
     ) -> OpGrads:
         """Each token's sum of its rows' gradients, and each choice's gradient of its weight."""
         row_map, *scaled = ctx.saved_tensors
+        sent_map = None
+        if self.process_group is not None:
+            *scaled, sent_map = scaled
         dy = grad_output
         dscales = None if self.scale_input else grad_extra_outputs[1]
+        weights = scaled[1] if scaled else None
         dprobs: Tensor | None
-        dx, dprobs = moe.gather_sum(dy, row_map, scaled[1] if scaled else None, dscales)
+        dx, dprobs = _token_sums(dy, row_map, weights, dscales, unrounded=sent_map is not None)
         if scaled and ctx.needs.extra_inputs[0]:
             dprobs = cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
-        elif dscales is None:
+        elif dscales is None or not ctx.needs.extra_inputs[0]:
             dprobs = None
+        if sent_map is not None:
+            return self._return_grads(ctx, dx, dprobs, row_map, sent_map)
         if dprobs is not None:
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
         return dx.view(ctx.shape), dprobs, None
+
+    @staticmethod
+    def _return_grads(
+        ctx: OperationContext, dx: Tensor, dprobs: Tensor | None, row_map: Tensor, sent_map: Tensor
+    ) -> OpGrads:
+        """The gradients of this process's tokens, from those of the tokens that it received.
+
+        Gradients that no process has are zeros: all take part in what is sent.
+        """
+        exchange, copies = ctx.exchange, sent_map.reshape(-1, sent_map.shape[-1])
+        grads: list[Tensor | None] = [None, None]
+        if ctx.needs.input:
+            total = collect(dx, copies, exchange, "Dispatch")
+            grads[0] = cast(total, ctx.rows_dtype).view(ctx.shape)
+        if ctx.needs.extra_inputs[0]:
+            if dprobs is None:
+                dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
+            k = sent_map.shape[-1] if ctx.per_choice else row_map.shape[1]
+            if ctx.per_choice:
+                back = returned(dprobs, exchange, "Dispatch")
+                _, of_choices = moe.gather_sum(back, copies, None, back.flatten())
+            else:
+                of_choices = collect(dprobs, copies, exchange, "Dispatch")
+            grads[1] = of_choices.view(*ctx.shape[:-1], k)
+        return *grads, None
+
+
+def _token_sums(
+    rows: Tensor,
+    row_map: Tensor,
+    weights: Tensor | None,
+    of_rows: Tensor | None,
+    *,
+    unrounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """``moe.gather_sum``; ``unrounded``: weighted rows of one choice stay in FP32 for the sum."""
+    if unrounded and weights is not None and row_map.shape[1] == 1:
+        rows = rows.to(math_dtype(rows.dtype))
+    return moe.gather_sum(rows, row_map, weights, of_rows)
+
+
+_DTYPES = sorted(DTYPES, key=str)
+
+
+def _dtype_option(t: Tensor) -> Option:
+    return Option(_DTYPES.index(t.dtype), _DTYPES.__getitem__)
+
+
+def _factor_option(factor: float | None) -> Option:
+    """None, or a positive number in units of 2^-16."""
+    parts = 1 << 16
+    number = 0 if factor is None else max(1, round(factor * parts))
+    return Option(number, lambda n: n / parts if n else None)
+
+
+def _members(op_name: str, group: Any) -> tuple[Any, int]:
+    """A process group and its size; None and 1 for None."""
+    if group is None:
+        return None, 1
+    check_initialized(op_name)
+    group = resolve_group(group)
+    return group, dist.get_world_size(group)
 
 
 class Combine(BasicOperation):
@@ -209,45 +418,97 @@ class Combine(BasicOperation):
     taken in FP32 in the order of a token's choices; a token without a row gets zeros. In the
     backward every row gets its token's gradient, rows of the tail zeros.
 
-    Saves ``(row_map,)``, and if weighted ``(row_map, rows, scales)``.
+    Over a ``process_group`` the rows are those of all processes' tokens for the experts here, and
+    ``sent_map`` and ``sent_counts`` of the :class:`Dispatch`, which follow ``row_map``, say whose
+    they are: sums return to the processes of the tokens, which add them in FP32 in order of rank
+    (with ``send="rows"`` in order of the choices).
+
+    Saves ``(row_map,)``, and if weighted ``(row_map, rows, scales)``; over a group then
+    ``sent_map``.
 
     Args:
         weighted: multiply the rows by ``scales``. Leave it off where something before did, as
             :class:`ScaledSwiGLU` does.
+        process_group: that of the :class:`Dispatch`.
 
     Raises:
         ValueError: in a call, the input is not ``[rows, H]`` with at most as many rows as choices,
-            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives.
+            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives; the group is not
+            that of the :class:`Dispatch`.
+        RuntimeError: ``torch.distributed`` is not initialized; in a call, another process fails.
     """
 
-    num_extra_inputs = 1
-    extra_input_names = ("row_map", "scales")
-    fact_names = ("weighted",)
-    saves = "row map; if weighted rows, scales"
+    extra_input_names: tuple[str, ...]  # type: ignore[misc]
+    fact_names = ("weighted", "processes")
+    saves = "row map; if weighted rows, scales; over a group sent map"
 
-    def __init__(self, weighted: bool = False) -> None:
+    def __init__(self, weighted: bool = False, *, process_group: Any = None) -> None:
         check_bools("Combine", weighted=weighted)
-        self.num_extra_inputs = 2 if weighted else 1
+        of_group = () if process_group is None else ("sent_map", "sent_counts")
+        self.extra_input_names = ("row_map", *of_group, *(("scales",) if weighted else ()))
+        self.num_extra_inputs = len(self.extra_input_names)
         super().__init__()
+        self.process_group, self.processes = _members("Combine", process_group)
         self.weighted = weighted
+
+    def check_producer(self, slot: int, producer: Any) -> None:
+        """Refuse the row map of a Dispatch over another group."""
+        if isinstance(producer, Dispatch) and producer.process_group is not self.process_group:
+            raise ValueError(
+                "process_group of Combine must be that of the Dispatch whose rows it sums, got "
+                f"{self.processes} processes and {producer.processes}, or another group of as many"
+            )
 
     def forward_impl(
         self,
         ctx: OperationContext,
         input_: Tensor,
         row_map: Tensor | None,
-        scales: Tensor | None = None,
+        *others: Tensor | None,
     ) -> Tensor:
         """One sum over each token's choices."""
         rows = values(input_)
         row_map = self._check(rows, row_map)
+        scales = others[-1] if self.weighted else None
         if self.weighted:
             check_row_scales(scales, rows, "Combine")
         flat = row_map.reshape(-1, row_map.shape[-1])
         ctx.num_rows = rows.shape[0]
-        ctx.save_for_backward(flat, *((rows, scales) if self.weighted else ()))
-        y, _ = moe.gather_sum(rows, flat, scales, None)
-        return y.view(*row_map.shape[:-1], rows.shape[1])
+        ctx.rows_dtype = rows.dtype
+        saved = (flat, rows, scales) if self.weighted else (flat,)
+        grouped = self.process_group is not None
+        y, _ = _token_sums(rows, flat, scales, None, unrounded=grouped)
+        if not grouped:
+            ctx.save_for_backward(*saved)
+            return y.view(*row_map.shape[:-1], rows.shape[1])
+        ctx.exchange, sent_map = self._exchange(flat, *others[:2])
+        ctx.save_for_backward(*saved, sent_map)
+        copies = sent_map.reshape(-1, sent_map.shape[-1])
+        y = cast(collect(y, copies, ctx.exchange, "Combine"), rows.dtype)
+        return y.view(*sent_map.shape[:-1], rows.shape[1])
+
+    def _exchange(
+        self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
+    ) -> tuple[Exchange, Tensor]:
+        """That of the Dispatch, from what it gives, and the sent map."""
+        if sent_map is None or sent_map.dtype != torch.int32 or sent_map.dim() == 0:
+            raise ValueError(
+                "sent_map of Combine must be int32 of shape (..., c), as Dispatch gives it, got "
+                f"{described(sent_map)}"
+            )
+        if counts is None or counts.dtype != torch.int64 or (counts.is_cuda and counts.numel()):
+            raise ValueError(
+                "sent_counts of Combine must be int64 on the host, as Dispatch gives it, got "
+                f"{described(counts)}"
+            )
+        if not counts.numel():
+            padded = row_map.shape[0] // self.processes
+            return Exchange(self.process_group, None, None, padded), sent_map
+        if isinstance(counts, FakeTensor):
+            sent = received = balanced_sizes(row_map.shape[0], self.process_group)
+        else:
+            sent, received = map(tuple, counts.tolist())
+        return Exchange(self.process_group, sent, received, 0), sent_map
 
     @staticmethod
     def _check(rows: Tensor, row_map: Tensor | None) -> Tensor:
@@ -273,12 +534,18 @@ class Combine(BasicOperation):
         """Each row's gradient is its token's; that of its weight, a dot product."""
         row_map, *weighted = ctx.saved_tensors
         dy = grad_output.reshape(-1, grad_output.shape[-1])
+        of_group: tuple[None, ...] = ()
+        if self.process_group is not None:
+            *weighted, sent_map = weighted
+            of_group = (None, None)
+            copies = sent_map.reshape(-1, sent_map.shape[-1])
+            dy = send(cast(dy, ctx.rows_dtype), copies, ctx.exchange, "Combine")
         scales = weighted[1] if weighted else None
         drows = dscales = None
         if ctx.needs.input:
             drows, _ = moe.scatter_rows(dy, row_map, scales, ctx.num_rows, self.weighted)
-        if scales is not None and ctx.needs.extra_inputs[1]:
+        if scales is not None and ctx.needs.extra_inputs[-1]:
             rows = weighted[0]
             dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
             dscales = cast(dscales, scales.dtype)
-        return (drows, None, dscales) if self.weighted else (drows, None)
+        return (drows, None, *of_group, dscales) if self.weighted else (drows, None, *of_group)

@@ -20,6 +20,15 @@ _all_gather: Any = _names.get("all_gather_single") or _names.get("all_gather_int
 _reduce_scatter: Any = _names.get("reduce_scatter_single") or _names.get("reduce_scatter_tensor")
 
 
+def check_initialized(op_name: str) -> None:
+    """Raise RuntimeError unless ``torch.distributed`` is initialized."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{op_name} needs torch.distributed, which is not initialized; call "
+            "torch.distributed.init_process_group first"
+        )
+
+
 def all_reduce(x: Tensor, group: Any) -> Tensor:
     """The sum of ``x`` over the processes of a group, as a new tensor unless it has one process."""
     if dist.get_world_size(group) == 1:
@@ -82,11 +91,7 @@ class _Collective(BasicOperation):
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"{type(self).__name__} needs torch.distributed, which is not initialized; call "
-                "torch.distributed.init_process_group first"
-            )
+        check_initialized(type(self).__name__)
         self.process_group = process_group
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class GroupedLinear(WeightedOperation):
 
     def check_producer(self, slot: int, producer: Any) -> None:
         """Refuse the split sizes of another number of groups."""
-        given = producer.num_experts if isinstance(producer, Dispatch) else self.num_groups
+        given = producer.local_experts if isinstance(producer, Dispatch) else self.num_groups
         if given != self.num_groups:
             raise ValueError(
                 f"num_groups of GroupedLinear must be the {given} experts of the Dispatch before "

@@ -14,6 +14,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels import moe
+from fusible.ops.distributed import all_reduce
 from fusible.ops.inputs import (
     check_device,
     check_dtype,
@@ -178,15 +179,18 @@ class TopKRouter(BasicOperation):
         return self
 
     @torch.no_grad()
-    def update_expert_bias(self, split_sizes: Tensor, rate: float = 1e-3) -> None:
+    def update_expert_bias(
+        self, split_sizes: Tensor, rate: float = 1e-3, *, process_group: Any = None
+    ) -> None:
         """Move ``expert_bias`` by ``rate`` towards an even load; called after a step.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664, algorithm 1.
 
         Args:
             split_sizes: rows of each expert, a tensor ``[num_experts]``, in the step, summed over
-                ranks and micro-batches.
+                micro-batches, and over ranks unless ``process_group`` does that.
             rate: the step.
+            process_group: whose processes' rows to sum; the bias then stays the same on all.
 
         Raises:
             ValueError: the router has no ``expert_bias``, or the sizes do not fit it.
@@ -200,6 +204,8 @@ class TopKRouter(BasicOperation):
                 "split_sizes of update_expert_bias must be a tensor of shape "
                 f"({self.num_experts},), the rows of each expert, got {described(split_sizes)}"
             )
+        if process_group is not None:
+            split_sizes = all_reduce(split_sizes, process_group)
         load = split_sizes.to(self.expert_bias.dtype)
         self.expert_bias += rate * torch.sign(load.mean() - load)
 

@@ -1,0 +1,207 @@
+"""Experts shared among gloo processes, beside one process that holds all tokens and all experts."""
+
+import datetime
+import time
+
+import expert_parallel as ep
+import pytest
+import torch
+import torch.distributed as dist
+from expert_parallel import Case
+
+import fusible as fz
+
+BF16 = torch.bfloat16
+OPTIONS = [
+    {"scale_input": True},
+    {"weighted": True},
+    {"capacity_factor": 1.0},
+    {"twice": True},
+    {"checkpointed": True},
+    {"recompute": True},
+    {"dims": 3},
+    {"top_k": 5},
+    {"top_k": 1},
+    {"tokens": "uneven"},
+    {"tokens": "none"},
+    {"routing": "last"},
+    {"routing": "outside"},
+    {"recipe": "MXFP8BlockScaling"},
+]
+CASES = [
+    Case(send, dtype, **options)
+    for send in ("rows", "tokens", "all", None)
+    for dtype in (torch.float32, BF16)
+    for options in ({}, *OPTIONS)
+]
+NAMES = ("output", "gradient of x", "of probs", "of FC1's weight", "of FC2's weight")
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def seen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("meet")
+    return ep.results(request.param, folder, CASES, ep.compared, datetime.timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_one_process(seen, case):
+    for rank, results in enumerate(seen):
+        pairs = results[str(case)]
+        assert not isinstance(pairs, str), f"process {rank}:\n{pairs}"
+        for name, (got, want) in zip(NAMES, pairs, strict=True):
+            assert got.dtype == want.dtype
+            summed = name in NAMES[:2] and case.send != "rows"
+            if summed:
+                # Each of up to four partial sums is rounded, in BF16 to 8 bits, then their sum.
+                scale = want.double().abs().amax() if want.numel() else torch.tensor(0.0)
+                bound = 5 * torch.finfo(case.dtype).eps / 2 * 2 * scale
+                assert ((got.double() - want.double()).abs() <= bound).all(), (rank, name)
+            else:
+                assert torch.equal(got, want), (rank, name)
+
+
+# --- what fails, and options of the ops ----------------------------------------------------------
+
+
+def dispatched(rank, group, processes, *, of_rank=lambda rank: {}, tokens=6, **options):
+    """A dispatch of ``tokens`` tokens, each to the first expert of every process in turn."""
+    options = {"send": "tokens", **options, **of_rank(rank)}
+    op = fz.Dispatch(ep.EXPERTS, process_group=group, **options)
+    ids = torch.arange(tokens)[:, None] % processes * (ep.EXPERTS // processes)
+    return op(torch.randn(tokens, ep.HIDDEN), torch.rand(tokens, 1), ids)
+
+
+def raises(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+    dist.barrier()
+
+
+def disagree(name, group, rank, processes):
+    for send in ("rows", "tokens", "all"):
+        raises(
+            ValueError,
+            r"dtype of probs of Dispatch must be the same.*got \[torch.float32, torch.bfloat16\]",
+            lambda send=send: fz.Dispatch(ep.EXPERTS, process_group=group, send=send)(
+                torch.randn(4, ep.HIDDEN),
+                torch.rand(4, 1, dtype=(torch.float32, BF16)[rank]),
+                torch.zeros(4, 1, dtype=torch.int64),
+            ),
+        )
+    raises(
+        ValueError,
+        r"send of Dispatch must be the same on all 2 processes.*got \['tokens', 'rows'\]",
+        lambda: dispatched(rank, group, 2, of_rank=lambda r: {"send": ("tokens", "rows")[r]}),
+    )
+
+
+def overflow(name, group, rank, processes):
+    """Every process learns of it, also the one whose experts have room."""
+    for send in ("rows", "tokens", "all"):
+        op = fz.Dispatch(ep.EXPERTS, process_group=group, send=send, receive_factor=1.5)
+        x, probs = torch.randn(4, ep.HIDDEN), torch.rand(4, 2)
+        even = torch.tensor([[0, 7], [1, 6], [2, 5], [3, 4]])
+        assert op(x, probs, even)[1].sum() == 8
+        raises(
+            ValueError,
+            r"must get at most 12 rows \(receive_factor of Dispatch, 1.5, .*got 16; raise",
+            lambda op=op, x=x, probs=probs: op(x, probs, torch.tensor([[0, 1]] * 4)),
+        )
+
+
+def loads(name, group, rank, processes):
+    """Choices of the tokens here, and the router's bias moved by those of the group."""
+    block = fz.Sequential(
+        fz.TopKRouter(ep.HIDDEN, ep.EXPERTS, 2, expert_bias=True),
+        fz.Dispatch(ep.EXPERTS, process_group=group),
+    )
+    torch.manual_seed(0)
+    router = block[0]
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape))
+    x = torch.randn(2, 9, ep.HIDDEN)
+    _, ids = router(x)[1:3]
+    _, *extra = block(x[rank])
+    load = extra[-1]
+    assert torch.equal(load, ids[rank].flatten().bincount(minlength=ep.EXPERTS))
+    router.update_expert_bias(load, 0.5, process_group=group)
+    total = ids.flatten().bincount(minlength=ep.EXPERTS).float()
+    assert torch.equal(router.expert_bias, 0.5 * torch.sign(total.mean() - total))
+    assert torch.equal(load, ids[rank].flatten().bincount(minlength=ep.EXPERTS))
+
+
+def refused(name, group, rank, processes):
+    with pytest.raises(ValueError, match="num_experts of Dispatch must be a multiple of the gro"):
+        fz.Dispatch(7, process_group=group)
+    with pytest.raises(ValueError, match="send of Dispatch must be None or one of"):
+        fz.Dispatch(8, process_group=group, send="some")
+    ops = fz.Dispatch(8, process_group=group), fz.GroupedLinear(8, 64, 64), fz.Combine()
+    with pytest.raises(ValueError, match="num_groups of GroupedLinear must be the 4 experts"):
+        fz.Sequential(*ops)(torch.randn(2, 64), torch.rand(2, 1), torch.zeros(2, 1).long())
+    with pytest.raises(ValueError, match="process_group of Combine must be that of the Dispatch"):
+        fz.Sequential(fz.Dispatch(8, process_group=group), fz.Combine())(
+            torch.randn(2, 64), torch.rand(2, 1), torch.zeros(2, 1).long()
+        )
+    if rank == 0:  # alone: were it to communicate, it would not return
+        case = Case(dtype=BF16)
+        block, inputs = ep.block(case, group, 0, 2), ep.tensors(case, 0, 2)[:3]
+        assert "experts are shared among 2 processes" in str(fz.explain(block, *inputs))
+        assert "dispatch.processes" in str(fz.explain(block, *inputs, target="sm90"))
+
+
+def compiled(name, group, rank, processes):
+    """All tokens to all processes: one graph, with the values of the calls without it."""
+    for backend in ("aot_eager", "inductor"):
+        case = Case("all")
+        module = ep.block(case, group, rank, processes)
+        inputs = ep.tensors(case, rank, processes)
+        eager = ep.run(module, case, *inputs)
+        traced = torch.compile(module, fullgraph=True, backend=backend)
+        y = traced(*inputs[:3])
+        y = y[0] if isinstance(y, tuple) else y
+        parameters = [module[1].weight, module[3].weight]
+        grads = torch.autograd.grad(y, [*inputs[:2], *parameters], inputs[3])
+        for a, b in zip([y.detach(), *grads], eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        dist.barrier()
+
+
+def silent(name, group, rank, processes):
+    """The other process waits for longer than the group's timeout."""
+    slow = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    if rank == 1:
+        time.sleep(5)
+        return
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Dispatch over 2 processes: another process failed"):
+        dispatched(rank, slow, processes)
+    assert time.monotonic() - start < 4
+
+
+def dead(name, group, rank, processes):
+    """The other process has left the group; the last case, since the group is gone after it."""
+    if rank == 1:
+        return
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Dispatch over 2 processes: another process failed"):
+        dispatched(rank, group, processes)
+    assert time.monotonic() - start < 30
+
+
+BEHAVIOUR = {f.__name__: f for f in (disagree, overflow, loads, refused, compiled, silent, dead)}
+
+
+def run_named(name, group, rank, processes):
+    BEHAVIOUR[name](name, group, rank, processes)
+
+
+@pytest.fixture(scope="module")
+def behaviour(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("meet")
+    return ep.results(2, folder, BEHAVIOUR, run_named, datetime.timedelta(seconds=120))
+
+
+@pytest.mark.parametrize("name", BEHAVIOUR)
+def test_behaviour(behaviour, name):
+    for rank, results in enumerate(behaviour):
+        assert results[name] is None, f"process {rank}:\n{results[name]}"

@@ -1,0 +1,154 @@
+"""MoE blocks over processes beside one process that holds all tokens and all experts."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import fusible as fz
+
+EXPERTS, HIDDEN, INNER = 8, 64, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward and backward."""
+
+    send: str | None = "rows"
+    dtype: torch.dtype = torch.float32
+    recipe: str = ""
+    top_k: int = 2
+    tokens: str = "even"
+    """How many each process has: "even", "uneven", or "none" on the first one."""
+    routing: str = "random"
+    """"random", all to experts of the "last" process, or some "outside" of the experts."""
+    scale_input: bool = False
+    weighted: bool = False
+    recompute: bool = False
+    capacity_factor: float | None = None
+    dims: int = 2
+    twice: bool = False
+    """The backward, with ``retain_graph``."""
+    checkpointed: bool = False
+
+    def __str__(self) -> str:
+        default = Case()
+        given = [
+            f"{n}={v}" for n, v in vars(self).items() if n != "send" and v != getattr(default, n)
+        ]
+        return ", ".join([str(self.send), *given])
+
+
+def tokens_of(case: Case, rank: int) -> int:
+    if case.tokens == "uneven":
+        return 5 + 7 * rank
+    return 0 if case.tokens == "none" and rank == 0 else 16
+
+
+def tensors(case: Case, rank: int, processes: int) -> list[Tensor]:
+    """Tokens, weights of choices, ids and the gradient of the output."""
+    g = torch.Generator().manual_seed(17 + rank)
+    shape = (tokens_of(case, rank),) if case.dims == 2 else (tokens_of(case, rank) // 4, 4)
+    x, dy = (torch.randn(*shape, HIDDEN, generator=g).to(case.dtype) for _ in "xy")
+    ids = torch.rand(*shape, EXPERTS, generator=g).argsort(-1)[..., : case.top_k]
+    if case.routing == "last":
+        local = EXPERTS // processes
+        ids = (
+            EXPERTS - local + torch.rand(*shape, local, generator=g).argsort(-1)[..., : case.top_k]
+        )
+    if case.routing == "outside":
+        ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, EXPERTS + 3, ids)
+        ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids)
+    probs = torch.rand(ids.shape, generator=g)
+    return [x.requires_grad_(), probs.requires_grad_(), ids, dy]
+
+
+def experts(case: Case, first: int, count: int) -> list[fz.BasicOperation]:
+    g = torch.Generator().manual_seed(5)
+    made = []
+    for out, inside in ((2 * INNER, HIDDEN), (HIDDEN, INNER)):
+        linear = fz.GroupedLinear(
+            count, inside, out, bias=False, single_grouped_weight=True, dtype=case.dtype
+        )
+        every = torch.randn(EXPERTS, out, inside, generator=g) / inside**0.5
+        with torch.no_grad():
+            linear.weight.copy_(every[first : first + count])
+        made.append(linear)
+    act = fz.ScaledSwiGLU() if not (case.scale_input or case.weighted) else fz.SwiGLU()
+    return [made[0], act, made[1]]
+
+
+def block(case: Case, group, rank: int, processes: int) -> fz.Sequential:
+    count = EXPERTS // processes
+    of_group = {"process_group": group, "send": case.send} if group is not None else {}
+    return fz.Sequential(
+        fz.Dispatch(
+            EXPERTS,
+            scale_input=case.scale_input,
+            recompute_rows=case.recompute,
+            capacity_factor=case.capacity_factor,
+            **of_group,
+        ),
+        *experts(case, rank * count, count),
+        fz.Combine(weighted=case.weighted, process_group=group),
+    )
+
+
+def run(module: fz.Sequential, case: Case, x: Tensor, probs: Tensor, ids: Tensor, dy: Tensor):
+    """Output, and gradients of tokens, weights of choices and both weights of experts."""
+    recipe = getattr(fz.recipes, case.recipe)() if case.recipe else None
+    with fz.autocast(enabled=recipe is not None, recipe=recipe):
+        if case.checkpointed:
+            y = torch.utils.checkpoint.checkpoint(module, x, probs, ids, use_reentrant=False)
+        else:
+            y = module(x, probs, ids)
+    if isinstance(y, tuple):
+        y = y[0]
+    weights = [module[1].weight, module[3].weight]
+    if case.twice:
+        torch.autograd.grad(y, [x, probs, *weights], dy, retain_graph=True)
+    return [y.detach(), *torch.autograd.grad(y, [x, probs, *weights], dy)]
+
+
+def compared(case: Case, group, rank: int, processes: int) -> list[tuple[Tensor, Tensor]]:
+    """What this process computes of a case, beside its part of what one process does."""
+    of_ranks = [tensors(case, r, processes) for r in range(processes)]
+    mine = run(block(case, group, rank, processes), case, *of_ranks[rank])
+    whole = [torch.cat([t[i].detach().flatten(0, -2) for t in of_ranks]) for i in range(4)]
+    whole[:2] = [t.requires_grad_() for t in whole[:2]]
+    alone = run(block(case, None, 0, 1), case, *whole)
+    counts = [t[0].shape[:-1].numel() for t in of_ranks]
+    local = EXPERTS // processes
+    wanted = [t.split(counts)[rank] for t in alone[:3]] + [t.split(local)[rank] for t in alone[3:]]
+    return [(a.reshape(b.shape), b) for a, b in zip(mine, wanted, strict=True)]
+
+
+def worker(rank: int, processes: int, folder: str, cases, run_case, timeout) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=processes,
+        timeout=timeout,
+    )
+    results = {}
+    for case in cases:
+        try:
+            results[str(case)] = run_case(case, dist.group.WORLD, rank, processes)
+        except Exception:
+            results[str(case)] = traceback.format_exc()
+    torch.save(results, Path(folder) / f"results{rank}")
+    dist.destroy_process_group()
+
+
+def results(processes: int, folder: Path, cases, run_case, timeout=None) -> list[dict]:
+    """What every process saw of every case, by rank; started once for all cases."""
+    mp.spawn(worker, (processes, str(folder), list(cases), run_case, timeout), processes)
+    return [torch.load(folder / f"results{rank}") for rank in range(processes)]
