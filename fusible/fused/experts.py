@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP, GroupedMLP, ScaledGLU
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
@@ -17,9 +16,8 @@ from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.grouped_kernels import GroupedKernels
-from fusible.ops.matrices import GatheredRows, as_2d
+from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
-from fusible.recipes.product import values
 
 _GATHERS = (
     "; rows of x are quantized while Dispatch copies them, those of the output's gradient while "
@@ -64,9 +62,9 @@ class MoEExperts(FusedOperation):
         kernels = self._mlp.kernels
         # Of the dispatch's own groups and row map, whose rows the index names.
         gathers = kernels.gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
-        place = dispatch.forward_gathered if gathers else dispatch.forward_impl
+        placed = dispatch.place(first, x, *extra_inputs[0])
         rows: Any
-        rows, *outputs = place(first, x, *extra_inputs[0])
+        rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, placed)
         own = dict(zip(dispatch.extra_output_names, outputs, strict=True))
         # What the dispatch gives to the others arrives as None.
         given = [
@@ -81,8 +79,7 @@ class MoEExperts(FusedOperation):
         if gathers:
             last.save_for_backward(rows.index)
         elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
-            tokens = cast(values(x), rows.dtype).reshape(-1, rows.shape[1])
-            middle[0].save_for_backward(tokens, *middle[0].to_save[1:])
+            middle[0].save_for_backward(placed.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
 
     def backward_impl(
@@ -95,11 +92,13 @@ class MoEExperts(FusedOperation):
         first, *middle, last = ctxs
         ctx1 = middle[0]
         dispatch, fc1, _, _, combine = self._parts
-        (row_map,) = first.saved_tensors
         dy: Any
         kernels = self._mlp.kernels
+        row_map, *others = first.saved_tensors
+        sent_map = others[0] if others else None
         if first.gathers:
-            dy = GatheredRows(as_2d(grad_output), *last.saved_tensors)
+            (index,) = last.saved_tensors
+            dy = GatheredRows(combine.token_grads(last, grad_output, sent_map), index)
         else:
             dy, *_ = combine.backward_impl(last, grad_output)
         second = self._mlp.second_backward(middle, dy)
@@ -111,14 +110,17 @@ class MoEExperts(FusedOperation):
         for grad, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
             if given and grad is not None:
                 dmoved = grad if dmoved is None else grad + dmoved
-        dx, *extra0 = dispatch.backward_impl(first, drows, None, dmoved, None)
+        # Over a group they travel while the first linear's weight gradient is computed.
+        finish = dispatch.begin_backward(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x
         if dispatch.recompute_rows and not kernels.gathers:
             x, _ = moe.scatter_rows(x, row_map, None, last.num_rows, False)
         params1, extra1 = self._mlp.first_grads(ctx1, second, x, like)
+        dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
-        return dx, params, [extra0, extra1, (second.dscales,), second.extra, (None,)]
+        no_grads = (None,) * combine.num_extra_inputs
+        return dx, params, [extra0, extra1, (second.dscales,), second.extra, no_grads]
 
 
 _IN_HIGH_PRECISION = replace(
@@ -128,7 +130,7 @@ _IN_HIGH_PRECISION = replace(
 
 @rule(
     equal(this.dispatch.scale_input, False),
-    equal(this.dispatch.processes, 1),
+    equal(this.dispatch.processes, this.combine.processes),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
     equal(this.combine.weighted, False),
     *MLP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,13 +24,14 @@ from fusible.ops.exchange import (
     Option,
     Send,
     balanced_sizes,
+    begin_return,
     collect,
     default_send,
     resolve_group,
-    returned,
     route_copies,
     send,
     send_choices,
+    sum_copies,
 )
 from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.matrices import GatheredRows
@@ -38,7 +40,7 @@ from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """Tokens ``[R, H]`` for the experts here, with their choices ``[R, k]``, and their rows."""
 
     x: Tensor
@@ -216,30 +218,35 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
     ) -> tuple[Tensor, ...]:
         """The row map, then the rows."""
-        placed = self._place(ctx, input_, probs, expert_ids)
+        return self.scattered(ctx, self.place(ctx, input_, probs, expert_ids))
+
+    def scattered(self, ctx: OperationContext, placed: Placed) -> tuple[Tensor, ...]:
+        """The outputs, of tokens that were placed."""
         x, probs, row_map = placed.x, placed.probs, placed.row_map
         y, scales = moe.scatter_rows(x, row_map, probs, placed.rows, self.scale_input)
         saved = (row_map, x, probs) if self.scale_input else (row_map,)
         ctx.save_for_backward(*saved, *placed.of_group[:1])
-        middle = () if self.scale_input else (scales,)
-        if self.process_group is None:
-            row_map = row_map.view(*input_.shape[:-1], row_map.shape[1])
-        return y, placed.split_sizes, *middle, row_map, *placed.of_group
+        return y, *self._extra_outputs(ctx, placed, scales)
 
-    def forward_gathered(
-        self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
-    ) -> tuple[GatheredRows, Tensor, Tensor, Tensor]:
-        """As the forward without ``scale_input``, but the rows are not written."""
-        placed = self._place(ctx, input_, probs, expert_ids)
-        ctx.save_for_backward(placed.row_map)
+    def gathered(self, ctx: OperationContext, placed: Placed) -> tuple[Any, ...]:
+        """As :meth:`scattered` without ``scale_input``, but the rows are not written."""
+        ctx.save_for_backward(placed.row_map, *placed.of_group[:1])
         index, scales = moe.row_sources(placed.row_map, placed.probs, placed.rows)
-        gathered = GatheredRows(placed.x, index, self.recompute_rows)
-        row_map = placed.row_map.view(*input_.shape[:-1], placed.row_map.shape[1])
-        return gathered, placed.split_sizes, scales, row_map
+        rows = GatheredRows(placed.x, index, self.recompute_rows)
+        return rows, *self._extra_outputs(ctx, placed, scales)
 
-    def _place(
+    def _extra_outputs(
+        self, ctx: OperationContext, placed: Placed, scales: Tensor
+    ) -> tuple[Tensor, ...]:
+        row_map = placed.row_map
+        if self.process_group is None:
+            row_map = row_map.view(*ctx.shape[:-1], row_map.shape[1])
+        middle = () if self.scale_input else (scales,)
+        return placed.split_sizes, *middle, row_map, *placed.of_group
+
+    def place(
         self, ctx: OperationContext, input_: Tensor, probs: Tensor | None, expert_ids: Tensor | None
-    ) -> _Placed:
+    ) -> Placed:
         """The tokens of this process, or those that it receives, and the rows of their choices."""
         x, probs, ids = self._operands(ctx, values(input_), probs, expert_ids)
         ctx.dtype = probs.dtype
@@ -255,7 +262,7 @@ class Dispatch(BasicOperation):
         if capacity is not None:
             rows = min(rows, local * capacity)
         ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        return _Placed(x, probs, row_map, split_sizes, rows, of_group)
+        return Placed(x, probs, row_map, split_sizes, rows, of_group)
 
     def _receive(
         self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor, local: int
@@ -328,6 +335,12 @@ class Dispatch(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
     ) -> OpGrads:
         """Each token's sum of its rows' gradients, and each choice's gradient of its weight."""
+        return self.begin_backward(ctx, grad_output, *grad_extra_outputs)()
+
+    def begin_backward(
+        self, ctx: OperationContext, grad_output: Tensor, *grad_extra_outputs: Tensor | None
+    ) -> Callable[[], OpGrads]:
+        """Begin to return gradients to other processes; what comes back waits for theirs."""
         row_map, *scaled = ctx.saved_tensors
         sent_map = None
         if self.process_group is not None:
@@ -342,35 +355,42 @@ class Dispatch(BasicOperation):
         elif dscales is None or not ctx.needs.extra_inputs[0]:
             dprobs = None
         if sent_map is not None:
-            return self._return_grads(ctx, dx, dprobs, row_map, sent_map)
+            return self._begin_return(ctx, dx, dprobs, row_map, sent_map)
         if dprobs is not None:
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
-        return dx.view(ctx.shape), dprobs, None
+        return lambda: (dx.view(ctx.shape), dprobs, None)
 
     @staticmethod
-    def _return_grads(
+    def _begin_return(
         ctx: OperationContext, dx: Tensor, dprobs: Tensor | None, row_map: Tensor, sent_map: Tensor
-    ) -> OpGrads:
+    ) -> Callable[[], OpGrads]:
         """The gradients of this process's tokens, from those of the tokens that it received.
 
         Gradients that no process has are zeros: all take part in what is sent.
         """
         exchange, copies = ctx.exchange, sent_map.reshape(-1, sent_map.shape[-1])
-        grads: list[Tensor | None] = [None, None]
+        begun: list[Callable[[], Tensor] | None] = [None, None]
         if ctx.needs.input:
-            total = collect(dx, copies, exchange, "Dispatch")
-            grads[0] = cast(total, ctx.rows_dtype).view(ctx.shape)
+            begun[0] = begin_return(dx, exchange, "Dispatch")
         if ctx.needs.extra_inputs[0]:
             if dprobs is None:
                 dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
+            begun[1] = begin_return(dprobs, exchange, "Dispatch")
+
+        def finish() -> OpGrads:
+            of_input, of_probs = [None if wait is None else wait() for wait in begun]
+            if of_input is not None:
+                of_input = cast(sum_copies(of_input, copies), ctx.rows_dtype).view(ctx.shape)
+            if of_probs is not None and ctx.per_choice:
+                _, of_probs = moe.gather_sum(of_probs, copies, None, of_probs.flatten())
+            elif of_probs is not None:
+                of_probs = sum_copies(of_probs, copies)
             k = sent_map.shape[-1] if ctx.per_choice else row_map.shape[1]
-            if ctx.per_choice:
-                back = returned(dprobs, exchange, "Dispatch")
-                _, of_choices = moe.gather_sum(back, copies, None, back.flatten())
-            else:
-                of_choices = collect(dprobs, copies, exchange, "Dispatch")
-            grads[1] = of_choices.view(*ctx.shape[:-1], k)
-        return *grads, None
+            if of_probs is not None:
+                of_probs = of_probs.view(*ctx.shape[:-1], k)
+            return of_input, of_probs, None
+
+        return finish
 
 
 def _token_sums(
@@ -530,16 +550,25 @@ class Combine(BasicOperation):
             )
         return row_map
 
+    def token_grads(
+        self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor | None
+    ) -> Tensor:
+        """The gradients ``[R, H]`` of the sums here: the output's, from the tokens' processes."""
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        if sent_map is None:
+            return dy
+        copies = sent_map.reshape(-1, sent_map.shape[-1])
+        return send(cast(dy, ctx.rows_dtype), copies, ctx.exchange, "Combine")
+
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""
         row_map, *weighted = ctx.saved_tensors
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
         of_group: tuple[None, ...] = ()
+        sent_map = None
         if self.process_group is not None:
             *weighted, sent_map = weighted
             of_group = (None, None)
-            copies = sent_map.reshape(-1, sent_map.shape[-1])
-            dy = send(cast(dy, ctx.rows_dtype), copies, ctx.exchange, "Combine")
+        dy = self.token_grads(ctx, grad_output, sent_map)
         scales = weighted[1] if weighted else None
         drows = dscales = None
         if ctx.needs.input:

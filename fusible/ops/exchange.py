@@ -88,15 +88,23 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _all_to_all(
-    t: Tensor, group: Any, sent: Sequence[int] | None, received: Sequence[int] | None
-) -> Tensor:
-    """The rows that all processes have for this one, in order of rank; None: equal parts."""
-    count = t.shape[0] if received is None else sum(received)
-    out = t.new_empty(count, *t.shape[1:])
-    splits = (None, None) if sent is None else (list(received or ()), list(sent))
-    of_out, of_in = splits
-    dist.all_to_all_single(_bytes(out), _bytes(t), of_out, of_in, group=group)
-    return out
+    t: Tensor,
+    group: Any,
+    sent: Sequence[int] | None,
+    received: Sequence[int] | None,
+    begin: bool = False,
+) -> tuple[Tensor, Any]:
+    """The rows that all processes have for this one, in order of rank; None: equal parts.
+
+    And what to wait for, with ``begin``.
+    """
+    out = t.new_empty(t.shape[0] if received is None else sum(received), *t.shape[1:])
+    of_out = None if received is None else list(received)
+    of_in = None if sent is None else list(sent)
+    work = dist.all_to_all_single(
+        _bytes(out), _bytes(t), of_out, of_in, group=group, async_op=begin
+    )
+    return out, work
 
 
 def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tensor:
@@ -110,24 +118,40 @@ def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tenso
         gathered = communicate(op_name, group, all_gather, _bytes(torch.cat((x, padding))), group)
         return gathered.view(x.dtype)
     copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
-    return communicate(op_name, group, _all_to_all, copies, group, exchange.sent, exchange.received)
+    args = copies, group, exchange.sent, exchange.received
+    return communicate(op_name, group, _all_to_all, *args)[0]
 
 
-def returned(partial: Tensor, exchange: Exchange, op_name: str) -> Tensor:
-    """What all processes made of this one's copies, from ``partial`` ``[R, n]``, as it was sent."""
-    return communicate(
-        op_name, exchange.group, _all_to_all, partial, exchange.group, exchange.received,
-        exchange.sent,
-    )  # fmt: skip
+def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[[], Tensor]:
+    """Begin to return ``partial`` ``[R, n]``, made of copies that :func:`send` gave.
+
+    The function that comes back waits for what all processes made of this one's copies, in the
+    order in which they were sent. In a graph that is traced nothing is left to wait for.
+    """
+    group = exchange.group
+    traced = torch.compiler.is_compiling()
+    args = partial, group, exchange.received, exchange.sent, not traced
+    out, work = communicate(op_name, group, _all_to_all, *args)
+
+    def finish(kept: Tensor = partial) -> Tensor:  # which is read until then
+        if work is not None:
+            communicate(op_name, group, work.wait)
+        return out
+
+    return finish
 
 
-def collect(partial: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tensor:
-    """Each token's sum ``[T, n]`` of what was made of its copies; ``partial`` is ``[R, n]``.
+def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
+    """Each token's sum ``[T, n]`` of what was made of its copies, as it came back.
 
     Sums are taken in FP32 (FP64) in the order of the sent map's columns and rounded once.
     """
-    y, _ = moe.gather_sum(returned(partial, exchange, op_name), sent_map, None, None)
-    return y
+    return moe.gather_sum(back, sent_map, None, None)[0]
+
+
+def collect(partial: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tensor:
+    """The adjoint of :func:`send`: :func:`sum_copies` of ``partial`` ``[R, n]``, returned."""
+    return sum_copies(begin_return(partial, exchange, op_name)(), sent_map)
 
 
 def send_choices(

@@ -1,7 +1,6 @@
 """Experts shared among gloo processes, beside one process that holds all tokens and all experts."""
 
 import datetime
-import time
 
 import expert_parallel as ep
 import pytest
@@ -60,53 +59,7 @@ def test_as_one_process(seen, case):
                 assert torch.equal(got, want), (rank, name)
 
 
-# --- what fails, and options of the ops ----------------------------------------------------------
-
-
-def dispatched(rank, group, processes, *, of_rank=lambda rank: {}, tokens=6, **options):
-    """A dispatch of ``tokens`` tokens, each to the first expert of every process in turn."""
-    options = {"send": "tokens", **options, **of_rank(rank)}
-    op = fz.Dispatch(ep.EXPERTS, process_group=group, **options)
-    ids = torch.arange(tokens)[:, None] % processes * (ep.EXPERTS // processes)
-    return op(torch.randn(tokens, ep.HIDDEN), torch.rand(tokens, 1), ids)
-
-
-def raises(error, match, call):
-    with pytest.raises(error, match=match):
-        call()
-    dist.barrier()
-
-
-def disagree(name, group, rank, processes):
-    for send in ("rows", "tokens", "all"):
-        raises(
-            ValueError,
-            r"dtype of probs of Dispatch must be the same.*got \[torch.float32, torch.bfloat16\]",
-            lambda send=send: fz.Dispatch(ep.EXPERTS, process_group=group, send=send)(
-                torch.randn(4, ep.HIDDEN),
-                torch.rand(4, 1, dtype=(torch.float32, BF16)[rank]),
-                torch.zeros(4, 1, dtype=torch.int64),
-            ),
-        )
-    raises(
-        ValueError,
-        r"send of Dispatch must be the same on all 2 processes.*got \['tokens', 'rows'\]",
-        lambda: dispatched(rank, group, 2, of_rank=lambda r: {"send": ("tokens", "rows")[r]}),
-    )
-
-
-def overflow(name, group, rank, processes):
-    """Every process learns of it, also the one whose experts have room."""
-    for send in ("rows", "tokens", "all"):
-        op = fz.Dispatch(ep.EXPERTS, process_group=group, send=send, receive_factor=1.5)
-        x, probs = torch.randn(4, ep.HIDDEN), torch.rand(4, 2)
-        even = torch.tensor([[0, 7], [1, 6], [2, 5], [3, 4]])
-        assert op(x, probs, even)[1].sum() == 8
-        raises(
-            ValueError,
-            r"must get at most 12 rows \(receive_factor of Dispatch, 1.5, .*got 16; raise",
-            lambda op=op, x=x, probs=probs: op(x, probs, torch.tensor([[0, 1]] * 4)),
-        )
+# --- the ops over a group ----------------------------------------------------------
 
 
 def loads(name, group, rank, processes):
@@ -146,7 +99,7 @@ def refused(name, group, rank, processes):
         case = Case(dtype=BF16)
         block, inputs = ep.block(case, group, 0, 2), ep.tensors(case, 0, 2)[:3]
         assert "experts are shared among 2 processes" in str(fz.explain(block, *inputs))
-        assert "dispatch.processes" in str(fz.explain(block, *inputs, target="sm90"))
+        assert "moe_experts_sm90" in str(fz.explain(block, *inputs, target="sm90"))
 
 
 def compiled(name, group, rank, processes):
@@ -166,29 +119,7 @@ def compiled(name, group, rank, processes):
         dist.barrier()
 
 
-def silent(name, group, rank, processes):
-    """The other process waits for longer than the group's timeout."""
-    slow = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
-    if rank == 1:
-        time.sleep(5)
-        return
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="Dispatch over 2 processes: another process failed"):
-        dispatched(rank, slow, processes)
-    assert time.monotonic() - start < 4
-
-
-def dead(name, group, rank, processes):
-    """The other process has left the group; the last case, since the group is gone after it."""
-    if rank == 1:
-        return
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="Dispatch over 2 processes: another process failed"):
-        dispatched(rank, group, processes)
-    assert time.monotonic() - start < 30
-
-
-BEHAVIOUR = {f.__name__: f for f in (disagree, overflow, loads, refused, compiled, silent, dead)}
+BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled)}
 
 
 def run_named(name, group, rank, processes):
