@@ -10,7 +10,8 @@ from expert_parallel import EXPERTS, Case, experts, results, tensors
 
 import fusible as fz
 
-SECONDS = 4
+SECONDS, SHORT = 120, 4
+"""The timeout of a group, and of one whose process falls silent."""
 
 
 def attempt(case, group, rank, processes):
@@ -33,7 +34,7 @@ def attempt(case, group, rank, processes):
     elif rank == 1 and what == "grad":
         x = x.detach()
     if rank == 1 and what in ("dead", "silent"):
-        time.sleep(0.5 if what == "dead" else 2 * SECONDS)
+        time.sleep(0.5 if what == "dead" else 4 * SHORT)
         return None
     if what == "large ids":
         ids = ids.clone()
@@ -68,9 +69,8 @@ def described(case, group, rank, processes):
     return text
 
 
-def seen(folder, run, *cases, processes=2):
-    timeout = datetime.timedelta(seconds=SECONDS)
-    return results(processes, folder, cases, run, timeout)
+def seen(folder, run, *cases, seconds=SECONDS):
+    return results(2, folder, cases, run, datetime.timedelta(seconds=seconds))
 
 
 MODES = ("rows", "tokens", "all")
@@ -118,12 +118,12 @@ def test_more_rows_than_the_bound(tmp_path):
 @pytest.mark.parametrize("what", ["dead", "silent"])
 def test_a_process_that_does_not_take_part(tmp_path, what):
     """One that ended is noticed at once, one that does not answer after the group's timeout."""
-    kind, text, seconds = seen(tmp_path, attempt, Case("tokens", recipe=what))[0][
-        str(Case("tokens", recipe=what))
-    ]
+    case = Case("tokens", recipe=what)
+    timeout = SECONDS if what == "dead" else SHORT
+    kind, text, seconds = seen(tmp_path, attempt, case, seconds=timeout)[0][str(case)]
     assert kind == "RuntimeError"
     assert "Dispatch over 2 processes: another process failed, left or did not answer" in text
-    assert seconds < (SECONDS if what == "dead" else 2 * SECONDS)
+    assert seconds < (SECONDS / 2 if what == "dead" else 4 * SHORT)
 
 
 def test_large_ids_are_no_experts(tmp_path):
