@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import shapes_of
+from fusible.recipes.matrix import as_bytes, shapes_of
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import is_sharded, local, shard, sharded_as
 from fusible.recipes.tensor import PIECES, QuantizedTensor
@@ -38,10 +38,7 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
     ``q`` is a ``QuantizedTensor``, or a ``DTensor`` of shards of one, and then so are its pieces.
     """
     part = local(q)
-    state = {
-        _KEYS[name]: piece.view(torch.uint8) if piece.dtype == torch.float8_e8m0fnu else piece
-        for name, piece in part.pieces().items()
-    }
+    state = {_KEYS[name]: as_bytes(piece) for name, piece in part.pieces().items()}
     if part is not q:
         state = {name: sharded_as(q, piece) for name, piece in state.items()}
     fmt = part.format

@@ -94,6 +94,6 @@ def weight_parameters(values: Sequence[Tensor]) -> list[nn.Parameter]:
         with torch.no_grad():
             members = unstack(stack(quantized))
         for parameter, member in zip(quantized, members, strict=True):
-            for name, piece in member.pieces().items():  # type: ignore[attr-defined]
-                setattr(parameter, name, piece.data)
+            pieces = member.pieces()  # type: ignore[attr-defined]
+            parameter.store({name: piece.data for name, piece in pieces.items()})
     return made

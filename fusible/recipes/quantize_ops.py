@@ -15,7 +15,7 @@ from torch import Tensor
 from fusible.calls import is_direct
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, shapes_of
+from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
 from fusible.recipes.quantization import check_ends, check_input
 
 _FORMAT = "str name, str element, int[] block, str scale_kind, float amax_epsilon"
@@ -104,13 +104,15 @@ def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
         _check(x, ends, fmt)
         made = implementation.quantize(x, ends, fmt, uses)
         tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
-        return tuple([x.new_empty(0) if t is None else t for t in tensors])
+        return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])
 
     def dequantize(
         data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
     ) -> Tensor:
         *constants, columnwise, dtype = rest
         fmt = NumberFormat.from_constants(*constants)
+        if scale.dtype == torch.uint8:
+            scale = scale.view(fmt.scale_dtype)
         matrix = QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
         return implementation.dequantize(matrix, dtype)
 
@@ -173,7 +175,7 @@ def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None)
     row, column = (
         QuantizedMatrix(
             tensors[at],
-            tensors[at + 1],
+            tensors[at + 1].view(fmt.scale_dtype),
             tensors[at + 2] if fmt.has_tensor_scale else None,
             fmt,
             columnwise,
@@ -206,4 +208,5 @@ def dequantize_matrix(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float3
         return _implementations["CUDA"].dequantize(matrix, dtype)
     data, scale, tensor_scale, fmt, columnwise, ends = matrix
     dequantize = torch.ops.fusible.dequantize.default
+    scale = as_bytes(scale)
     return dequantize(data, scale, tensor_scale, ends, *fmt.as_constants(), columnwise, dtype)

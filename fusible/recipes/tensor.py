@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fusible.recipes import sharding
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.matrix import QuantizedMatrix, as_bytes
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.tensor_dispatch import DispatchedTensor, UnseenWrites, overwrite
 
@@ -67,11 +67,26 @@ class WrapperTensor(DispatchedTensor):
         device = next(iter(pieces.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self.format = format
-        for name in cls.names:
-            setattr(self, name, pieces.get(name))
+        self.store(pieces)
         for name, flag in zip(cls.flags, flags, strict=True):
             setattr(self, name, flag)
         return self
+
+    def store(self, pieces: dict[str, Tensor]) -> None:
+        """Set the tensors it consists of; E8M0 scales, which may be given as bytes, also as bytes.
+
+        torch.compile is handed the bytes.
+        """
+        for name in self.names:
+            piece = memory = pieces.get(name)
+            if name in ("scale_inv", "columnwise_scale_inv"):
+                if piece is not None and piece.dtype == torch.uint8:
+                    assert self.format is not None
+                    piece = piece.view(self.format.scale_dtype)
+                elif piece is not None:
+                    memory = as_bytes(piece)
+                setattr(self, f"{name}_bytes", memory)
+            setattr(self, name, piece)
 
     @property
     def has_rowwise(self) -> bool:
@@ -167,7 +182,7 @@ class WrapperTensor(DispatchedTensor):
                 values, self.format, rowwise=rowwise, columnwise=columnwise, ends=self.ends
             )
         for name, piece in new.items():
-            overwrite(getattr(self, name), piece)
+            overwrite(self, name, piece)
         return self
 
     def can_group_as(self, other: WrapperTensor) -> bool:
@@ -252,9 +267,10 @@ class WrapperTensor(DispatchedTensor):
         return _unpickled, (*arguments, *options)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Name the inner tensors, for torch.compile and FSDP."""
-        flags = [getattr(self, name) for name in self.flags]
-        return list(self.pieces()), (self.format, self.dtype, *flags)
+        """Name the inner tensors, for torch.compile and FSDP: of E8M0 scales their bytes."""
+        e8m0 = torch.float8_e8m0fnu
+        names = [n if t.dtype != e8m0 else f"{n}_bytes" for n, t in self.pieces().items()]
+        return names, (self.format, self.dtype, *(getattr(self, name) for name in self.flags))
 
     @classmethod
     def __tensor_unflatten__(
@@ -266,7 +282,8 @@ class WrapperTensor(DispatchedTensor):
     ) -> Self:
         """Undo ``__tensor_flatten__``."""
         fmt, dtype, *flags = meta
-        return cls(inner, fmt, outer_size, dtype, *flags)
+        pieces = {name.removesuffix("_bytes"): piece for name, piece in inner.items()}
+        return cls(pieces, fmt, outer_size, dtype, *flags)
 
 
 class QuantizedTensor(WrapperTensor):
@@ -315,8 +332,7 @@ class QuantizedTensor(WrapperTensor):
         # This takes over shape, dtype and device; the pieces PyTorch knows nothing of.
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.format = new.format
-        for name in PIECES:
-            setattr(self, name, getattr(new, name))
+        self.store(new.pieces())
 
     def stored_alike(self, x: Tensor) -> QuantizedTensor:
         """Return ``x`` in this format, for the uses this tensor has; or itself, if quantized."""
@@ -362,9 +378,9 @@ class QuantizedTensor(WrapperTensor):
         whole = sharding.gathered(self, all_gather_outputs, param_dtype)
         if out is None:
             return whole, ()
-        for piece, new in zip(out.pieces().values(), whole.pieces().values(), strict=True):
-            if piece.data_ptr() != new.data_ptr():
-                overwrite(piece, new)
+        for name, new in whole.pieces().items():
+            if getattr(out, name).data_ptr() != new.data_ptr():
+                overwrite(out, name, new)
         return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -377,7 +393,10 @@ class QuantizedTensor(WrapperTensor):
 
 def attributes_of(t: Tensor) -> dict[str, Any]:
     """Return the attributes that others have set on ``t``, not a quantized tensor's own."""
-    own = {"format", "_is_param", *t.names, *t.flags} if isinstance(t, WrapperTensor) else set()
+    own: set[str] = set()
+    if isinstance(t, WrapperTensor):
+        bytes_ = (f"{name}_bytes" for name in t.names)
+        own = {"format", "_is_param", *t.names, *t.flags, *bytes_}
     return {name: value for name, value in vars(t).items() if name not in own}
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fusible.calls import capturing, is_traced
 from fusible.recipes import sharding
+from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 reason = error
         if _is_whole_view(func, args, kwargs):
             return args[0].map_pieces(lambda t: t)
+        if torch.Tag.inplace_view in func.tags:
+            shaped = torch.empty(args[0].shape, device="meta")
+            func(shaped, *args[1:], **kwargs)
+            if shaped.shape != args[0].shape:
+                return _change_shape(func, args, kwargs, shaped)
     if args and isinstance(args[0], DispatchedTensor) and _returns_view(func):
         return _view_of_values(func, args, kwargs, reason)
     return _run_on_values(func, args, kwargs, reason)
@@ -106,7 +112,7 @@ def _run_on_values(
         return values[id(x)]
 
     plain_args, plain_kwargs = pytree.tree_map(value, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
+    result = _with_gradients(func)(*plain_args, **plain_kwargs)
     infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
     written = {name: info for name, info in infos.items() if info is not None and info.is_write}
     leaves = pytree.tree_leaves([given[name] for name in written])
@@ -131,6 +137,13 @@ def _run_on_values(
         for out, r in zip(func._schema.returns, results, strict=True)
     ]
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _with_gradients(func: Any) -> Any:
+    """``func``; the one that returns what its backward reads only for arguments with gradients."""
+    if func is not _aten._sparse_mm_reduce_impl.default:
+        return func
+    return lambda csr, dense, how: func(csr, dense.detach().requires_grad_(), how)
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -381,16 +394,18 @@ class UnseenWrites:
     """Whether a captured CUDA graph has written any: a replay may at any time."""
 
 
-def overwrite(piece: Tensor, new: Tensor, non_blocking: bool = False) -> None:
+def overwrite(q: WrapperTensor, name: str, new: Tensor, non_blocking: bool = False) -> None:
     """Copy ``new`` into a piece of a quantized tensor, for autograd to see.
 
     Below ``__torch_dispatch__`` a copy does not count as a change of what a graph has saved.
     """
-    piece.copy_(new, non_blocking)
+    piece = getattr(q, name)
+    memory = getattr(q, f"{name}_bytes", piece)
+    memory.copy_(as_bytes(new), non_blocking)
     if capturing():
         UnseenWrites.captured = True
     if not piece.is_inference():
-        increment_version(piece)
+        increment_version([piece] if memory is piece else [piece, memory])
 
 
 @contextmanager
@@ -449,7 +464,10 @@ def _to_copy(
         values = implicit_values(_aten._to_copy.default, q)
         return _aten._to_copy(values, dtype=dtype, device=device, **options)
     non_blocking = options.get("non_blocking", False)
-    new = q.map_pieces(lambda t: t.to(device, non_blocking=non_blocking, copy=True), dtype=dtype)
+    new = q.map_pieces(
+        lambda t: as_bytes(t).to(device, non_blocking=non_blocking, copy=True).view(t.dtype),
+        dtype=dtype,
+    )
     if q.format is None and new.rowwise_data is not None:
         new.rowwise_data = new.rowwise_data.to(dtype)
     return new
@@ -464,7 +482,7 @@ def _copy_(
         values = None if alike else implicit_values(_aten.copy_.default, source, torch.float32)
         names = target.pieces() if alike else target.sizes if target.can_group_as(source) else ()
         for name in names:
-            overwrite(getattr(target, name), getattr(source, name), non_blocking)
+            overwrite(target, name, getattr(source, name), non_blocking)
         if values is None:
             return target
         source = values
@@ -511,6 +529,30 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     return q.with_pieces(pieces, shape)
 
 
+def _change_shape(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shaped: Tensor
+) -> WrapperTensor:
+    """Run an operation that changes the shape in place, to that of ``shaped``, where blocks stay.
+
+    Raises NotStorableError where they would not.
+    """
+    q, name = args[0], func.overloadpacket.__name__
+    try:
+        if q.ends is not None or not shaped.is_contiguous() or shaped.numel() != q.numel():
+            raise sharding.NotStorableError("what is stored would have to move or to change size")
+        pieces = _view(q, shaped.shape).pieces()
+    except sharding.NotStorableError as error:
+        raise sharding.NotStorableError(
+            f"{name} of a quantized or grouped tensor must keep what is stored, got "
+            f"{tuple(shaped.shape)} from {q!r}: {error}; nothing was changed; use an operation "
+            "that returns another tensor, such as transpose, reshape or unsqueeze"
+        ) from None
+    with torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)
+    q.store(pieces)
+    return q
+
+
 def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
     """Keep the format where a device is named, as ``Module.to_empty`` does; else an ordinary one.
 
@@ -531,7 +573,7 @@ def _empty_like(q: WrapperTensor, **options: Any) -> Tensor:
 _OF_GROUPED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: lambda q: q.map_pieces(lambda t: t),
     _aten.alias.default: lambda q: q.map_pieces(lambda t: t),
-    _aten.clone.default: lambda q, **_: q.map_pieces(torch.clone),
+    _aten.clone.default: lambda q, **_: q.map_pieces(lambda t: as_bytes(t).clone().view(t.dtype)),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     _aten.empty_like.default: _empty_like,

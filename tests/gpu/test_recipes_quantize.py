@@ -66,7 +66,7 @@ def hostile(*shape, dtype=torch.bfloat16, special=True, seed=0):
 
 def matrix_of(tensors, fmt, columnwise, ends):
     data, scale, tensor_scale = [t if t.numel() else None for t in tensors[:3]]
-    return QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
+    return QuantizedMatrix(data, scale.view(fmt.scale_dtype), tensor_scale, fmt, columnwise, ends)
 
 
 def compare(x, fmt, ends=None, uses=(True, True), dequantized=(torch.bfloat16,)):

@@ -295,6 +295,54 @@ def test_views_of_other_values_are_copies():
     assert torch.equal(torch._neg_view(q).resolve_neg(), -q.dequantize())
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "none"])
+def test_shapes_that_change_in_place(kind):
+    def change(t):
+        t.unsqueeze_(0)
+        t.mul_(2)
+        t.squeeze_(0).add_(1)
+        t.unsqueeze_(0).unsqueeze_(0)
+        return t.squeeze_()[3] + 1
+
+    q, out_of_place = tensor(kind), tensor(kind)
+    pointer, shape = q.rowwise_data.data_ptr(), q.shape
+    got = change(q)
+    out_of_place.mul_(2).add_(1)
+    assert torch.equal(got, out_of_place[3] + 1)
+    assert torch.equal(q.dequantize(), out_of_place.dequantize())
+    assert (q.shape, q.rowwise_data.data_ptr()) == (shape, pointer)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("t_", ()),
+        ("transpose_", (0, 1)),
+        ("swapaxes_", (0, 1)),
+        ("unsqueeze_", (2,)),
+        ("resize_", ((16, 32),)),
+        ("as_strided_", ((8, 32), (32, 1))),
+    ],
+)
+def test_shapes_that_cannot_change_in_place(name, arguments):
+    q = QuantizedTensor.quantize(SQUARE[:, :32], KINDS["mxfp8"].format("weight"))
+    before = q.dequantize()
+    called = "transpose" if name == "swapaxes_" else name
+    with pytest.raises(ValueError, match=f"{called}.* must keep what is stored.*use an operation"):
+        getattr(q, name)(*arguments)
+    assert q.shape == (64, 32)
+    assert torch.equal(q.dequantize(), before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_backward_of_a_sparse_product():
+    leaf = nn.Parameter(tensor())
+    plain = nn.Parameter(leaf.detach().dequantize())
+    for dense in (leaf, plain):
+        torch.sparse.mm((SQUARE * MASK).to_sparse_csr(), dense, "amax").mul(SQUARE).sum().backward()
+    torch.testing.assert_close(leaf.grad, plain.grad)
+
+
 def test_compiled_writes():
     names = [name for name in WRITES if name not in ("t_", "out=", "sort, out=")]
     eager, compiled = tensor(), tensor()

@@ -1,0 +1,88 @@
+"""What Inductor compiles on the CPU gives the bits of eager code, for every number format."""
+
+import pytest
+import torch
+from number_formats import RECIPES
+from torch import nn
+
+import fusible as fz
+from fusible.recipes.tensor import QuantizedTensor
+
+X = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+
+
+def tensor(recipe):
+    return QuantizedTensor.quantize(X, recipe.format("weight"), columnwise=True)
+
+
+FUNCTIONS = {
+    "clone": lambda q: q.clone(),
+    "detach": lambda q: q.detach(),
+    "half": lambda q: q.half(),
+    "view": lambda q: q.view(1, 64, 64),
+    "copy_": lambda q: q.copy_(X.t()),
+    "copy_ of a quantized one": lambda q: q.copy_(q.clone()),
+    "add_": lambda q: q.add_(1),
+    "mul_": lambda q: q.mul_(0.3),
+    "zero_": lambda q: q.zero_(),
+    "write to a row": lambda q: (q[3].fill_(0.5), q)[1],
+    "read": lambda q: q + 1,
+    "product": lambda q: q @ q.t(),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_operation(name, kind):
+    function, eager, compiled = FUNCTIONS[name], tensor(RECIPES[kind]), tensor(RECIPES[kind])
+    torch._dynamo.reset()
+    want = function(eager)
+    got = torch.compile(function, fullgraph=True)(compiled)
+    assert (type(got), got.shape, got.dtype) == (type(want), want.shape, want.dtype)
+    for g, w in ((got, want), (compiled, eager)):
+        if not isinstance(w, QuantizedTensor):
+            torch.testing.assert_close(g, w)
+            continue
+        assert g.pieces().keys() == w.pieces().keys()
+        for piece, other in zip(g.pieces().values(), w.pieces().values(), strict=True):
+            assert torch.equal(piece.view(torch.uint8), other.view(torch.uint8))
+
+
+OPTIMIZERS = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_step(make, kind):
+    """Its result is rounded to a nearest value; of two as near compiled code may take the other."""
+    eager, compiled = (nn.Parameter(tensor(RECIPES[kind])) for _ in range(2))
+    plain = nn.Parameter(eager.detach().dequantize())
+    torch._dynamo.reset()
+    for weight, wrap in ((eager, lambda f: f), (compiled, torch.compile), (plain, lambda f: f)):
+        optimizer = make([weight])
+        weight.grad = X.t().contiguous()
+        wrap(lambda optimizer=optimizer: optimizer.step())()
+    assert not torch.equal(compiled.dequantize(), tensor(RECIPES[kind]).dequantize())
+    error, bound = ((w.dequantize() - plain).abs() for w in (compiled, eager))
+    assert (error <= bound + 1e-5).all()
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_model_of_stored_weights(kind):
+    recipe = RECIPES[kind]
+    with fz.quantized_model_init(recipe=recipe):
+        model = fz.Sequential(fz.Linear(64, 128), fz.SwiGLU(), fz.Linear(64, 64))
+    torch._dynamo.reset()
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        with fz.autocast(recipe=recipe):
+            y = run(x)
+        y.square().mean().backward()
+        results.append((y, x.grad, *(p.grad for p in model.parameters())))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
