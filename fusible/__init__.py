@@ -14,6 +14,7 @@ from fusible.compat import (
     is_nvfp4_available,
     make_graphed_callables,
 )
+from fusible.distributed import expert_parallel
 from fusible.fused import RULES
 from fusible.fuser.explain import Explanation, explain
 from fusible.fuser.plan import NotFused, Plan
@@ -77,6 +78,7 @@ __all__ = [
     "autocast",
     "checking",
     "checkpoint",
+    "expert_parallel",
     "explain",
     "extend",
     "fp8_autocast",

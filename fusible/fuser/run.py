@@ -121,7 +121,10 @@ class Run:
 
     def _parameters(self) -> list[tuple[Tensor, ...]]:
         """The parameters of each op, read here only: a parametrization is evaluated once a call."""
-        return [op.own_parameters() for op in self.ops]
+        return [
+            op.own_parameters() if op.expert_processes is None else op.local_parameters()
+            for op in self.ops
+        ]
 
     def _execute(
         self,

@@ -33,6 +33,8 @@ from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import values
+from fusible.recipes.sharding import is_sharded, shard_rows
+from fusible.recipes.tensor import stack
 
 
 class SavedLinear(NamedTuple):
@@ -222,6 +224,53 @@ class GroupedLinear(WeightedOperation):
         for bias in self.biases():
             nn.init.zeros_(bias)
 
+    def check_shardable(self, mesh: Any) -> None:
+        """Raise ValueError unless :meth:`shard_experts` can share the experts."""
+        processes, op = mesh.size(), f"GroupedLinear({self.extra_repr()})"
+        if self.expert_processes is not None or self._frozen:
+            raise ValueError(
+                f"experts of {op} must be shared among processes once, before the first call, got "
+                f"{'a second time' if self.expert_processes else 'a call before'}; make a new op"
+            )
+        if self.num_groups % processes:
+            raise ValueError(
+                f"num_groups of {op} must be a multiple of the {processes} processes of the mesh, "
+                f"got {self.num_groups}"
+            )
+        if self.accumulates_grads:
+            raise ValueError(
+                f"gradients of {op} must go to autograd for experts shared among processes, got "
+                "accumulate_into_main_grad or delay_wgrad_compute; leave them out"
+            )
+        for parameters in (self.weights(), self.biases()):
+            if any([is_sharded(p) for p in parameters]):
+                raise ValueError(
+                    f"parameters of {op} must be whole, got shards; call expert_parallel before "
+                    "fully_shard"
+                )
+            if len({p.requires_grad for p in parameters}) > 1:
+                raise ValueError(
+                    f"parameters of {op} must all be trained or all frozen, since they become one, "
+                    "got both"
+                )
+
+    @torch.no_grad()
+    def shard_experts(self, mesh: Any) -> None:
+        """Keep the parameters of the experts of this process of a mesh, as ``DTensor``."""
+        held = {"weight": (self.weights(), self.single_grouped_weight)}
+        if self.has_bias:
+            held["bias"] = self.biases(), self.single_grouped_bias
+        for old in self.own_parameter_names():
+            del self._parameters[old], self._registered[old]
+        for name, (own, single) in held.items():
+            part = shard_rows(own[0] if single else stack(own), mesh)
+            self.register_parameter(name, nn.Parameter(part, own[0].requires_grad))
+        self.single_grouped_weight, self.num_weights = True, 1
+        self.single_grouped_bias = self.single_grouped_bias or self.has_bias
+        self.parameter_names = tuple(held)
+        self.expert_processes = mesh.size()
+        self.num_groups //= mesh.size()
+
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""
         if target.device != "cuda":
@@ -245,7 +294,8 @@ class GroupedLinear(WeightedOperation):
         if self.has_bias:
             layouts["bias"] = self.single_grouped_bias
         for name, single in layouts.items():
-            convert_layout(state_dict, prefix, name, self.num_groups, single=single)
+            groups = self.num_groups * (self.expert_processes or 1)
+            convert_layout(state_dict, prefix, name, groups, single=single)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # --- math ------------------------------------------------------------------------------------

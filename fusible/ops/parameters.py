@@ -19,6 +19,8 @@ class OwnParameters(nn.Module):
     _registered: dict[str, None]
     _names: tuple[str, ...] | None  # of an op that a run has captured
     _frozen: bool
+    expert_processes: int | None = None
+    """Number of processes among which the experts are shared, if they are."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also note the order of first registration."""
@@ -65,6 +67,26 @@ class OwnParameters(nn.Module):
         if self.parameter_names is None:
             return tuple([value for value in values if value is not None])
         return values
+
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        """The local part of each parameter ``Shard(0)``; gradients are so too.
+
+        Raises:
+            ValueError: one is sharded otherwise, or no ``DTensor``.
+        """
+        names = self.own_parameter_names()
+        return tuple([self._local(*of) for of in zip(names, self.own_parameters(), strict=True)])
+
+    def _local(self, name: str, parameter: Any) -> Tensor:
+        placements = getattr(parameter, "placements", None)
+        if placements is None or len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"{name} of {type(self).__name__} must be a DTensor Shard(0) on the mesh of its "
+                f"experts, got {placements or 'no DTensor'}; after fully_shard call the module "
+                "that it was called on, whose hooks gather the parameters"
+            )
+        local: Tensor = parameter.to_local(grad_placements=placements)
+        return local
 
     def _value(self, name: str) -> Any:
         """What ``getattr`` gives for a parameter that is computed, or None if there is none."""

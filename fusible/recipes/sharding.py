@@ -196,13 +196,36 @@ def whole(t: Any) -> Tensor:
 
 
 def shard(t: Tensor, like: Any) -> Any:
-    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes."""
+    """``t``, which every rank has, sharded as ``like``, or replicated if that has other sizes.
+
+    Without communication: each rank keeps a copy of its part.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
-    replicated = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return (
-        replicated.redistribute(placements=like.placements) if t.shape == like.shape else replicated
+    if t.shape != like.shape:
+        return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _sharded(t, mesh, like.placements)
+
+
+def shard_rows(t: Tensor, mesh: Any) -> Any:
+    """``t``, which every rank has, cut along its first dimension over a one-dimensional mesh."""
+    from torch.distributed.tensor import Shard
+
+    return _sharded(t, mesh, (Shard(0),))
+
+
+def _sharded(t: Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(t.shape, mesh, placements)
+    part = t.detach()
+    for dim, (size, at) in enumerate(zip(shape, start, strict=True)):
+        if size != t.shape[dim]:
+            part = part.narrow(dim, at if size else 0, size)
+    return DTensor.from_local(
+        part.clone(), mesh, placements, run_check=False, shape=t.shape, stride=t.stride()
     )
 
 

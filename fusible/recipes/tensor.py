@@ -378,6 +378,7 @@ class QuantizedTensor(WrapperTensor):
         whole = sharding.gathered(self, all_gather_outputs, param_dtype)
         if out is None:
             return whole, ()
+        out = sharding.local(out)
         for name, new in whole.pieces().items():
             if getattr(out, name).data_ptr() != new.data_ptr():
                 overwrite(out, name, new)
