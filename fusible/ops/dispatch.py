@@ -352,7 +352,7 @@ class Dispatch(BasicOperation):
         dx, dprobs = _token_sums(dy, row_map, weights, dscales, unrounded=sent_map is not None)
         if scaled and ctx.needs.extra_inputs[0]:
             dprobs = cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
-        elif dscales is None or not ctx.needs.extra_inputs[0]:
+        elif dscales is None:
             dprobs = None
         if sent_map is not None:
             return self._begin_return(ctx, dx, dprobs, row_map, sent_map)
