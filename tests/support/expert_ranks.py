@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from sharded import largest, plain_values, values
 from torch import distributed as dist
@@ -27,9 +25,9 @@ EXPERTS, HIDDEN, INNER, TOKENS, TOP_K, STEPS = 8, 64, 32, 24, 2, 20
 
 
 class Experts(nn.Module):
-    """Experts for the tokens of all processes of a group, whose sums go back."""
+    """Experts for the tokens of this process, or with a mesh for those of all its processes."""
 
-    def __init__(self, *, single=True, device="cpu", dtype=torch.float32, recipe=None):
+    def __init__(self, *, mesh=None, single=True, device="cpu", dtype=torch.float32, recipe=None):
         super().__init__()
         options = {
             "single_grouped_weight": single,
@@ -39,29 +37,18 @@ class Experts(nn.Module):
         }
         with fz.quantized_model_init(recipe is not None, recipe):
             self.mlp = fz.Sequential(
+                fz.Dispatch(EXPERTS, process_group=mesh),
                 fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, **options),
                 fz.ScaledSwiGLU(32),
                 fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
+                fz.Combine(process_group=mesh),
             )
-        self.first, self.dispatch = 0, fz.Dispatch(EXPERTS)
-        self.gather, self.scatter, self.combine = fz.Identity(), fz.Identity(), fz.Combine()
-        self.group = None
-
-    def over(self, mesh):
-        self.group = group = mesh.get_group()
-        self.gather, self.scatter = fz.AllGather(group), fz.ReduceScatter(group)
-        self.dispatch = fz.Dispatch(EXPERTS // mesh.size())
-        self.first = mesh.get_local_rank() * (EXPERTS // mesh.size())
-        return fz.expert_parallel(self, mesh)
+        if mesh is not None:
+            fz.expert_parallel(self, mesh)
 
     def forward(self, x, probs, ids):
-        if self.group is not None:
-            every = [torch.empty_like(ids) for _ in range(dist.get_world_size(self.group))]
-            dist.all_gather(every, ids, group=self.group)
-            ids = torch.cat(every) - self.first
-        x, probs = self.gather(x), self.gather(probs)
-        rows, sizes, scales, row_map = self.dispatch(x, probs, ids)
-        return self.scatter(self.combine(self.mlp(rows, sizes, scales, sizes), row_map))
+        y = self.mlp(x, probs, ids)
+        return y[0] if isinstance(y, tuple) else y  # over a group there is the load
 
 
 class Block(nn.Module):
@@ -77,9 +64,9 @@ class Block(nn.Module):
         return x + self.experts(x, probs, ids)
 
 
-def parallel(block, mesh):
-    """Experts over ``ep``, their parts over ``efsdp``; the rest over all processes."""
-    block.experts.over(mesh["ep"])
+def parallel(mesh, **options):
+    """A block with its experts over ``ep``, their parts over ``efsdp``; the rest over all."""
+    block = Block(mesh=mesh["ep"], **options)
     fully_shard(block.experts, mesh=mesh["efsdp"])
     fully_shard(block, mesh=mesh["all"])
     for part in (block, block.experts):
@@ -111,7 +98,7 @@ def trained(ep: int, single: bool, recipe, folder: str) -> dict:
     options = {"single": single, "recipe": recipe}
     plain = Block(**options)
     whole = values(plain)
-    block = parallel(copy.deepcopy(plain), mesh)
+    block = parallel(mesh, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (block, plain)]
     norms, grads = [], 0.0
     for step in range(STEPS):
@@ -140,7 +127,7 @@ def trained(ep: int, single: bool, recipe, folder: str) -> dict:
             and optimizers[0].state[p]["exp_avg"].to_local().shape == p.to_local().shape
             for p in block.parameters()
         },
-        "local": tuple(block.experts.mlp[0].weight.to_local().shape),
+        "local": tuple(block.experts.mlp[1].weight.to_local().shape),
     }
     return found | checkpoints(block, optimizers[0], ep, recipe, folder)
 
@@ -154,9 +141,8 @@ def checkpoints(block, optimizer, ep, recipe, folder) -> dict:
     for other in (1, 2, 4, 0):
         if other > world:
             continue
-        fresh = Block(seed=1, recipe=recipe)
-        if other:
-            parallel(fresh, meshes(other))
+        options = {"seed": 1, "recipe": recipe}
+        fresh = parallel(meshes(other), **options) if other else Block(**options)
         again = torch.optim.AdamW(fresh.parameters(), lr=0.01)
         model, state = get_state_dict(fresh, again)
         dcp.load({"model": model, "optim": state}, checkpoint_id=folder)
@@ -169,7 +155,7 @@ def checkpoints(block, optimizer, ep, recipe, folder) -> dict:
         target.load_state_dict(full)
         same["full state"] = all(map(torch.equal, values(target), first))
     source = Block(seed=3, single=False, recipe=recipe)
-    part = parallel(Block(seed=1, recipe=recipe), meshes(ep))
+    part = parallel(meshes(ep), seed=1, recipe=recipe)
     part.experts.load_state_dict(source.experts.state_dict())
     wanted = Block(seed=4, recipe=recipe)
     wanted.experts.load_state_dict(source.experts.state_dict())
@@ -187,13 +173,13 @@ def moments_of(module, optimizer):
 
 def on_meta(ep: int) -> bool:
     """Built without memory, then initialized as in one process."""
-    block = Experts(device="meta").over(meshes(ep)["ep"])
+    block = Experts(device="meta", mesh=meshes(ep)["ep"])
     assert all(p.to_local().is_meta for p in block.parameters())
     block.to_empty(device="cpu")
     plain = Experts()
     for module in (block, plain):
         torch.manual_seed(7)
-        for op in module.mlp[::2]:
+        for op in (module.mlp[1], module.mlp[3]):
             op.reset_parameters()
     return all(map(torch.equal, values(block), values(plain)))
 
@@ -202,16 +188,15 @@ def plans(ep: int) -> list:
     """The rules that fire for whole experts and for a part of them."""
     names = []
     for mesh in (None, meshes(ep)["ep"]):
-        experts = Experts(dtype=torch.bfloat16)
-        experts = experts if mesh is None else experts.over(mesh)
-        groups = experts.mlp[0].num_groups
-        x, sizes = torch.randn(16, HIDDEN).bfloat16(), torch.tensor([16] + [0] * (groups - 1))
+        experts = Experts(dtype=torch.bfloat16, mesh=mesh)
+        ids = torch.arange(32).view(16, 2) % EXPERTS
+        x = torch.randn(16, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        inputs = x, torch.rand(16, 2), ids
         with assume_target("sm90"):
-            y = experts.mlp(x, sizes, torch.ones(16), sizes)
-            y.float().sum().backward()
+            experts(*inputs).float().sum().backward()
             names.append(experts.mlp.plan.fired)
-            assert names[-1][0] in str(fz.explain(experts.mlp, x, sizes, torch.ones(16), sizes))
-        grad = experts.mlp[0].weight.grad
+            assert names[-1][0] in str(fz.explain(experts.mlp, *inputs))
+        grad, groups = experts.mlp[1].weight.grad, experts.mlp[1].num_groups
         assert mesh is None or (type(grad) is DTensor and grad.to_local().shape[0] == groups)
     return names
 

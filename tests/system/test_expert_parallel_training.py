@@ -33,7 +33,7 @@ def test_construction_and_plans(seen, world, ep):
     for found in seen[world].values():
         assert found[ep, "meta"]
         whole, part = found[ep, "plans"]
-        assert whole == part == ("grouped_mlp_sm90",)
+        assert whole == part == ("moe_experts_sm90",)
 
 
 def test_refusals(seen):
