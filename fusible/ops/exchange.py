@@ -72,7 +72,7 @@ def communicate(op_name: str, group: Any, function: Callable[..., Any], *args: A
         return function(*args)
     try:
         return function(*args)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # of this process's device
         raise
     except RuntimeError as error:
         raise RuntimeError(
@@ -114,9 +114,9 @@ def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tenso
     """
     group = exchange.group
     if exchange.sent is None:
-        padding = x.new_zeros(exchange.padded - x.shape[0], x.shape[1])
-        gathered = communicate(op_name, group, all_gather, _bytes(torch.cat((x, padding))), group)
-        return gathered.view(x.dtype)
+        if exchange.padded != x.shape[0]:
+            x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
+        return communicate(op_name, group, all_gather, _bytes(x), group).view(x.dtype)
     copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
     args = copies, group, exchange.sent, exchange.received
     return communicate(op_name, group, _all_to_all, *args)[0]

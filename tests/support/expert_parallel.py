@@ -25,7 +25,7 @@ class Case:
     recipe: str = ""
     top_k: int = 2
     tokens: str = "even"
-    """How many each process has: "even", "uneven", or "none" on the first one."""
+    """How many each process has: "even", "many", "uneven", or "none" on the first one."""
     routing: str = "random"
     """"random", all to experts of the "last" process, or some "outside" of the experts."""
     scale_input: bool = False
@@ -46,6 +46,8 @@ class Case:
 
 
 def tokens_of(case: Case, rank: int) -> int:
+    if case.tokens == "many":
+        return 700
     if case.tokens == "uneven":
         return 5 + 7 * rank
     return 0 if case.tokens == "none" and rank == 0 else 16
@@ -116,27 +118,40 @@ def run(module: fz.Sequential, case: Case, x: Tensor, probs: Tensor, ids: Tensor
     return [y.detach(), *torch.autograd.grad(y, [x, probs, *weights], dy)]
 
 
-def compared(case: Case, group, rank: int, processes: int) -> list[tuple[Tensor, Tensor]]:
+def on(device: str, given: list[Tensor]) -> list[Tensor]:
+    """The tensors of :func:`tensors` on a device, as leaves of autograd."""
+    return [t.detach().to(device).requires_grad_(t.requires_grad) for t in given]
+
+
+def compared(
+    case: Case, group, rank: int, processes: int, device: str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
     """What this process computes of a case, beside its part of what one process does."""
     of_ranks = [tensors(case, r, processes) for r in range(processes)]
-    mine = run(block(case, group, rank, processes), case, *of_ranks[rank])
+    mine = run(block(case, group, rank, processes).to(device), case, *on(device, of_ranks[rank]))
     whole = [torch.cat([t[i].detach().flatten(0, -2) for t in of_ranks]) for i in range(4)]
     whole[:2] = [t.requires_grad_() for t in whole[:2]]
-    alone = run(block(case, None, 0, 1), case, *whole)
+    alone = run(block(case, None, 0, 1).to(device), case, *on(device, whole))
     counts = [t[0].shape[:-1].numel() for t in of_ranks]
     local = EXPERTS // processes
     wanted = [t.split(counts)[rank] for t in alone[:3]] + [t.split(local)[rank] for t in alone[3:]]
     return [(a.reshape(b.shape), b) for a, b in zip(mine, wanted, strict=True)]
 
 
-def worker(rank: int, processes: int, folder: str, cases, run_case, timeout) -> None:
+def worker(rank: int, processes: int, folder: str, cases, run_case, timeout, backend) -> None:
     torch.set_num_threads(1)
+    options = {}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == "nccl":
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=processes,
         timeout=timeout,
+        **options,
     )
     results = {}
     for case in cases:
@@ -148,7 +163,9 @@ def worker(rank: int, processes: int, folder: str, cases, run_case, timeout) -> 
     dist.destroy_process_group()
 
 
-def results(processes: int, folder: Path, cases, run_case, timeout=None) -> list[dict]:
+def results(
+    processes: int, folder: Path, cases, run_case, timeout=None, backend: str = "gloo"
+) -> list[dict]:
     """What every process saw of every case, by rank; started once for all cases."""
-    mp.spawn(worker, (processes, str(folder), list(cases), run_case, timeout), processes)
+    mp.spawn(worker, (processes, str(folder), list(cases), run_case, timeout, backend), processes)
     return [torch.load(folder / f"results{rank}") for rank in range(processes)]

@@ -10,6 +10,7 @@ import pytest
 import reference as ref
 import torch
 from number_formats import each_recipe
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -196,6 +197,39 @@ def test_moe_block(capacity, no_sync):
         block(x).sum().backward()
         block[0].update_expert_bias(torch.ones(4))
     assert_gradients(x, *block.parameters())
+
+
+@pytest.fixture
+def fake_group():
+    """Four processes of which there is one; what they send each other has no values."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"receive_factor": 1.5}, {"capacity_factor": 1.0}])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_moe_block_over_a_group(options, weighted, fake_group, no_sync):
+    """In the default mode, which reads neither sizes nor what processes agree on."""
+    linear = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+    with assume_target("sm100"):
+        block = fz.Sequential(
+            fz.TopKRouter(16, 8, 4, expert_bias=True),
+            fz.Dispatch(8, process_group=fake_group, **options),
+            fz.GroupedLinear(2, 16, 48, **linear),
+            fz.SwiGLU() if weighted else fz.ScaledSwiGLU(),
+            fz.GroupedLinear(2, 24, 16, **linear),
+            fz.Combine(weighted=weighted, process_group=fake_group),
+        )
+        x = on_device(10, 16)
+        y, load = block(x)
+        y.sum().backward()
+        block[0].update_expert_bias(load, process_group=fake_group)
+    assert_gradients(x, *block.parameters())
+    with assume_target("sm100"), pytest.raises(REFUSED):
+        fz.Dispatch(8, process_group=fake_group, send="tokens")(
+            x, torch.rand(10, 4), torch.zeros(10, 4, dtype=torch.int64)
+        )
 
 
 def test_the_implementations_for_cuda_equal_the_loop(monkeypatch):
