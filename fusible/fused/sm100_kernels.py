@@ -27,6 +27,7 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
+from fusible.ops.handover import format_of_grad
 from fusible.ops.matrices import as_rows
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient
@@ -86,7 +87,11 @@ class Sm100Kernels(GroupedKernels):
         if isinstance(x, sm100.Rounded):  # whose rows are padded already
             options["amax"] = x.amax
             x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
-        elif role == "grad" and linear.needs_bias_grads(ctx):
+        elif (
+            role == "grad"
+            and linear.needs_bias_grads(ctx)
+            and format_of_grad(ctx, by_group=True) is None  # else sums are of quantized values
+        ):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
         fmt = _recipe(ctx).format(role)

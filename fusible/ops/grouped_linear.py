@@ -17,6 +17,7 @@ from fusible.kernels import grouped
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
 from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
+from fusible.ops.handover import format_of_grad, quantized_values
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,
@@ -515,19 +516,21 @@ class GroupedLinear(WeightedOperation):
         what the bias needs of it and no scale multiplies the bias.
         """
         dweights = self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, saved.groups))
-        dbias = dy.sums
-        if dbias is None and dy_matrix is not None and self.needs_bias_grads(ctx):
+        sums_rows = dy.sums is None and dy_matrix is not None and self.needs_bias_grads(ctx)
+        scaled_bias = ctx.saved_tensors[-1] if self.scale_bias else None
+        dbias, dscales = dy.sums, None
+        if sums_rows or scaled_bias is not None:
+            assert dy_matrix is not None
             dy_values, index = source_of(values(dy_matrix))
-            dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale, index)
-        extra: Grads = ()
-        if self.scale_bias:
-            bias, dscales = ctx.saved_tensors[-1], None
-            if bias is not None:
-                assert dy_matrix is not None
-                dy_values, index = source_of(values(dy_matrix))
-                dscales = grouped.grouped_dots(dy_values, bias, saved.ends, index)
+            fmt = format_of_grad(ctx, by_group=True)
+            if fmt is not None:
+                dy_values = quantized_values(dy_values, fmt, saved.ends)
+            if sums_rows:
+                dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale, index)
+            if scaled_bias is not None:
+                dscales = grouped.grouped_dots(dy_values, scaled_bias, saved.ends, index)
                 dscales = dscales.view(grad_output.shape[:-1])
-            extra = (dscales,)
+        extra = (dscales,) if self.scale_bias else ()
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)
 
     def as_weight_grads(self, gradient: Tensor | None) -> Grads:

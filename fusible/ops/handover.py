@@ -78,3 +78,14 @@ def quantized_values(x: Tensor, fmt: NumberFormat, ends: Tensor | None = None) -
     matrix, _ = quantize_matrix(rows, fmt, rowwise=True, columnwise=False, ends=ends)
     assert matrix is not None
     return dequantize_matrix(matrix, x.dtype).view(x.shape)
+
+
+def format_of_grad(ctx: OperationContext, *, by_group: bool) -> NumberFormat | None:
+    """That of the output's gradient, if the next op leaves it to this one to quantize its values.
+
+    Of each group apart, or of all rows; ``ops.Quantize`` asks the ``by_receiver`` of a quantizer.
+    """
+    made = ctx.output_grad_quantizer
+    if made is None or isinstance(getattr(made, "quantizer", made), GroupedQuantizer) != by_group:
+        return None
+    return ctx.recipe.format("grad")

@@ -25,7 +25,7 @@ from fusible.ops.distributed import (
     all_reduce,
 )
 from fusible.ops.grouped_kernels import LIBRARY
-from fusible.ops.handover import hand_over, quantized_values
+from fusible.ops.handover import format_of_grad, hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.matrices import matrix
@@ -276,7 +276,7 @@ class Bias(BasicOperation):
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy``, and its sum over rows, both of the values of a ``dy`` that is quantized."""
         dy = values(grad_output)
-        fmt = ctx.output_grad_quantizer and ctx.recipe.format("grad")
+        fmt = format_of_grad(ctx, by_group=False)
         if fmt is not None:
             dy = quantized_values(grad_output, fmt)
         dbias = None

@@ -150,7 +150,8 @@ def _quantized(
         if role == "input" and quantizer.after_run:
             return values(x)
         reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
-    if isinstance(quantizer, GroupedQuantizer) and not sizes:
+    by_group = isinstance(quantizer, GroupedQuantizer)
+    if by_group != bool(sizes) and (by_group or getattr(quantizer, "by_receiver", False)):
         reads_values = True
     if is_quantized(x):
         return values(x) if reads_values else x

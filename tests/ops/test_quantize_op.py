@@ -1,11 +1,14 @@
 """``Quantize`` at every place: what it gives its neighbours, the caller and autograd."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from number_formats import KINDS
 
 import fusible as fz
 from fusible.recipes import QuantizedTensor, no_implicit_dequantize
+from fusible.testing import assume_target
 
 RECIPES = {name: recipe for name, recipe in KINDS.items() if recipe is not None}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
@@ -122,6 +125,68 @@ def test_a_gradient_behind_a_linear_with_a_bias_is_quantized_once(shape, compile
     torch.testing.assert_close(dx.view(-1, 128).double(), row @ w_column, **bound)
     torch.testing.assert_close(dw.double(), column.T @ x_column, **bound)
     torch.testing.assert_close(db.double(), row.sum(0), **bound)
+
+
+def grouped_values(t, fmt, sizes):
+    """Values of groups quantized apart, for row-wise use, in FP64."""
+    groups = fz.recipes.group_quantize(t, fz.recipes.Quantizer(fmt), len(sizes), sizes)
+    return groups.dequantize().double()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@each_recipe
+@pytest.mark.parametrize("mode", ["eager", "compiled", "sm100", "sm90"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["bias", "scaled bias"])
+@pytest.mark.parametrize("mlp", [False, True], ids=["linear", "mlp"])
+def test_a_grouped_bias_sums_the_quantized_gradient(mlp, scaled, mode, recipe):
+    """Of each group apart, once; as that of a ``Linear`` does, in a fused MLP too."""
+    sizes = torch.tensor([64, 0, 48])
+    fc2 = fz.GroupedLinear(3, 128, 256, dtype=torch.bfloat16, scale_bias=scaled)
+    for bias in fc2.biases():
+        torch.nn.init.normal_(bias)
+    ops, extra = [fc2], [sizes]
+    x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    scales = torch.rand(128, requires_grad=True)
+    if scaled:
+        extra.append(scales)
+    if mlp:
+        fc1 = fz.GroupedLinear(3, 128, 256, dtype=torch.bfloat16, bias=False)
+        ops, extra = (
+            [fc1, fz.ScaledSwiGLU(glu_interleave_size=32), fc2],
+            [sizes, torch.rand(128), *extra],
+        )
+    seq = fz.Sequential(*ops, fz.Quantize(True, True, num_groups=3))
+    call = torch.compile(seq, backend="aot_eager", fullgraph=True) if mode == "compiled" else seq
+    dy = (torch.randn(128, 256) * torch.rand(128, 1).exp2()).bfloat16()
+    target = assume_target(mode) if mode.startswith("sm") else nullcontext()
+    with target, fz.autocast(recipe=recipe):
+        y = call(x, *extra, sizes)
+        leaves = [*fc2.biases(), *([scales] if scaled else [])]
+        grads = torch.autograd.grad(y, leaves, dy)
+    rows = grouped_values(dy, recipe.format("grad"), sizes)[: sizes.sum()]
+    scale = scales.detach().double()[: len(rows), None] if scaled else 1
+    sums = [group.sum(0) for group in (rows * scale).split(sizes.tolist())]
+    # One rounding of the sum to BF16, two where it was summed in FP32 and added.
+    for got, want in zip(grads[:3], sums, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=2**-10)
+    if scaled:
+        of_rows = torch.cat([b.expand(n, -1) for b, n in zip(fc2.biases(), sizes, strict=True)])
+        want = (rows * of_rows.double()).sum(1)
+        torch.testing.assert_close(grads[-1][: len(rows)].double(), want, rtol=1e-4, atol=1e-4)
+        assert not grads[-1][len(rows) :].any()
+
+
+@each_recipe
+def test_a_bias_beside_groups_sums_what_was_quantized_in_groups(recipe):
+    sizes, bias = torch.tensor([40, 24]), fz.Bias(128)
+    seq = fz.Sequential(bias, fz.Quantize(False, True, num_groups=2))
+    x, dy = torch.randn(64, 128, requires_grad=True), torch.randn(64, 128)
+    dy[40:] *= 64
+    with fz.autocast(recipe=recipe):
+        dx, db = torch.autograd.grad(seq(x, sizes), [x, bias.bias], dy)
+    want = grouped_values(dy, recipe.format("grad"), sizes)
+    assert torch.equal(values(dx).double(), want)
+    torch.testing.assert_close(db.double(), want.sum(0), rtol=1e-5, atol=1e-4)
 
 
 @each_recipe
