@@ -1,10 +1,11 @@
 """The specification of a compiled kernel: plain tuples, quick to hash, without cutlass."""
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from fusible.recipes.formats import value_dtype
+from fusible.recipes.formats import FP8_BLOCK, value_dtype
 
 WARPGROUP_ROWS = 64  # rows of one WGMMA instruction
 WARP_ROWS = 16  # of which each warp holds
@@ -28,6 +29,8 @@ class Tile(NamedTuple):
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
     ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
+    stagger: bool = False  # FP8, ping-pong: one epilogue at a time, under the other's products
+    early: bool = False  # FP8 by rows: scales of columns are read while products are computed
 
     @property
     def warpgroups(self) -> int:
@@ -41,7 +44,8 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
+        more = "d" * self.dynamic + "s" * self.stagger + "e" * self.early
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{more}"
 
 
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
@@ -97,9 +101,24 @@ class Spec(NamedTuple):
         """Rings of pipeline stages: one, or one for each warpgroup.
 
         A warpgroup adds scaled products to its accumulator between matrix products. With stages
-        of its own the other one multiplies meanwhile.
+        of its own, in ping-pong, the other one multiplies meanwhile.
         """
-        return 2 if self.scaled else 1
+        return 2 if self.scaled and self.tile.pingpong else 1
+
+    @property
+    def mma_columns(self) -> int:
+        """Columns of one WGMMA instruction: FP8 products need registers besides their sums."""
+        return 128 if self.scaled and self.tile.n > 192 else self.tile.n
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of a tile that surely share a scale of operand B ("blocks").
+
+        Where gate and linear columns lie apart, these may begin at any `FP8_GLU_UNIT`.
+        """
+        if self.kind == "glu" and self.paired:
+            return math.gcd(self.tile.n // 2, FP8_BLOCK // 2)
+        return math.gcd(self.tile.n, FP8_BLOCK)
 
     @property
     def by_rows(self) -> bool:

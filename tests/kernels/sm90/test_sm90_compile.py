@@ -70,12 +70,33 @@ def options_of(kind, tile):
         yield from fp8_variants(kind)
 
 
+# Tiles of FP8 products that a measurement compares with the table's.
+OTHER_TILES = (
+    Tile(256, 128, False, 1, 2, dynamic=True),
+    Tile(128, 192, False, 1, 2, dynamic=True),
+    Tile(128, 256, False, 1, 2, dynamic=True),
+    Tile(128, 128, True, 1, 2, dynamic=True, stagger=True),
+)
+
+
+def other_kernels():
+    """Of these tiles, one of each kind; of weight gradients, one that reads scales early."""
+    for tile in OTHER_TILES:
+        yield Spec("store", tile, **FP8)
+        layout = {"paired": True, "stripe": tile.n // 2, "save_preact": True}
+        yield Spec("glu", tile, **FP8, **SWIGLU, **layout)
+        yield Spec("wgrad", tile, **{**FP8, "scaling": "rows"})
+    tile = Tile(128, 128, False, 1, 2, dynamic=True, early=True)
+    yield Spec("wgrad", tile, **{**FP8, "scaling": "rows"})
+
+
 KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
     for options in options_of(kind, tile)
 ]
+KERNELS += other_kernels()
 
 
 def resources(cubin):

@@ -29,6 +29,8 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.promotion import (
     Promotion,
     add_scaled,
+    early_registers,
+    load_early,
     load_scales,
     scale_registers,
 )
@@ -75,7 +77,7 @@ def multiply(
         _MAJOR[spec.b_major],
         Float32,
         (warpgroups, 1, 1),
-        (WARPGROUP_ROWS, tile.n),
+        (WARPGROUP_ROWS, spec.mma_columns),
     )
     slice_mma = mma.get_slice(warpgroup * WARPGROUP if const_expr(warpgroups == 2) else 0)
     shared_b = operands.b
@@ -86,7 +88,7 @@ def multiply(
     mma.set(wgmma.Field.ACCUMULATE, True)
     fragment_a = mma.make_fragment_A(slice_mma.partition_A(operands.a))
     fragment_b = mma.make_fragment_B(slice_mma.partition_B(shared_b))
-    accumulator = cute.make_rmem_tensor(mma.partition_shape_C((tile.m, tile.n)), Float32)
+    accumulator = cute.make_rmem_tensor(((2, 2, tile.n // 8), tile.slabs, 1), Float32)
     epilogue = Epilogue(
         spec,
         problem,
@@ -103,10 +105,11 @@ def multiply(
     preact_state = epilogue.preact_state()
     products, promotion = None, None
     if const_expr(spec.scaled):
-        products = cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, tile.n)), Float32)
+        shape = (2, 2, spec.mma_columns // 8), 1, 1
+        products = cute.make_rmem_tensor(shape, Float32)
         promotion = Promotion(problem, scales, operands.scales, thread & (WARPGROUP - 1))
     turns = const_expr(tile.pingpong and spec.rings == 1)
-    if const_expr(turns):  # noqa: SIM102 (decided when compiling)
+    if const_expr(turns or tile.stagger):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
             if const_expr(spec.kind == "dglu"):
@@ -137,9 +140,9 @@ def multiply(
             if const_expr(spec.scaled):
                 loop = (*loop, spec, promotion, products, scales_now, coord, warpgroup)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
-            if const_expr(spec.by_rows and tile.pingpong):
+            if const_expr(spec.by_rows and tile.slabs == 2 and (tile.pingpong or spec.scaled)):
                 # Where a group ends within the tile, the rows behind need no products.
-                if rows - row > WARPGROUP_ROWS:
+                if rows - row > WARPGROUP_ROWS * warpgroups:
                     state = mainloop(*loop, state, tile.slabs)
                 else:
                     state = mainloop(*loop, state, 1)
@@ -163,7 +166,11 @@ def multiply(
                 give_turn(_MULTIPLY_TURN, warpgroup)
             if const_expr(not spec.scaled):
                 _drain(operands.pipeline, state, steps)
+            if const_expr(tile.stagger):
+                take_turn(_MULTIPLY_TURN, warpgroup)
             preact_state = write(accumulator, row_scales, coord, preact_state)
+            if const_expr(tile.stagger):
+                give_turn(_MULTIPLY_TURN, warpgroup)
         else:
             if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
                 if steps > 0:
@@ -229,30 +236,36 @@ def _scaled_mainloop(
     slabs: cutlass.Constexpr,
 ):  # fmt: skip
     """The products of ``steps`` stages of FP8, each times its scales; all are added at the end."""
-    coming = scale_registers(spec)
+    coming, factors = scale_registers(spec), early_registers(spec)
     in_stages = const_expr(spec.scaling == "rows")
+    parts = const_expr(spec.tile.n // spec.mma_columns)
     for step in cutlass.range(steps, unroll=1):
         at = in_ring(spec, state, which)
         ring.consumer_wait(at)
         for m in cutlass.range_constexpr(slabs):
-            wgmma.fence()
-            mma.set(wgmma.Field.ACCUMULATE, False)
-            for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-                cute.gemm(
-                    mma,
-                    products,
-                    _as_tiles(fragment_a[None, m, k, at.index], 2),
-                    _as_tiles(fragment_b[None, 0, k, at.index], 2),
-                    products,
+            for part in cutlass.range_constexpr(parts):
+                wgmma.fence()
+                mma.set(wgmma.Field.ACCUMULATE, False)
+                for k in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+                    cute.gemm(
+                        mma,
+                        products,
+                        _as_tiles(fragment_a[None, m, k, at.index], 2),
+                        _as_tiles(fragment_b[None, part, k, at.index], 2),
+                        products,
+                    )
+                    mma.set(wgmma.Field.ACCUMULATE, True)
+                wgmma.commit_group()
+                if const_expr(m == 0 and part == 0):
+                    load_scales(spec, promotion, coming, coord, step + 1)
+                    if const_expr(factors is not None):
+                        load_early(spec, promotion, factors, scales, at.index)
+                wgmma.wait_group(0)
+                if const_expr(m == slabs - 1 and part == parts - 1 and not in_stages):
+                    ring.consumer_release(at)
+                add_scaled(
+                    spec, promotion, accumulator, m, part, products, scales, factors, at.index
                 )
-                mma.set(wgmma.Field.ACCUMULATE, True)
-            wgmma.commit_group()
-            if const_expr(m == 0):
-                load_scales(spec, promotion, coming, coord, step + 1)
-            wgmma.wait_group(0)
-            if const_expr(m == slabs - 1 and not in_stages):
-                ring.consumer_release(at)
-            add_scaled(spec, promotion, accumulator, m, products, scales, at.index)
         if const_expr(in_stages):
             ring.consumer_release(at)
         for i in cutlass.range_constexpr(cute.size(scales)):

@@ -18,8 +18,7 @@ class Promotion(NamedTuple):
     """Where a thread finds the scales of its products.
 
     It holds two rows of each 64, whose scales it loads one stage ahead. The scales of operand B are
-    one for all columns of the tile, or one for its gate and one for its linear columns, or lie in
-    shared memory, one for each column.
+    one for each `Spec.scale_columns` of the tile, or lie in shared memory, one for each column.
     """
 
     problem: Problem
@@ -30,7 +29,7 @@ class Promotion(NamedTuple):
 
 def _parts(spec):
     """Scales of operand B that a thread loads for a stage."""
-    return spec.b_parts if spec.scaling == "blocks" else 0
+    return spec.tile.n // spec.scale_columns if spec.scaling == "blocks" else 0
 
 
 def scale_registers(spec: Spec):
@@ -62,27 +61,58 @@ def load_scales(
         column = coord.column
         if const_expr(spec.kind == "glu"):
             column = gate_column(spec, column, promotion.problem.glu_block)
+        side = const_expr(spec.tile.n // spec.b_parts)
         for part in cutlass.range_constexpr(_parts(spec)):
-            across = (column + part * promotion.problem.glu_block) // FP8_BLOCK
-            across = cutlass.min(across, cute.size(b, mode=[1]) - 1)
+            first = const_expr(part * spec.scale_columns)
+            across = column + first % side + first // side * promotion.problem.glu_block
+            across = cutlass.min(across // FP8_BLOCK, cute.size(b, mode=[1]) - 1)
             values[own + part] = b[group, across, block]
+
+
+def early_registers(spec: Spec):
+    """Registers for what `load_early` reads."""
+    if not spec.tile.early:
+        return None
+    sides, halves = 2, 2 if spec.tile.slabs == 1 else 1
+    return cute.make_rmem_tensor((sides, halves, spec.tile.n // 8), Float32)
+
+
+@cute.jit
+def load_early(spec: cutlass.Constexpr[Spec], promotion: Promotion, factors, values, stage: Int32):
+    """Read the scales of a thread's columns, times those of its rows where it has only two."""
+    within = 2 * (promotion.thread & 3)
+    for eight in cutlass.range_constexpr(spec.tile.n // 8):
+        for side in cutlass.range_constexpr(2):
+            scale = promotion.columns[eight * 8 + within + side, 0, stage]
+            if const_expr(spec.tile.slabs == 1):
+                for half in cutlass.range_constexpr(2):
+                    factors[side, half, eight] = values[half] * scale
+            else:
+                factors[side, 0, eight] = scale
 
 
 @cute.jit
 def add_scaled(
     spec: cutlass.Constexpr[Spec], promotion: Promotion, accumulator, m: cutlass.Constexpr,
-    products, values, stage: Int32,
+    part: cutlass.Constexpr, products, values, factors, stage: Int32,
 ):  # fmt: skip
-    """``accumulator += products * scales`` of the m-th 64 rows."""
-    eights, own = const_expr(spec.tile.n // 8), const_expr(2 * spec.tile.slabs)
+    """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`."""
+    eights, own = const_expr(spec.mma_columns // 8), const_expr(2 * spec.tile.slabs)
     within = 2 * (promotion.thread & 3)
-    for eight in cutlass.range_constexpr(eights):
+    for index in cutlass.range_constexpr(eights):
+        eight = const_expr(part * eights + index)
         for side in cutlass.range_constexpr(2):
             if const_expr(spec.scaling == "blocks"):
-                scale = values[own + eight * _parts(spec) // eights]
-            else:
+                scale = values[own + eight * 8 // spec.scale_columns]
+            elif const_expr(not spec.tile.early):
                 scale = promotion.columns[eight * 8 + within + side, 0, stage]
+            elif const_expr(spec.tile.slabs > 1):
+                scale = factors[side, 0, eight]
             for half in cutlass.range_constexpr(2):
+                if const_expr(spec.tile.early and spec.tile.slabs == 1):
+                    factor = factors[side, half, eight]
+                else:
+                    factor = values[2 * m + half] * scale
                 accumulator[(side, half, eight), m, 0] += (
-                    values[2 * m + half] * scale * products[(side, half, eight), 0, 0]
+                    factor * products[(side, half, index), 0, 0]
                 )
