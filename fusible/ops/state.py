@@ -102,10 +102,15 @@ def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
 
 
 def _deepcopy_with_attributes(module: ModuleState, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` of an op, whose parameters keep copies of what was set on them."""
+    """``copy.deepcopy`` of an op, whose parameters keep copies of what was set on them.
+
+    A process group, which cannot be copied, is shared.
+    """
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     state = module.copied_state()
+    groups = getattr(torch.distributed, "ProcessGroup", ())
+    memo.update({id(value): value for value in state.values() if isinstance(value, groups)})
     made.__setstate__(copy.deepcopy(state, memo))
     for name, parameter in module._parameters.items():
         if parameter is not None:

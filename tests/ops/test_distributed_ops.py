@@ -1,5 +1,6 @@
 """Collectives and tensor-parallel Linear on two processes (gloo): started once for all cases."""
 
+import copy
 import tempfile
 import traceback
 from pathlib import Path
@@ -283,3 +284,11 @@ def failures():
 def test_on_two_processes(name, failures):
     for rank, of_rank in enumerate(failures):
         assert name not in of_rank, f"process {rank}:\n{of_rank[name]}"
+
+
+def test_copies_share_the_process_group(mesh):
+    group = mesh.get_group()
+    op = nn.Sequential(fz.AllReduce(group), fz.Dispatch(4, process_group=group))
+    for one, other in zip(op, copy.deepcopy(op), strict=True):
+        assert one is not other
+        assert one.process_group is other.process_group is group
