@@ -48,7 +48,7 @@ class MoEExperts(FusedOperation):
         self.saves = f"row map, {self._mlp.saves}"
         if dispatch.recompute_rows:
             self.saves += "; of x only the tokens"
-        self.multiplies = kernels.multiplies + (_GATHERS if kernels.gathers else "")
+        self.multiplies = self._mlp.multiplies + (_GATHERS if kernels.gathers else "")
 
     def forward_impl(
         self,

@@ -114,7 +114,7 @@ class GroupedMLP(FusedOperation):
         super().__init__([fc1, act, fc2])
         self.kernels = kernels
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation, scales"
-        self.multiplies = kernels.multiplies
+        self.multiplies = kernels.multiplies + kernels.compared(fc1, fc2)
         self._parts = fc1, act, fc2
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:

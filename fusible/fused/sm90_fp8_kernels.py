@@ -24,6 +24,7 @@ from fusible.kernels.quantize import (
     quantize_k_major,
     transposed,
 )
+from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.stacking import side_by_side
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
@@ -62,6 +63,11 @@ class Sm90Fp8Kernels(GroupedKernels):
         "one the weights"
     )
     gathers = True
+
+    def compared(self, *linears: GroupedLinear) -> str:
+        """See `GroupedKernels`; estimated."""
+        sizes = [(linear.in_features, linear.out_features) for linear in linears]
+        return f"; {fp8_times.compared(sizes)}"
 
     def prepare_rows(
         self,

@@ -371,7 +371,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     if selected is not None:
         saves = getattr(selected.kernels, "saves", "")
         notes.insert(0, f"  kernels: {selected.rule.name}")
-        notes.extend(_multiplies(plan, selected.kernels))
+        notes.extend(_multiplies(plan, selected.kernels, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -389,9 +389,11 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
     return [f"  saves {saves}"] if plan.grad[at].requires_grad and saves else []
 
 
-def _multiplies(plan: Plan, kernels: Any) -> list[str]:
-    """What kernels multiply under a recipe, where they say it."""
+def _multiplies(plan: Plan, kernels: Any, *ops: Any) -> list[str]:
+    """What kernels, of ``ops`` that they are selected for, multiply under a recipe."""
     says = getattr(kernels, "multiplies", "")
+    if ops and says:
+        says += kernels.compared(*ops)
     return [f"  multiplies {says}"] if plan.quantizes and says else []
 
 

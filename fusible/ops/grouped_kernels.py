@@ -83,6 +83,11 @@ class GroupedKernels:
     """What a linear saves with these kernels, for ``explain``; its own text if empty."""
     multiplies = "values of quantized operands, in BF16 on CUDA"
     """What the products multiply under a recipe, for ``explain``."""
+
+    def compared(self, *linears: Any) -> str:
+        """How fast a linear, or two with a gated activation between, are beside BF16's."""
+        return ""
+
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
 

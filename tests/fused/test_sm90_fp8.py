@@ -1,7 +1,9 @@
 """FP8 products on Hopper against the dequantized path: the same values, summed in another order."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import reference as ref
@@ -11,6 +13,7 @@ from sm90_launches import sm90_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
+from fusible.kernels.sm90 import fp8_times
 from fusible.recipes import Float8BlockScaling, Format, group_quantize
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
@@ -412,6 +415,41 @@ def test_explain_says_what_multiplies_in_fp8():
     decoded = explained(module, *inputs(module), recipe=fz.recipes.MXFP8BlockScaling())
     assert "multiplies values of quantized operands, in BF16 on CUDA" in decoded
     assert "grouped_mlp_sm90_fp8" not in decoded
+
+
+def test_explain_says_whether_bf16_would_be_faster():
+    """Of one linear as well; by what the model says of its features."""
+    module = mlp()
+    bf16, fp8, _ = fp8_times.step_times([(HIDDEN, 2 * INNER), (INNER, HIDDEN)])
+    assert fp8 > bf16
+    text = explained(module, *inputs(module))
+    assert f"estimated: {fp8 / bf16:.2f} of BF16's time, more with weights that are" in text
+    linear = fz.GroupedLinear(2, 4096, 8192, dtype=BF16, bias=False, device="meta")
+    x, sizes = (
+        torch.ones(4, 4096, dtype=BF16, device="meta"),
+        torch.ones(2, dtype=torch.int64, device="meta"),
+    )
+    bf16, fp8, weights = fp8_times.step_times([(4096, 8192)])
+    rows = f"{fp8 / bf16:.2f} of BF16's time with weights stored or reused; with weights quantized "
+    rows += f"in every forward, less than BF16's from {weights / (bf16 - fp8):.0f} rows a group"
+    assert rows in explained(linear, x, sizes)
+
+
+def test_estimated_times_are_near_the_measured_ones():
+    """Of whole steps on an H200."""
+    text = (Path(__file__).parents[2] / "benchmarks/results/fp8_step_h200.json").read_text()
+    cases = json.loads(text)["cases"]
+    shapes = {
+        "qwen3-30b": (2048, 768, 1024),
+        "mixtral-8x7b": (4096, 14336, 2048),
+        "dsv3-ep32": (7168, 2048, 1024),
+    }
+    for name, (hidden, inner, rows) in shapes.items():
+        bf16, fp8, weights = fp8_times.step_times([(hidden, 2 * inner), (inner, hidden)])
+        measured = cases[name]
+        assert bf16 / (fp8 + weights / rows) == pytest.approx(measured["step_x_of_bf16"], rel=0.1)
+        without = measured["step_without_weights_x_of_bf16"]
+        assert bf16 / fp8 == pytest.approx(without, rel=0.1)
 
 
 def test_explain_says_why_not():
