@@ -50,6 +50,15 @@ class MoEExperts(FusedOperation):
             self.saves += "; of x only the tokens"
         self.multiplies = self._mlp.multiplies + (_GATHERS if kernels.gathers else "")
 
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """What hides the exchanges of a group."""
+        if self._parts[0].process_group is None:
+            return ()
+        return (
+            "the gradients of the tokens travel while the weight gradient of the first linear is "
+            "computed; nothing hides the other three exchanges (tokens, sums, the sums' gradients)",
+        )
+
     def forward_impl(
         self,
         ctxs: Sequence[OperationContext],

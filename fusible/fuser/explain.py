@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -43,6 +43,8 @@ class PlannedRun:
     name: str
     run: Run
     plan: Plan
+    decided: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """What ops decided in this call, by op (``BasicOperation.call_notes``)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +87,7 @@ class Explanation:
         lines = []
         for first, others in self._grouped(every_rule):
             lines.append(f"{first.name}: {first.plan.heading}")
-            lines.extend(_lines(first.plan, every_rule))
+            lines.extend(_lines(first, every_rule))
             if others:
                 named = others if len(others) < 4 else [others[0], "...", others[-1]]
                 lines.append(f"{len(others)} more alike: {'; '.join(named)}")
@@ -108,7 +110,7 @@ class Explanation:
         """The first of equal runs, with the names of the others."""
         kinds: dict[str, list[PlannedRun]] = {}
         for p in self.planned:
-            text = "\n".join([p.plan.heading, *_lines(p.plan, every_rule), repr(p.run.wiring)])
+            text = "\n".join([p.plan.heading, *_lines(p, every_rule), repr(p.run.wiring)])
             kinds.setdefault(text, []).append(p)
         return [(first, [p.name for p in others]) for first, *others in kinds.values()]
 
@@ -169,11 +171,13 @@ class _Planning:
     Attributes:
         planned: the runs, in the order of the call.
         refused: what ops would raise, by op.
+        decided: what ops decided, by op.
     """
 
     def __init__(self, module: nn.Module, target: Target | None) -> None:
         self.planned: list[PlannedRun] = []
         self.refused: dict[Any, str] = {}
+        self.decided: dict[Any, tuple[str, ...]] = {}
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._divided: list[tuple[PlannedRun, Sequence[Part]]] = []
@@ -187,7 +191,7 @@ class _Planning:
         where = first if first == last else f"{first} to {last}"
         made = run.plan_for(call, self._target or target_of(call.device))
         schedule = run.scheduled(made, call)
-        planned = PlannedRun(where, run, made)
+        planned = PlannedRun(where, run, made, self.decided)
         if schedule.division is not None:  # each part of which is planned in its turn
             self._divided.append((planned, schedule.division.parts))
             return schedule
@@ -209,11 +213,13 @@ class _Planning:
 
         It then gives what it would for an input that fits it, outside of a recipe.
         """
+        (context,) = contexts
         try:
-            return call_fuser_forward(op, contexts, x, extra_inputs)
+            made = call_fuser_forward(op, contexts, x, extra_inputs)
+            self.decided[op] = op.call_notes(context)
+            return made
         except (TypeError, ValueError) as error:
             self._note(op, error)
-            (context,) = contexts
             context.recipe = context.next_quantizer = None
             context.quantizes = False
             for features in (x.shape[-1:], *_features(op)):
@@ -324,8 +330,9 @@ def _fakes(mode: FakeTensorMode, inputs: tuple[Any, ...]) -> list[Any]:
     return [made[id(value)] for value in inputs]
 
 
-def _lines(plan: Plan, every_rule: bool) -> Iterator[str]:
-    blocks = _blocks(plan)
+def _lines(planned: PlannedRun, every_rule: bool) -> Iterator[str]:
+    plan = planned.plan
+    blocks = _blocks(plan, planned.decided)
     for i, block in enumerate(blocks):
         last = i == len(blocks) - 1
         head, *rest = block
@@ -334,21 +341,23 @@ def _lines(plan: Plan, every_rule: bool) -> Iterator[str]:
     yield from _refusal_lines(plan, every_rule)
 
 
-def _blocks(plan: Plan) -> list[list[str]]:
+def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
     """One block of lines per op or joint fusion, in order."""
+    said = [[f"  {note}" for note in decided.get(op, ())] for op in plan.basic_ops]
     joint = {f.start: f for phase, f in plan.fusions if phase == "joint"}
     blocks, at = [], 0
     while at < len(plan.basic_ops):
         fusion = joint.get(at)
         if fusion is None:
-            blocks.append(_op_lines(plan, at))
+            blocks.append([*_op_lines(plan, at), *said[at]])
             at += 1
             continue
         lines = [f"{type(fusion.op).__name__} by {fusion.name}, forward and backward"]
         for i in range(at, fusion.stop):
-            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i)])
+            lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i), *said[i]])
         lines.extend(_saves(plan, fusion.op, at))
         lines.extend(_multiplies(plan, fusion.op))
+        lines.extend(f"  {note}" for note in fusion.op.notes(plan.facts[at].dtype, plan.target))
         blocks.append(lines)
         at = fusion.stop
     return blocks

@@ -20,6 +20,7 @@ from fusible.kernels import moe
 from fusible.ops.distributed import check_initialized
 from fusible.ops.exchange import (
     SEND,
+    SENT,
     Exchange,
     Option,
     Send,
@@ -199,14 +200,14 @@ class Dispatch(BasicOperation):
         of_group = () if self.process_group is None else (torch.int32, torch.int64, torch.int64)
         return (x, torch.int64, *middle, torch.int32, *of_group)
 
-    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+    def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
         """What is sent, and whether the host reads how much."""
         if self.process_group is None:
             return ()
-        mode = self.send or f'"all" where k is at least {self.processes}, else "tokens"'
+        chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
-            f"experts are shared among {self.processes} processes; sends {mode}"
-            '; "tokens" and "rows" read sizes on the host (a synchronisation)',
+            f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
+            f"{SENT[ctx.send]}",
         )
 
     def extra_repr(self) -> str:
@@ -290,9 +291,9 @@ class Dispatch(BasicOperation):
         }
         routed = route_copies(self.process_group, mode, ids, local, options, self.receive_factor)
         exchange, sent_map = routed.exchange, routed.sent_map
-        ctx.exchange, ctx.per_choice, ctx.rows_dtype = exchange, mode == "rows", x.dtype
+        ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
         y = send(x, sent_map, exchange, "Dispatch")
-        here, weights = send_choices(ids, probs, sent_map, exchange, ctx.per_choice, "Dispatch")
+        here, weights = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
         here = here - dist.get_rank(self.process_group) * local
         counts = ids.new_empty(0, dtype=torch.int64)
         if exchange.sent is not None:
@@ -381,13 +382,13 @@ class Dispatch(BasicOperation):
             of_input, of_probs = [None if wait is None else wait() for wait in begun]
             if of_input is not None:
                 of_input = cast(sum_copies(of_input, copies), ctx.rows_dtype).view(ctx.shape)
-            if of_probs is not None and ctx.per_choice:
+            per_choice = ctx.send == "rows"
+            if of_probs is not None and per_choice:
                 _, of_probs = moe.gather_sum(of_probs, copies, None, of_probs.flatten())
             elif of_probs is not None:
                 of_probs = sum_copies(of_probs, copies)
-            k = sent_map.shape[-1] if ctx.per_choice else row_map.shape[1]
             if of_probs is not None:
-                of_probs = of_probs.view(*ctx.shape[:-1], k)
+                of_probs = of_probs.view(*ctx.shape[:-1], ctx.top_k)
             return of_input, of_probs, None
 
         return finish

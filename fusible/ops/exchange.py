@@ -22,6 +22,14 @@ from fusible.ops.distributed import all_gather
 
 Send = Literal["rows", "tokens", "all"]
 SEND: tuple[Send, ...] = ("rows", "tokens", "all")
+SENT = {
+    "rows": "a token for each of its choices, and each row back; reads sizes on the host (on CUDA "
+    "a synchronisation)",
+    "tokens": "a token to each process that has an expert of it, and partial sums back; reads "
+    "sizes on the host (on CUDA a synchronisation)",
+    "all": "every token to every process, and partial sums back; reads nothing on the host of CUDA",
+}
+"""What ``explain`` says of each."""
 
 
 class Option(NamedTuple):

@@ -183,6 +183,10 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
+    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
+        """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
+        return ()
+
     def direct(self, plan: Plan, call: PlanKey) -> Direct | None:
         """A faster path for a plan whose forward is this op alone, or None.
 
@@ -411,8 +415,8 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
         """
         return (given.input, *(None,) * self.num_extra_outputs)
 
-    def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """Sentences that ``explain`` prints when this op runs unfused on a target."""
+    def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
+        """Sentences that ``explain`` prints of what a forward decided, from its context."""
         return ()
 
     def recipe_notes(self, recipe: Any) -> tuple[str, ...]:

@@ -64,9 +64,13 @@ def described(case, group, rank, processes):
         *experts(case, rank * local, local),
         fz.Combine(process_group=group),
     )
-    text = str(fz.explain(module, x, probs, ids)) if rank == 0 else ""
+    module.to(torch.bfloat16)
+    texts = ["", ""]
+    if rank == 0:
+        targets = (None, "sm90")
+        texts = [str(fz.explain(module, x.bfloat16(), probs, ids, target=t)) for t in targets]
     dist.barrier()
-    return text
+    return texts
 
 
 def seen(folder, run, *cases, seconds=SECONDS):
@@ -135,7 +139,17 @@ def test_large_ids_are_no_experts(tmp_path):
 
 
 def test_explain_needs_no_other_process(tmp_path):
-    cases = [Case(mode) for mode in MODES]
-    of_rank = seen(tmp_path, described, *cases)[0]
-    for case in cases:
-        assert f"experts are shared among 2 processes; sends {case.send}" in of_rank[str(case)]
+    """It names the mode that is chosen, and what hides an exchange."""
+    hidden = "gradients of the tokens travel while the weight gradient of the first linear"
+    chosen = {Case(mode): mode for mode in MODES} | {
+        Case(None): "all, chosen for top_k 2",
+        Case(None, top_k=1): "tokens, chosen for top_k 1",
+    }
+    of_rank = seen(tmp_path, described, *chosen)[0]
+    for case, mode in chosen.items():
+        plain, hopper = of_rank[str(case)]
+        for text in (plain, hopper):
+            assert f"experts are shared among 2 processes; sends {mode}" in text
+            assert ("reads sizes on the host" in text) == ("all" not in mode)
+        assert "moe_experts_sm90" in hopper
+        assert (hidden in hopper, hidden in plain) == (True, False)
