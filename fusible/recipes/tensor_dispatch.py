@@ -60,6 +60,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             func(shaped, *args[1:], **kwargs)
             if shaped.shape != args[0].shape:
                 return _change_shape(func, args, kwargs, shaped)
+    if func.overloadpacket in _REACH_MEMORY and isinstance(args[0], ValuesView):
+        _check_reach(func, args, kwargs)
     if args and isinstance(args[0], DispatchedTensor) and _returns_view(func):
         return _view_of_values(func, args, kwargs, reason)
     return _run_on_values(func, args, kwargs, reason)
@@ -116,6 +118,8 @@ def _run_on_values(
     infos = {a.name: a.alias_info for a in func._schema.arguments if a.name in given}
     written = {name: info for name, info in infos.items() if info is not None and info.is_write}
     leaves = pytree.tree_leaves([given[name] for name in written])
+    if torch.Tag.inplace_view not in func.tags:
+        _check_sizes(func, [(x, values.get(id(x))) for x in leaves])
     for shared in {leaf.shared for leaf in leaves if isinstance(leaf, ValuesView)}:
         shared.quantize()
     for leaf in leaves:
@@ -137,6 +141,25 @@ def _run_on_values(
         for out, r in zip(func._schema.returns, results, strict=True)
     ]
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _check_sizes(func: Any, written: Sequence[tuple[Any, Tensor | None]]) -> None:
+    """Raise ValueError where an operation has resized what it was given as ``out=``.
+
+    ``written`` is tensors, with the values that were written in place of quantized ones.
+    """
+    for x, values in written:
+        new = x.plain if isinstance(x, ValuesView) else values
+        if new is None or new.shape == x.shape:
+            continue
+        got = tuple(new.shape)
+        if isinstance(x, ValuesView):  # as before
+            new.as_strided_(x.shape, x.stride(), x.storage_offset())
+            x.values.copy_(x.q.own_values())
+        raise ValueError(
+            f"out of {func} must have the shape of its result if it is quantized, {got}, got "
+            f"{tuple(x.shape)}; nothing was written"
+        )
 
 
 def _with_gradients(func: Any) -> Any:
@@ -170,6 +193,28 @@ class DispatchedTensor(torch.Tensor):
         array = self.copied_values().numpy(force=force)
         array.flags.writeable = False
         return array
+
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Write what ``function`` returns for each value, quantized."""
+        return self.copy_(self.copied_values().apply_(function))
+
+    def map2_(self, x: Tensor, y: Tensor, function: Callable[[Any, Any, Any], Any]) -> Tensor:
+        """Write what ``function`` returns for the values here, in ``x`` and in ``y``, quantized."""
+        x, y = (torch.empty(t.shape, dtype=self.dtype).copy_(t) for t in (x, y))
+        return self.copy_(self.copied_values().map2_(x, y, function))
+
+    def __dlpack__(self, *, copy: bool | None = None, **options: Any) -> Any:
+        """Return a copy of the values; BufferError if it must be none."""
+        if copy is False:
+            raise BufferError(
+                "copy must be None or True for a quantized tensor, whose values are no memory, got "
+                f"False for {type(self).__name__}"
+            )
+        return self.copied_values().__dlpack__(**options)
+
+    def __format__(self, spec: str) -> str:
+        """Format one value as a number, as of an ordinary tensor."""
+        return format(self.item() if spec and self.dim() == 0 else str(self), spec)
 
     def tolist(self) -> Any:
         """Return the values as numbers, in lists as deep as the tensor has dimensions."""
@@ -295,6 +340,27 @@ class ValuesView(DispatchedTensor):
         dtype, offset = meta
         plain = inner["values"].view(dtype).as_strided(outer_size, outer_stride, offset)
         return cls(plain, _SharedValues(inner["q"], inner["values"]))
+
+
+def _check_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError where a view of a view would hold elements that the first one does not.
+
+    Autograd goes through the views of a subclass one by one, where it takes those of an ordinary
+    tensor from its memory: after a write it would miss the gradients of these elements.
+    """
+    plain = args[0].plain
+    if is_traced() or not torch.is_grad_enabled() or type(plain) is not Tensor:
+        return
+    size = plain.untyped_storage().nbytes() // plain.element_size()
+    inside = torch.zeros(size, dtype=torch.bool)
+    own = inside.as_strided(plain.shape, plain.stride(), plain.storage_offset()).fill_(True)
+    viewed = func(own, *args[1:], **kwargs)  # resizing makes new elements, of any value
+    if viewed.untyped_storage().nbytes() > size or not viewed.all():
+        raise RuntimeError(
+            f"{func.overloadpacket.__name__} of a view of a quantized tensor must stay inside the "
+            f"view while gradients are enabled, got {tuple(viewed.shape)} with strides "
+            f"{viewed.stride()} of {tuple(plain.shape)}; call it on the quantized tensor itself"
+        )
 
 
 def _view_of_values(
@@ -431,6 +497,8 @@ _REFUSED = {
     _aten.erfinv_: "of a quantized tensor would be of values that were rounded, up to 1 and to "
     "infinity; initialize an ordinary tensor and copy_ it",
 }
+_REACH_MEMORY = {_aten.as_strided, _aten.as_strided_, _aten.resize_, _aten.resize_as_}
+"""They may give a view elements of the memory that it did not hold."""
 _SHAPE_ONLY = {
     _aten.empty_like,
     _aten.zeros_like,

@@ -71,6 +71,36 @@ def test_an_optimizer_step(make, kind):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
+def test_steps_of_adamw_over_ordinary_weights(foreach, backend, kind):
+    """The bits of ordinary weights that are quantized after each of AdamW's two writes.
+
+    Eager and compiled steps differ over ordinary weights too: PyTorch's compiled AdamW computes its
+    step size in FP32 tensors, the eager one in Python's doubles.
+    """
+    fmt, lr, decay = RECIPES[kind].format("weight"), 0.1, 0.01
+
+    def quantized(t):
+        return QuantizedTensor.quantize(t.detach(), fmt, columnwise=True)
+
+    weight, plain = nn.Parameter(quantized(X)), nn.Parameter(quantized(X).dequantize())
+    torch._dynamo.reset()
+    steps = []
+    for parameter, own_decay in ((weight, decay), (plain, 0)):
+        optimizer = torch.optim.AdamW([parameter], lr, weight_decay=own_decay, foreach=foreach)
+        steps.append(torch.compile(optimizer.step, backend=backend))
+    for i in range(4):
+        weight.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(i))
+        plain.grad = weight.grad.clone()
+        plain.data.copy_(quantized(plain * (1 - lr * decay)).dequantize())
+        for step in steps:
+            step()
+        plain.data.copy_(quantized(plain).dequantize())
+        assert torch.equal(weight.dequantize(), plain)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
 def test_a_model_of_stored_weights(kind):
     recipe = RECIPES[kind]
     with fz.quantized_model_init(recipe=recipe):

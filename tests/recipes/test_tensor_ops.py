@@ -1,5 +1,6 @@
 """Operations on quantized tensors give what they give on ordinary tensors of the same values."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fusible as fz
+from fusible import recipes
 from fusible.recipes.tensor import QuantizedTensor
 
 INDEX = torch.tensor([3, 0, 2])
@@ -332,6 +334,49 @@ def test_shapes_that_cannot_change_in_place(name, arguments):
         getattr(q, name)(*arguments)
     assert q.shape == (64, 32)
     assert torch.equal(q.dequantize(), before)
+
+
+TENSORS = {
+    "tensor": tensor,
+    "view": lambda: tensor()[3:9],
+    "groups": lambda: recipes.group_quantize(
+        SQUARE, recipes.MXFP8Quantizer(), 2, torch.tensor([40, 24])
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more")
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_an_output_of_another_shape_is_refused_and_stays(make):
+    q = make()
+    before, shape = q.copied_values(), q.shape
+    with pytest.raises(ValueError, match=r"out of aten.add.out must have the shape"):
+        torch.add(torch.ones(3, 3), 1, out=q)
+    assert q.shape == shape
+    assert torch.equal(q.copied_values(), before)
+    assert torch.equal(q + 0, before)
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_what_reads_memory_gets_values(make):
+    """PyTorch reads and writes the memory of a subclass itself in these, past all dispatch."""
+    q = make()
+    before = q.copied_values()
+    for exchanged in (torch.from_dlpack(q), torch.from_numpy(np.from_dlpack(q).copy())):
+        assert torch.equal(exchanged, before)
+    with pytest.raises(BufferError, match="copy must be None or True"):
+        torch.from_dlpack(q, copy=False)
+    assert f"{q[0, 0]:.4f}" == f"{before[0, 0]:.4f}"
+    assert q.apply_(lambda value: 2 * value) is q
+    assert torch.equal(q.copied_values(), 2 * before)
+    q.map2_(q, before.double(), lambda value, x, y: x - y)
+    assert torch.equal(q.copied_values(), before)
+
+
+def test_a_view_that_is_written_shows_it_in_the_tensor():
+    q = tensor()
+    q[3].apply_(lambda value: 1.5)
+    assert torch.equal(q[3] + 0, torch.full((64,), 1.5))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

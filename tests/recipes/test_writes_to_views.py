@@ -90,6 +90,41 @@ def of_a_parameter(leaf, view, write):
     return leaf, seen
 
 
+BEYOND = {
+    "as_strided": lambda v: v.as_strided((4, 64), (64, 1), 64),
+    "between": lambda v: v.view(64)[::2].as_strided((20,), (1,)),
+    "as_strided_": lambda v: v.as_strided_((4, 64), (64, 1), 64),
+    "resize_": lambda v: v.resize_(4, 64),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_view_beyond_a_view_is_refused_with_gradients(name):
+    """Whose elements autograd would not count, after a write, in the gradient of the tensor."""
+    with pytest.raises(RuntimeError, match=r"(as_strided|resize)_? of a view .* must stay inside"):
+        BEYOND[name](quantized().clone()[2])
+    with torch.no_grad():
+        q = quantized()
+        plain = q.dequantize()
+        for t in (q, plain):
+            BEYOND[name](t[2]).mul_(2)
+    assert torch.equal(q.dequantize(), plain)
+
+
+@pytest.mark.parametrize("write", [lambda t, v: v.mul_(2), lambda t, v: t.mul_(2)])
+def test_a_strided_view_inside_a_view_has_the_gradients_of_pytorch(write):
+    results = []
+    leaf = nn.Parameter(quantized())
+    for parameter in (leaf, nn.Parameter(leaf.detach().dequantize())):
+        base = parameter.clone()
+        inside = base[2:7].as_strided((3, 30), (128, 2), 130)
+        write(base, inside)
+        (inside * like(inside)).sum().backward()
+        results.append((inside.detach() * 1, parameter.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def run(how, leaf, view, write):
     """The tensor, the view as it is read, and the gradient, or the type of what was raised."""
     try:
