@@ -87,7 +87,8 @@ class Dispatch(BasicOperation):
     Gradients of expert weights are sums over the tokens of the group. What is sent:
 
     - ``"all"``: every token to every process, which returns partial sums. Nothing is read on the
-      host on a GPU, where all processes must have equally many tokens.
+      host on a GPU, where all processes must have equally many tokens unless ``max_tokens`` is
+      given.
     - ``"tokens"``: a copy of a token to each process that has an expert of it, which returns a
       partial sum. The host reads how many.
     - ``"rows"``: a copy of a token for each choice, which is returned: the bits of one process that
@@ -113,13 +114,16 @@ class Dispatch(BasicOperation):
         receive_factor: over a group, a bound on the rows of a process: this many times its own
             choices, or those of the process that has the most tokens. More are an error on all
             processes. It bounds memory where nothing is read on the host. None for no bound.
+        max_tokens: over a group, the most tokens of a process. With ``send="all"`` on a GPU
+            processes may then have different numbers of tokens, and are padded to this one. More
+            are an error on all processes. None if they have equally many.
 
     Raises:
-        TypeError: the number of experts is no integer.
+        TypeError: the number of experts or of tokens is no integer.
         ValueError: no expert, or a factor that is not positive and finite, an unknown mode, or a
             group whose size does not divide the experts; in a call, ``probs`` and ``expert_ids`` do
             not fit the tokens or each other, the input has a dtype that ops do not compute in,
-            processes disagree about options, or rows exceed the bound.
+            processes disagree about options, or rows or tokens exceed their bound.
         RuntimeError: ``torch.distributed`` is not initialized; in a call, another process fails.
     """
 
@@ -138,6 +142,7 @@ class Dispatch(BasicOperation):
         process_group: Any = None,
         send: Send | None = None,
         receive_factor: float | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
         middle = () if scale_input else ("scales",)
@@ -163,7 +168,15 @@ class Dispatch(BasicOperation):
                 f"num_experts of Dispatch must be a multiple of the group's {self.processes} "
                 f"processes, got {num_experts}"
             )
-        self.send, self.receive_factor = send, receive_factor
+        if max_tokens is not None:
+            check_sizes("Dispatch", max_tokens=max_tokens)
+            if capacity_factor is not None:
+                raise ValueError(
+                    "max_tokens of Dispatch must be None with a capacity_factor, which counts the "
+                    f"choices of all processes, got {max_tokens} and {capacity_factor}; give all "
+                    "processes equally many tokens"
+                )
+        self.send, self.receive_factor, self.max_tokens = send, receive_factor, max_tokens
         self.num_experts = num_experts
         self.scale_input = scale_input
         self.recompute_rows = recompute_rows
@@ -287,9 +300,11 @@ class Dispatch(BasicOperation):
             "scale_input": Option(self.scale_input, bool),
             "capacity_factor": _factor_option(self.capacity_factor),
             "receive_factor": _factor_option(self.receive_factor),
+            "max_tokens": Option(self.max_tokens or 0, lambda n: n or None),
             "requires_grad of (input, probs)": Option(needs, lambda n: (n > 1, n % 2 == 1)),
         }
-        routed = route_copies(self.process_group, mode, ids, local, options, self.receive_factor)
+        bounds = self.receive_factor, self.max_tokens
+        routed = route_copies(self.process_group, mode, ids, local, options, *bounds)
         exchange, sent_map = routed.exchange, routed.sent_map
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
         y = send(x, sent_map, exchange, "Dispatch")

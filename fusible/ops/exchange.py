@@ -198,7 +198,7 @@ def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
     return tuple((copies + i) // processes for i in range(processes))
 
 
-def _balanced(group: Any, mode: Send, ids: Tensor, local: int) -> Routed:
+def _balanced(group: Any, mode: Send, ids: Tensor, local: int, max_tokens: int | None) -> Routed:
     """What :func:`route_copies` would find of equally many tokens and balanced choices.
 
     For fake tensors, whose values nobody knows.
@@ -206,8 +206,9 @@ def _balanced(group: Any, mode: Send, ids: Tensor, local: int) -> Routed:
     processes, (tokens, k) = dist.get_world_size(group), ids.shape
     if mode == "all":
         sent_map = ids.new_empty(tokens, processes, dtype=torch.int32)
-        rows = processes * tokens * min(k, local)
-        return Routed(Exchange(group, None, None, tokens), sent_map, rows, k * tokens * processes)
+        padded = max_tokens or tokens
+        rows = processes * padded * min(k, local)
+        return Routed(Exchange(group, None, None, padded), sent_map, rows, k * tokens * processes)
     width = k if mode == "rows" else processes
     sizes = balanced_sizes(tokens * min(k, width), group)
     sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
@@ -221,6 +222,7 @@ def route_copies(
     local: int,
     options: dict[str, Option],
     receive_factor: float | None,
+    max_tokens: int | None,
 ) -> Routed:
     """Agree with the group on an exchange of the tokens whose choices are ``ids`` ``[T, k]``.
 
@@ -235,14 +237,16 @@ def route_copies(
         options: by name, what must be the same on all processes.
         receive_factor: the most rows that the experts of a process may get, as a multiple of the
             choices of the process that has the most tokens; None for no bound.
+        max_tokens: the most tokens of a process, for which there is room where no host reads
+            sizes; None if all processes then have equally many.
 
     Raises:
-        ValueError: processes disagree about an option, or experts get more rows than the bound,
-            on all processes alike.
+        ValueError: processes disagree about an option, experts get more rows than the bound, or
+            a process has more tokens than ``max_tokens``, on all processes alike.
         RuntimeError: a process fails; a mode that reads sizes on the host is compiled.
     """
     if isinstance(ids, FakeTensor) and not torch.compiler.is_compiling():
-        return _balanced(group, mode, ids, local)
+        return _balanced(group, mode, ids, local, max_tokens)
     processes, (tokens, k), device = dist.get_world_size(group), ids.shape, ids.device
     read = _reads_sizes(mode, device)
     if read and torch.compiler.is_compiling():
@@ -270,16 +274,39 @@ def route_copies(
     own = torch.cat((header, copies, choices))
     table = communicate("Dispatch", group, all_gather, own[None], group)
     if read:
-        return _read(group, mode, table, sent_map, options, k, receive_factor)
-    same = (table[:, :2] == table[:1, :2]).all()
-    torch._assert_async(same, "processes disagree about Dispatch's options or token counts")
-    rows = processes * tokens * min(k, local)
+        return _read(group, mode, table, sent_map, options, k, receive_factor, max_tokens)
+    return _unread(group, table, ranks, tokens, k, local, receive_factor, max_tokens)
+
+
+def _unread(
+    group: Any,
+    table: Tensor,
+    ranks: Tensor,
+    tokens: int,
+    k: int,
+    local: int,
+    receive_factor: float | None,
+    max_tokens: int | None,
+) -> Routed:
+    """The exchange of all tokens, from what all processes said, which only the device checks."""
+    processes, padded = len(ranks), max_tokens or tokens
+    same = table[:, :2] == table[:1, :2]
+    if max_tokens is not None:
+        if tokens > max_tokens:
+            raise ValueError(_too_many(tokens, max_tokens))
+        same = torch.stack((same[:, 0], table[:, 1] <= max_tokens))
+    torch._assert_async(same.all(), "processes disagree about Dispatch's options or token counts")
+    rows = processes * padded * min(k, local)
     if receive_factor is not None:
-        bound = math.ceil(receive_factor * tokens * k)
+        bound = math.ceil(receive_factor * padded * k)
         rows, most = min(rows, bound), table[:, 2 + processes :].sum(0).max()
         torch._assert_async(most <= bound, "more rows than receive_factor of Dispatch allows")
-    sent_map = _all_sent(tokens, tokens, ranks)
-    return Routed(Exchange(group, None, None, tokens), sent_map, rows, k * tokens * processes)
+    sent_map = _all_sent(tokens, padded, ranks)
+    return Routed(Exchange(group, None, None, padded), sent_map, rows, k * padded * processes)
+
+
+def _too_many(tokens: int, max_tokens: int) -> str:
+    return f"a process must have at most max_tokens of Dispatch, {max_tokens} tokens, got {tokens}"
 
 
 def _all_sent(tokens: int, padded: int, ranks: Tensor) -> Tensor:
@@ -295,6 +322,7 @@ def _read(
     options: dict[str, Option],
     k: int,
     receive_factor: float | None,
+    max_tokens: int | None,
 ) -> Routed:
     """The exchange, from what all processes said, read on the host."""
     processes, rank, agreed = table.shape[0], dist.get_rank(group), len(options)
@@ -303,12 +331,15 @@ def _read(
     tokens = [row[agreed] for row in said]
     copies = [row[agreed + 1 : agreed + 1 + processes] for row in said]
     rows = [sum(of) for of in zip(*[row[agreed + 1 + processes :] for row in said], strict=True)]
+    if max_tokens is not None and max(tokens) > max_tokens:
+        raise ValueError(_too_many(max(tokens), max_tokens))
     if receive_factor is not None:
-        bound = math.ceil(receive_factor * k * max(tokens))
+        most = k * (max_tokens or max(tokens))
+        bound = math.ceil(receive_factor * most)
         if max(rows) > bound:
             raise ValueError(
                 f"the experts of a process must get at most {bound} rows (receive_factor of "
-                f"Dispatch, {receive_factor}, times the {k * max(tokens)} choices of a process), "
+                f"Dispatch, {receive_factor}, times the {most} choices of a process), "
                 f"got {max(rows)}; raise receive_factor, or leave it out for no bound"
             )
     if mode == "all":

@@ -42,7 +42,11 @@ CASES = [
     for options in OPTIONS
     # Sizes that no host reads must be equal.
     if send != "all" or options.get("tokens", "many") == "many"
-] + [Case(send) for send in MODES]
+] + [
+    *[Case(send) for send in MODES],
+    Case("all", BF16, tokens="uneven", max_tokens=20),
+    Case("all", BF16, tokens="none", max_tokens=16, recompute=True),
+]
 NAMES = ("output", "gradient of x", "of probs", "of FC1's weight", "of FC2's weight")
 
 

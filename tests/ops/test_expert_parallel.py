@@ -1,6 +1,7 @@
 """Experts shared among gloo processes, beside one process that holds all tokens and all experts."""
 
 import datetime
+from unittest.mock import patch
 
 import expert_parallel as ep
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from expert_parallel import Case
 
 import fusible as fz
+from fusible.ops import exchange
 
 BF16 = torch.bfloat16
 OPTIONS = [
@@ -89,6 +91,8 @@ def loads(name, group, rank, processes):
 def refused(name, group, rank, processes):
     with pytest.raises(ValueError, match="num_experts of Dispatch must be a multiple of the gro"):
         fz.Dispatch(7, process_group=group)
+    with pytest.raises(ValueError, match="max_tokens of Dispatch must be None with a capacity"):
+        fz.Dispatch(8, process_group=group, max_tokens=4, capacity_factor=1.0)
     with pytest.raises(ValueError, match="send of Dispatch must be None or one of"):
         fz.Dispatch(8, process_group=group, send="some")
     ops = fz.Dispatch(8, process_group=group), fz.GroupedLinear(8, 64, 64), fz.Combine()
@@ -122,7 +126,29 @@ def compiled(name, group, rank, processes):
         dist.barrier()
 
 
-BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled)}
+def unread(name, group, rank, processes):
+    """As on a GPU, where no host reads sizes: tokens are padded to the most that are allowed."""
+    for options in ({}, {"recompute": True}, {"weighted": True, "top_k": 5}):
+        for tokens, most in (("uneven", 12), ("uneven", 20), ("none", 16)):
+            case = Case("all", BF16, tokens=tokens, max_tokens=most, **options)
+            wanted = ep.compared(case, group, rank, processes)
+            with patch.object(exchange, "_reads_sizes", lambda mode, _: mode != "all"):
+                made = ep.compared(case, group, rank, processes)
+            for (got, _), (want, _) in zip(made, wanted, strict=True):
+                assert torch.equal(got, want), case
+    case = Case("all", tokens="uneven", max_tokens=11)  # one process has 12
+    inputs = ep.tensors(case, rank, processes)[:3]
+    with pytest.raises(ValueError, match="at most max_tokens of Dispatch, 11 tokens, got 12"):
+        ep.block(case, group, rank, processes)(*inputs)
+    on_device = patch.object(exchange, "_reads_sizes", lambda mode, _: mode != "all")
+    for most in (11, None):
+        module = ep.block(Case("all", tokens="uneven", max_tokens=most), group, rank, processes)
+        with on_device, pytest.raises((ValueError, RuntimeError), match=r"at most max_|disagree"):
+            module(*inputs)
+        dist.barrier()
+
+
+BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled, unread)}
 
 
 def run_named(name, group, rank, processes):

@@ -32,6 +32,7 @@ class Case:
     weighted: bool = False
     recompute: bool = False
     capacity_factor: float | None = None
+    max_tokens: int | None = None
     dims: int = 2
     twice: bool = False
     """The backward, with ``retain_graph``."""
@@ -88,7 +89,9 @@ def experts(case: Case, first: int, count: int) -> list[fz.BasicOperation]:
 
 def block(case: Case, group, rank: int, processes: int) -> fz.Sequential:
     count = EXPERTS // processes
-    of_group = {"process_group": group, "send": case.send} if group is not None else {}
+    of_group = {"process_group": group, "send": case.send, "max_tokens": case.max_tokens}
+    if group is None:
+        of_group = {}
     return fz.Sequential(
         fz.Dispatch(
             EXPERTS,
