@@ -151,7 +151,7 @@ def _quantized(
             return values(x)
         reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
     by_group = isinstance(quantizer, GroupedQuantizer)
-    if by_group != bool(sizes) and (by_group or getattr(quantizer, "by_receiver", False)):
+    if by_group != (len(sizes) > 0) and (by_group or getattr(quantizer, "by_receiver", False)):
         reads_values = True
     if is_quantized(x):
         return values(x) if reads_values else x
