@@ -105,7 +105,7 @@ def fp8_products() -> int:
         dy = random(hidden, padded, dtype=kind).t()
         dy_scale, x_scale = ones(padded // 128, hidden), ones(padded // 128, inner)
         columns = random(inner, padded, dtype=kinds[0]).t()
-        for tile in {tile for choices in tiles.TILES.values() for tile in choices if tile.n == 128}:
+        for tile in {tile for choices in tiles.FP8_TILES.values() for tile in choices}:
             with in_tile(tile):
                 ops.grouped_mm(x, w, ends, **scales)
                 for keep in (False, True):

@@ -8,11 +8,14 @@ import math
 import pytest
 import torch
 from checks import hopper
+from sm90_in_tile import in_tile
 
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
+from fusible.kernels.sm90.spec import Tile
+from fusible.kernels.sm90.tiles import FP8_TILES
 from fusible.recipes.formats import fp8_block
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
@@ -108,6 +111,36 @@ def test_product_with_bias(scaled):
     out = torch.full_like(y, math.nan)
     grouped.grouped_mm(*given[:6], out, x_scale, w_scale)
     torch.testing.assert_close(out, y, rtol=0, atol=0)
+
+
+TILES = [
+    *{tile for choices in FP8_TILES.values() for tile in choices},
+    Tile(256, 128, False, 1, 2, dynamic=True),
+    Tile(128, 192, False, 2, 1, dynamic=True),
+    Tile(128, 256, False, 1, 2, dynamic=True),
+    Tile(128, 128, True, 1, 2, dynamic=True, stagger=True),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("columns", "depth"), [(384, 640), (832, 144), (208, 2880)])
+def test_tiles_give_the_same_bits(tile, columns, depth):
+    """Each sums an element in the same order. A tile's columns may have several scales."""
+    x, x_scale = row_operand(sum(SIZES), depth)
+    w, w_scale = weight_operand(len(SIZES), columns, depth)
+    scales, ends = torch.rand(len(x), device="cuda"), ends_of(SIZES)
+    dy, dy_scale, padded_ends = padded_operand(SIZES, columns)
+    xt, xt_scale, _ = padded_operand(SIZES, depth)
+    found = []
+    for one in (None, tile):
+        with in_tile(one):
+            y = ops.grouped_mm(x, w, ends, x_scale=x_scale, w_scale=w_scale)
+            glu = Glu("swiglu", 0 if columns % 128 == 0 else 8)
+            given = x, w, ends, scales, glu, None, True, x_scale, w_scale
+            dw = ops.grouped_wgrad(dy, xt, padded_ends, None, dy_scale, xt_scale)
+            found.append((y, *ops.grouped_glu(*given), dw))
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_scales_of_any_strides():

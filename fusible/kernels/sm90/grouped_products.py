@@ -106,8 +106,7 @@ class WeightProducts:
         assert weight is not None  # checked by `cached_products`
         columns = weight.rows // 2 if kind == "glu" else weight.rows
         wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
-        # A tile of FP8 has the columns that share a scale.
-        tile = tiles.choose(kind, self._many_rows, columns, 0, wide and not self._scaled)
+        tile = tiles.choose(kind, self._many_rows, columns, 0, wide, self._scaled)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu.interleave)
         spec = Spec(
             kind,
@@ -152,7 +151,7 @@ class WeightProducts:
         )
         spec = Spec(
             "wgrad",
-            tiles.choose("wgrad", self._many_rows, depth, columns),
+            tiles.choose("wgrad", self._many_rows, depth, columns, True, self._scaled),
             dtype=self._a_dtype,
             b_dtype=self._b_dtype if self._scaled else "",
             scaling="rows" if self._scaled else "",

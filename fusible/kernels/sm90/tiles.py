@@ -29,12 +29,19 @@ _TABLE = {
     ),
     "wgrad": (_MANY, _MANY),
 }
+# Of FP8 operands.
+_FP8_TABLE = {"store": (_FEW, _MANY), "glu": (_FEW, _MANY), "wgrad": (_MANY, _MANY)}
 
-# Every tile in the table; tests compile and run each.
-TILES = {
-    kind: tuple(dict.fromkeys(tile for choices in by_rows for tile, _ in choices))
-    for kind, by_rows in _TABLE.items()
-}
+
+def _tiles_of(table: dict[str, tuple]) -> dict[str, tuple[Tile, ...]]:
+    return {
+        kind: tuple(dict.fromkeys(tile for choices in by_rows for tile, _ in choices))
+        for kind, by_rows in table.items()
+    }
+
+
+# Every tile in the tables; tests compile and run each.
+TILES, FP8_TILES = _tiles_of(_TABLE), _tiles_of(_FP8_TABLE)
 
 
 def has_many_rows(rows: int, groups: int) -> bool:
@@ -51,11 +58,18 @@ def takes_wide(major: str, interleave: int, bias: bool) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(kind: str, many_rows: bool, columns: int, rows: int = 0, wide: bool = True) -> Tile:
+def choose(
+    kind: str,
+    many_rows: bool,
+    columns: int,
+    rows: int = 0,
+    wide: bool = True,
+    scaled: bool = False,
+) -> Tile:
     """The tile for groups of many rows or few, and ``columns`` output columns.
 
     ``rows`` are those of the output where the host knows them (wgrad), else 0. Without ``wide``,
-    no tile has more than 128 columns.
+    no tile has more than 128 columns. ``scaled``: of FP8 operands.
     """
 
     def time(choice: tuple[Tile, float]) -> float:
@@ -64,8 +78,8 @@ def choose(kind: str, many_rows: bool, columns: int, rows: int = 0, wide: bool =
         relative *= _padded(columns, width * tile.cluster_n)
         return relative * _padded(rows, tile.m * tile.cluster_m) if rows else relative
 
-    choices = _TABLE[kind][many_rows]
-    return min((choice for choice in choices if wide or choice[0].n <= 128), key=time)[0]
+    choices = (_FP8_TABLE if scaled else _TABLE)[kind][many_rows]
+    return min((choice for choice in choices if wide or scaled or choice[0].n <= 128), key=time)[0]
 
 
 def _padded(size: int, step: int) -> int:

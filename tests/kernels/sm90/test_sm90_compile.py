@@ -6,7 +6,7 @@ import pytest
 
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import SHARED_BYTES, Spec, Tile
-from fusible.kernels.sm90.tiles import TILES
+from fusible.kernels.sm90.tiles import FP8_TILES, TILES
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -46,9 +46,9 @@ def variants(kind, tile):
 FP8 = {"dtype": "float8_e4m3fn", "scaling": "blocks", "out_dtype": "bfloat16"}
 
 
-def fp8_variants(kind):
+def fp8_variants(kind, tile):
     """The same of FP8 operands."""
-    halves = {"paired": True, "stripe": 64 if kind == "glu" else 32}
+    halves = {"paired": True, "stripe": tile.n // 2}
     if kind == "store":
         yield FP8
         yield {**FP8, "b_dtype": "float8_e5m2", "bias": True, "scale": "float32"}
@@ -62,12 +62,6 @@ def fp8_variants(kind):
         yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "scaling": "rows", **into}
-
-
-def options_of(kind, tile):
-    yield from variants(kind, tile)
-    if tile.n == 128:  # whose columns share a scale
-        yield from fp8_variants(kind)
 
 
 # Tiles of FP8 products that a measurement compares with the table's.
@@ -94,7 +88,13 @@ KERNELS = [
     Spec(kind, tile, **options)
     for kind, choices in TILES.items()
     for tile in choices
-    for options in options_of(kind, tile)
+    for options in variants(kind, tile)
+]
+KERNELS += [
+    Spec(kind, tile, **options)
+    for kind, choices in FP8_TILES.items()
+    for tile in choices
+    for options in fp8_variants(kind, tile)
 ]
 KERNELS += other_kernels()
 
