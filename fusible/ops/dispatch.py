@@ -28,11 +28,13 @@ from fusible.ops.exchange import (
     begin_return,
     collect,
     default_send,
+    format_option,
     resolve_group,
     route_copies,
-    send,
+    send_as,
     send_choices,
     sum_copies,
+    wire_format,
 )
 from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes, described
 from fusible.ops.matrices import GatheredRows
@@ -117,6 +119,11 @@ class Dispatch(BasicOperation):
         max_tokens: over a group, the most tokens of a process. With ``send="all"`` on a GPU
             processes may then have different numbers of tokens, and are padded to this one. More
             are an error on all processes. None if they have equally many.
+        quantized_send: over a group, send tokens in the recipe's format of inputs, and in
+            :class:`Combine`'s backward gradients in that of gradients, quantized row-wise and
+            rounded to their dtype where they arrive: half of BF16's bytes. It changes numbers:
+            the experts' column-wise uses are quantized from these. Formats with scales of parts of
+            a row are sent so (MXFP8, FP8 block), others as without.
 
     Raises:
         TypeError: the number of experts or of tokens is no integer.
@@ -143,23 +150,17 @@ class Dispatch(BasicOperation):
         send: Send | None = None,
         receive_factor: float | None = None,
         max_tokens: int | None = None,
+        quantized_send: bool = False,
     ) -> None:
-        check_bools("Dispatch", scale_input=scale_input, recompute_rows=recompute_rows)
+        bools = {"scale_input": scale_input, "recompute_rows": recompute_rows}
+        check_bools("Dispatch", **bools, quantized_send=quantized_send)
         middle = () if scale_input else ("scales",)
         of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
         self.extra_output_names = ("split_sizes", *middle, "row_map", *of_group)
         self.num_extra_outputs = len(self.extra_output_names)
         super().__init__()
         check_sizes("Dispatch", num_experts=num_experts)
-        factors = {"capacity_factor": capacity_factor, "receive_factor": receive_factor}
-        for name, factor in factors.items():
-            if factor is not None:
-                check_numbers("Dispatch", **{name: factor})
-                if not 0 < factor < math.inf:
-                    raise ValueError(
-                        f"{name} of Dispatch must be positive and finite, or None for no limit, "
-                        f"got {factor}"
-                    )
+        _check_factors(capacity_factor=capacity_factor, receive_factor=receive_factor)
         if send not in (None, *SEND):
             raise ValueError(f"send of Dispatch must be None or one of {SEND}, got {send!r}")
         self.process_group, self.processes = _members("Dispatch", process_group)
@@ -177,7 +178,7 @@ class Dispatch(BasicOperation):
                     "processes equally many tokens"
                 )
         self.send, self.receive_factor, self.max_tokens = send, receive_factor, max_tokens
-        self.num_experts = num_experts
+        self.quantized_send, self.num_experts = quantized_send, num_experts
         self.scale_input = scale_input
         self.recompute_rows = recompute_rows
         self.capacity_factor = capacity_factor
@@ -217,10 +218,18 @@ class Dispatch(BasicOperation):
         """What is sent, and whether the host reads how much."""
         if self.process_group is None:
             return ()
+        travels = ""
+        if self.quantized_send:
+            travels = f"; tokens, and the sums' gradients, travel in {ctx.sent_as}"
+            if ctx.sent_as is None:
+                travels = (
+                    "; quantized_send has no effect without a recipe whose formats have scales of "
+                    "parts of a row (MXFP8, FP8 block), or with its backward_override"
+                )
         chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
             f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
-            f"{SENT[ctx.send]}",
+            f"{SENT[ctx.send]}{travels}",
         )
 
     def extra_repr(self) -> str:
@@ -290,6 +299,8 @@ class Dispatch(BasicOperation):
         # No expert, also where ids of 64 bits end in those of one.
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
         needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
+        recipe = ctx.recipe if self.quantized_send else None
+        sent_as = wire_format(recipe, "input")
         options = {
             "send": Option(SEND.index(mode), SEND.__getitem__),
             "num_experts": Option(self.num_experts),
@@ -300,14 +311,17 @@ class Dispatch(BasicOperation):
             "scale_input": Option(self.scale_input, bool),
             "capacity_factor": _factor_option(self.capacity_factor),
             "receive_factor": _factor_option(self.receive_factor),
+            "format of tokens sent": format_option(sent_as),
+            "format of gradients sent": format_option(wire_format(recipe, "grad")),
             "max_tokens": Option(self.max_tokens or 0, lambda n: n or None),
             "requires_grad of (input, probs)": Option(needs, lambda n: (n > 1, n % 2 == 1)),
         }
         bounds = self.receive_factor, self.max_tokens
         routed = route_copies(self.process_group, mode, ids, local, options, *bounds)
         exchange, sent_map = routed.exchange, routed.sent_map
+        ctx.sent_as = None if sent_as is None else sent_as.name
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
-        y = send(x, sent_map, exchange, "Dispatch")
+        y = send_as(x, sent_as, sent_map, exchange, "Dispatch")
         here, weights = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
         here = here - dist.get_rank(self.process_group) * local
         counts = ids.new_empty(0, dtype=torch.int64)
@@ -437,6 +451,18 @@ def _factor_option(factor: float | None) -> Option:
     return Option(number, lambda n: n / parts if n else None)
 
 
+def _check_factors(**factors: float | None) -> None:
+    """Raise ValueError unless factors of a Dispatch are positive and finite, or None."""
+    for name, factor in factors.items():
+        if factor is not None:
+            check_numbers("Dispatch", **{name: factor})
+            if not 0 < factor < math.inf:
+                raise ValueError(
+                    f"{name} of Dispatch must be positive and finite, or None for no limit, got "
+                    f"{factor}"
+                )
+
+
 def _members(op_name: str, group: Any) -> tuple[Any, int]:
     """A process group and its size; None and 1 for None."""
     if group is None:
@@ -466,11 +492,12 @@ class Combine(BasicOperation):
         weighted: multiply the rows by ``scales``. Leave it off where something before did, as
             :class:`ScaledSwiGLU` does.
         process_group: that of the :class:`Dispatch`.
+        quantized_send: as of the :class:`Dispatch`: gradients of sums are sent quantized.
 
     Raises:
         ValueError: in a call, the input is not ``[rows, H]`` with at most as many rows as choices,
-            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives; the group is not
-            that of the :class:`Dispatch`.
+            or ``row_map`` or ``scales`` are not what a :class:`Dispatch` gives; the group or
+            ``quantized_send`` is not that of the :class:`Dispatch`.
         RuntimeError: ``torch.distributed`` is not initialized; in a call, another process fails.
     """
 
@@ -478,17 +505,24 @@ class Combine(BasicOperation):
     fact_names = ("weighted", "processes")
     saves = "row map; if weighted rows, scales; over a group sent map"
 
-    def __init__(self, weighted: bool = False, *, process_group: Any = None) -> None:
-        check_bools("Combine", weighted=weighted)
+    def __init__(
+        self, weighted: bool = False, *, process_group: Any = None, quantized_send: bool = False
+    ) -> None:
+        check_bools("Combine", weighted=weighted, quantized_send=quantized_send)
         of_group = () if process_group is None else ("sent_map", "sent_counts")
         self.extra_input_names = ("row_map", *of_group, *(("scales",) if weighted else ()))
         self.num_extra_inputs = len(self.extra_input_names)
         super().__init__()
         self.process_group, self.processes = _members("Combine", process_group)
-        self.weighted = weighted
+        self.weighted, self.quantized_send = weighted, quantized_send
 
     def check_producer(self, slot: int, producer: Any) -> None:
-        """Refuse the row map of a Dispatch over another group."""
+        """Refuse the row map of a Dispatch over another group, or that sends otherwise."""
+        if isinstance(producer, Dispatch) and producer.quantized_send != self.quantized_send:
+            raise ValueError(
+                "quantized_send of Combine must be that of the Dispatch whose rows it sums, got "
+                f"{self.quantized_send} and {producer.quantized_send}"
+            )
         if isinstance(producer, Dispatch) and producer.process_group is not self.process_group:
             raise ValueError(
                 "process_group of Combine must be that of the Dispatch whose rows it sums, got "
@@ -574,7 +608,8 @@ class Combine(BasicOperation):
         if sent_map is None:
             return dy
         copies = sent_map.reshape(-1, sent_map.shape[-1])
-        return send(cast(dy, ctx.rows_dtype), copies, ctx.exchange, "Combine")
+        sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
+        return send_as(cast(dy, ctx.rows_dtype), sent_as, copies, ctx.exchange, "Combine")
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""

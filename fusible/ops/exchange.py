@@ -19,6 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusible.kernels import moe
 from fusible.ops.distributed import all_gather
+from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
+from fusible.recipes.matrix import QuantizedMatrix
+from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
+from fusible.recipes.recipe import Role
 
 Send = Literal["rows", "tokens", "all"]
 SEND: tuple[Send, ...] = ("rows", "tokens", "all")
@@ -128,6 +132,45 @@ def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tenso
     copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
     args = copies, group, exchange.sent, exchange.received
     return communicate(op_name, group, _all_to_all, *args)[0]
+
+
+def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
+    """The format in which rows can be sent: that of ``recipe``, where scales are of parts of a row.
+
+    None where a backward is to read what was not quantized.
+    """
+    fmt = None if recipe is None or recipe.backward_override else recipe.format(role)
+    return fmt if fmt and fmt.directional and not fmt.has_tensor_scale else None
+
+
+def send_as(
+    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
+) -> Tensor:
+    """:func:`send` of ``x`` quantized row-wise, as values in its dtype; as it is for None."""
+    if fmt is None:
+        return send(x, sent_map, exchange, op_name)
+    row, _ = quantize_matrix(x, fmt, rowwise=True, columnwise=False)
+    assert row is not None
+    parts = [_bytes(row.data), _bytes(row.scale)]
+    message = send(torch.cat(parts, 1), sent_map, exchange, op_name)
+    data, scale = message.split([part.shape[1] for part in parts], dim=1)
+    data, scale = data.contiguous(), scale.contiguous()
+    made = QuantizedMatrix(data.view(row.data.dtype), scale.view(fmt.scale_dtype), None, fmt)
+    return dequantize_matrix(made, x.dtype)
+
+
+def format_option(fmt: NumberFormat | None) -> Option:
+    """A format of :func:`wire_format`, as what is sent depends on it."""
+    elements, scales = list(ELEMENTS), list(SCALE_DTYPES)
+
+    def shown(number: int) -> str | None:
+        block, rest = divmod(number, 64)
+        return f"{elements[rest // 8]}, {scales[rest % 8]} of {block}" if number else None
+
+    if fmt is None or fmt.block is None:
+        return Option(0, shown)
+    kind = 8 * elements.index(fmt.element.name) + scales.index(fmt.scale)
+    return Option(64 * fmt.block[1] + kind, shown)
 
 
 def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[[], Tensor]:

@@ -92,6 +92,9 @@ CASES = [
 ]
 
 
+FP8_CASES = CASES[:15] + [Case(mode, BF16, quantized_send=True) for mode in ("tokens", "all")]
+
+
 def test_experts_over_a_group(tmp_path):
     """Every bit of one process's (of two choices the sum has one order)."""
     for of_rank in results(2, tmp_path, CASES, fused):
@@ -104,8 +107,8 @@ def test_experts_over_a_group(tmp_path):
 
 
 def test_fp8_products_over_a_group(tmp_path):
-    for of_rank in results(2, tmp_path, CASES[:15], fused_fp8):
-        for case in CASES[:15]:
+    for of_rank in results(2, tmp_path, FP8_CASES, fused_fp8):
+        for case in FP8_CASES:
             assert not isinstance(of_rank[str(case)], str), of_rank[str(case)]
             fired, pairs = of_rank[str(case)]
             assert fired == (FP8,), case

@@ -31,6 +31,11 @@ OPTIONS = [
     {"routing": "last"},
     {"routing": "outside"},
     {"recipe": "MXFP8BlockScaling"},
+    *[
+        {"recipe": recipe, "quantized_send": True, **options}
+        for recipe in ("MXFP8BlockScaling", "Float8BlockScaling")
+        for options in ({"tokens": "uneven"}, {"tokens": "none", "weighted": True, "top_k": 4})
+    ],
 ]
 CASES = [
     Case(send, dtype, **options)
@@ -111,14 +116,16 @@ def refused(name, group, rank, processes):
 
 def compiled(name, group, rank, processes):
     """All tokens to all processes: one graph, with the values of the calls without it."""
-    for backend in ("aot_eager", "inductor"):
-        case = Case("all")
+    sent_in_mxfp8 = {"recipe": "MXFP8BlockScaling", "quantized_send": True}
+    for backend, options in (("aot_eager", {}), ("inductor", {}), ("aot_eager", sent_in_mxfp8)):
+        case = Case("all", **options)
         module = ep.block(case, group, rank, processes)
         inputs = ep.tensors(case, rank, processes)
         eager = ep.run(module, case, *inputs)
         traced = torch.compile(module, fullgraph=True, backend=backend)
-        y = traced(*inputs[:3])
-        y = y[0] if isinstance(y, tuple) else y
+        recipe = fz.recipes.MXFP8BlockScaling() if options else None
+        with fz.autocast(enabled=recipe is not None, recipe=recipe):
+            y = traced(*inputs[:3])[0]
         parameters = [module[1].weight, module[3].weight]
         grads = torch.autograd.grad(y, [*inputs[:2], *parameters], inputs[3])
         for a, b in zip([y.detach(), *grads], eager, strict=True):
@@ -148,7 +155,43 @@ def unread(name, group, rank, processes):
         dist.barrier()
 
 
-BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled, unread)}
+def sent_bytes(name, group, rank, processes):
+    """Of all exchanges but those of sizes, choices and weights: elements and scales, no more."""
+    for mode in ("rows", "tokens", "all"):
+        for recipe in ("MXFP8BlockScaling", "Float8BlockScaling"):
+            for quantized in (False, True):
+                case = Case(mode, BF16, recipe=recipe, quantized_send=quantized)
+                module, inputs = ep.block(case, group, rank, 2), ep.tensors(case, rank, 2)
+                with patch.object(exchange, "send", wraps=exchange.send) as sends:
+                    ep.run(module, case, *inputs)
+                widths = [
+                    call.args[0].shape[1] * call.args[0].itemsize for call in sends.mock_calls
+                ]
+                scales = 4 if recipe.startswith("Float8") else ep.HIDDEN // 32
+                wide = ep.HIDDEN + scales if quantized else 2 * ep.HIDDEN
+                choices = 8 if mode == "rows" else 16
+                assert widths == [wide, choices, wide], (case, widths)
+    recipe = fz.recipes.NVFP4BlockScaling()
+    case = Case("all", BF16, recipe="NVFP4BlockScaling", quantized_send=True)
+    module = ep.block(case, group, rank, 2)
+    inputs = ep.tensors(case, rank, 2)[:3]
+    with fz.autocast(recipe=recipe):
+        assert "quantized_send has no effect without" in str(fz.explain(module, *inputs))
+    with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
+        assert "gradients, travel in mxfp8" in str(fz.explain(module, *inputs))
+    with (
+        fz.autocast(enabled=rank == 0, recipe=fz.recipes.MXFP8BlockScaling()),
+        pytest.raises(ValueError, match=r"format of tokens sent .*\['e4m3, e8m0_up of 32', None\]"),
+    ):
+        module(*inputs)
+    with pytest.raises(ValueError, match="quantized_send of Combine must be that of the Dispatch"):
+        fz.Sequential(
+            fz.Dispatch(8, process_group=group, quantized_send=True),
+            fz.Combine(process_group=group),
+        )(*inputs)
+
+
+BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled, unread, sent_bytes)}
 
 
 def run_named(name, group, rank, processes):

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import fusible as fz
+from fusible.recipes import quantization
 
 EXPERTS, HIDDEN, INNER = 8, 64, 32
 
@@ -33,6 +34,7 @@ class Case:
     recompute: bool = False
     capacity_factor: float | None = None
     max_tokens: int | None = None
+    quantized_send: bool = False
     dims: int = 2
     twice: bool = False
     """The backward, with ``retain_graph``."""
@@ -90,6 +92,7 @@ def experts(case: Case, first: int, count: int) -> list[fz.BasicOperation]:
 def block(case: Case, group, rank: int, processes: int) -> fz.Sequential:
     count = EXPERTS // processes
     of_group = {"process_group": group, "send": case.send, "max_tokens": case.max_tokens}
+    sends = {"quantized_send": case.quantized_send and group is not None}
     if group is None:
         of_group = {}
     return fz.Sequential(
@@ -99,9 +102,10 @@ def block(case: Case, group, rank: int, processes: int) -> fz.Sequential:
             recompute_rows=case.recompute,
             capacity_factor=case.capacity_factor,
             **of_group,
+            **sends,
         ),
         *experts(case, rank * count, count),
-        fz.Combine(weighted=case.weighted, process_group=group),
+        fz.Combine(weighted=case.weighted, process_group=group, **sends),
     )
 
 
@@ -133,6 +137,11 @@ def compared(
     of_ranks = [tensors(case, r, processes) for r in range(processes)]
     mine = run(block(case, group, rank, processes).to(device), case, *on(device, of_ranks[rank]))
     whole = [torch.cat([t[i].detach().flatten(0, -2) for t in of_ranks]) for i in range(4)]
+    if case.quantized_send:  # what arrives, quantized before in one process
+        recipe = getattr(fz.recipes, case.recipe)()
+        for i, role in ((0, "input"), (3, "grad")):
+            made = quantization.quantize(whole[i], recipe.format(role))
+            whole[i] = quantization.dequantize(made, case.dtype)
     whole[:2] = [t.requires_grad_() for t in whole[:2]]
     alone = run(block(case, None, 0, 1).to(device), case, *on(device, whole))
     counts = [t[0].shape[:-1].numel() for t in of_ranks]
