@@ -138,20 +138,22 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 class QuantizedGradient(torch.autograd.Function):
-    """``y + bias``, whose gradient is quantized: the bias sums its values.
+    """``y + bias``, whose gradient is quantized: the bias, or that of each row, has its values.
 
     The product before quantizes the gradient itself, along the sums of its own backward.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, recipe: str) -> Tensor:
-        ctx.recipe = recipe
+        ctx.recipe, ctx.of_rows = recipe, bias.dim() > 1
         return y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        rows = RECIPES[ctx.recipe].grad(dy.double().reshape(-1, dy.shape[-1]))
-        return dy, rows.sum(0).to(dy.dtype), None
+        rows = dy.double().reshape(-1, dy.shape[-1])
+        if rows.numel():
+            rows = RECIPES[ctx.recipe].grad(rows)
+        return dy, (rows if ctx.of_rows else rows.sum(0)).to(dy.dtype), None
 
 
 def linear(x: Tensor, w: Tensor, recipe: str | None) -> Tensor:

@@ -205,6 +205,8 @@ class GroupedLinear(nn.Module):
     """Group by group; rows past the last group are zero."""
 
     recipe: str | None = None
+    before_quantize = False
+    """As of ``Linear``."""
 
     def __init__(self, groups, n_in, n_out, bias, single_weight, single_bias, scale_bias) -> None:
         super().__init__()
@@ -234,10 +236,14 @@ class GroupedLinear(nn.Module):
         for g, size in enumerate(splits.tolist()):
             stop = min(start + max(size, 0), len(rows))
             y = linear(rows[start:stop], weights[g], self.recipe)
-            if biases and self.scale_bias:
-                y = y + (scales.reshape(-1)[start:stop, None] * biases[g]).to(y.dtype)
-            elif biases:
-                y = y + biases[g]
+            if biases:
+                of_rows = biases[g].expand_as(y)
+                if self.scale_bias:
+                    of_rows = (scales.reshape(-1)[start:stop, None] * of_rows).to(y.dtype)
+                if self.before_quantize:
+                    y = QuantizedGradient.apply(y, of_rows, self.recipe)
+                else:
+                    y = y + of_rows
             parts.append(y)
             start = stop
         tail = (rows[start:, :1] * 0).expand(len(rows) - start, weights[0].shape[0])
