@@ -177,7 +177,8 @@ def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[
     """Begin to return ``partial`` ``[R, n]``, made of copies that :func:`send` gave.
 
     The function that comes back waits for what all processes made of this one's copies, in the
-    order in which they were sent. In a graph that is traced nothing is left to wait for.
+    order in which they were sent. In a graph that is traced nothing is left to wait for, whatever
+    torch's function returns there (2.11: the tensor).
     """
     group = exchange.group
     traced = torch.compiler.is_compiling()
@@ -185,7 +186,7 @@ def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[
     out, work = communicate(op_name, group, _all_to_all, *args)
 
     def finish(kept: Tensor = partial) -> Tensor:  # which is read until then
-        if work is not None:
+        if not traced:
             communicate(op_name, group, work.wait)
         return out
 

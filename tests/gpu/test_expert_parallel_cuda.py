@@ -33,6 +33,7 @@ OPTIONS = [
     {"routing": "last"},
     {"routing": "outside", "twice": True},
     {"recipe": "MXFP8BlockScaling"},
+    {"recipe": "MXFP8BlockScaling", "quantized_send": True, "tokens": "many"},
     {"tokens": "uneven"},
     {"tokens": "none"},
 ]
