@@ -107,7 +107,8 @@ def multiply(
     if const_expr(spec.scaled):
         shape = (2, 2, spec.mma_columns // 8), 1, 1
         products = cute.make_rmem_tensor(shape, Float32)
-        promotion = Promotion(problem, scales, operands.scales, thread & (WARPGROUP - 1))
+        within = thread & (WARPGROUP - 1)
+        promotion = Promotion(problem, scales, operands.scales, within, warpgroup)
     turns = const_expr(tile.pingpong and spec.rings == 1)
     if const_expr(turns or tile.stagger):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:

@@ -25,6 +25,7 @@ class Promotion(NamedTuple):
     scales: Scales
     columns: Any
     thread: Int32
+    warpgroup: Int32
 
 
 def _parts(spec):
@@ -54,7 +55,7 @@ def load_scales(
     block = cutlass.min(block, blocks - 1)
     own = 2 * spec.tile.slabs
     for i in cutlass.range_constexpr(own):
-        row = first + row_in_tile(spec, promotion.thread, Int32(0), i // 2, i % 2)
+        row = first + row_in_tile(spec, promotion.thread, promotion.warpgroup, i // 2, i % 2)
         values[i] = a[cutlass.min(row, rows - 1), block]
     if const_expr(b is not None):
         group = cutlass.min(coord.group, cute.size(b, mode=[0]) - 1)
