@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible as fz
 from fusible.integrations import transformers as integration
+from fusible.integrations import transformers_experts as blocks
 from fusible.testing import assume_target
 
 pytest.importorskip("transformers")
@@ -107,7 +108,7 @@ def test_gates_are_told_on_the_cpu(device: str, default_device: Any) -> None:
     """Whatever the default device is when a model is first called."""
     experts = experts_of(make_model("gpt_oss"))
     default_device(device)
-    assert type(integration.activation_of(experts)) is fz.ScaledClampedQGeGLU
+    assert type(blocks.activation_of(experts)) is fz.ScaledClampedQGeGLU
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -298,7 +299,7 @@ def test_gates_are_told_by_their_values(gate: str, norm: bool) -> None:
     torch.manual_seed(0)
     function, act = GATES[gate]
     experts = Experts(function, norm=norm)
-    found = integration.activation_of(experts)
+    found = blocks.activation_of(experts)
     assert (None if found is None else type(found).__name__) == (None if norm else act)
     x = 3 * torch.randn(7, 8, dtype=torch.float64)
     ids, weights = torch.randint(0, 3, (7, 2)), torch.rand(7, 2, dtype=torch.float64)
@@ -316,10 +317,10 @@ def test_gates_are_told_by_their_values(gate: str, norm: bool) -> None:
 def test_other_weights_are_refused(weight: Tensor, got: str) -> None:
     experts = Experts(gate_up_proj=weight)
     with pytest.raises(ValueError, match=f"gate_up_proj of Experts .* got {got}; use experts_imp"):
-        integration.ExpertsBlock(experts)
+        blocks.ExpertsBlock(experts)
     del experts.gate_up_proj
     with pytest.raises(ValueError, match="got None; use"):
-        integration.ExpertsBlock(experts)
+        blocks.ExpertsBlock(experts)
 
 
 def test_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,296 @@
+"""An experts module of transformers as a block of ops.
+
+The module gives its weights, flags and gate; what it computes becomes ``Dispatch -> GroupedLinear
+-> activation -> GroupedLinear -> Combine``, planned by the fuser. The weights stay the module's own
+parameters, used where they lie.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fusible.fuser.stand_ins import ATTRIBUTE
+from fusible.fuser.tracing import constant_when_traced
+from fusible.ops import (
+    BasicOperation,
+    Combine,
+    Dispatch,
+    GroupedLinear,
+    ScaledClampedQGeGLU,
+    ScaledSwiGLU,
+    Sequential,
+)
+from fusible.ops.inputs import described
+from fusible.ops.parameters import stored
+
+NAME = "fusible"
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The weighted sum of what its experts make of each token; transformers calls it.
+
+    Args:
+        experts: an experts module of transformers.
+        hidden_states: tokens ``[tokens, hidden]``.
+        top_k_index: integers ``[tokens, k]``; ids of ``num_experts`` and above, which are experts
+            of other ranks, take no part and get no gradient. Ids of all experts where
+            ``ep_implementation="fusible"`` calls.
+        top_k_weights: ``[tokens, k]``, floating.
+
+    Raises:
+        ValueError: the weights are not what a `GroupedLinear` can multiply with.
+    """
+    tracing = torch.compiler.is_compiling()
+    block = getattr(experts, ATTRIBUTE, None)
+    if block is None or not (tracing or block.is_of(experts)):
+        _attach.to(type(experts))
+        experts._make_fusible_block(tracing)
+    return getattr(experts, ATTRIBUTE)(hidden_states, top_k_index, top_k_weights)
+
+
+class _Attach:
+    """Gives a class of experts the method that makes a module's block.
+
+    torch.compile runs methods for real while it traces, and takes classes, not modules, as their
+    arguments.
+    """
+
+    @constant_when_traced
+    def to(self, experts_class: Any) -> None:
+        experts_class._make_fusible_block = _make_fusible_block
+
+
+@constant_when_traced
+def _make_fusible_block(experts: Any, traced: bool) -> None:
+    for module in (experts, *(_of_same_model(experts) if traced else ())):
+        module.__dict__[ATTRIBUTE] = ExpertsBlock(module)
+
+
+def _of_same_model(experts: Any) -> Iterator[Any]:
+    """The experts of a model's other layers, which no call has reached yet.
+
+    Compiled one by one, layers share their code only if all have a block by then.
+    """
+    for module in gc.get_objects():
+        if (
+            type(module) is type(experts)
+            and module is not experts
+            and module.config is experts.config
+            and getattr(module, ATTRIBUTE, None) is None
+        ):
+            yield module
+
+
+_attach = _Attach()
+
+
+class ExpertsBlock(nn.Module):
+    """What an experts module computes, as ops over its parameters.
+
+    One run of ops if the gate is one that an op computes. Otherwise the module's own gate, or its
+    activation if it has none, stands between ops, as does a norm after the experts.
+    """
+
+    _experts: Any
+    _options: tuple[Any, ...]
+    mlp: Sequential | None
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.__dict__["_experts"] = experts  # not a submodule: the parameters stay theirs
+        self.__dict__["_options"] = _options(experts)
+        up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+        act = activation_of(experts)
+        down = ExpertsLinear(experts, "down_proj", scale_bias=act is not None and experts.has_bias)
+        _check_sizes(experts, up, down)
+        dispatch, combine = _exchanges(experts, up.num_groups, weighted=act is None)
+        self.mlp = None
+        if act is None:
+            self.dispatch, self.up, self.down, self.combine = dispatch, up, down, combine
+        else:
+            self.mlp = Sequential(dispatch, up, act, down, combine)
+
+    def is_of(self, experts: Any) -> bool:
+        """Whether the experts still compute what this was made from."""
+        return self._experts is experts and self._options == _options(experts)
+
+    def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See :func:`experts_forward`."""
+        if self.mlp is not None:
+            return self.mlp(hidden_states, weights, ids).to(hidden_states.dtype)
+        experts = self._experts
+        made = self.dispatch(hidden_states, weights, ids)
+        rows, split_sizes, scales, row_map, *of_group = made
+        rows = self.up(rows, split_sizes)
+        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+        rows = self.down(rows, split_sizes)
+        if _has_norm(experts):
+            rows = experts.post_expert_norm(rows)
+        y = self.combine(rows, row_map, *of_group[:2], scales)
+        return y.to(hidden_states.dtype)
+
+
+GROUP = "_fusible_group"
+"""Where an experts module holds the process group, and what is sent in it, if it gets all ids."""
+
+
+def _exchanges(experts: Any, count: int, *, weighted: bool) -> tuple[Dispatch, Combine]:
+    """The ops around ``count`` experts: of this process, or of each process of a group."""
+    group, send = getattr(experts, GROUP, (None, None))
+    if group is None:
+        return Dispatch(count), Combine(weighted)
+    dispatch = Dispatch(count * group.size(), process_group=group, send=send)
+    of_load = dispatch.extra_output_names.index("load")
+    dispatch.set_extra_output_channel(of_load, "load", output_to_caller=False)
+    return dispatch, Combine(weighted, process_group=group)
+
+
+_OPTIONS = (
+    "act_fn",
+    "alpha",
+    "has_bias",
+    "has_gate",
+    "has_post_expert_norm",
+    "is_transposed",
+    "limit",
+    "swiglu_alpha",
+    "swiglu_limit",
+)
+
+
+def _options(experts: Any) -> tuple[Any, ...]:
+    """What of a module's experts a block is made from, besides their values: for comparison."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    shapes = [getattr(getattr(experts, name, None), "shape", None) for name in (up, "down_proj")]
+    return (*[getattr(experts, name, None) for name in _OPTIONS], *shapes)
+
+
+def _check_sizes(experts: Any, up: ExpertsLinear, down: ExpertsLinear) -> None:
+    """Refuse a second weight that does not go with the first."""
+    inner = up.out_features // 2 if experts.has_gate else up.out_features
+    wanted = up.num_groups, up.in_features, inner
+    got = down.num_groups, down.out_features, down.in_features
+    if got != wanted:
+        raise ValueError(
+            f"down_proj of {type(experts).__name__} must be of {wanted} (experts, hidden, inner) "
+            f"to go with the weight before it, got {got}"
+        )
+
+
+class ExpertsLinear(GroupedLinear):
+    """A ``GroupedLinear`` over the parameters of an experts module, which it reads at every call.
+
+    Args:
+        experts: has the weight ``[E, out, in]``, or ``[E, in, out]`` if ``is_transposed``, as
+            ``name``, and if ``has_bias`` the bias ``[E, out]`` as ``name_bias``.
+        name: of the weight.
+        scale_bias: as in ``GroupedLinear``.
+
+    Raises:
+        ValueError: there is no such floating 3-D weight.
+    """
+
+    computes_as = GroupedLinear
+    _experts: Any
+    _name: str
+
+    def __init__(self, experts: Any, name: str, *, scale_bias: bool = False) -> None:
+        self.__dict__.update(_experts=experts, _name=name)
+        groups, out_features, in_features = self._weight().shape
+        if getattr(experts, "_is_expert_parallel", False):
+            groups = experts.num_experts  # here; the shape of a DTensor counts all
+        super().__init__(
+            groups,
+            in_features,
+            out_features,
+            bias=experts.has_bias,
+            device="meta",
+            single_grouped_weight=True,
+            single_grouped_bias=True,
+            scale_bias=scale_bias,
+        )
+
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
+        """None of its own."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the experts' parameters alone."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The experts' weight as ``[E, out, in]``, a view if it is stored transposed.
+
+        Raises:
+            ValueError: it was replaced by what is no floating parameter of the shape it had.
+        """
+        weight, shape = self._weight(), (self.num_groups, self.out_features, self.in_features)
+        if weight.shape != shape:
+            raise ValueError(
+                f"{self._name} of {type(self._experts).__name__} must be {shape} (groups, out, in) "
+                f"as at its first call, got {tuple(weight.shape)}; replace the module"
+            )
+        return weight
+
+    def _weight(self) -> Tensor:
+        experts, weight = self._experts, getattr(self._experts, self._name, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+            raise ValueError(
+                f"{self._name} of {type(experts).__name__} must be a floating 3-D parameter, got "
+                f'{described(weight)}; use experts_implementation="eager" for this model'
+            )
+        return weight.mT if experts.is_transposed else weight
+
+    @property
+    def bias(self) -> Tensor:
+        """The experts' bias."""
+        return getattr(self._experts, f"{self._name}_bias")
+
+    def stored(self, name: str) -> list[Tensor]:
+        """What the experts hold."""
+        return stored(self._experts, self._name if name == "weight" else f"{self._name}_bias")
+
+
+def activation_of(experts: Any) -> BasicOperation | None:
+    """The op that computes the gate of an experts module times a row's weight, if there is one.
+
+    Classes write the same gate in many ways, so that it is told by its values: SwiGLU, and the
+    clamped gate of GPT-OSS, of halves or of alternating columns.
+    """
+    if not experts.has_gate or _has_norm(experts):
+        return None
+    # explain() and torch.compile may be the first to call, under modes of fake tensors.
+    with _disable_current_modes(), torch.no_grad():
+        generator = torch.Generator("cpu").manual_seed(0)
+        rows = torch.randn(16, 64, generator=generator, device="cpu").double() * 8
+        try:
+            expected = experts._apply_gate(rows).double()
+        except (RuntimeError, TypeError):  # such as parameters on another device
+            return None
+        for act in _candidates(experts):
+            if torch.allclose(act.value(rows), expected, rtol=1e-5, atol=1e-6):
+                return act
+    return None
+
+
+def _candidates(experts: Any) -> Iterator[ScaledSwiGLU | ScaledClampedQGeGLU]:
+    """Activations with the parameters that the module has, under the names models give them."""
+    limits = [getattr(experts, name, None) for name in ("limit", "swiglu_limit")]
+    alphas = [getattr(experts, name, None) for name in ("alpha", "swiglu_alpha")]
+    for interleave in (None, 1):
+        yield ScaledSwiGLU(interleave)
+        for limit in (value for value in limits if value):
+            for alpha in {float(value) for value in (*alphas, 1.0) if value is not None}:
+                for offset in (0.0, 1.0):
+                    yield ScaledClampedQGeGLU(interleave, float(limit), alpha, offset)
+
+
+def _has_norm(experts: Any) -> bool:
+    return getattr(experts, "has_post_expert_norm", False)
