@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusible.ops.distributed import all_gather
 from fusible.ops.grouped_linear import GroupedLinear
-from fusible.recipes.sharding import is_sharded
+from fusible.recipes.sharding import is_sharded, local
 
 
 def expert_parallel(module: nn.Module, mesh: Any) -> nn.Module:
@@ -65,9 +66,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters that are sharded over several meshes.
 
-    The norm is taken by mesh, then of these norms; all gradients are scaled by one factor. A
-    gradient that is no ``DTensor`` is taken to be the same on all processes. All processes of the
-    meshes call it.
+    The norm is taken of each process's parts, of these in order of rank, then over the meshes; so
+    it has the same bits on all processes. All gradients are scaled by one factor. A gradient that
+    is no ``DTensor`` is taken to be the same on all processes. All processes of the meshes call it.
 
     Args:
         parameters: whose ``.grad`` is scaled; those without one are left out.
@@ -80,19 +81,36 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        ValueError: a gradient is a ``DTensor`` of partial sums.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[Any, list[Tensor]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            mesh = p.grad.device_mesh if is_sharded(p.grad) else None  # type: ignore[attr-defined]
-            by_mesh.setdefault(mesh, []).append(p)
-    norms = []
-    for of_mesh in by_mesh.values():
-        grads = [p.grad for p in of_mesh if p.grad is not None]
-        norm: Any = nn.utils.get_total_norm(grads, norm_type)
-        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+            grad: Any = p.grad
+            placed = (grad.device_mesh, tuple(grad.placements)) if is_sharded(grad) else None
+            alike.setdefault(placed, []).append(p)
+    norms = [_norm(placed, [p.grad for p in some], norm_type) for placed, some in alike.items()]
     total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
-    for of_mesh in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(of_mesh, max_norm, total)
+    for some in alike.values():
+        nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total
+
+
+def _norm(placed: Any, grads: list[Any], norm_type: float) -> Tensor:
+    """The norm of gradients with one mesh and placements, or of those that are no ``DTensor``."""
+    parts = [local(grad) for grad in grads]
+    filled = [part for part in parts if part.numel()]
+    norm = nn.utils.get_total_norm(filled, norm_type) if filled else parts[0].new_zeros(())
+    if placed is not None:
+        mesh, placements = placed
+        for dim, placement in enumerate(placements):
+            if placement.is_partial():
+                raise ValueError(
+                    f"gradients of clip_grad_norm_ must be sharded or replicated, got {placements}"
+                    "; redistribute them first"
+                )
+            if not placement.is_replicate():
+                norms = all_gather(norm.view(1), mesh.get_group(dim))
+                norm = torch.linalg.vector_norm(norms, norm_type)
+    return norm

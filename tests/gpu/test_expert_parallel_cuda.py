@@ -5,6 +5,7 @@ NCCL refuses two processes on one GPU; there gloo carries CUDA tensors.
 
 import datetime
 import os
+import signal
 from pathlib import Path
 
 import expert_parallel as ep
@@ -187,7 +188,13 @@ def test_graph_replayed_with_other_routing(request, group, case):
 
 
 def refused(rank, processes, folder, what):
-    """Write what a call that the device refuses raises, and end at once."""
+    """Write what a call that the device refuses says, on stderr and as an error, and end at once.
+
+    The message is printed by the device. Which error the host then sees, or whether torch aborts
+    the process before, depends on its version and on which of its threads meets it first.
+    """
+    stderr = os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stderr, 2)
     torch.cuda.set_device(0)
     dist.init_process_group(
         "gloo" if processes > 1 else "nccl",
@@ -206,21 +213,39 @@ def refused(rank, processes, folder, what):
         send="all",
         receive_factor=0.5 if what == "rows" else None,
     )
+    Path(folder, f"called{rank}").touch()
     try:
         dispatch(*given[:3])
         torch.cuda.synchronize()
-        said = "nothing"
-    except RuntimeError as error:
-        said = str(error)
-    Path(folder, f"said{rank}").write_text(said)
+    except RuntimeError:
+        os._exit(REFUSED)
+    Path(folder, f"returned{rank}").touch()
     os._exit(0)
+
+
+REFUSED = 3
+MESSAGES = {
+    "rows": "more rows than receive_factor of Dispatch allows",
+    "tokens": "processes disagree about Dispatch's options or token counts",
+    "options": "processes disagree about Dispatch's options or token counts",
+}
 
 
 @pytest.mark.parametrize(
     ("what", "processes"), [("rows", 1), ("rows", 2), ("tokens", 2), ("options", 2)]
 )
 def test_device_assertions(tmp_path, what, processes):
-    """More rows than the bound, other numbers of tokens or other options: never a wrong number."""
-    mp.spawn(refused, (processes, str(tmp_path), what), processes)
-    for rank in range(processes):
-        assert "assert" in (tmp_path / f"said{rank}").read_text()
+    """More rows than the bound, other numbers of tokens or other options: never a wrong number.
+
+    Each process ends by the error or by an abort (SIGABRT), after the device has said why.
+    """
+    context = mp.spawn(refused, (processes, str(tmp_path), what), processes, join=False)
+    for process in context.processes:
+        process.join(TIMEOUT.total_seconds())
+        process.kill()  # if it hangs
+    for rank, process in enumerate(context.processes):
+        said = (tmp_path / f"stderr{rank}").read_text()
+        assert (tmp_path / f"called{rank}").exists(), said
+        assert not (tmp_path / f"returned{rank}").exists(), "the call was not refused"
+        assert process.exitcode in (REFUSED, -signal.SIGABRT), said
+        assert MESSAGES[what] in said
