@@ -46,7 +46,7 @@ from fusible.ops.scaled_activation import (
 )
 from fusible.ops.sequential import Sequential
 from fusible.ops.top_k_router import TopKRouter
-from fusible.ops.weights import reuse_quantized_weights
+from fusible.ops.weights import quantize_, reuse_quantized_weights
 
 __all__ = [
     "GEGLU",
@@ -95,6 +95,7 @@ __all__ = [
     "TopKRouter",
     "deinterleave_glu",
     "interleave_glu",
+    "quantize_",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

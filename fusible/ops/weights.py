@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,18 @@ from fusible.ops.wgrad import (
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
-from fusible.recipes.model_init import current_model_init, weight_parameters
+from fusible.recipes.model_init import (
+    Usage,
+    check_usage,
+    current_model_init,
+    quantized_model_init,
+    weight_parameters,
+)
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand, quantizer, values
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.recipe import Recipe, Role
+from fusible.recipes.recipe import Recipe, Role, check_scope
 from fusible.recipes.sharding import is_sharded, local, shard
-from fusible.recipes.tensor import QuantizedTensor
+from fusible.recipes.tensor import QuantizedTensor, attributes_of
 
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
@@ -90,13 +96,38 @@ class WeightedOperation(CastingOp):
     def store_weights(self) -> None:
         """Store the weights quantized, if the op is built in ``quantized_model_init``."""
         init = current_model_init()
-        if init is None:
-            return
-        self._check_sizes(init.recipe, "weight")
-        names = [n for n in self._weight_names() if self._parameters.get(n) is not None]
-        values = [self._parameters[name].detach() for name in names]  # type: ignore[union-attr]
-        for name, stored in zip(names, weight_parameters(values), strict=True):
-            self.register_parameter(name, stored)
+        if init is not None:
+            self._check_sizes(init.recipe, "weight")
+            self._replace_weights({})
+
+    def check_storable(self, recipe: Recipe) -> None:
+        """Raise ValueError unless `store_weights_as` can store the weights for ``recipe``."""
+        self._check_sizes(recipe, "weight")
+        if any([is_sharded(w) for w in self._held_weights() if w is not None]):
+            raise ValueError(
+                f"weights of {type(self._held_by()).__name__} must be whole to be stored "
+                "quantized, got shards; call quantize_ before fully_shard or expert_parallel"
+            )
+
+    def store_weights_as(
+        self, recipe: Recipe, usage: Usage | None, made: dict[Tensor, nn.Parameter]
+    ) -> None:
+        """Store the weights as :func:`quantize_` does; ``made`` are those stored so far, by old."""
+        trained = any([w.requires_grad for w in self._held_weights() if w is not None])
+        usage = usage or ("training" if trained else "inference")
+        with quantized_model_init(recipe=recipe, usage=usage):
+            self._replace_weights(made)
+
+    def _replace_weights(self, made: dict[Tensor, nn.Parameter]) -> None:
+        held = zip(self._weight_names(), self._held_weights(), strict=True)
+        old = {name: weight for name, weight in held if weight is not None}
+        new = [weight for weight in old.values() if weight not in made]
+        for weight, stored in zip(new, weight_parameters([w.detach() for w in new]), strict=True):
+            vars(stored).update(attributes_of(weight) | attributes_of(stored))
+            stored.requires_grad_(weight.requires_grad)
+            made[weight] = stored
+        for name, weight in old.items():
+            self.register_parameter(name, made[weight])
 
     def check_plan(self, needs: GradNeeds, recipe: Any, *, backward: bool = False) -> None:
         """Refuse features that do not fill the bytes of the recipe's formats."""
@@ -370,11 +401,21 @@ class WeightedOperation(CastingOp):
             return ()
         formats = {role: recipe.format(role) for role in ("input", "weight", "grad")}
         names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
-        products = f"products of quantized operands: {', '.join(names)}"
-        if self._reused is None:
-            return (products,)
-        again = ", and again after an update" if self._reused.until_updated else ""
-        return (products, f"weights are quantized once{again}: reuse_quantized_weights")
+        notes = [f"products of quantized operands: {', '.join(names)}"]
+        if self._stored_for_inference():
+            notes.append(
+                "weights are stored for inference: a forward whose input needs a gradient "
+                "quantizes them again column-wise; "
+                'fusible.quantize_(module, usage="training") stores both'
+            )
+        if self._reused is not None:
+            again = ", and again after an update" if self._reused.until_updated else ""
+            notes.append(f"weights are quantized once{again}: reuse_quantized_weights")
+        return tuple(notes)
+
+    def _stored_for_inference(self) -> bool:
+        parts = [local(w) for w in self._held_weights() if w is not None]
+        return any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in parts])
 
     def copied_state(self) -> dict[str, Any]:
         """In no scope, with no backward waiting."""
@@ -404,6 +445,44 @@ def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     # The address of a traced tensor is not known.
     stack = torch.stack if torch.compiler.is_compiling() else grouped.stacked
     return cast(weights[0] if len(weights) == 1 else stack(weights), dtype)
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def quantize_(
+    module: _Module, recipe: Recipe | None = None, *, usage: Usage | None = None
+) -> _Module:
+    """Store the weights of all ops in ``module`` in the recipe's weight format; returns ``module``.
+
+    As in ``quantized_model_init``, by default of ``MXFP8BlockScaling()``. ``usage`` says whether
+    the column-wise form is stored too, ``"training"``, or the row-wise one alone, ``"inference"``;
+    None is ``"inference"`` for frozen weights and ``"training"`` for others. Weights that are
+    stored in the format already keep their bits: only the column-wise form comes or goes. Values
+    of those in another format are quantized, with the error of both. Weights become new parameters,
+    which weights that were shared go on to share: make an optimizer afterwards. Computed weights
+    (parametrized) and modules that are no ops of fusible, transformers' experts among them, are
+    left alone.
+
+    Raises:
+        TypeError: ``recipe`` is none of ``fusible.recipes``.
+        ValueError: ``usage`` is neither; a weight is sharded, or its columns do not fill the bytes
+            of the format; there is no op with weights. Nothing is changed then.
+    """
+    recipe = check_scope("quantize_", True, recipe)
+    if usage is not None:
+        check_usage("quantize_", usage)
+    ops = _weighted_ops(module.modules())
+    if not ops:
+        raise ValueError(
+            f"module of quantize_ must have linears of fusible, got {type(module).__name__} without"
+        )
+    for op in ops:
+        op.check_storable(recipe)
+    made: dict[Tensor, nn.Parameter] = {}
+    for op in ops:
+        op.store_weights_as(recipe, usage, made)
+    return module
 
 
 def reuse_quantized_weights(
@@ -436,13 +515,7 @@ def reuse_quantized_weights(
 
 @contextmanager
 def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
-    ops = {
-        op
-        for _, m in named_modules(module)
-        if isinstance(m, FusibleOperation)
-        for op in m.basic_ops
-        if isinstance(op, WeightedOperation)
-    }
+    ops = _weighted_ops(m for _, m in named_modules(module))
     outer = {op: op._reused for op in ops}
     for op in ops:
         if op._reused is None:  # else this scope goes on with what the outer one keeps
@@ -454,3 +527,9 @@ def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
     finally:
         for op, reused in outer.items():
             op._reused = reused
+
+
+def _weighted_ops(modules: Iterable[nn.Module]) -> list[WeightedOperation]:
+    """The ops among ``modules``, and parts of them, that have weights, each once."""
+    parts = [op for m in modules if isinstance(m, FusibleOperation) for op in m.basic_ops]
+    return list(dict.fromkeys([op for op in parts if isinstance(op, WeightedOperation)]))

@@ -117,6 +117,9 @@ class GroupedTensor(WrapperTensor):
         )
 
 
+torch.serialization.add_safe_globals([GroupedTensor])  # torch.load reads it
+
+
 def group(x: Tensor, num_groups: int, first_dims: Tensor | None = None) -> GroupedTensor:
     """Declare the rows of ``x`` ``[rows, columns]`` to be ``num_groups`` matrices.
 

@@ -6,13 +6,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.recipe import Recipe, check_scope
 from fusible.recipes.tensor import QuantizedTensor, are_alike, stack, unstack
+
+Usage = Literal["training", "inference"]
+"""What stored weights are for: all products, or the forward alone."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class ModelInit:
 
     recipe: Recipe
     preserve_high_precision_init_val: bool
+    usage: Usage
 
 
 class _Thread(threading.local):
@@ -40,6 +47,8 @@ def quantized_model_init(
     enabled: bool = True,
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
+    *,
+    usage: Usage = "training",
 ) -> AbstractContextManager[None]:
     """Store the weights of modules built inside in the recipe's weight format.
 
@@ -47,13 +56,26 @@ def quantized_model_init(
     value before quantization, on the CPU, for an optimizer's master weights:
     ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
 
+    Where row-wise and column-wise use need numbers of their own (1x32 and 1x16 blocks),
+    ``usage="inference"`` stores the row-wise ones alone, which the forward reads: half the memory.
+    A forward whose input needs a gradient then quantizes the column-wise ones from the stored
+    values, in every call.
+
     Raises:
         TypeError: a recipe that is none of ``fusible.recipes``, or given as ``enabled``.
+        ValueError: a ``usage`` that is neither ``"training"`` nor ``"inference"``.
     """
     recipe = check_scope("quantized_model_init", enabled, recipe)
     preserve = preserve_high_precision_init_val
     check_bools("quantized_model_init", preserve_high_precision_init_val=preserve)
-    return _scope(ModelInit(recipe, preserve) if enabled else None)
+    check_usage("quantized_model_init", usage)
+    return _scope(ModelInit(recipe, preserve, usage) if enabled else None)
+
+
+def check_usage(function: str, usage: object) -> None:
+    """Raise ValueError unless ``usage`` is one."""
+    if usage not in get_args(Usage):
+        raise ValueError(f'usage of {function} must be "training" or "inference", got {usage!r}')
 
 
 @contextmanager
@@ -69,18 +91,26 @@ def _scope(init: ModelInit | None) -> Iterator[None]:
 def weight_parameter(value: Tensor) -> nn.Parameter:
     """Return ``value`` as a parameter, quantized if modules are built quantized now.
 
-    For row-wise and column-wise use: the forward and the data gradient both read the weight.
+    For row-wise use, which the forward reads, and, unless it is for inference, column-wise use,
+    which the data gradient reads.
     """
     init = _thread.init
     fmt = init.recipe.format("weight") if init else None
     if init is None or fmt is None:
         return nn.Parameter(value)
     with torch.no_grad():
-        quantized = QuantizedTensor.quantize(value.detach(), fmt, rowwise=True, columnwise=True)
+        quantized = _stored(value.detach(), fmt, columnwise=init.usage == "training")
     parameter = nn.Parameter(quantized)
     if init.preserve_high_precision_init_val:
         parameter.keep_high_precision_init_val(value)  # type: ignore[attr-defined]
     return parameter
+
+
+def _stored(value: Tensor, fmt: NumberFormat, columnwise: bool) -> QuantizedTensor:
+    """``value`` in ``fmt``; what a quantized one in this format has stays as it is."""
+    if isinstance(value, QuantizedTensor) and value.format == fmt and value.has_rowwise:
+        return value.for_uses(columnwise=columnwise)
+    return Quantizer(fmt, columnwise=columnwise)(value)
 
 
 def weight_parameters(values: Sequence[Tensor]) -> list[nn.Parameter]:

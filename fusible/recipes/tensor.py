@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from fusible.recipes import sharding
@@ -66,6 +67,8 @@ class WrapperTensor(DispatchedTensor):
         """Assemble from what ``pieces`` returned."""
         device = next(iter(pieces.values())).device
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        # What would read its memory, of which there is none, raises rather than reads address 0.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self.format = format
         self.store(pieces)
         for name, flag in zip(cls.flags, flags, strict=True):
@@ -141,7 +144,7 @@ class WrapperTensor(DispatchedTensor):
         if columnwise is None:
             columnwise = not self.has_rowwise
         dtype = dtype or self.dtype
-        if torch.is_grad_enabled() and self.requires_grad:
+        if (torch.is_grad_enabled() and self.requires_grad) or forward_ad._current_level >= 0:
             return _Dequantize.apply(self, dtype, columnwise)
         return self.own_values(dtype, columnwise)
 
@@ -243,6 +246,10 @@ class WrapperTensor(DispatchedTensor):
         """Return a quantized gradient as the ordinary tensor that compiled code has planned."""
         return self.dequantize() if expected_type is Tensor else None
 
+    def data_ptr(self) -> int:
+        """Return 0: there is no memory of the values, which copies ask in PyTorch."""
+        return 0
+
     def share_memory_(self) -> Self:
         """Move the pieces to shared memory; PyTorch's own needs memory that there is not."""
         for piece in self.pieces().values():
@@ -341,6 +348,23 @@ class QuantizedTensor(WrapperTensor):
         columnwise = self.columnwise_data is not None
         return self.quantize(x, self.format, rowwise=self.has_rowwise, columnwise=columnwise)
 
+    def for_uses(self, *, columnwise: bool) -> QuantizedTensor:
+        """Return this tensor for row-wise use and, if asked, column-wise use, without a copy.
+
+        A missing column-wise form is quantized from the row-wise values. ValueError without those.
+        """
+        data, scale, tensor_scale = self.tensors_of(columnwise=False)
+        tensors = zip(PIECES, (data, scale, tensor_scale), strict=False)
+        pieces = {name: t for name, t in tensors if t is not None}
+        if columnwise and self.format.directional:
+            whole = self
+            if self.columnwise_data is None:
+                whole = self.quantize(
+                    self.own_values(), self.format, rowwise=False, columnwise=True
+                )
+            pieces = pieces | {n: t for n, t in whole.pieces().items() if n in PIECES[3:]}
+        return self.with_pieces(pieces)
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value before quantization, if ``quantized_model_init`` kept it."""
         return self._high_precision_init_val
@@ -412,13 +436,20 @@ def _unpickled(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> Tensor:
-    """Undo ``__reduce_ex__``."""
+    """Undo ``__reduce_ex__``; ValueError for pieces that do not fit."""
     fmt = None if constants is None else NumberFormat.from_constants(*constants)
     typed = {name: piece.view(its_dtype) for name, (piece, its_dtype) in pieces.items()}
-    made: Tensor = kind(typed, fmt, shape, dtype, *flags)
+    quantized = kind(typed, fmt, shape, dtype, *flags)
+    if fmt is not None:
+        for columnwise in {not quantized.has_rowwise, quantized.columnwise_data is not None}:
+            quantized.matrix(columnwise=columnwise).check_sizes()
+    made: Tensor = quantized
     made = nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
     vars(made).update(attributes)
     return made
+
+
+torch.serialization.add_safe_globals([_unpickled, QuantizedTensor])  # torch.load reads both
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -489,9 +520,13 @@ def quantized_pieces(
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: WrapperTensor, dtype: torch.dtype, columnwise: bool) -> Tensor:
-        ctx.dtype = q.dtype
+        ctx.dtype, ctx.values_dtype = q.dtype, dtype
         return q.own_values(dtype, columnwise).detach()  # no view, so that it can be written to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.to(ctx.dtype), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.to(ctx.values_dtype)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.utils import _pytree as pytree
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation that has a tensor of these classes among its arguments."""
+    # Operations made of others (``to``, ``reshape``) arrive whole in inference mode, and where
+    # PyTorch itself calls one below autograd.
+    if func not in _OF_QUANTIZED:
+        made_of_others = func.decompose(*args, **kwargs)
+        if made_of_others is not NotImplemented:
+            return made_of_others
     if not torch.is_inference_mode_enabled():
         return _run(func, args, kwargs)
-    # Operations made of others (``to``, ``reshape``) arrive whole in this mode.
-    made_of_others = func.decompose(*args, **kwargs)
-    if made_of_others is not NotImplemented:
-        return made_of_others
     # PyTorch wants a view of a tensor from outside the mode to be one from outside, too.
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
@@ -48,7 +51,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reason = None
     if args and _is_wrapper(args[0]):
         special = _OF_GROUPED if args[0].ends is not None else _OF_QUANTIZED
-        if func in special:
+        if func in special and not (func in _PARTS and forward_ad._current_level >= 0):
             try:
                 return special[func](*args, **kwargs)
             except sharding.NotStorableError as error:
@@ -238,7 +241,9 @@ class _SharedValues:
     def of(cls, q: WrapperTensor, func: Any, reason: Exception | None) -> _SharedValues:
         """Return those of ``q`` for ``func``; ``reason`` as in ``_run_on_values``."""
         data = q.columnwise_data if q.rowwise_data is None else q.rowwise_data
-        key = id(data), q.shape, q.dtype, torch.is_inference_mode_enabled()
+        # A symbolic size has no hash, but a name.
+        shape = tuple(map(str, q.shape)) if is_traced() else q.shape
+        key = id(data), shape, q.dtype, torch.is_inference_mode_enabled()
         found = cls.living.get(key)
         if found is None:
             values = implicit_values(func, q, reason=reason)
@@ -519,6 +524,8 @@ _SHAPE_ONLY = {
     _aten.random_,
 }
 """Of their first argument they read the shape, not the values."""
+_PARTS = {_aten.slice.Tensor, _aten.split.Tensor}
+"""In forward mode they are views of the values, since a tangent lies in memory as its part does."""
 _CONJUGATES = {_aten._conj.default, _aten._neg_view.default}
 """Views of the same shape and other values."""
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from number_formats import KINDS
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import fusible as fz
@@ -371,6 +372,68 @@ def test_what_reads_memory_gets_values(make):
     assert torch.equal(q.copied_values(), 2 * before)
     q.map2_(q, before.double(), lambda value, x, y: x - y)
     assert torch.equal(q.copied_values(), before)
+
+
+@pytest.mark.parametrize("make", [tensor, TENSORS["groups"]], ids=["tensor", "groups"])
+def test_what_reads_memory_past_python_is_an_error(make):
+    """It read address 0, which ends the process."""
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(make())
+
+
+def test_files_are_loaded_as_pytorch_does_by_default(tmp_path):
+    for made in (tensor(), nn.Parameter(tensor()), TENSORS["groups"]()):
+        torch.save({"weight": made}, tmp_path / "file")
+        loaded = torch.load(tmp_path / "file")["weight"]
+        assert type(loaded) is type(made)
+        assert isinstance(loaded, nn.Parameter) == isinstance(made, nn.Parameter)
+        assert torch.equal(loaded.dequantize(), made.dequantize())
+
+
+def test_a_file_whose_pieces_do_not_fit_is_refused(tmp_path):
+    damaged = tensor()
+    damaged.store(damaged.pieces() | {"scale_inv": damaged.scale_inv[:32]})
+    torch.save(damaged, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"scales and tensor scales of .* must be of shape"):
+        torch.load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t[3], lambda t: t[32:40], lambda t: t.t(), lambda t: t.view(-1)[:3]]
+)
+def test_views_compiled_for_any_size(view):
+    compiled = torch.compile(lambda t: view(t) * 2, fullgraph=True, backend="aot_eager")
+    for rows in (64, 96, 160):  # the second one makes sizes symbolic
+        q = recipes.MXFP8Quantizer()(other(rows, 64))
+        assert torch.equal(compiled(q), view(q.dequantize()) * 2)
+
+
+FORWARD_MODE = {
+    "a product": lambda t: t * SQUARE,
+    "a slice": lambda t: t[32:] * SQUARE[32:],
+    "parts": lambda t: torch.cat([part.sin() for part in t.split(32)]),
+    "a copy": lambda t: t.clone() * 3,
+    "values": lambda t: (t if type(t) is torch.Tensor else t.dequantize()) @ SQUARE,
+    "a view": lambda t: t.view(2, 32, 64) ** 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own use of it
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("kind", list(KINDS)[1:])
+def test_forward_mode_has_the_tangents_of_an_ordinary_tensor(name, kind):
+    quantizer = recipes.Quantizer(KINDS[kind].format("input"))
+    q, function = quantizer(SQUARE), FORWARD_MODE[name]
+    ordinary = q.dequantize()
+    tangents = []
+    with forward_ad.dual_level():
+        for t in (q, ordinary):
+            dual = function(forward_ad.make_dual(t, SQUARE.clone()))
+            tangents.append(forward_ad.unpack_dual(dual))
+    for made, expected in zip(*tangents, strict=True):
+        torch.testing.assert_close(made, expected)
+    transformed = [torch.func.jvp(function, (t,), (SQUARE,)) for t in (q, ordinary)]
+    torch.testing.assert_close(*transformed)
 
 
 def test_a_view_that_is_written_shows_it_in_the_tensor():
