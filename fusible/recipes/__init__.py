@@ -9,6 +9,7 @@ from fusible.recipes.grouped import (
     group_dequantize,
     group_quantize,
 )
+from fusible.recipes.layout_ops import swizzle_block_scales, unswizzle_block_scales
 from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import operand_values, quantize_operand
@@ -74,7 +75,9 @@ __all__ = [
     "quantize_operand",
     "quantized_model_init",
     "register_state_hooks",
+    "swizzle_block_scales",
     "tensor_from_state",
     "tensor_state",
+    "unswizzle_block_scales",
     "weight_parameter",
 ]

@@ -91,6 +91,16 @@ def group_of_row(ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
 
 
+def scatter_rows(t: Tensor, place: Tensor, size: int) -> Tensor:
+    """Return ``size`` rows: those of ``t`` at ``place``, dropped where that is ``size``, and zeros.
+
+    ``t`` may have any dtype.
+    """
+    bits = t.view(torch.uint8) if t.element_size() == 1 else t
+    out = bits.new_zeros(size + 1, *t.shape[1:])  # one row more, which takes the dropped ones
+    return out.index_copy_(0, place, bits)[:size].view(t.dtype)
+
+
 def _unchanged(x: Tensor) -> Tensor:
     return x
 

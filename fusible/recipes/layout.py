@@ -40,6 +40,13 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     return tiles.transpose(-4, -2).contiguous().view(scale.dtype)
 
 
+def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
+    """Undo ``swizzle_scales``: return ``[..., rows, blocks]`` from tiles."""
+    data = swizzled.view(torch.uint8).transpose(-4, -2)
+    data = data.flatten(-5, -3).flatten(-2, -1)
+    return data[..., :rows, :blocks].contiguous().view(swizzled.dtype)
+
+
 def swizzled_group_bytes(rows: int, columns: int, groups: int, along: int) -> int:
     """Return the bytes that column-wise scales of ``rows`` rows in any ``groups`` groups can need.
 
@@ -62,6 +69,15 @@ def swizzle_group_scales(scale: Tensor, rows: int, ends: Tensor, along: int) -> 
     offset = _group_offsets(scale.shape[0], scale.shape[1], ends, along, spare=size)
     out[offset] = scale.view(torch.uint8)
     return out[:size].view(scale.dtype)
+
+
+def unswizzle_group_scales(
+    swizzled: Tensor, blocks: int, columns: int, ends: Tensor, along: int
+) -> Tensor:
+    """Undo ``swizzle_group_scales``: return ``[blocks, columns]``, zeros where no group is."""
+    data = torch.cat((swizzled.view(torch.uint8), swizzled.new_zeros(1, dtype=torch.uint8)))
+    offset = _group_offsets(blocks, columns, ends, along, spare=len(data) - 1)
+    return data[offset].view(swizzled.dtype)
 
 
 def _group_offsets(blocks: int, columns: int, ends: Tensor, along: int, spare: int) -> Tensor:

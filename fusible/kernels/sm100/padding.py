@@ -18,7 +18,12 @@ from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
 from fusible.recipes import blocks
-from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
+from fusible.recipes.blocks import (
+    column_block_ends,
+    group_of_row,
+    group_starts,
+    scatter_rows,
+)
 from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
 from fusible.recipes.matrix import QuantizedMatrix
 
@@ -59,10 +64,7 @@ def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
     """The rows of ``t`` with padding of zeros between groups; of any dtype."""
     if padded.rows is None:
         return t
-    # One row more, which takes the rows of no group.
-    bits = t.view(torch.uint8) if t.element_size() == 1 else t
-    out = bits.new_zeros(padded.size + 1, *t.shape[1:])
-    return out.index_copy_(0, padded.rows, bits)[: padded.size].view(t.dtype)
+    return scatter_rows(t, padded.rows, padded.size)
 
 
 def unpad_rows(t: Tensor, padded: PaddedGroups, out: Tensor | None = None) -> Tensor:
@@ -83,10 +85,7 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
     place = block + (group_starts(padded.ends) // along - group_starts(block_ends))[group]
     spare = padded.size // along
-    place = torch.where(block < block_ends[-1], place, spare)
-    bits = scale.view(torch.uint8)
-    out = bits.new_zeros(spare + 1, scale.shape[1])
-    return out.index_copy_(0, place, bits)[:spare].view(scale.dtype)
+    return scatter_rows(scale, torch.where(block < block_ends[-1], place, spare), spare)
 
 
 def packed_rows(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
