@@ -173,9 +173,14 @@ def fp8_tensor(
     return NumberFormat(name, element, None, _fp32_scale(power_of_two), amax_epsilon)
 
 
-def nvfp4() -> NumberFormat:
-    """Describe NVFP4: one E4M3 scale per 16 and an FP32 scale per tensor, amax / (6 * 448)."""
-    return NumberFormat("nvfp4", E2M1, (1, 16), "e4m3")
+def nvfp4(block: tuple[int, int] = (1, 16)) -> NumberFormat:
+    """Describe NVFP4: one E4M3 scale per 1x16 or 16x16, one FP32 scale per tensor, amax / 2688.
+
+    2688 is the largest element times the largest scale, 6 * 448.
+    """
+    if block not in ((1, 16), (16, 16)):
+        raise ValueError(f"block must be (1, 16) or (16, 16), got {block}")
+    return NumberFormat("nvfp4" if block[0] == 1 else "nvfp4_16x16", E2M1, block, "e4m3")
 
 
 def _fp32_scale(power_of_two: bool) -> ScaleName:

@@ -150,7 +150,7 @@ class Float8BlockQuantizer(Quantizer):
 
 
 class NVFP4Quantizer(Quantizer):
-    """NVFP4, nearest rounding in 1-D blocks; the other options are refused for now."""
+    """NVFP4, nearest rounding, scales per 1x16 or, with ``with_2d_quantization``, per 16x16."""
 
     def __init__(
         self,
@@ -162,9 +162,9 @@ class NVFP4Quantizer(Quantizer):
         stochastic_rounding: bool = False,
         with_random_sign_mask: bool = False,
     ) -> None:
+        check_bools("NVFP4Quantizer", with_2d_quantization=with_2d_quantization)
         options = {
             "with_rht": with_rht,
-            "with_2d_quantization": with_2d_quantization,
             "stochastic_rounding": stochastic_rounding,
             "with_random_sign_mask": with_random_sign_mask,
         }
@@ -173,6 +173,7 @@ class NVFP4Quantizer(Quantizer):
         if enabled:
             raise ValueError(
                 f"NVFP4Quantizer must have {' and '.join(enabled)} False, got True; only "
-                "nearest rounding in 1-D blocks without a Hadamard transform is supported"
+                "nearest rounding without a Hadamard transform is supported"
             )
-        super().__init__(nvfp4(), rowwise=rowwise, columnwise=columnwise)
+        fmt = nvfp4((16, 16) if with_2d_quantization else (1, 16))
+        super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)

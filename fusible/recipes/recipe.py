@@ -281,8 +281,10 @@ class Float8CurrentScaling(_Float8Scaling):
 class NVFP4BlockScaling(_Scaling):
     """E2M1 with one E4M3 scale per 16 along the reduction and one FP32 scale per tensor.
 
-    Nearest rounding in 1-D blocks without a Hadamard transform: every option that changes the
-    numbers must be disabled, and is by default.
+    Nearest rounding without a Hadamard transform, as Transformer Engine's with ``disable_rht`` and
+    ``disable_stochastic_rounding``, which must be True. ``disable_2d_quantization=False`` gives
+    weights one scale per 16x16, so that all products read the same values of a weight (arXiv
+    2509.25149, section 4.3).
     """
 
     _: KW_ONLY
@@ -301,7 +303,6 @@ class NVFP4BlockScaling(_Scaling):
         *_Scaling.only,
         "disable_rht",
         "disable_stochastic_rounding",
-        "disable_2d_quantization",
         "row_scaled_activation",
         "nvfp4_4over6",
         "fp4_format",
@@ -310,13 +311,19 @@ class NVFP4BlockScaling(_Scaling):
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized, as weights and gradients are."""
+        """How inputs are quantized, as gradients are."""
         return QParams()
 
-    fp4_quant_fwd_weight = fp4_quant_bwd_grad = fp4_quant_fwd_inp
+    fp4_quant_bwd_grad = fp4_quant_fwd_inp
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """How weights are quantized."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
 
     def _format(self, role: Role) -> NumberFormat:
-        return nvfp4()
+        square = role == "weight" and not self.disable_2d_quantization
+        return nvfp4((16, 16) if square else (1, 16))
 
 
 class _NotOffered:

@@ -33,6 +33,13 @@ def test_formats_of_roles():
     assert CURRENT.format("input") == fp8_tensor()
     assert CURRENT.format("grad") == fp8_tensor(E5M2)
     assert NV.format("grad") == nvfp4()
+    square = recipes.NVFP4BlockScaling(disable_2d_quantization=False)
+    assert square.format("weight") == nvfp4((16, 16))
+    assert square.format("input") == square.format("grad") == nvfp4()
+    assert square.fp4_quant_fwd_weight == recipes.QParams(fp4_2d_quantization=True)
+    assert square.fp4_quant_bwd_grad == recipes.QParams()
+    with pytest.raises(ValueError, match=r"\(1, 16\) or \(16, 16\)"):
+        nvfp4((1, 32))
     assert recipes.Recipe().format("input") is None
     assert recipes.Float8BlockScaling(use_f32_scales=True).format("input").scale == "fp32"
     assert recipes.Float8CurrentScaling(use_power_2_scales=True) != CURRENT
@@ -40,7 +47,7 @@ def test_formats_of_roles():
         recipes.Recipe().format("output")
 
 
-@pytest.mark.parametrize("option", ["rht", "stochastic_rounding", "2d_quantization"])
+@pytest.mark.parametrize("option", ["rht", "stochastic_rounding"])
 def test_nvfp4_options_are_refused(option):
     with pytest.raises(ValueError, match=f"disable_{option}=True, got False"):
         recipes.NVFP4BlockScaling(**{f"disable_{option}": False})
@@ -59,6 +66,8 @@ def test_quantizers_are_constructors_over_formats():
     assert recipes.Float8BlockQuantizer(block_scaling_dim=1).format == fp8_block()
     assert recipes.Float8BlockQuantizer().format == fp8_block(E4M3, (128, 128))
     assert recipes.NVFP4Quantizer().format == nvfp4()
+    square = recipes.NVFP4Quantizer(with_2d_quantization=True)
+    assert square.format == nvfp4((16, 16))
     current = recipes.Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=8.0)
     assert current(torch.ones(2, 32)).scale_inv.item() == 2.0**-5  # 448 / 8 = 56, down to 32
     with pytest.raises(ValueError, match="float8_e4m3fn or"):
