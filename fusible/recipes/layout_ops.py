@@ -70,6 +70,7 @@ def swizzle_block_scales(
         ValueError: more than one of ``ends``, ``starts``, ``sizes`` is given, or shapes or devices
             do not fit.
     """
+    check_bools("swizzle_block_scales", columnwise=columnwise)
     rows = _rows_of(scale.shape, rows, columnwise)
     ends = _ends_of(scale, ends, starts, sizes, rows)
     _check(scale, scale.shape, ends, rows, columnwise, block_size)
@@ -93,6 +94,7 @@ def unswizzle_block_scales(
 
     The other arguments and the errors are its own. Scales of no group are zero.
     """
+    check_bools("unswizzle_block_scales", columnwise=columnwise)
     shape = tuple(shape)
     rows = _rows_of(shape, rows, columnwise)
     ends = _ends_of(swizzled, ends, starts, sizes, rows)
@@ -157,7 +159,6 @@ def _check(
     block_size: int,
 ) -> None:
     """Raise the errors of both functions for ``scale``, laid out or not, of scales of ``shape``."""
-    check_bools("block scales", columnwise=columnwise)
     if scale.element_size() != 1:
         raise TypeError(f"block scales must have one byte each, got {scale.dtype}")
     if ends is not None and len(shape) != 2:

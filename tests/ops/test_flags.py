@@ -24,6 +24,9 @@ REQUIRED = {
     "module": torch.nn.Identity(),
     "modules": torch.nn.Identity(),
     "sample_args": (),
+    "scale": torch.zeros(128, 4, dtype=torch.uint8),
+    "swizzled": torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8),
+    "shape": (128, 4),
 }
 
 
