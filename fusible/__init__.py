@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, NoReturn
 import fusible.kernels.quantize  # noqa: F401 - registers its kernels for CUDA
 from fusible import extend, ops, recipes
 from fusible.compat import (
+    DType,
     checkpoint,
+    deinterleave_glu_tensor,
     fp8_autocast,
+    interleave_glu_tensor,
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -45,24 +48,54 @@ registry.install(RULES)
 fp8_model_init = quantized_model_init
 
 _NOT_OFFERED = {
-    "UserBufferQuantizationMode": "userbuffers are not; leave them out, the values are the same",
-    "destroy_ub": "userbuffers are not; leave them out, the values are the same",
-    "initialize_ub": "userbuffers are not; leave them out, the values are the same",
-    "is_op_fuser_grouped_tensor_path_supported": "explain says how a GroupedLinear runs",
+    "userbuffers are not; leave them out, the values are the same": (
+        "UserBufferQuantizationMode",
+        "UserbuffersBackwardLinear",
+        "UserbuffersForwardLinear",
+        "destroy_ub",
+        "initialize_ub",
+    ),
+    "whole layers are not; put ops into a Sequential, and PyTorch's attention between two": (
+        "DotProductAttention",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "MultiheadAttention",
+        "TransformerLayer",
+    ),
+    "rows of groups need no padding; pass the groups' sizes": ("Fp8Padding", "Fp8Unpadding"),
+    "Dispatch sends tokens to experts and Combine collects them": (
+        "moe_permute",
+        "moe_permute_with_probs",
+        "moe_sort_chunks_by_index",
+        "moe_sort_chunks_by_index_with_probs",
+        "moe_unpermute",
+    ),
+    "QuantizedTensor has every format; t.format says which": (
+        "Float8BlockwiseQTensor",
+        "Float8Tensor",
+        "MXFP8Tensor",
+        "NVFP4Tensor",
+    ),
+    "explain says how a GroupedLinear runs": ("is_op_fuser_grouped_tensor_path_supported",),
+    recipes.DelayedScaling.why: ("DelayedScaling",),
 }
 
 
 if not TYPE_CHECKING:  # for which every name would exist
 
     def __getattr__(name: str) -> NoReturn:
-        if name in _NOT_OFFERED:
-            raise AttributeError(f"fusible.{name} is not offered: {_NOT_OFFERED[name]}")
+        for why, names in _NOT_OFFERED.items():
+            if name in names:
+                raise AttributeError(f"fusible.{name} is not offered: {why}")
+        if name in recipes.__all__:
+            raise AttributeError(f"fusible.{name} is fusible.recipes.{name}")
         known = [other for other in globals() if not other.startswith("_")]
         hint = did_you_mean(name, known)
         raise AttributeError(f"module 'fusible' has no attribute {name!r}{hint}")
 
 
 __all__ = [
+    "DType",
     "Explanation",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
@@ -78,12 +111,14 @@ __all__ = [
     "autocast",
     "checking",
     "checkpoint",
+    "deinterleave_glu_tensor",
     "expert_parallel",
     "explain",
     "extend",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

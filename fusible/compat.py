@@ -1,4 +1,4 @@
-"""Functions of Transformer Engine besides its ops: checkpointing, CUDA graphs, availability."""
+"""Names of Transformer Engine besides its ops: dtypes, checkpointing, CUDA graphs, availability."""
 
 from __future__ import annotations
 
@@ -11,8 +11,32 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from fusible.arguments import check_bools
+from fusible.ops.glu_layout import deinterleave_glu, interleave_glu
 from fusible.recipes.autocast import autocast, keep_recipe
 from fusible.recipes.recipe import Recipe
+
+
+class DType:
+    """PyTorch's dtypes under Transformer Engine's names, as arguments of quantizers."""
+
+    kByte = torch.uint8
+    kInt32 = torch.int32
+    kFloat32 = torch.float32
+    kFloat16 = torch.float16
+    kBFloat16 = torch.bfloat16
+    kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
+    kFloat4E2M1 = torch.float4_e2m1fn_x2
+
+
+def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Return ``interleave_glu`` of the first dimension."""
+    return interleave_glu(tensor, interleave_size, dim=0)
+
+
+def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
+    """Return ``deinterleave_glu`` of the first dimension."""
+    return deinterleave_glu(tensor, interleave_size, dim=0)
 
 
 def _available(return_reason: bool = False) -> bool | tuple[bool, str]:

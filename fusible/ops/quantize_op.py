@@ -40,7 +40,7 @@ class _BoundaryQuantizer(NamedTuple):
             return output
         self._allow_in_graph()
         constants = self.quantizer.format.as_constants()
-        return _quantize_output(output, constants, self.quantizer.columnwise)
+        return _quantize_output(output, constants, self.quantizer.columnwise_usage)
 
     @constant_when_traced
     def _allow_in_graph(self) -> bool:

@@ -373,7 +373,10 @@ class WeightedOperation(CastingOp):
         if made is None or self.num_groups is None:
             return made
         return GroupedQuantizer(
-            made.format, self.num_groups, rowwise=made.rowwise, columnwise=made.columnwise
+            made.format,
+            self.num_groups,
+            rowwise=made.rowwise_usage,
+            columnwise=made.columnwise_usage,
         )
 
     def weight_operands(

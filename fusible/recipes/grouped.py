@@ -65,11 +65,9 @@ class GroupedTensor(WrapperTensor):
         return self.first_dims.shape[0]
 
     @property
-    def logical_shape(self) -> tuple[int, ...]:
-        """``(groups, rows, columns)`` if the groups are known to be equal, else the tensor's."""
+    def logical_shape(self) -> tuple[int, int]:
+        """``(rows, columns)`` of all groups together."""
         rows, columns = self.shape
-        if self.uniform and rows % self.num_tensors == 0:
-            return self.num_tensors, rows // self.num_tensors, columns
         return rows, columns
 
     def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -85,6 +83,8 @@ class GroupedTensor(WrapperTensor):
             members.append(self._view_of(group, (row, count), (block, blocks)))
             row, block = row + count, block + blocks
         return tuple(members)
+
+    split_into_quantized_tensors = split
 
     def _view_of(self, group: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
         spans = {
@@ -155,7 +155,7 @@ def group_quantize(
     ``quantization.quantize`` raises, and ValueError for 128x128 blocks.
     """
     sizes, fmt = _sizes_of(x, num_groups, first_dims), quantizer.format
-    uses = {"rowwise": quantizer.rowwise, "columnwise": quantizer.columnwise}
+    uses = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
     pieces = quantized_pieces(x, fmt, **uses, ends=sizes["ends"])
     return GroupedTensor(sizes | pieces, fmt, x.shape, x.dtype, first_dims is None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,15 +43,33 @@ class Quantizer:
         )
         self.format = format
         self.by_receiver = by_receiver
-        self.rowwise = rowwise
-        self.columnwise = columnwise
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose the uses of what is quantized from now on; None leaves one as it is."""
-        rowwise = self.rowwise if rowwise is None else rowwise
-        columnwise = self.columnwise if columnwise is None else columnwise
+        rowwise = self.rowwise_usage if rowwise is None else rowwise
+        columnwise = self.columnwise_usage if columnwise is None else columnwise
         check_bools("set_usage", rowwise=rowwise, columnwise=columnwise)
-        self.rowwise, self.columnwise = rowwise, columnwise
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """Return ``tensor`` quantized; ``out``, if given, in its own format and for its own uses.
+
+        ``dtype`` is the nominal one, by default that of ``tensor``.
+        """
+        tensor = tensor if dtype is None else tensor.to(dtype)
+        return self(tensor) if out is None else out.quantize_(tensor)
+
+    def update_quantized(self, src: Tensor, dst: QuantizedTensor) -> QuantizedTensor:
+        """Write ``src`` into ``dst``, in the format and for the uses of ``dst``."""
+        return dst.quantize_(src)
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantize ``x`` ``[..., rows, columns]``; errors as ``quantization.quantize``.
@@ -62,7 +82,7 @@ class Quantizer:
                 return x
             x = implicit_values("a quantizer of another format", x)
         return QuantizedTensor.quantize(
-            x, self.format, rowwise=self.rowwise, columnwise=self.columnwise
+            x, self.format, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
         )
 
     def _holds(self, x: WrapperTensor) -> bool:
@@ -70,13 +90,13 @@ class Quantizer:
         columnwise = x.columnwise_data is not None or not self.format.directional
         return (
             x.format_constants == self.format.as_constants()
-            and (x.has_rowwise or not self.rowwise)
-            and (columnwise or not self.columnwise)
+            and (x.has_rowwise or not self.rowwise_usage)
+            and (columnwise or not self.columnwise_usage)
         )
 
     def __repr__(self) -> str:
         """Say format and uses."""
-        uses = f"rowwise={self.rowwise}, columnwise={self.columnwise}"
+        uses = f"rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage}"
         return f"{type(self).__name__}({self.format.name}, {uses})"
 
 
@@ -89,6 +109,16 @@ def _element(fp8_dtype: torch.dtype) -> Element:
     )
 
 
+def _check_off(kind: str, **options: bool) -> None:
+    """Raise TypeError or ValueError unless these options of te.ops' quantizer are all False."""
+    check_bools(kind, **options)
+    if enabled := [name for name, on in options.items() if on]:
+        raise ValueError(
+            f"{kind} must have {' and '.join(enabled)} False, got True; other values are not "
+            "supported"
+        )
+
+
 class MXFP8Quantizer(Quantizer):
     """MXFP8, scales rounded up."""
 
@@ -97,7 +127,10 @@ class MXFP8Quantizer(Quantizer):
         fp8_dtype: torch.dtype = torch.float8_e4m3fn,
         rowwise: bool = True,
         columnwise: bool = True,
+        *,
+        with_2d_quantization: bool = False,
     ) -> None:
+        _check_off("MXFP8Quantizer", with_2d_quantization=with_2d_quantization)
         super().__init__(mxfp8(_element(fp8_dtype)), rowwise=rowwise, columnwise=columnwise)
 
 
@@ -113,8 +146,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
         *,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
     ) -> None:
         check_bools(type(self).__name__, force_pow_2_scales=force_pow_2_scales)
+        _check_off(type(self).__name__, with_amax_reduction=with_amax_reduction)
         fmt = fp8_tensor(_element(fp8_dtype), force_pow_2_scales, amax_epsilon)
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
         self.device = None if device is None else torch.device(device)
@@ -150,30 +186,45 @@ class Float8BlockQuantizer(Quantizer):
 
 
 class NVFP4Quantizer(Quantizer):
-    """NVFP4, nearest rounding, scales per 1x16 or, with ``with_2d_quantization``, per 16x16."""
+    """NVFP4, nearest rounding, scales per 1x16 or, with ``with_2d_quantization``, per 16x16.
 
-    def __init__(
+    Options of a transform, of a reduction or of other scales have no effect where it is off, which
+    it must be.
+    """
+
+    def __init__(  # noqa: PLR0913 - Transformer Engine's signature
         self,
+        fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2,
         rowwise: bool = True,
         columnwise: bool = True,
         *,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
         with_rht: bool = False,
+        with_post_rht_amax: bool = False,
         with_2d_quantization: bool = False,
         stochastic_rounding: bool = False,
-        with_random_sign_mask: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
     ) -> None:
-        check_bools("NVFP4Quantizer", with_2d_quantization=with_2d_quantization)
-        options = {
-            "with_rht": with_rht,
-            "stochastic_rounding": stochastic_rounding,
-            "with_random_sign_mask": with_random_sign_mask,
-        }
-        check_bools("NVFP4Quantizer", **options)
-        enabled = [name for name, on in options.items() if on]
-        if enabled:
-            raise ValueError(
-                f"NVFP4Quantizer must have {' and '.join(enabled)} False, got True; only "
-                "nearest rounding without a Hadamard transform is supported"
-            )
+        if fp4_dtype != torch.float4_e2m1fn_x2:
+            raise ValueError(f"fp4_dtype must be torch.float4_e2m1fn_x2, got {fp4_dtype!r}")
+        check_bools(
+            "NVFP4Quantizer",
+            with_2d_quantization=with_2d_quantization,
+            with_post_rht_amax=with_post_rht_amax,
+            with_random_sign_mask=with_random_sign_mask,
+        )
+        _check_off(
+            "NVFP4Quantizer",
+            with_amax_reduction=with_amax_reduction,
+            with_rht=with_rht,
+            stochastic_rounding=stochastic_rounding,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_use_4over6=nvfp4_use_4over6,
+        )
         fmt = nvfp4((16, 16) if with_2d_quantization else (1, 16))
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)

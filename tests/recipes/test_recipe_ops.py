@@ -626,7 +626,7 @@ def test_a_grouped_linear_says_how_it_wants_tensors():
         frozen = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
     assert (of_input.rowwise, of_input.columnwise) == (of_grad.rowwise, of_grad.columnwise)
     assert of_input.columnwise
-    assert not any(q.columnwise for q in frozen)
+    assert not any(q.columnwise_usage for q in frozen)
     assert of_input.format == HYBRID.format("input")
     assert of_grad.format == HYBRID.format("grad")
     g = of_input(x, splits)

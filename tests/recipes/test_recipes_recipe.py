@@ -8,6 +8,7 @@ import torch
 from number_formats import BLOCK, CURRENT, HYBRID, MX, NV, RECIPES, each_recipe
 from torch.utils.checkpoint import checkpoint
 
+import fusible as fz
 from fusible import recipes
 from fusible.recipes.autocast import Forward
 from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
@@ -55,6 +56,50 @@ def test_nvfp4_options_are_refused(option):
         recipes.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
     with pytest.raises(TypeError, match=r"Format\.E4M3"):
         recipes.MXFP8BlockScaling("E4M3")
+
+
+def test_quantizers_take_the_options_that_ask_for_what_they_do():
+    x = torch.randn(32, 64)
+    for plain, given in (
+        (recipes.MXFP8Quantizer(), fz.MXFP8Quantizer(fz.DType.kFloat8E4M3)),
+        (
+            recipes.NVFP4Quantizer(columnwise=False),
+            fz.NVFP4Quantizer(
+                fz.DType.kFloat4E2M1, True, False, with_post_rht_amax=True, nvfp4_e4m3_max=256,
+                nvfp4_4over6_err_mode="MSE", amax_reduction_group=object(),
+            ),
+        ),
+        (
+            recipes.Float8CurrentScalingQuantizer(),
+            fz.Float8CurrentScalingQuantizer(
+                fz.DType.kFloat8E4M3, "cpu", with_amax_reduction=False
+            ),
+        ),
+    ):  # fmt: skip
+        ref.assert_same_bits(given(x).pieces(), plain(x).pieces())
+    for kind, option in (
+        (fz.MXFP8Quantizer, "with_2d_quantization"),
+        (fz.Float8CurrentScalingQuantizer, "with_amax_reduction"),
+        (fz.NVFP4Quantizer, "row_scaled_nvfp4"),
+        (fz.NVFP4Quantizer, "nvfp4_use_4over6"),
+    ):
+        with pytest.raises(ValueError, match=f"must have {option} False, got True"):
+            kind(**{option: True})
+    with pytest.raises(ValueError, match=r"fp4_dtype must be torch\.float4_e2m1fn_x2, got True"):
+        recipes.NVFP4Quantizer(True)
+
+
+def test_quantizers_write_into_what_there_is():
+    x, y = torch.randn(2, 32, 64)
+    quantizer = recipes.MXFP8Quantizer(columnwise=False)
+    out = quantizer(x)
+    data = out.rowwise_data
+    assert quantizer.quantize(y, out=out) is out
+    assert out.rowwise_data is data
+    ref.assert_same_bits(out.pieces(), quantizer.quantize(y).pieces())
+    assert quantizer.quantize(y, dtype=torch.float16).dtype == torch.float16
+    assert quantizer.update_quantized(x, out) is out
+    ref.assert_same_bits(out.pieces(), quantizer(x).pieces())
 
 
 # --- Quantizers ----------------------------------------------------------------------------------

@@ -116,12 +116,30 @@ def test_what_is_not_offered_says_so():
     for name in ("DelayedScaling", "CustomRecipe", "Float8Quantizer"):
         with pytest.raises(TypeError, match=f"{name} is not offered: "):
             getattr(recipes, name)(margin=0)
-    with pytest.raises(AttributeError, match=r"fusible.initialize_ub is not offered: userbuffers"):
-        _ = te.initialize_ub
+    for name, why in (
+        ("initialize_ub", "userbuffers"),
+        ("TransformerLayer", "whole layers are not; put ops"),
+        ("Fp8Padding", "rows of groups need no padding"),
+        ("moe_permute", "Dispatch sends"),
+        ("MXFP8Tensor", "QuantizedTensor has every format"),
+        ("DelayedScaling", "its scales come from earlier calls"),
+    ):
+        with pytest.raises(AttributeError, match=f"fusible.{name} is not offered: {why}"):
+            getattr(te, name)
+    with pytest.raises(AttributeError, match=r"NVFP4BlockScaling is fusible.recipes.NVFP4BlockSca"):
+        _ = te.NVFP4BlockScaling
     with pytest.raises(ValueError, match="userbuffers_options of BasicLinear must be None"):
         te.BasicLinear(8, 8, userbuffers_options={"comm_name": "qkv"})
     with pytest.raises(ValueError, match=r"use Linear\(..., bias=False\)"):
         te.BasicLinear(8, 8, tensor_parallel_mode="row")
+
+
+def test_the_first_dimension_is_interleaved():
+    weight = torch.randn(128, 8)
+    blocks = te.interleave_glu_tensor(weight, 32)
+    order = [0, 2, 1, 3]  # blocks of gate, linear, gate, linear
+    assert torch.equal(blocks, torch.cat([weight.split(32)[block] for block in order]))
+    assert torch.equal(te.deinterleave_glu_tensor(blocks, 32), weight)
 
 
 def test_arguments_without_effect_change_no_value():
