@@ -1,6 +1,6 @@
 """``GroupedTensor``: matrices of the same columns in one buffer, with their sizes on the device.
 
-Nothing here reads a size on the host except ``split``, which says so.
+Nothing here reads a size on the host except ``split_into_quantized_tensors``, which says so.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GroupedTensor(WrapperTensor):
         rows, columns = self.shape
         return rows, columns
 
-    def split(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def split_into_quantized_tensors(self) -> tuple[Tensor, ...]:
         """Return a view of every group; waits for the device unless the groups are uniform."""
         if self.uniform:
             rows = [self.shape[0] // self.num_tensors] * self.num_tensors
@@ -83,8 +83,6 @@ class GroupedTensor(WrapperTensor):
             members.append(self._view_of(group, (row, count), (block, blocks)))
             row, block = row + count, block + blocks
         return tuple(members)
-
-    split_into_quantized_tensors = split
 
     def _view_of(self, group: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
         spans = {

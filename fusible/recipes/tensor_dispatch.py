@@ -428,7 +428,7 @@ def _forbid_implicit(func: Any, x: WrapperTensor, reason: Exception | None) -> N
         # No TypeError, which an operator like @ would turn into "unsupported operand".
         raise NotImplementedError(
             f"{func} is not defined for grouped tensors; nothing was computed; "
-            "call .dequantize() for all rows or .split() for the groups"
+            "call .dequantize() for all rows or .split_into_quantized_tensors() for the groups"
             if x.ends is not None
             else f"{func} is not defined for quantized tensors; nothing was computed; "
             "call .dequantize() first"

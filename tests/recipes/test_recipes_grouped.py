@@ -55,15 +55,23 @@ def test_groups_are_what_each_alone_is(fmt, wide):
     assert back.format is None
     assert back.dtype == torch.float32
     assert torch.equal(back.rowwise_data, g.dequantize(torch.float32))
-    assert torch.equal(back.split()[2], g.dequantize(torch.float32)[5:69])
+    assert torch.equal(back.split_into_quantized_tensors()[2], g.dequantize(torch.float32)[5:69])
 
 
 def test_members_are_views():
     g = make(mxfp8())
-    member = g.split()[2]
+    member = g.split_into_quantized_tensors()[2]
     member.zero_()
     assert not g.dequantize()[5:69].any()
     assert g.dequantize()[:5].any()
+
+
+def test_split_is_that_of_an_ordinary_tensor():
+    g = make(mxfp8())
+    for got, want in zip(g.split(40), g.dequantize().split(40), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(torch.split(g, [28, 100], 1), g.dequantize().split([28, 100], 1)):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -95,7 +103,9 @@ def test_equal_groups_need_no_sizes():
     g = recipes.group_quantize(rows(96), quantizer, 3)
     assert g.logical_shape == (96, 128)
     assert g.first_dims.tolist() == [32, 32, 32]
-    assert torch.equal(g.split()[1].dequantize(), quantizer(rows(96)[32:64]).dequantize())
+    assert torch.equal(
+        g.split_into_quantized_tensors()[1].dequantize(), quantizer(rows(96)[32:64]).dequantize()
+    )
 
 
 def test_no_size_is_read_from_the_device():
