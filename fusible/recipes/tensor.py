@@ -279,6 +279,13 @@ class WrapperTensor(DispatchedTensor):
         names = [n if t.dtype != e8m0 else f"{n}_bytes" for n, t in self.pieces().items()]
         return names, (self.format, self.dtype, *(getattr(self, name) for name in self.flags))
 
+    def _stable_hash_for_caching(self) -> str:
+        """Say what compiled code depends on, by which PyTorch caches it in files."""
+        names, meta = self.__tensor_flatten__()
+        pieces = [(name, getattr(self, name)) for name in names]
+        inner = [(name, piece.dtype, piece.shape, piece.stride()) for name, piece in pieces]
+        return repr((type(self), self.shape, self.device, self.requires_grad, meta, inner))
+
     @classmethod
     def __tensor_unflatten__(
         cls,

@@ -48,6 +48,19 @@ def test_one_operation(name, kind):
             assert torch.equal(piece.view(torch.uint8), other.view(torch.uint8))
 
 
+def test_the_cache_of_compiled_code_tells_kinds_of_tensors_apart():
+    """PyTorch warns where a subclass has no key of its own."""
+    kinds = [tensor(recipe) for recipe in RECIPES.values() if recipe.name != "mxfp8"]
+    mx = RECIPES["mxfp8"].format("weight")
+    kinds += [QuantizedTensor.quantize(x, mx) for x in (X, X[:32], X.bfloat16())]
+    kinds += [QuantizedTensor.quantize(X, mx).requires_grad_()]
+    keys = [q._stable_hash_for_caching() for q in kinds]
+    assert len(set(keys)) == len(kinds)
+    for q, key in zip(kinds, keys, strict=True):
+        again = q.detach().clone().requires_grad_(q.requires_grad)
+        assert again._stable_hash_for_caching() == key
+
+
 OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
