@@ -38,7 +38,7 @@ from matplotlib import pyplot as plt  # noqa: E402 - after the example has chose
 
 import fusible  # noqa: E402 - with the example
 
-RECIPES = {**moe_block.RECIPES, "fp8_block": fusible.recipes.Float8BlockScaling(fp8_products=True)}
+RECIPES = moe_block.RECIPES
 SMALL = ["--steps=300", "--layers=1", "--experts=4", "--context=64", "--batch=8"]  # for the CPU
 LARGE = ["--steps=2000", "--batch=128", "--learning-rate=2e-3"]  # for CUDA
 TARGETS = {"nvfp4": 3.0}  # percent; the FP8 formats' is 1

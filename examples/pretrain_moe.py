@@ -35,7 +35,6 @@ RECIPES = {
     "none": None,
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
     "fp8_block": fz.recipes.Float8BlockScaling(),
-    "fp8_block_products": fz.recipes.Float8BlockScaling(fp8_products=True),
     "nvfp4": fz.recipes.NVFP4BlockScaling(),
 }
 # FLOP/s of dense BF16, from data sheets; on other devices no MFU is shown.

@@ -84,7 +84,8 @@ class Recipe:
 
     name: ClassVar[str] = "high_precision"
     backward_override: ClassVar[str | None] = None
-    fp8_products: ClassVar[bool] = False
+    fp8_products: ClassVar[bool] = True
+    """Whether Hopper's kernels may multiply FP8 operands rather than their dequantized values."""
 
     def __post_init__(self) -> None:
         _check_flags(self)
@@ -246,9 +247,9 @@ class Float8BlockScaling(_Float8Scaling):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    fp8_products: bool = False  # type: ignore[misc]
-    """On Hopper, grouped linears and MLPs multiply the FP8 operands, rather than their dequantized
-    values in BF16. By default they do not: not all of these kernels have run on a GPU yet."""
+    fp8_products: bool = True  # type: ignore[misc]
+    """On Hopper, grouped linears and MLPs multiply the FP8 operands, or with False their
+    dequantized values in BF16, which is slower and adds in FP32."""
 
     name: ClassVar[str] = "fp8_block"
     only: ClassVar[tuple[str, ...]] = (

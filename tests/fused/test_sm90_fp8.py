@@ -23,8 +23,8 @@ ROWS = sum(SIZES) + 5  # the last ones belong to no group
 HIDDEN, INNER = 144, 320  # one block and an eighth, two blocks and a half
 RECIPES = {
     "e4m3": BLOCK_FP8,
-    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, fp8_products=True),
-    "e5m2": Float8BlockScaling(fp8_format=Format.E5M2, fp8_products=True),
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
+    "e5m2": Float8BlockScaling(fp8_format=Format.E5M2),
 }
 BF16 = torch.bfloat16
 SPLITS = torch.tensor(SIZES)
@@ -147,7 +147,7 @@ def test_fp32_scales_are_not_rounded():
     A sum in FP32 may be next to a boundary of BF16; values or scales of fewer bits than FP32 would
     turn the rounding of one result in three.
     """
-    recipe = Float8BlockScaling(use_f32_scales=True, fp8_products=True)
+    recipe = Float8BlockScaling(use_f32_scales=True)
     options = {"dtype": BF16, "bias": False, "single_grouped_weight": True}
     linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, **options)
     x, dy = torch.randn(ROWS, HIDDEN).to(BF16), torch.randn(ROWS, INNER).to(BF16)
@@ -376,7 +376,6 @@ class OwnFormats(fz.recipes.Recipe):
     """The formats of another recipe under names of its own, or with other scales."""
 
     name = "own_formats"
-    fp8_products = True
     scale: str = "fp32"
 
     def format(self, role):
@@ -474,7 +473,7 @@ def test_explain_says_why_not():
     assert "grouped_mlp_sm90_fp8 (joint) for ops[0:3]" in text
     assert "fc1.dtype must be bfloat16, got float32" in text
     assert text.count("kernels: grouped_linear_sm90_fp8") == 2
-    override = Float8BlockScaling(backward_override="dequantized", fp8_products=True)
+    override = Float8BlockScaling(backward_override="dequantized")
     text = explained(mlp(), *inputs(mlp()), recipe=override)
     assert text.count("backward_override must be None, got dequantized") >= 1
     assert text.count("kernels: grouped_linear_sm90\n") == 2

@@ -25,8 +25,8 @@ TAIL = 60
 ROWS = sum(SIZES) + TAIL
 RECIPES = {
     "e4m3": BLOCK_FP8,
-    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, fp8_products=True),
-    "fp32 scales": Float8BlockScaling(use_f32_scales=True, fp8_products=True),
+    "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
+    "fp32 scales": Float8BlockScaling(use_f32_scales=True),
 }
 BF16 = torch.bfloat16
 # A value that BF16 rounds otherwise turns the rounding of some quantized ones, of two operands.

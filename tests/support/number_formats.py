@@ -17,12 +17,12 @@ from fusible.recipes.formats import (
 RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "mxfp8_hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    "fp8_block": recipes.Float8BlockScaling(),
+    "fp8_block": recipes.Float8BlockScaling(fp8_products=False),
     "fp8_current": recipes.Float8CurrentScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(),
 }
 MX, HYBRID, BLOCK, CURRENT, NV = RECIPES.values()
-BLOCK_FP8 = recipes.Float8BlockScaling(fp8_products=True)
+BLOCK_FP8 = recipes.Float8BlockScaling()
 
 KINDS = {"none": None, "mxfp8": MX, "fp8_block": BLOCK, "fp8_current": CURRENT, "nvfp4": NV}
 """No recipe, and one of each kind."""

@@ -2,8 +2,8 @@
 
 Each row of a group costs its products and what quantizes it, each group what quantizes its weight.
 The rates are those of whole steps (``benchmarks/results/fp8_step_h200.json``), the same for all
-shapes, so an estimate may be off by a tenth. No rule reads it: FP8 products run where a recipe
-asks for them.
+shapes, so an estimate may be off by a tenth. No rule reads it: a recipe decides what is quantized,
+and products of dequantized operands take longer than BF16's as well.
 """
 
 from collections.abc import Sequence
