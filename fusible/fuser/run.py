@@ -164,7 +164,7 @@ class Run:
             if torch._C._are_functorch_transforms_active():
                 _refuse_transform()
             outputs = RunFunction.apply(schedule, None, kwargs, *operands)
-        outputs = _as_returned(schedule, outputs) if tracing else outputs
+        outputs = _as_returned(schedule, outputs, inputs[1:]) if tracing else outputs
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _execute_parts(
@@ -411,14 +411,16 @@ class Run:
         )
 
 
-def _as_returned(schedule: Schedule, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _as_returned(
+    schedule: Schedule, outputs: tuple[Tensor, ...], extra_inputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """The outputs of a traced run, the first one quantized if the last op says so."""
     quantizers = schedule.forward[-1].quantizers
     if quantizers is None:
         return outputs
     # A user's op may have a quantizer of another class.
     returned = getattr(quantizers[1], "returned", None)
-    return outputs if returned is None else (returned(outputs[0]), *outputs[1:])
+    return outputs if returned is None else (returned(outputs[0], extra_inputs), *outputs[1:])
 
 
 def _refuse_transform() -> NoReturn:

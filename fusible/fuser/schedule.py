@@ -184,7 +184,7 @@ def scheduled(
                 ),
                 [basic.num_extra_outputs for basic in basic_ops],
                 ([len(n.params) for n in needs], [len(n.extra_inputs) for n in needs]),
-                _quantizers(plan, start, stop),
+                _quantizers(plan, wiring, start, stop),
                 not (uses_impl and is_ours(type(op))),
                 _derived(plan, stop),
                 f"fusible::{type(op).__name__}{_place(paths, start, stop)}",
@@ -238,7 +238,7 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     )
 
 
-def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any, Any] | None:
+def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any, Any, Any] | None:
     """How ops[start:stop] quantize what they give, and how their output's gradient is quantized."""
     if plan.recipe is None:
         return None
@@ -251,6 +251,8 @@ def _quantizers(plan: Plan, start: int, stop: int) -> tuple[Any, Any, Any] | Non
         )
         at_end = stop == len(ops)
         after = ops[-1].get_output_quantizer() if at_end else ops[stop].get_input_quantizer()
+        if at_end and hasattr(after, "placed"):  # a user's op may have one of another class
+            after = after.placed(wiring.sources[-1])
         return before, after, None if at_end else ops[stop].get_grad_input_quantizer()
 
 

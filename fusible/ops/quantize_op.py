@@ -12,6 +12,7 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.fuser.tracing import constant_when_traced
+from fusible.fuser.wiring import CALLER
 from fusible.kernels import grouped
 from fusible.ops.handover import hand_over, quantized_values
 from fusible.ops.inputs import check_sizes, on_device_of
@@ -28,19 +29,36 @@ class _BoundaryQuantizer(NamedTuple):
     """The quantizer of a tensor that leaves the run: the last output or the first gradient."""
 
     quantizer: Quantizer
+    sizes: int | None = None
+    """Which of the caller's extra inputs has the sizes of the groups, if there are any."""
 
-    @property
-    def after_run(self) -> bool:
-        """Whether compiled code quantizes the output after the run, which cannot return it so."""
-        return torch.compiler.is_compiling() and type(self.quantizer) is Quantizer
+    def placed(self, sources: Sequence[tuple[int, int]]) -> _BoundaryQuantizer:
+        """Return the same, in a run where the op's extra inputs come from ``sources``."""
+        of_caller = [number for producer, number in sources if producer == CALLER]
+        return self._replace(sizes=of_caller[0] if of_caller else None)
 
-    def returned(self, output: Tensor) -> Tensor:
-        """The output of a run as its caller gets it."""
-        if not self.after_run or is_quantized(output):
+    def after_run(self, x: Tensor) -> bool:
+        """Whether compiled code quantizes the output after the run, which cannot return it so.
+
+        Groups need to be known there, and rows of a matrix.
+        """
+        by_group = isinstance(self.quantizer, GroupedQuantizer)
+        possible = not by_group or (self.sizes is not None and x.dim() == 2)
+        return torch.compiler.is_compiling() and possible
+
+    def returned(self, output: Tensor, extra_inputs: Sequence[Tensor]) -> Tensor:
+        """The output of a run as its caller, who gave ``extra_inputs``, gets it."""
+        if is_quantized(output) or not self.after_run(output):
             return output
         self._allow_in_graph()
-        constants = self.quantizer.format.as_constants()
-        return _quantize_output(output, constants, self.quantizer.columnwise_usage)
+        quantizer = self.quantizer
+        constants = quantizer.format.as_constants()
+        if not isinstance(quantizer, GroupedQuantizer):
+            return _quantize_output(output, constants, quantizer.columnwise_usage)
+        assert self.sizes is not None
+        sizes = _sizes_for(output, extra_inputs[self.sizes])
+        groups = quantizer.num_groups
+        return _quantize_output(output, constants, quantizer.columnwise_usage, groups, sizes)
 
     @constant_when_traced
     def _allow_in_graph(self) -> bool:
@@ -50,19 +68,35 @@ class _BoundaryQuantizer(NamedTuple):
 
 class _QuantizedOutput(torch.autograd.Function):
     @staticmethod
-    def forward(fctx: Any, x: Tensor, quantizer: Quantizer) -> Tensor:
+    def forward(fctx: Any, x: Tensor, quantizer: Quantizer, sizes: Tensor | None) -> Tensor:
+        if isinstance(quantizer, GroupedQuantizer):
+            return quantizer(x.detach(), sizes)
         rows = quantizer(x.detach().reshape(-1, x.shape[-1]))
         return rows.with_pieces(rows.pieces(), x.shape)
 
     @staticmethod
-    def backward(fctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return values(grad), None
+    def backward(fctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return values(grad), None, None
 
 
-def _quantize_output(x: Tensor, constants: tuple[Any, ...], columnwise: bool) -> Tensor:
+def _quantize_output(
+    x: Tensor,
+    constants: tuple[Any, ...],
+    columnwise: bool,
+    num_groups: int = 0,
+    sizes: Tensor | None = None,
+) -> Tensor:
     """``x`` quantized, in one piece for the tracer, which makes no quantized tensors itself."""
     fmt = NumberFormat.from_constants(*constants)
-    return _QuantizedOutput.apply(x, Quantizer(fmt, columnwise=columnwise))
+    quantizer = Quantizer(fmt, columnwise=columnwise)
+    if num_groups:
+        quantizer = GroupedQuantizer(fmt, num_groups, columnwise=columnwise)
+    return _QuantizedOutput.apply(x, quantizer, sizes)
+
+
+def _sizes_for(x: Tensor, split_sizes: Tensor) -> Tensor:
+    """Those of the groups of ``x``, copied: the caller may write to its own."""
+    return on_device_of(x, split_sizes.clamp(min=0), "Quantize")
 
 
 class Quantize(BasicOperation):
@@ -71,7 +105,8 @@ class Quantize(BasicOperation):
     A neighbour that reads quantized tensors, as ``BasicLinear`` does, gets one in the format and
     for the uses that it wants. Any other gets the values of the quantized tensor. The last op of a
     run returns a quantized tensor, and the first one a quantized gradient. Compiled code has the
-    values in place of that gradient, and of an output that is quantized in groups.
+    values in place of that gradient, and of an output in groups whose sizes an op
+    of the same run makes. Rows in groups that are no matrix stay values.
 
     With ``num_groups`` it takes the extra input ``split_sizes``, integers ``[num_groups]``, the
     rows of each group, which it saves; else it saves nothing.
@@ -120,8 +155,7 @@ class Quantize(BasicOperation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, *split_sizes: Tensor) -> Tensor:
         """``q(x)``."""
-        # Clamped first: the copy must not read memory that the caller may write to.
-        sizes = [on_device_of(input_, s.clamp(min=0), "Quantize") for s in split_sizes]
+        sizes = [_sizes_for(input_, s) for s in split_sizes]
         ctx.save_for_backward(*sizes)
         if not self.quantize_forward:
             return input_
@@ -147,9 +181,11 @@ def _quantized(
         return x
     reads_values = quantizer is None
     if isinstance(quantizer, _BoundaryQuantizer):
-        if role == "input" and quantizer.after_run:
+        if role == "input" and quantizer.after_run(x):
             return values(x)
-        reads_values, quantizer = torch.compiler.is_compiling(), quantizer.quantizer
+        quantizer = quantizer.quantizer
+        grouped_rows = isinstance(quantizer, GroupedQuantizer) and x.dim() != 2
+        reads_values = torch.compiler.is_compiling() or grouped_rows  # of no matrix: none is made
     by_group = isinstance(quantizer, GroupedQuantizer)
     if by_group != (len(sizes) > 0) and (by_group or getattr(quantizer, "by_receiver", False)):
         reads_values = True

@@ -15,11 +15,24 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES]
 
 
 def values(t):
-    return t.dequantize() if isinstance(t, QuantizedTensor) else t
+    return t.dequantize() if isinstance(t, QuantizedTensor | fz.GroupedTensor) else t
 
 
 def representable(t, fmt):
     return QuantizedTensor.quantize(t.detach(), fmt, rowwise=True, columnwise=False).dequantize()
+
+
+class Sizes(fz.BasicOperation):
+    """Makes the sizes of two groups."""
+
+    num_extra_outputs = 1
+    extra_output_names = ("split_sizes",)
+
+    def fuser_forward(self, contexts, x, **unused):
+        return x, [(torch.tensor([40, 24]),)]
+
+    def fuser_backward(self, contexts, dy, **unused):
+        return dy, [()], [()]
 
 
 class Rounded(torch.autograd.Function):
@@ -244,6 +257,52 @@ def test_compiled_it_returns_a_quantized_tensor(recipe):
         results.append([*pieces, *map(values, received), of_values])
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("first", [fz.ReLU, torch.nn.Identity])
+@each_recipe
+def test_compiled_it_returns_a_grouped_tensor(recipe, first):
+    op, sizes = fz.Sequential(first(), fz.Quantize(num_groups=3)), torch.tensor([40, 0, 20])
+    x, dy = torch.randn(64, 128, requires_grad=True), torch.randn(64, 128)
+    results = []
+    for call in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        with fz.autocast(recipe=recipe):
+            y = call(x, sizes)
+            with torch.no_grad():
+                grouped = [y, call(x, sizes)]
+        assert all(isinstance(g, fz.GroupedTensor) for g in grouped)
+        pieces = [p for g in grouped for p in g.pieces().values()]
+        (grad,) = torch.autograd.grad(y, x, dy)
+        results.append([*(p.view(torch.uint8) if p.itemsize == 1 else p for p in pieces), grad])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_recipe
+def test_rows_in_groups_that_are_no_matrix_are_rounded(compiled, recipe):
+    """And those of groups whose sizes an op of the compiled run makes."""
+    sizes = torch.tensor([40, 24])
+    op = fz.Sequential(fz.Quantize(backward=True, num_groups=2))
+    of_run = fz.Sequential(Sizes(), fz.Quantize(num_groups=2))
+    if compiled:
+        both = [torch.compile(f, backend="aot_eager", fullgraph=True) for f in (op, of_run)]
+        op, of_run = both
+    x, dy = torch.randn(64, 128), torch.randn(64, 128)
+    three = x.view(4, 16, 128).requires_grad_()
+    with fz.autocast(recipe=recipe):
+        y = op(three, sizes)
+        mine = of_run(x)
+    (grad,) = torch.autograd.grad(y, three, dy.view(4, 16, 128))
+    want, want_grad = (
+        fz.recipes.group_quantize(t, fz.recipes.Quantizer(recipe.format(role)), 2, sizes)
+        for t, role in ((x, "input"), (dy, "grad"))
+    )
+    assert isinstance(mine, torch.Tensor if compiled else fz.GroupedTensor)
+    for got, expected in ((y, want), (grad, want_grad), (values(mine), want)):
+        assert torch.equal(got.reshape(64, 128), expected.dequantize())
 
 
 @pytest.mark.usefixtures("fresh_compiler")
