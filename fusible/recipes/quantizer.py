@@ -135,7 +135,7 @@ class MXFP8Quantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """FP8 with one scale per tensor. ``device`` is taken from the tensors; it may be given."""
+    """FP8 with one scale per tensor, made on its device; ``device`` has no effect."""
 
     def __init__(
         self,
@@ -153,15 +153,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
         _check_off(type(self).__name__, with_amax_reduction=with_amax_reduction)
         fmt = fp8_tensor(_element(fp8_dtype), force_pow_2_scales, amax_epsilon)
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)
-        self.device = None if device is None else torch.device(device)
-
-    def __call__(self, x: Tensor) -> QuantizedTensor:
-        """Quantize ``x``, which must be on ``device`` if one was given."""
-        if self.device is not None and x.device.type != self.device.type:
-            raise ValueError(
-                f"a tensor for this quantizer must be on {self.device}, got {x.device}; move it"
-            )
-        return super().__call__(x)
 
 
 class Float8BlockQuantizer(Quantizer):

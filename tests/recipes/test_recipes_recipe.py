@@ -119,8 +119,9 @@ def test_quantizers_are_constructors_over_formats():
         recipes.MXFP8Quantizer(torch.float16)
     with pytest.raises(ValueError, match="1 or 2, got 3"):
         recipes.Float8BlockQuantizer(block_scaling_dim=3)
-    with pytest.raises(ValueError, match="must be on meta, got cpu"):
-        recipes.Float8CurrentScalingQuantizer(device="meta")(torch.ones(2, 32))
+    assert (
+        recipes.Float8CurrentScalingQuantizer(device="meta")(torch.ones(2, 32)).device.type == "cpu"
+    )
     assert "mxfp8_e4m3" in repr(recipes.MXFP8Quantizer())
 
 
