@@ -68,9 +68,8 @@ class _Linear:
         dtype, device, _ = call.inputs[0]
         _, rows, depth = shape = op.num_groups, op.out_features, op.in_features
         strides = rows * depth, depth, 1
-        self.products: list[Any] = [  # for groups of few rows, and of many
-            cached_products(device, dtype, shape, strides, False, many) for many in (False, True)
-        ]
+        self._layout = device, dtype, shape, strides, False
+        self._products: dict[int, Any] = {}
         self.weights = slice(first_param, first_param + op.num_weights)
         self.saved_weights = slice(first_weight, first_weight + op.num_weights)
         self.biases = slice(self.weights.stop, first_param + len(op.own_parameter_names()))
@@ -81,6 +80,14 @@ class _Linear:
         self.bias_layout: Any = (
             (shape[:2], 0) if op.single_grouped_bias else (shape[1:2], rows * size)
         )
+
+    def products(self, rows: int) -> Any:
+        """The products for so many rows."""
+        rows = tiles.rows_class(rows, self.op.num_groups)
+        found = self._products.get(rows)
+        if found is None:
+            found = self._products[rows] = cached_products(*self._layout, rows)
+        return found
 
     def saved_bias(self, params: Sequence[Tensor]) -> Tensor | None:
         """What `scale_grads` reads: the biases ``[groups, rows]``, None if nothing needs them."""
@@ -205,10 +212,9 @@ class _Direct:
         vectors = [(operands[1], groups), *[(operands[i], rows) for i in self._scales]]
         if not self._need_no_checks(dense, vectors):
             return None
-        many = tiles.has_many_rows(rows, groups)
         return [
             (
-                linear.products[many],
+                linear.products(rows),
                 params[linear.weights.start].data_ptr(),
                 params[linear.biases.start] if linear.op.has_bias else None,
             )
@@ -225,9 +231,8 @@ class _Direct:
             dense.append((weights[linear.saved_weights], *linear.weight_layout))
         if not self._need_no_checks(dense):
             return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
-        many = tiles.has_many_rows(rows, self._groups)
         return [
-            (linear.products[many], weights[linear.saved_weights.start].data_ptr())
+            (linear.products(rows), weights[linear.saved_weights.start].data_ptr())
             for linear in self._linears
         ]
 

@@ -172,7 +172,8 @@ def ops_only() -> Iterator[None]:
 
 def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     """Let library ops run, of CPU tensors, what they run on SM90, if that is products."""
-    patch.setattr(launch, "multiprocessors", lambda _: 132)
+    for module in (launch, grouped_products):
+        patch.setattr(module, "multiprocessors", lambda _: 132)
     patch.setattr(launch, "tile_counter", lambda *_: 0)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.kernels.glu import Glu
+from fusible.kernels.runtime.gpu import multiprocessors
 from fusible.kernels.sm90 import tiles
 from fusible.kernels.sm90.launch import (
     NO_SCALES,
@@ -71,7 +72,7 @@ class WeightProducts:
         shape: ``(groups, N, K)``.
         strides: in elements.
         separate: whether the matrices are behind a table.
-        many_rows: whether groups have many rows, which decides the tiles.
+        rows: for which the tiles are chosen: see `tiles.rows_class`.
         b_dtype: of FP8 weights, or of the second operand of a weight gradient, if another.
     """
 
@@ -82,18 +83,17 @@ class WeightProducts:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         separate: bool,
-        many_rows: bool,
+        rows: int,
         b_dtype: torch.dtype | None = None,
     ) -> None:
         self._device, self._dtype, self._separate = device, dtype, separate
-        self._many_rows = many_rows
+        self._rows, self._multiprocessors = rows, multiprocessors(device)
         self._scaled = is_fp8(dtype)
         # Of what is neither operand: outputs, biases, pre-activations.
         self.value_dtype = value_dtype(dtype)
         self._a_dtype, self._b_dtype = DTYPE_NAMES[dtype], DTYPE_NAMES[b_dtype or dtype]
         self._groups, self._columns, self._depth = shape
         self._layouts = [layout(shape, strides, turned, not separate) for turned in (False, True)]
-        self._sums = -(-self._depth // tiles.choose("dglu", many_rows, self._depth).n)
         self._launches: dict[tuple, Launch] = {}
 
     def _rows_launch(self, *key: object) -> Launch:
@@ -105,9 +105,9 @@ class WeightProducts:
         weight = self._layouts[transpose]
         assert weight is not None  # checked by `cached_products`
         columns = weight.rows // 2 if kind == "glu" else weight.rows
-        wide = glu is None or kind != "glu" or tiles.takes_wide(weight.major, glu.interleave, bias)
-        tile = tiles.choose(kind, self._many_rows, columns, 0, wide, self._scaled)
-        paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu.interleave)
+        interleave = 0 if glu is None else glu.interleave
+        tile = self._tile(kind, columns, weight.depth, weight.major, interleave, bias)
+        paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, interleave)
         spec = Spec(
             kind,
             tile,
@@ -151,7 +151,7 @@ class WeightProducts:
         )
         spec = Spec(
             "wgrad",
-            tiles.choose("wgrad", self._many_rows, depth, columns, True, self._scaled),
+            self._tile("wgrad", columns, depth),
             dtype=self._a_dtype,
             b_dtype=self._b_dtype if self._scaled else "",
             scaling="rows" if self._scaled else "",
@@ -171,6 +171,19 @@ class WeightProducts:
             out_pitch=strides[1],
         )
         return launch
+
+    def _tile(
+        self,
+        kind: str,
+        columns: int,
+        depth: int,
+        major: str = "k",
+        interleave: int = 0,
+        bias: bool = False,
+    ) -> Tile:
+        """The tile of a product: see `tiles.choose`."""
+        sizes = self._rows, self._groups, columns, depth, self._multiprocessors
+        return tiles.choose(kind, *sizes, major, interleave, bias, self._scaled)
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""
@@ -276,7 +289,7 @@ class WeightProducts:
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
         act = dy.new_empty(rows, self._depth)
-        partials = scales.new_empty(self._sums * rows, dtype=torch.float32)
+        partials = scales.new_empty(launch.tiles_across * rows, dtype=torch.float32)
         launch(
             rows,
             dy.data_ptr(),
@@ -364,7 +377,7 @@ def cached_products(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     separate: bool,
-    many_rows: bool,
+    rows: int,
     b_dtype: torch.dtype | None = None,
 ) -> WeightProducts | None:
     """The products with weights of this layout, None if the kernels do not support it."""
@@ -373,4 +386,4 @@ def cached_products(
     fits = supports_fp8(device, *features) if is_fp8(dtype) else supports(device, dtype, *features)
     if not (readable and fits):
         return None
-    return WeightProducts(device, dtype, shape, strides, separate, many_rows, b_dtype)
+    return WeightProducts(device, dtype, shape, strides, separate, rows, b_dtype)

@@ -19,6 +19,7 @@ class Launch:
 
     __slots__ = (
         "_across", "_clusters", "_constant", "_dynamic", "_function", "_groups", "_index", "_rows",
+        "tiles_across",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +46,7 @@ class Launch:
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
             d_preact_pitch, *glu_layout, *constants,
         )  # fmt: skip
+        self.tiles_across = -(-columns // spec.width)
         self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
         # Rows of the output that a cluster computes at once, and how many clusters lie across.
         self._rows, self._across = rows, -(-columns // width)

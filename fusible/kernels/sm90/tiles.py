@@ -1,86 +1,231 @@
-"""The tile of each product: a table, looked up by sizes that the host knows.
+"""The tile of each product: the one that a model of the kernels expects to take the least time.
 
-Rows count by their mean over the groups, as only the device knows the size of each. The table
-comes from measurements on an H200 (``benchmarks/sm90_tiles.py``): a larger tile reads less for
-each product, which pays with an activation in the epilogue; columns of a tile past the output cost
-as much as others. Clusters of two blocks that share rows are faster than those that share weights,
-ping-pong is faster than cooperation, and drawing tiles from a counter pays once a group has a few
-rows of tiles.
+The model knows what the host knows without waiting for the device: the number of rows, of groups,
+of features, and of multiprocessors. `microseconds` is the model, `TILES` are those it
+compares, `Constants` what was fitted to measurements on an H200 (``benchmarks/sm90_grid.py``).
 """
 
-import functools
+from __future__ import annotations
 
-from fusible.kernels.sm90.spec import Tile
+import math
+from typing import NamedTuple
 
-_MANY_ROWS = 256  # of a group, on average
+from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Tile
 
-# By kind, for groups of few rows and of many: tiles, and their time for equal output relative to
-# the first one's.
-_SMALL, _ODD = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
-_FEW = ((_SMALL, 1.0), (_ODD, 1.08))
-_MANY = ((_SMALL._replace(dynamic=True), 1.0), (_ODD, 1.08))
-_TABLE = {
-    "store": (_FEW, _MANY),
-    "glu": (_FEW, (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True), 0.98))),
+_SMALL, _BAND = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
+_SMALL_DRAWN, _BAND_DRAWN = _SMALL._replace(dynamic=True), _BAND._replace(dynamic=True)
+_LOW = (
+    Tile(64, 64, True, 1, 1),
+    Tile(64, 128, True, 1, 1),
+    Tile(64, 128, True, 1, 2),
+    Tile(64, 256, True, 1, 1),
+    Tile(64, 256, True, 1, 2),
+    Tile(64, 256, True, 1, 2, dynamic=True),
+)
+_TALL = (Tile(192, 128, True, 1, 2), Tile(192, 128, True, 1, 2, dynamic=True))
+_WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
+# By kind, every tile that may be chosen; tests compile and run each.
+TILES = {
+    "store": (*_LOW, _SMALL, _SMALL_DRAWN, _BAND, _BAND_DRAWN, *_TALL),
+    "glu": (*_LOW, _SMALL, _SMALL_DRAWN, _BAND, _BAND_DRAWN, *_TALL, _WIDE),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
     "dglu": (
-        ((_SMALL._replace(ahead=5), 1.0), (_ODD, 1.08)),
-        (*_MANY, (Tile(128, 192, True, 1, 2, dynamic=True, ahead=2), 0.97)),
+        Tile(64, 64, True, 1, 1, ahead=4),
+        Tile(64, 128, True, 1, 1, ahead=5),
+        Tile(64, 128, True, 1, 2, ahead=5),
+        Tile(64, 128, True, 1, 2, dynamic=True, ahead=5),
+        _SMALL._replace(ahead=5),
+        _SMALL_DRAWN,
+        _BAND,
+        _WIDE._replace(ahead=2),
     ),
-    "wgrad": (_MANY, _MANY),
+    "wgrad": (
+        _SMALL_DRAWN,
+        _BAND_DRAWN,
+        Tile(192, 128, True, 1, 2, dynamic=True),
+        Tile(192, 128, True, 2, 1, dynamic=True),
+        _WIDE,
+        Tile(128, 192, True, 2, 1, dynamic=True),
+        Tile(256, 128, False, 1, 2, dynamic=True),
+        Tile(256, 128, False, 2, 1, dynamic=True),
+        Tile(128, 256, False, 1, 2, dynamic=True),
+        Tile(128, 256, False, 2, 1, dynamic=True),
+    ),
 }
 # Of FP8 operands.
-_FP8_TABLE = {"store": (_FEW, _MANY), "glu": (_FEW, _MANY), "wgrad": (_MANY, _MANY)}
+FP8_TILES = {
+    "store": (_SMALL, _SMALL_DRAWN, _BAND),
+    "glu": (_SMALL, _SMALL_DRAWN, _BAND),
+    "wgrad": (_SMALL_DRAWN, _BAND),
+}
 
 
-def _tiles_of(table: dict[str, tuple]) -> dict[str, tuple[Tile, ...]]:
-    return {
-        kind: tuple(dict.fromkeys(tile for choices in by_rows for tile, _ in choices))
-        for kind, by_rows in table.items()
-    }
+def rows_class(rows: int, groups: int) -> int:
+    """The number of rows for which the tiles of ``rows`` rows in ``groups`` groups are chosen.
 
-
-# Every tile in the tables; tests compile and run each.
-TILES, FP8_TILES = _tiles_of(_TABLE), _tiles_of(_FP8_TABLE)
-
-
-def has_many_rows(rows: int, groups: int) -> bool:
-    """Whether groups have many rows, on average."""
-    return rows >= _MANY_ROWS * groups
-
-
-def takes_wide(major: str, interleave: int, bias: bool) -> bool:
-    """Whether a gated product may use a tile of 192 columns, which leaves few registers.
-
-    The interleaves are those whose stripes fill its 96 gate columns exactly.
+    Rows of a group, or all rows if there are fewer than groups, rounded up to three binary digits:
+    so that few tiles, and launches, are made for many numbers of rows.
     """
-    return major == "k" and interleave in (0, 8, 16, 32) and not bias
+    unit = groups if rows > groups > 0 else 1
+    each = max(-(-rows // unit), 1)
+    step = 1 << max(each.bit_length() - 3, 0)
+    return -(-each // step) * step * unit
 
 
-@functools.lru_cache(maxsize=4096)
+def takes(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
+    """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
+
+    A gated one has columns of whole stripes, and registers for more than 128 sums a thread only
+    without biases, transposed weights and narrow stripes.
+    """
+    if kind != "glu":
+        return True
+    width = tile.n // 2
+    stripes = interleave == 0 or width % interleave == 0 or interleave % width == 0
+    spacious = tile.slabs * tile.n <= 256
+    return stripes and (spacious or (major == "k" and not bias and interleave not in (1, 2, 4)))
+
+
+class Constants(NamedTuple):
+    """What the model was fitted with: nanoseconds of one multiprocessor, but for the last four."""
+
+    multiply: float  # 64 rows by one column, by 64 of the reduction
+    instruct: float  # more, for 64 rows by 64 of the reduction: wide tiles have fewer of these
+    load: float  # 64 of the reduction of one row or column of a tile, from the L2 cache
+    begin: float  # a tile: the first stage's latency
+    store: float  # epilogues: 64 rows by one column
+    glu: float
+    dglu: float
+    wgrad: float
+    apart: float  # share of an epilogue that cooperating warpgroups do not hide
+    assigned: float  # tiles by which the last block is late: drawn tiles, and others
+    drawn: float
+    memory: float  # bytes that the GPU reads or writes in a nanosecond
+    sharpness: float  # how little what is shorter adds to what is longer
+
+
+H200 = Constants(
+    multiply=1.4,
+    instruct=8.0,
+    load=1.4,
+    begin=600.0,
+    store=20.0,
+    glu=20.0,
+    dglu=35.0,
+    wgrad=18.0,
+    apart=1.0,
+    assigned=1.0,
+    drawn=0.6,
+    memory=4100.0,
+    sharpness=4.0,
+)
+# Sizes of groups, relative to their mean, for which the model averages.
+_SPREAD = (0.5, 0.75, 1.0, 1.0, 1.0, 1.25, 1.5)
+
+
+def microseconds(
+    kind: str,
+    tile: Tile,
+    rows: int,
+    groups: int,
+    columns: int,
+    depth: int,
+    sms: int,
+    constants: Constants = H200,
+) -> float:
+    """The time that a product is expected to take, in microseconds, without its launch.
+
+    Rows grouped: ``columns`` of the output, of activations if it is gated, and ``depth`` of the
+    reduction. Weight gradients: matrices ``[columns, depth]``, of which each has ``rows / groups``
+    of the reduction.
+
+    A tile takes the longer of its products and of its loads from the L2 cache, and its epilogue,
+    which in ping-pong runs under the other warpgroup's products; a column of tiles as many of these
+    as groups of about this size have. The GPU takes as many rounds of tiles as its clusters need,
+    but no less than reading and writing every matrix once.
+    """
+    c, used = constants, min(groups, rows)
+    sizes = [max(rows / used * factor, 1.0) for factor in _SPREAD]
+    work = _grouped_rows if kind != "wgrad" else _grouped_reduction
+    of_group = [work(kind, tile, size, depth, c) for size in sizes]
+    tiles_down, time = (sum(values) / len(values) for values in zip(*of_group, strict=True))
+    width = tile.n // 2 if kind == "glu" else tile.n
+    if kind == "wgrad":
+        across = _parts(columns, tile.m * tile.cluster_m) * _parts(depth, width * tile.cluster_n)
+        values = groups * columns * depth + rows * (columns + depth)
+    else:
+        across = _parts(columns, width * tile.cluster_n)
+        side = {"store": 1, "glu": 2, "dglu": 1}[kind] * columns
+        out = {"store": 1, "glu": 3, "dglu": 5}[kind] * columns
+        values = used * side * depth + rows * (depth + out)
+    tiles = used * tiles_down * across
+    rounds = tiles / (sms // (tile.cluster_m * tile.cluster_n))
+    late = c.drawn if tile.dynamic else c.assigned
+    computing = time / tiles_down * (rounds + math.ceil(rounds) + late) / 2
+    return _longer(computing, 2 * values / c.memory, c) / 1000
+
+
+def _grouped_rows(
+    kind: str, tile: Tile, rows: float, depth: int, c: Constants
+) -> tuple[float, float]:
+    """Tiles of a column of a group of ``rows`` rows, of one block of a cluster, and their time."""
+    height = tile.m * tile.cluster_m
+    tiles = _parts(rows, height)
+    last = min(rows - (tiles - 1) * height, tile.m)
+    slabs = tiles * tile.m / WARPGROUP_ROWS
+    if tile.pingpong:  # 64 rows behind a group's end are not multiplied
+        slabs += _parts(last, WARPGROUP_ROWS) - tile.m / WARPGROUP_ROWS
+    steps = _parts(depth, 64)
+    multiplying = slabs * steps * (tile.n * c.multiply + c.instruct)
+    loading = tiles * steps * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
+    epilogue = slabs * tile.n * {"store": c.store, "glu": c.glu, "dglu": c.dglu}[kind]
+    return tiles, _with_epilogue(tile, multiplying, loading, tiles * c.begin, epilogue, c)
+
+
+def _grouped_reduction(
+    kind: str, tile: Tile, rows: float, depth: int, c: Constants
+) -> tuple[float, float]:
+    """One tile of a weight gradient of a group of ``rows`` rows, and its time."""
+    slabs = tile.m / WARPGROUP_ROWS
+    multiplying = slabs * _parts(rows, 16) / 4 * (tile.n * c.multiply + c.instruct)
+    loading = rows / 64 * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
+    return 1, _with_epilogue(tile, multiplying, loading, c.begin, slabs * tile.n * c.wgrad, c)
+
+
+def _with_epilogue(
+    tile: Tile, multiplying: float, loading: float, begin: float, epilogue: float, c: Constants
+) -> float:
+    """The time of tiles."""
+    mainloop = _longer(multiplying, loading, c) + begin
+    if tile.pingpong:
+        return _longer(mainloop, (mainloop + epilogue) / 2, c)
+    return mainloop + epilogue / 2 * c.apart
+
+
+def _longer(one: float, other: float, c: Constants) -> float:
+    """The longer of two times that overlap, and a little of the other."""
+    return float((one**c.sharpness + other**c.sharpness) ** (1 / c.sharpness))
+
+
+def _parts(size: float, step: float) -> float:
+    return -(-size // step)
+
+
 def choose(
     kind: str,
-    many_rows: bool,
+    rows: int,
+    groups: int,
     columns: int,
-    rows: int = 0,
-    wide: bool = True,
+    depth: int,
+    sms: int,
+    major: str = "k",
+    interleave: int = 0,
+    bias: bool = False,
     scaled: bool = False,
 ) -> Tile:
-    """The tile for groups of many rows or few, and ``columns`` output columns.
-
-    ``rows`` are those of the output where the host knows them (wgrad), else 0. Without ``wide``,
-    no tile has more than 128 columns. ``scaled``: of FP8 operands.
-    """
-
-    def time(choice: tuple[Tile, float]) -> float:
-        tile, relative = choice
-        width = tile.n // 2 if kind == "glu" else tile.n
-        relative *= _padded(columns, width * tile.cluster_n)
-        return relative * _padded(rows, tile.m * tile.cluster_m) if rows else relative
-
-    choices = (_FP8_TABLE if scaled else _TABLE)[kind][many_rows]
-    return min((choice for choice in choices if wide or scaled or choice[0].n <= 128), key=time)[0]
-
-
-def _padded(size: int, step: int) -> int:
-    return -(-size // step) * step
+    """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
+    candidates = (FP8_TILES if scaled else TILES)[kind]
+    return min(
+        (tile for tile in candidates if takes(kind, tile, major, interleave, bias)),
+        key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms),
+    )

@@ -127,9 +127,9 @@ def random(*shape):
 def products(groups, columns, depth, rows, strides=None):
     """The products with a weight in one piece of memory."""
     strides = (columns * depth, *(strides or (depth, 1)))
-    many = tiles.has_many_rows(rows, groups)
+    for_rows = tiles.rows_class(rows, groups)
     return grouped_products.cached_products(
-        torch.device("cpu"), torch.bfloat16, (groups, columns, depth), strides, False, many
+        torch.device("cpu"), torch.bfloat16, (groups, columns, depth), strides, False, for_rows
     )
 
 

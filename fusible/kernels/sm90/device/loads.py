@@ -68,11 +68,14 @@ def prefetch_weights(
 ):
     """Bring weights to the L2 cache under the end of the kernel before; by one warp.
 
-    Those of a block's first tile, if groups have as many rows as a tile.
+    Those of a block's first tile, if groups have as many rows each. With less than four each, many
+    have none, and what is fetched would not be used.
     """
-    group = first // across
-    column = (first % across * spec.tile.cluster_n + in_cluster[1]) * spec.width
-    if group < problem.groups:
+    down = cutlass.max(cute.ceil_div(problem.total_rows, problem.groups * spec.tile.m), 1)
+    group = first // (across * down)
+    across_first = first % (across * down) // down
+    column = (across_first * spec.tile.cluster_n + in_cluster[1]) * spec.width
+    if (group < problem.groups) & (problem.total_rows >= 4 * problem.groups):
         boxes = _weight_boxes(spec, problem, operands, group, column, in_cluster)
         steps = cutlass.min(cute.ceil_div(problem.depth, spec.tile_k), _PREFETCHED)
         for step in cutlass.range(steps, unroll=1):
