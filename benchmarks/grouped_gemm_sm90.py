@@ -125,80 +125,63 @@ def torch_calls(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, Any]:
-    """Quack's kernels in their best known tiles, into tensors made beforehand."""
+def quack_call(
+    t: dict[str, torch.Tensor], op: str, tile: str, outputs: dict[str, Any] | None = None
+) -> Any:
+    """One of quack's kernels in a tile such as 128x192pp12d, into tensors made beforehand.
+
+    ``outputs`` keeps these for calls of the same op in other tiles.
+    """
     from quack import gemm_interface
     from quack.gemm_config import GemmConfig
 
-    def tile(column: str) -> tuple[GemmConfig, bool]:
-        text = QUACK_TILES[name, split].split()[QUACK_COLUMNS.index(column)]
-        dynamic = text.endswith("d")
-        m, rest = text.rstrip("d").split("x")
-        n, cluster = rest[:-4], rest[-2:]
-        config = GemmConfig(
-            tile_m=int(m),
-            tile_n=int(n),
-            pingpong="pp" in rest,
-            is_dynamic_persistent=dynamic,
-            cluster_m=int(cluster[0]),
-            cluster_n=int(cluster[1]),
-            device_capacity=9,
-        )
-        return config, dynamic
+    dynamic = tile.endswith("d")
+    m, rest = tile.rstrip("d").split("x")
+    n, cluster = rest[:-4], rest[-2:]
+    config = GemmConfig(
+        tile_m=int(m),
+        tile_n=int(n),
+        pingpong="pp" in rest,
+        is_dynamic_persistent=dynamic,
+        cluster_m=int(cluster[0]),
+        cluster_n=int(cluster[1]),
+        device_capacity=9,
+    )
+    how = {"dynamic_scheduler": dynamic, "config": config}
+    outputs = {} if outputs is None else outputs
 
-    def gemm(column: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, by: str) -> Any:
-        config, dynamic = tile(column)
-        run = gemm_interface.gemm_tuned.fn
-        return lambda: run(a, b, out, dynamic_scheduler=dynamic, config=config, **{by: t["starts"]})
+    def like(name: str) -> torch.Tensor:
+        if name not in outputs:
+            outputs[name] = torch.empty_like(t[name])
+        return outputs[name]
 
-    def gated(column: str) -> Any:
-        config, dynamic = tile(column)
-        out = torch.empty_like(t["act"])
-        preact = torch.empty_like(t["preact"]) if column == "glu_keep" else None
-        return lambda: gemm_interface._gemm_act_call(
-            t["x"],
-            t["w1"].mT,
-            preact,
-            out,
-            None,
-            None,
-            activation="swiglu",
-            cu_seqlens_m=t["starts"],
-            dynamic_scheduler=dynamic,
-            tuned=False,
-            config=config,
-        )
+    if op in ("glu_keep", "glu"):
+        preact, out = like("preact") if op == "glu_keep" else None, like("act")
+        how |= {"activation": "swiglu", "cu_seqlens_m": t["starts"], "tuned": False}
+        run = gemm_interface._gemm_act_call
+        return lambda: run(t["x"], t["w1"].mT, preact, out, None, None, **how)
+    if op == "dglu":
+        dx, out = like("preact"), like("act")
+        how |= {"activation": "swiglu", "cu_seqlens_m": t["starts"], "tuned": False}
+        how |= {"colvec_scale": t["scales"], "colvec_reduce": True}
+        run = gemm_interface._gemm_dact_call
+        return lambda: run(t["dy"], t["w2"], t["preact"], dx, out, **how)
+    a, b, out, by = {
+        "fc1": (t["x"], t["w1"].mT, "preact", "cu_seqlens_m"),
+        "fc2": (t["act"], t["w2"].mT, "x", "cu_seqlens_m"),
+        "dgrad1": (t["d_preact"], t["w1"], "x", "cu_seqlens_m"),
+        "wgrad1": (t["d_preact"].mT, t["x"], "w1", "cu_seqlens_k"),
+        "wgrad2": (t["dy"].mT, t["act"], "w2", "cu_seqlens_k"),
+    }[op]
+    into, how = like(out), how | {by: t["starts"]}
+    return lambda: gemm_interface.gemm_tuned.fn(a, b, into, **how)
 
-    def d_gated() -> Any:
-        config, dynamic = tile("dglu")
-        dx, out = torch.empty_like(t["preact"]), torch.empty_like(t["act"])
-        return lambda: gemm_interface._gemm_dact_call(
-            t["dy"],
-            t["w2"],
-            t["preact"],
-            dx,
-            out,
-            activation="swiglu",
-            colvec_scale=t["scales"],
-            colvec_reduce=True,
-            cu_seqlens_m=t["starts"],
-            dynamic_scheduler=dynamic,
-            tuned=False,
-            config=config,
-        )
 
-    return {
-        "fc1": gemm("glu_keep", t["x"], t["w1"].mT, torch.empty_like(t["preact"]), "cu_seqlens_m"),
-        "glu_keep": gated("glu_keep"),
-        "glu": gated("glu"),
-        "fc2": gemm("fc2", t["act"], t["w2"].mT, torch.empty_like(t["x"]), "cu_seqlens_m"),
-        "dglu": d_gated(),
-        "dgrad1": gemm("dgrad1", t["d_preact"], t["w1"], torch.empty_like(t["x"]), "cu_seqlens_m"),
-        "wgrad1": gemm(
-            "wgrad1", t["d_preact"].mT, t["x"], torch.empty_like(t["w1"]), "cu_seqlens_k"
-        ),
-        "wgrad2": gemm("wgrad2", t["dy"].mT, t["act"], torch.empty_like(t["w2"]), "cu_seqlens_k"),
-    }
+def quack_calls(t: dict[str, torch.Tensor], name: str, split: str) -> dict[str, Any]:
+    """Quack's kernels in their best known tiles."""
+    tiles = dict(zip(QUACK_COLUMNS, QUACK_TILES[name, split].split(), strict=True))
+    tiles["fc1"] = tiles["glu_keep"]
+    return {op: quack_call(t, op, tile) for op, tile in tiles.items()}
 
 
 # Clock ticks, about 2 ms, for which the GPU spins before a call is timed, so that all of the call

@@ -200,7 +200,8 @@ def host_phases(problem: Problem) -> dict[str, float]:
     with torch.no_grad():
         for_rows = rows_class(rows, w1.shape[0])
         first, second = [
-            cached_products(w.device, w.dtype, w.shape, w.stride(), False, for_rows) for w in (w1, w2)
+            cached_products(w.device, w.dtype, w.shape, w.stride(), False, for_rows)
+            for w in (w1, w2)
         ]
         at1, at2 = w1.data_ptr(), w2.data_ptr()
 
