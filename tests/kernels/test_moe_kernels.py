@@ -42,6 +42,17 @@ KERNELS = [
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=lambda v: str(v)[:60])
-def test_kernels_compile_without_spills(kernel, spec, architecture, capfd):
-    compile_kernel(kernel, (spec,), f"--gpu-arch {architecture} remarks{{ptx}}")
+def test_kernels_compile_without_spills(kernel, spec, architecture, capfd, tmp_path):
+    options = f"--gpu-arch {architecture} remarks{{ptx}} --keep-ptx --dump-dir={tmp_path}"
+    compile_kernel(kernel, (spec,), options)
     assert_no_spills("".join(capfd.readouterr()), architecture)
+    # They start before the kernel ahead has ended, whose results they read.
+    (ptx,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+
+
+def test_kernels_for_older_gpus_do_not_overlap(tmp_path):
+    options = f"--gpu-arch sm_80 --keep-ptx --dump-dir={tmp_path}"
+    compile_kernel("moe.rows.scatter", (RowsSpec("bf16", 256, 8, "choice"),), options)
+    (ptx,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert "griddepcontrol" not in ptx

@@ -5,6 +5,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.kernels.device import bits
+from fusible.kernels.device.overlap import overlaps, wait
 from fusible.kernels.moe.device.rows import number, put
 
 WARPS = 8
@@ -30,6 +31,7 @@ def _sums(
     spec: cutlass.Constexpr,
 ):
     """A block sums 128 bytes of columns over all rows of one group, always in the same order."""
+    wait()
     thread, _, _ = cute.arch.thread_idx()
     chunk, group, _ = cute.arch.block_idx()
     warp, lane = thread // 32, thread % 32
@@ -81,6 +83,7 @@ def _dots(
     spec: cutlass.Constexpr,
 ):
     """A warp for each row, whose group is the number of groups that end before it."""
+    wait()
     lane = cute.arch.lane_idx()
     cta, _, _ = cute.arch.block_idx()
     row = cta * WARPS + cute.arch.warp_idx()
@@ -118,7 +121,7 @@ def group_sums(
     """Launch: addresses of contiguous tensors, as ``grouped.grouped_sum`` names them."""
     chunks = (spec.vectors + LANES - 1) // LANES
     _sums(dy, ends, scales, index, out, spec).launch(
-        grid=[chunks, groups, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[chunks, groups, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=overlaps()
     )
 
 
@@ -136,5 +139,8 @@ def group_dots(
 ):
     """Launch: addresses of contiguous tensors, as ``grouped.grouped_dots`` names them."""
     _dots(dy, ends, bias, index, out, rows, groups, spec).launch(
-        grid=[(rows + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[(rows + WARPS - 1) // WARPS, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        use_pdl=overlaps(),
     )

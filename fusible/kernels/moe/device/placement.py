@@ -14,6 +14,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from fusible.kernels.device import bits
+from fusible.kernels.device.overlap import overlaps, wait
 from fusible.kernels.moe.spec import GROUP_BITS
 
 TOGETHER = 4  # loads a thread has in flight
@@ -42,6 +43,7 @@ def _permutation(
     for i in cutlass.range(thread, spec.warps * (spec.groups + 2), spec.threads, unroll=1):
         (counters.iterator + i).store(Int32(0))
     cute.arch.sync_threads()
+    wait()
     choices = cute.size(ids)
     workers = spec.ctas * spec.warps
     per_warp = (choices + 32 * workers - 1) // (32 * workers) * 32
@@ -242,4 +244,5 @@ def permutation(
         block=[spec.threads, 1, 1],
         cluster=[spec.ctas, 1, 1],
         stream=stream,
+        use_pdl=overlaps(),
     )

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
+from fusible.kernels.device.overlap import overlaps, wait
 
 WARPS = 8
 
@@ -137,6 +138,7 @@ def _route(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
+    wait()
     token, exists, lane = _place(tokens)
     values, valid = _token_logits(logits, token, exists, lane, spec)
     ranked = values
@@ -171,6 +173,7 @@ def _route_backward(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
+    wait()
     token, exists, lane = _place(tokens)
     chosen = Boolean(exists) & (lane < spec.top_k)
     at = Int64(token) * spec.top_k + lane
@@ -216,7 +219,10 @@ def route(
 ):
     """Launch: addresses of contiguous tensors, as in ``definitions.route``; ids in 64 bits."""
     _route(logits, expert_bias, probs, ids, tokens, spec).launch(
-        grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[(tokens + WARPS - 1) // WARPS, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        use_pdl=overlaps(),
     )
 
 
@@ -232,5 +238,8 @@ def route_backward(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.route_backward`` names them."""
     _route_backward(dprobs, logits, ids, dlogits, tokens, spec).launch(
-        grid=[(tokens + WARPS - 1) // WARPS, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        grid=[(tokens + WARPS - 1) // WARPS, 1, 1],
+        block=[32 * WARPS, 1, 1],
+        stream=stream,
+        use_pdl=overlaps(),
     )

@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
+from fusible.kernels.device.overlap import overlaps, wait
 
 THREADS = 256
 UNROLL = 4  # tokens a thread has in flight
@@ -113,6 +114,7 @@ def _scatter(
     rows: Int32,
     spec: cutlass.Constexpr,
 ):
+    wait()
     if cutlass.const_expr(spec.weights == "choice"):
         _values_to_rows(weights, row_map, moved, Int64(0), tokens, rows, spec)
     places = _place(tokens, spec)
@@ -145,6 +147,7 @@ def _sources(
     rows: Int32,
     spec: cutlass.Constexpr,
 ):
+    wait()
     _values_to_rows(weights, row_map, moved, sources, tokens, rows, spec, True)
 
 
@@ -159,6 +162,7 @@ def _gather(
     tokens: Int32,
     spec: cutlass.Constexpr,
 ):
+    wait()
     places = _place(tokens, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
@@ -195,6 +199,7 @@ def _dots(
     spec: cutlass.Constexpr,
 ):
     """A warp for each token."""
+    wait()
     lane = cute.arch.lane_idx()
     cta, _, _ = cute.arch.block_idx()
     token = cta * (THREADS // 32) + cute.arch.warp_idx()
@@ -249,6 +254,7 @@ def sources(
         grid=[(tokens * spec.top_k + THREADS - 1) // THREADS, 1, 1],
         block=[THREADS, 1, 1],
         stream=stream,
+        use_pdl=overlaps(),
     )
 
 
@@ -266,7 +272,7 @@ def scatter(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them."""
     _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
-        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=overlaps()
     )
 
 
@@ -284,7 +290,7 @@ def gather(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.gather_sum`` names them."""
     _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
-        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=overlaps()
     )
 
 
@@ -302,5 +308,8 @@ def dots(
     """Launch: addresses of contiguous tensors, as ``definitions.row_dots`` names them."""
     warps = THREADS // 32
     _dots(rows, x, row_map, out, tokens, row_count, spec).launch(
-        grid=[(tokens + warps - 1) // warps, 1, 1], block=[THREADS, 1, 1], stream=stream
+        grid=[(tokens + warps - 1) // warps, 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        use_pdl=overlaps(),
     )
