@@ -8,6 +8,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 from fusible.kernels.sm90.device.parts import DTYPES
 
 _LANES = 32
+_EACH = 8  # groups of a lane, whose sizes it has in flight
 _THREADS = 256
 
 
@@ -33,25 +34,36 @@ class GroupEnds:
 
     @cute.kernel
     def kernel(self, sizes: cute.Tensor, ends: cute.Tensor, groups: Int32, rows: Int32):
-        """32 groups at a time; sums that pass ``rows`` stay there, so that none can overflow."""
+        """256 groups at a time; sums that pass ``rows`` stay there, so that none can overflow.
+
+        A lane has neighbouring groups, whose sizes it loads together.
+        """
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         lane, _, _ = cute.arch.thread_idx()
         before = Int32(0)
-        for base in cutlass.range(0, groups, _LANES, unroll=1):
-            group = base + lane
-            end = Int32(0)
-            if group < groups:
-                size = cutlass.max(sizes[group], self.dtype(0))
-                end = Int32(cutlass.min(size, self.dtype(rows)))
+        for base in cutlass.range(lane * _EACH, groups + lane * _EACH, _LANES * _EACH, unroll=1):
+            through = cute.make_rmem_tensor((_EACH,), Int32)
+            for i in cutlass.range_constexpr(_EACH):
+                through[i] = Int32(0)
+                if base + i < groups:
+                    size = cutlass.max(sizes[base + i], self.dtype(0))
+                    through[i] = Int32(cutlass.min(size, self.dtype(rows)))
+            for i in cutlass.range_constexpr(1, _EACH):
+                through[i] += cutlass.min(through[i - 1], rows - through[i])
+            total = through[_EACH - 1]
             for step in cutlass.range_constexpr(5):
-                below = shuffle_sync_up(end, 1 << step)
+                below = shuffle_sync_up(total, 1 << step)
                 if lane >= (1 << step):
-                    end += cutlass.min(below, rows - end)
-            end += cutlass.min(before, rows - end)
-            if group < groups:
-                ends[group] = end
-            before = shuffle_sync(end, _LANES - 1)
+                    total += cutlass.min(below, rows - total)
+            ahead = shuffle_sync_up(total, 1)
+            if lane == 0:
+                ahead = Int32(0)
+            ahead += cutlass.min(before, rows - ahead)
+            for i in cutlass.range_constexpr(_EACH):
+                if base + i < groups:
+                    ends[base + i] = through[i] + cutlass.min(ahead, rows - through[i])
+            before += cutlass.min(shuffle_sync(total, _LANES - 1), rows - before)
 
 
 class TileSums:
