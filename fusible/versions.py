@@ -31,5 +31,7 @@ def installed(package: str) -> Version | None:
 # What pip installs with this package on Linux, for a machine that is not this one.
 CUDNN_FRONTEND = Version(1, 32)
 CUTLASS_DSL = Version(4, 8)
+# What comes with the oldest PyTorch for CUDA that this package supports.
+TRITON = Version(3, 6)
 # What the front end's kernels need, and what a GPU that is not here is taken to have.
 CUDA_DRIVER = Version(13, 0)

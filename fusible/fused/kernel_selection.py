@@ -142,8 +142,7 @@ SM90_ROW = Kernels(
     needs_sm90,
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
     (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_GLU_SM90),
-    "One launch a product for all groups and the rows past them; FP16 needs no host "
-    "synchronisation.",
+    "One launch a product for all groups and the rows past them.",
 )
 KERNELS = (
     SM90_FP8_ROW,

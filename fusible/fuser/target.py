@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusible.names import did_you_mean
-from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL, Version, installed
+from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL, TRITON, Version, installed
 
 _OTHERS = ("cpu", "rocm", "mps", "xpu")  # devices without kernels of ours: PyTorch's run there
 
@@ -23,7 +23,8 @@ class Target:
     ``sm`` is 10 x major + minor of the compute capability (90 for Hopper, 100 for Blackwell),
     None off CUDA. ``cudnn_frontend`` and ``cutlass_dsl`` are the versions of nvidia-cudnn-frontend
     and nvidia-cutlass-dsl; unless said, those installed here, or those that this package depends
-    on. ``cuda_driver`` is the CUDA version that the GPU's driver supports. An AMD GPU is
+    on; ``triton`` is that of Triton, which comes with PyTorch for CUDA. ``cuda_driver`` is the CUDA
+    version that the GPU's driver supports. An AMD GPU is
     ``"rocm"``, which has no ``sm`` whatever PyTorch calls its device and its capability.
     """
 
@@ -36,6 +37,7 @@ class Target:
         default_factory=lambda: installed("nvidia-cutlass-dsl") or CUTLASS_DSL
     )
     cuda_driver: Version | None = CUDA_DRIVER
+    triton: Version | None = field(default_factory=lambda: installed("triton") or TRITON)
 
     @classmethod
     def parse(cls, spec: Target | str) -> Target:
@@ -90,7 +92,8 @@ def target_of(device: torch.device) -> Target:
     if device not in _cuda_targets:
         major, minor = torch.cuda.get_device_capability(device)
         packages = installed("nvidia-cudnn-frontend"), installed("nvidia-cutlass-dsl")
-        _cuda_targets[device] = Target("cuda", 10 * major + minor, *packages, _driver())
+        found = Target("cuda", 10 * major + minor, *packages, _driver(), installed("triton"))
+        _cuda_targets[device] = found
     return _cuda_targets[device]
 
 

@@ -14,6 +14,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
+from fusible.kernels.grouped import portable
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
 from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
@@ -273,15 +274,17 @@ class GroupedLinear(WeightedOperation):
         self.num_groups //= mesh.size()
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """Says where PyTorch's own grouped product synchronises, or rounds a weight gradient."""
+        """Says where a grouped product synchronises, or rounds a weight gradient."""
         if target.device != "cuda":
             return ()
-        if dtype != "bfloat16":
+        sm = target.sm or 0
+        if not portable.reads_on_device(dtype, sm, target.triton is not None):
+            others = "bfloat16, float16 and float32 do not" if target.triton else "install triton"
             return (
-                f"{dtype} on CUDA runs a loop over groups that reads the split sizes on the host "
-                "(a synchronisation); bfloat16 does not",
+                f"{dtype} on {target} runs a loop over groups that reads the split sizes on the "
+                f"host (a synchronisation); {others}",
             )
-        if self.accumulate_into_main_grad:
+        if self.accumulate_into_main_grad and portable.pytorch_reads_on_device(dtype, sm):
             return (
                 "weight gradients are rounded to bfloat16 before they are added to main_grad: "
                 "PyTorch's grouped product has no FP32 output",

@@ -77,16 +77,24 @@ def test_grouped_mlp_on_every_target(target):
         assert explained.fired == ("grouped_mlp_sm90",)
 
 
-def test_synchronisation_is_told():
-    mlp = ref.grouped_mlp(dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "target", "synchronises"),
+    [
+        (torch.float64, fz.Target("cuda", 100), True),
+        (torch.float32, fz.Target("cuda", 100), False),
+        (torch.float32, fz.Target("cuda", 100, triton=None), True),
+        (torch.bfloat16, fz.Target("cuda", 100, triton=None), False),
+        (torch.bfloat16, fz.Target("cuda", 80), False),
+        (torch.bfloat16, fz.Target("cuda", 120, triton=None), True),
+        (torch.float64, fz.Target("cpu"), False),
+    ],
+)
+def test_synchronisation_is_told(dtype, target, synchronises):
+    mlp = ref.grouped_mlp(dtype=dtype)
     x, splits, scales = ref.grouped_mlp_inputs()
-    note = "float32 on CUDA runs a loop over groups that reads the split sizes on the host"
-    assert note in str(fz.explain(mlp, x, splits, scales, splits, target="sm100"))
-    assert note not in str(fz.explain(mlp, x, splits, scales, splits))
-    low = ref.grouped_mlp(dtype=torch.bfloat16)
-    assert "synchronisation" not in str(
-        fz.explain(low, x.detach().bfloat16(), splits, scales, splits, target="sm100")
-    )
+    text = str(fz.explain(mlp, x.detach().to(dtype), splits, scales, splits, target=target))
+    note = f"on {target} runs a loop over groups that reads the split sizes on the host"
+    assert (note in text) == ("synchronisation" in text) == synchronises
 
 
 def test_a_recipe_computes_in_bf16_without_synchronising():

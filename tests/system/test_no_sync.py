@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 import fusible as fz
 from fusible.kernels import grouped, moe
-from fusible.kernels.grouped import pytorch
+from fusible.kernels.grouped import portable, pytorch
 from fusible.kernels.runtime import gpu, library
 from fusible.kernels.sm90 import operands
 from fusible.testing import assume_target
@@ -150,15 +150,16 @@ def test_features_of_any_alignment(features, no_sync):
     assert_gradients(x, *op.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_synchronise_and_explain_says_so(dtype, no_sync):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_without_triton_other_dtypes_synchronise_and_explain_says_so(dtype, no_sync, monkeypatch):
+    monkeypatch.setattr(portable, "is_installed", lambda: False)
     with assume_target("sm100"):
         op = fz.GroupedLinear(4, 16, 16, dtype=dtype)
         x = on_device(10, 16, dtype=dtype)
         splits = torch.ones(4, dtype=torch.int64)
         with pytest.raises(REFUSED):
             op(x, splits)
-        notes = op.notes(str(dtype).removeprefix("torch."), fz.Target("cuda", 100))
+        notes = op.notes(str(dtype).removeprefix("torch."), fz.Target("cuda", 100, triton=None))
     assert "a synchronisation" in notes[0]
     assert op.notes("bfloat16", fz.Target("cuda", 100)) == ()
 

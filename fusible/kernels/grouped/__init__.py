@@ -8,8 +8,9 @@ may have any strides.
 
 On the CPU the ops are their definitions (`definitions`, `groups`, `bias_gradients`), of any
 floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
-(`fusible.kernels.sm90.limits`); elsewhere PyTorch's grouped product, of BF16; else the definition,
-which reads the end rows on the host. An activation that no epilogue has runs after its product.
+(`fusible.kernels.sm90.limits`); elsewhere PyTorch's grouped product, of BF16 on SM 9.0 and 10.x;
+elsewhere kernels in Triton (`portable`), of BF16, FP16 and FP32; else the definition, which reads
+the end rows on the host. An activation that no epilogue has runs after its product.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from fusible.formulas import math_dtype
 from fusible.kernels import sm90
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped import bias_gradients, definitions, groups, pytorch
+from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
 from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
 from fusible.kernels.runtime import flops
 from fusible.kernels.runtime.library import define
@@ -78,12 +79,12 @@ def _grouped_mm_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> Tensor:
 _grouped_mm = define(
     definitions.grouped_mm,
     _grouped_mm_fake,
-    [sm90.grouped_mm, pytorch.grouped_mm],
+    [sm90.grouped_mm, pytorch.grouped_mm, portable.grouped_mm],
     flops.product,
 )
 _grouped_mm_ = define(
     definitions.grouped_mm_,
-    cuda=[sm90.grouped_mm_, pytorch.grouped_mm_],
+    cuda=[sm90.grouped_mm_, pytorch.grouped_mm_, portable.grouped_mm_],
     flops=flops.product_into,
 )
 
@@ -158,12 +159,12 @@ def _grouped_wgrad_fake(
 grouped_wgrad = define(
     definitions.grouped_wgrad,
     _grouped_wgrad_fake,
-    [sm90.grouped_wgrad, pytorch.grouped_wgrad],
+    [sm90.grouped_wgrad, pytorch.grouped_wgrad, portable.grouped_wgrad],
     flops.wgrad,
 )
 grouped_wgrad_ = define(
     definitions.grouped_wgrad_,
-    cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_],
+    cuda=[sm90.grouped_wgrad_, pytorch.grouped_wgrad_, portable.grouped_wgrad_],
     flops=flops.wgrad_into,
 )
 

@@ -1,6 +1,7 @@
-"""The grouped products on CUDA by PyTorch's own, of BF16 operands; no host synchronisation.
+"""The grouped products on CUDA by PyTorch's own, of BF16 operands.
 
-FP8 operands are dequantized to BF16. Each returns NotImplemented for operands of another dtype.
+FP8 operands are dequantized to BF16. Each returns NotImplemented for operands of another dtype, and
+where PyTorch would read the sizes of groups on the host and `portable` does not.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusible.kernels.grouped import portable
 from fusible.kernels.grouped.definitions import dequantized
 from fusible.kernels.grouped.groups import row_groups
+from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.stacking import per_group, stacked
 
 _ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
+
+
+def _is_best(t: Tensor) -> bool:
+    """Whether these products are the best there are for BF16 on the device of ``t``."""
+    if t.device.type != "cuda" or torch.version.hip or not portable.is_installed():
+        return True
+    major, minor = capability(t.device)
+    return portable.pytorch_reads_on_device("bfloat16", 10 * major + minor)
 
 
 def _pitched(t: Tensor) -> Tensor:
@@ -47,7 +58,9 @@ def grouped_mm(
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:
         x, w = dequantized(x, x_scale).bfloat16(), [dequantized(stacked(w), w_scale).bfloat16()]
-    if x.dtype != torch.bfloat16:
+        if not _is_best(x):
+            return portable.grouped_mm(x, w, ends, bias, row_scale, transpose_w)
+    if x.dtype != torch.bfloat16 or not _is_best(x):
         return NotImplemented
     weight = stacked(w)
     rows, out_features = x.shape[0], weight.shape[2 if transpose_w else 1]
@@ -89,7 +102,9 @@ def grouped_wgrad(
     """`definitions.grouped_wgrad`, except that it rounds to BF16 before ``out_dtype``."""
     if dy_scale is not None and x_scale is not None:
         dy, x = dequantized(dy, dy_scale).bfloat16(), dequantized(x, x_scale).bfloat16()
-    if dy.dtype != torch.bfloat16:
+        if not _is_best(x):
+            return portable.grouped_wgrad(dy, x, ends, out_dtype)
+    if dy.dtype != torch.bfloat16 or not _is_best(dy):
         return NotImplemented
     out_features, in_features = dy.shape[1], x.shape[1]
     if dy.shape[0] == 0:
