@@ -1,4 +1,4 @@
-"""Grouped products of PyTorch on CUDA: values, graphs, no synchronisation."""
+"""Grouped products of PyTorch and in Triton on CUDA: values, graphs, no synchronisation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible.kernels import grouped
+from fusible.kernels.grouped import portable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -88,6 +89,28 @@ def test_grouped_wgrad(dtype, features):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("features", [(64, 96), (520, 9)], ids=str)
+def test_products_in_triton(dtype, features):
+    """In the dtypes that other kernels have here, too; without a synchronisation."""
+    ends, (k, n) = ends_of(SIZES), features
+    x, dy = rows_with_nan_tail(k, dtype), rows_with_nan_tail(n, dtype)
+    w = torch.randn(len(SIZES), n, k, device="cuda").to(dtype)
+    bias = torch.randn(len(SIZES), n, device="cuda").to(dtype)
+    scale = torch.rand(len(x), device="cuda")
+    calls = [
+        (portable.grouped_mm, grouped.grouped_mm, (x, [w], ends, bias, scale)),
+        (portable.grouped_mm, grouped.grouped_mm, (dy, [w], ends, None, None, True)),
+        (portable.grouped_wgrad, grouped.grouped_wgrad, (dy, x, ends)),
+    ]
+    for call, op, args in calls:
+        call(*args)
+        with never_waiting():
+            got = call(*args)
+        assert_near(got, on_cpu(op, *args))
+        assert torch.equal(got, call(*args))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("features", [8, 520, 9])
 @pytest.mark.parametrize("sizes", [SIZES, (3000, 0, 1)], ids=str)
 def test_gradients_of_a_bias(sizes, features, dtype):
@@ -129,8 +152,8 @@ def test_strides_that_pytorch_refuses():
     )
 
 
-def mlp_and_inputs(rows: int = 256):
-    options = {"device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": True}
+def mlp_and_inputs(rows: int = 256, dtype: torch.dtype = torch.bfloat16):
+    options = {"device": "cuda", "dtype": dtype, "single_grouped_weight": True}
     options |= {"single_grouped_bias": True}
     mlp = fz.Sequential(
         fz.GroupedLinear(4, 64, 128, **options),
@@ -139,7 +162,7 @@ def mlp_and_inputs(rows: int = 256):
     )
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    x = torch.randn(rows, 64, device="cuda").bfloat16().requires_grad_()
+    x = torch.randn(rows, 64, device="cuda").to(dtype).requires_grad_()
     scales = torch.rand(rows, device="cuda").requires_grad_()
     return mlp, x, scales, torch.tensor([100, 0, 80, 30], device="cuda")
 
@@ -151,8 +174,9 @@ def step(mlp, x, scales, splits):
     return y, *grads
 
 
-def test_the_grouped_mlp_never_synchronises_and_repeats_bitwise():
-    mlp, x, scales, splits = mlp_and_inputs()
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_the_grouped_mlp_never_synchronises_and_repeats_bitwise(dtype):
+    mlp, x, scales, splits = mlp_and_inputs(dtype=dtype)
     first = step(mlp, x, scales, splits)
     with never_waiting():
         again = step(mlp, x, scales, splits)
@@ -161,8 +185,9 @@ def test_the_grouped_mlp_never_synchronises_and_repeats_bitwise():
         assert not a.isnan().any()
 
 
-def test_cuda_graph_replay_with_other_splits():
-    mlp, x, scales, splits = mlp_and_inputs()
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_cuda_graph_replay_with_other_splits(dtype):
+    mlp, x, scales, splits = mlp_and_inputs(dtype=dtype)
     graph, captured = graph_of(lambda: step(mlp, x, scales, splits))
     for sizes in ([256, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [64, 64, 64, 64]):
         splits.copy_(torch.tensor(sizes))
