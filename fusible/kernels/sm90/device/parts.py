@@ -111,15 +111,6 @@ def steps_of(spec: Spec, problem: Problem, group, rows):
     return Int32(select_(group < problem.groups, depth, Int32(0)))
 
 
-def slabs_of(spec: Spec, rows, row):
-    """Slabs of 64 rows of a warpgroup's tile, from ``row`` of a group of ``rows``, with rows.
-
-    At least one: a block past the group's end computes what it does not store.
-    """
-    needed = cute.ceil_div(rows - row, WARPGROUP_ROWS * spec.tile.warpgroups)
-    return cutlass.max(cutlass.min(needed, spec.tile.slabs), 1)
-
-
 def preact_blocks_of(spec: Spec, rows, row):
     """Blocks of pre-activations of the tile that begins at ``row`` of a group of ``rows`` rows.
 

@@ -23,7 +23,6 @@ from fusible.kernels.sm90.device.parts import (
     in_ring,
     preact_blocks_of,
     ring_state,
-    slabs_of,
     steps_of,
     take_turn,
 )
@@ -142,12 +141,22 @@ def multiply(
             if const_expr(spec.scaled):
                 loop = (*loop, spec, promotion, products, scales_now, coord, warpgroup)
             mainloop = _scaled_mainloop if spec.scaled else _mainloop
-            if const_expr(spec.by_rows and tile.slabs > 1 and (tile.pingpong or spec.scaled)):
-                # Where a group ends within the tile, the rows behind need no products.
-                slabs = slabs_of(spec, rows, row)
-                for count in cutlass.range_constexpr(1, tile.slabs + 1):
-                    if slabs == count:
-                        state = mainloop(*loop, state, count)
+            partial = const_expr(spec.by_rows and (tile.pingpong or spec.scaled))
+            # Where a group ends within the tile, the rows behind need no products. Branches that
+            # exclude each other: ptxas would serialize products in one after the other.
+            left = rows - row
+            if const_expr(partial and tile.slabs == 2):
+                if left > WARPGROUP_ROWS * warpgroups:
+                    state = mainloop(*loop, state, 2)
+                else:
+                    state = mainloop(*loop, state, 1)
+            elif const_expr(partial and tile.slabs == 3):
+                if left > 2 * WARPGROUP_ROWS * warpgroups:
+                    state = mainloop(*loop, state, 3)
+                elif left > WARPGROUP_ROWS * warpgroups:
+                    state = mainloop(*loop, state, 2)
+                else:
+                    state = mainloop(*loop, state, 1)
             elif const_expr(spec.scaled):
                 state = mainloop(*loop, state, tile.slabs)
             elif const_expr(not spec.by_rows):
