@@ -6,7 +6,7 @@ all the others (`TileQueue`).
 
 import cutlass
 from cutlass import Boolean, Int32, const_expr, cute, pipeline
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
+from cutlass.cute.arch import inline_ptx, shuffle_sync, shuffle_sync_up
 
 _LANES = 32
 # Tiles are walked down at most this many rows of tiles before the next column, so that both the
@@ -41,6 +41,8 @@ class TileScheduler:
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
         self.tile_rows, self.down, self.skips = tile_rows, down, skips
         if state is None:
+            if tile_rows:
+                self._prefetch()
             level = Int32(0) if tile_rows else self._highest_level()
             state = self._look(Int32(0), Int32(0), level, Int32(-1))
         self.base, self.last, self.start, self.rows, self.level, self.lower = state
@@ -71,6 +73,14 @@ class TileScheduler:
             self.skips,
             state,
         )
+
+    @cute.jit
+    def _prefetch(self):
+        """Bring all end rows to the L1 cache at once: looks at them come one after the other."""
+        lines = cute.ceil_div(self.groups, _LANES)
+        for line in cutlass.range(cute.arch.lane_idx(), lines, _LANES, unroll=1):
+            at = (self.ends.iterator + line * _LANES).toint()
+            inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[at])
 
     @cute.jit
     def _level(self, group, rows):
