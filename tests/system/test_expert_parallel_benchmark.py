@@ -1,0 +1,48 @@
+"""``benchmarks/expert_parallel.py`` on two processes, without GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "expert_parallel.py"
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
+def test_every_part_runs(tmp_path, monkeypatch):
+    """Values agree, all ways are timed, and the results are written and drawn."""
+    path = tmp_path / "found.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, SCRIPT, "--tiny", f"--json={path}"],
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["failures"] == []
+    compared = found["correctness"]
+    for way in ("all", "tokens", "rows", "all-to-all path"):
+        for case in ("even", "uneven", "none on the first"):
+            cell = compared[way][case]
+            assert all(of["error"] < 1e-2 for of in cell.values()), (way, case)
+            assert way != "rows" or all(of["same bits"] for of in cell.values()), case
+    assert compared["one process against FP32"] < 1e-2
+    assert found["skew"]["of the mean"] == pytest.approx(1.5, abs=0.1)
+    assert set(found["ratios"]) == set(found["wire"]) == {"all", "tokens", "rows"}
+    assert set(found["stack"]["ms a block"]) == {"16", "64"}
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    spec = importlib.util.spec_from_file_location("expert_parallel_benchmark", SCRIPT)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    benchmark.draw(found, tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 10_000
