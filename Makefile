@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BESIDE := .venv-torchtitan
 
-.PHONY: demo test quick lint format docs site wheel check clean
+.PHONY: demo test quick lint format docs site wheel torchtitan check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
@@ -38,6 +39,16 @@ site: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(BIN)/python .ci/wheel.py
 
+# The tests of fusible.integrations.torchtitan, in an environment of their own.
+torchtitan: $(BESIDE)/.installed
+	$(BESIDE)/bin/python -m pytest tests/integrations
+
+$(BESIDE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(BESIDE)
+	$(BESIDE)/bin/python -m pip install --quiet -e '.[torchtitan]' 'pytest>=8' \
+		$$(grep '^torch==' constraints.txt)
+	touch $@
+
 check: lint test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -47,4 +58,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv out build *.egg-info
+	rm -rf .venv $(BESIDE) out build *.egg-info
