@@ -202,6 +202,9 @@ def local_copies() -> Iterator[None]:
     def all_gather(t: Tensor, group: Any) -> Tensor:
         return tiled(t, len(t) * dist.get_world_size(group))
 
+    def begin_all_gather(t: Tensor, group: Any, begin: bool) -> tuple[Tensor, Any]:
+        return all_gather(t, group), _Done()
+
     def all_to_all(
         t: Tensor, group: Any, sent: Any, received: Any, begin: bool = False
     ) -> tuple[Tensor, Any]:
@@ -211,24 +214,32 @@ def local_copies() -> Iterator[None]:
             return tiled(own, len(t)), _Done()
         return torch.cat([tiled(own, rows) for rows in received]), _Done()
 
-    with mock.patch.multiple(exchange, all_gather=all_gather, _all_to_all=all_to_all):
+    with mock.patch.multiple(
+        exchange,
+        all_gather=all_gather,
+        begin_all_gather=begin_all_gather,
+        _all_to_all=all_to_all,
+    ):
         yield
 
 
 @contextmanager
 def recorded(calls: list[Callable[[], Any]]) -> Iterator[None]:
     """Keep each exchange as a call that repeats it."""
-    all_gather, all_to_all = exchange.all_gather, exchange._all_to_all
 
-    def gather(t: Tensor, group: Any) -> Tensor:
-        calls.append(lambda: all_gather(t, group))
-        return all_gather(t, group)
+    def repeating(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            # Those that are begun are repeated one after the other.
+            calls.append(
+                lambda: function(*args[:-1], False) if args[-1] is True else function(*args)
+            )
+            return function(*args)
 
-    def to_all(t: Tensor, *args: Any) -> Any:
-        calls.append(lambda: all_to_all(t, *args[:3]))
-        return all_to_all(t, *args)
+        return call
 
-    with mock.patch.multiple(exchange, all_gather=gather, _all_to_all=to_all):
+    names = ("all_gather", "begin_all_gather", "_all_to_all")
+    wrapped = {name: repeating(getattr(exchange, name)) for name in names}
+    with mock.patch.multiple(exchange, **wrapped):
         yield
 
 

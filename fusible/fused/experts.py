@@ -56,7 +56,7 @@ class MoEExperts(FusedOperation):
             return ()
         return (
             "the gradients of the tokens travel while the weight gradient of the first linear is "
-            "computed; nothing hides the other three exchanges (tokens, sums, the sums' gradients)",
+            "computed; nothing hides the tokens",
         )
 
     def forward_impl(
@@ -90,6 +90,16 @@ class MoEExperts(FusedOperation):
         elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
             middle[0].save_for_backward(placed.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
+
+    @property
+    def travels(self) -> bool:
+        """Over a group, as ``Combine``."""
+        return self._parts[-1].travels
+
+    def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
+        """Begin to send the gradients of the sums."""
+        _, sent_map = ctxs[0].saved_tensors
+        self._parts[-1].begin_token_grads(ctxs[-1], grad_output, sent_map)
 
     def backward_impl(
         self,

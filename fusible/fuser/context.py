@@ -54,6 +54,8 @@ class OperationContext:
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
             of the run needs it (``writes_extra_inputs``, ``writes_grads``), never while compiling.
         writable_grad_output: whether its backward may write to ``grad_output``; known likewise.
+        deferred: in the forward, whether an op that ``travels`` may leave its output to be filled
+            later (:func:`fusible.fuser.overlap.defer`); for the last op that a fused op covers.
     """
 
     requires_grad: bool
@@ -76,6 +78,7 @@ class OperationContext:
     quantizes: bool
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
+    deferred: bool = False
 
     if TYPE_CHECKING:
 

@@ -26,6 +26,7 @@ from fusible.fuser import svg
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
+from fusible.fuser.overlap import described
 from fusible.fuser.parts import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
@@ -180,6 +181,7 @@ class _Planning:
         self.decided: dict[Any, tuple[str, ...]] = {}
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
+        self._hiding: dict[Any, tuple[str, ...]] = {}
         self._divided: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, call: PlanKey) -> Schedule:
@@ -196,6 +198,7 @@ class _Planning:
             self._divided.append((planned, schedule.division.parts))
             return schedule
         self.planned.append(planned)
+        self._hiding.update(described(made.basic_ops, schedule.forward, schedule.backward))
         for op, needs in zip(made.basic_ops, made.grad, strict=True):
             try:
                 op.check_plan(needs, made.recipe, backward=True)
@@ -216,7 +219,7 @@ class _Planning:
         (context,) = contexts
         try:
             made = call_fuser_forward(op, contexts, x, extra_inputs)
-            self.decided[op] = op.call_notes(context)
+            self.decided[op] = op.call_notes(context) + self._hiding[op]
             return made
         except (TypeError, ValueError) as error:
             self._note(op, error)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
 from fusible.fuser.memory import InputOwner, Owner, check_grad_input, returned_grad
+from fusible.fuser.overlap import complete
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
@@ -54,6 +55,10 @@ def run_forward(
             ]
             for of_op in step.sources
         ]
+        if step.overlap is not None:
+            own[-1].deferred = not torch.compiler.is_compiling()
+        for overlap in step.reads:
+            complete(contexts[overlap.ops.stop - 1])
         if step.is_users:
             x, inputs = _as_users_see(own, x, inputs, operands)
         if owner is not None:
@@ -295,6 +300,10 @@ def _run_backward(
             owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         _add_to_sources(step, own, step_extra, of_outputs, of_inputs)
+        for overlap in () if torch.compiler.is_compiling() else step.reads:
+            of_output, early = of_outputs.get(overlap.output), contexts[overlap.ops]
+            if of_output is not None and early[-1].requires_grad:
+                overlap.op.begin_sending(early, of_output)
     return [grad, *of_inputs, *chain(*of_params)]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import declares
+from fusible.fuser.overlap import Overlap, overlaps
 from fusible.fuser.parts import Division
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
@@ -49,6 +50,10 @@ class ScheduledStep(NamedTuple):
     """The output's dtype, where a plan goes by one that the op does not declare."""
     label: str
     """The op and its place, as profilers show it."""
+    overlap: Overlap | None = None
+    """Ops that run while what this one sends travels."""
+    reads: tuple[Overlap, ...] = ()
+    """Of earlier ops, whose outputs this one is the first to read."""
 
 
 class Direct(Protocol):
@@ -191,7 +196,17 @@ def scheduled(
             )
         )
         start = stop
-    return tuple(made)
+    spans = [(step.op, step.start, step.stop) for step in made]
+    found = tuple(overlaps(plan.basic_ops, wiring, spans))
+    return tuple(
+        [
+            step._replace(
+                overlap=next((o for o in found if o.ops.start == step.start), None),
+                reads=tuple([o for o in found if o.reader == step.start]),
+            )
+            for step in made
+        ]
+    )
 
 
 def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:

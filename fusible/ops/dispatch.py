@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.overlap import defer
 from fusible.kernels import moe
 from fusible.ops.distributed import check_initialized
 from fusible.ops.exchange import (
@@ -26,7 +27,7 @@ from fusible.ops.exchange import (
     Send,
     balanced_sizes,
     begin_return,
-    collect,
+    begin_send_as,
     default_send,
     format_option,
     resolve_group,
@@ -554,8 +555,32 @@ class Combine(BasicOperation):
         ctx.exchange, sent_map = self._exchange(flat, *others[:2])
         ctx.save_for_backward(*saved, sent_map)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
-        y = cast(collect(y, copies, ctx.exchange, "Combine"), rows.dtype)
-        return y.view(*sent_map.shape[:-1], rows.shape[1])
+        shape, dtype = (*sent_map.shape[:-1], rows.shape[1]), rows.dtype
+        finish = begin_return(y, ctx.exchange, "Combine")
+
+        def sums() -> Tensor:
+            return cast(sum_copies(finish(), copies), dtype).view(shape)
+
+        return defer(ctx, y.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
+
+    @property
+    def travels(self) -> bool:
+        """Over a group."""
+        return self.process_group is not None
+
+    def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
+        """Begin to send the gradients of the sums."""
+        (ctx,) = ctxs
+        self.begin_token_grads(ctx, grad_output, ctx.saved_tensors[-1])
+
+    def begin_token_grads(
+        self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor
+    ) -> None:
+        """Begin what :meth:`token_grads` then waits for."""
+        dy = cast(grad_output.reshape(-1, grad_output.shape[-1]), ctx.rows_dtype)
+        copies = sent_map.reshape(-1, sent_map.shape[-1])
+        sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
+        ctx.begun = begin_send_as(dy, sent_as, copies, ctx.exchange, "Combine")
 
     def _exchange(
         self, row_map: Tensor, sent_map: Tensor | None, counts: Tensor | None
@@ -604,12 +629,11 @@ class Combine(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor | None
     ) -> Tensor:
         """The gradients ``[R, H]`` of the sums here: the output's, from the tokens' processes."""
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
         if sent_map is None:
-            return dy
-        copies = sent_map.reshape(-1, sent_map.shape[-1])
-        sent_as = wire_format(ctx.recipe, "grad") if self.quantized_send else None
-        return send_as(cast(dy, ctx.rows_dtype), sent_as, copies, ctx.exchange, "Combine")
+            return grad_output.reshape(-1, grad_output.shape[-1])
+        if "begun" not in vars(ctx):
+            self.begin_token_grads(ctx, grad_output, sent_map)
+        return vars(ctx).pop("begun")()
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Each row's gradient is its token's; that of its weight, a dot product."""

@@ -40,9 +40,14 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """``[n, ...]`` of each process of a group as ``[processes * n, ...]``, in order of rank."""
+    return begin_all_gather(x, group, False)[0]
+
+
+def begin_all_gather(x: Tensor, group: Any, begin: bool) -> tuple[Tensor, Any]:
+    """:func:`all_gather`, and with ``begin`` what to wait for before it is there."""
     processes = dist.get_world_size(group)
     if processes == 1:
-        return x
+        return x, None
     if x.dim() == 0:
         raise ValueError(
             "input of AllGather must have a first dimension, along which the processes' tensors "
@@ -50,8 +55,7 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
         )
     x = values(x).contiguous()
     gathered = x.new_empty(processes * x.shape[0], *x.shape[1:])
-    _all_gather(gathered, x, group=group)
-    return gathered
+    return gathered, _all_gather(gathered, x, group=group, async_op=begin)
 
 
 def reduce_scatter(x: Tensor, group: Any) -> Tensor:

@@ -218,6 +218,7 @@ class Swap(BasicOperation):
     num_extra_outputs = 1
     extra_input_names = ("incoming",)
     saves = "nothing"
+    passes_input = True
 
     def output_dtypes(self, given: Dtypes) -> tuple[torch.dtype | None, ...]:
         """Those of the inputs, the other way round."""

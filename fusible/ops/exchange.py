@@ -1,7 +1,8 @@
 """Tokens to the processes whose experts they were routed to, and partial results back.
 
 Two linear functions, each the other's adjoint: :func:`send` copies a process's tokens to those that
-need them, :func:`collect` returns what these made of the copies and sums it. What connects them is
+need them; :func:`begin_return` returns what these made of the copies, which :func:`sum_copies`
+sums. What connects them is
 the sent map, int32 ``[T, c]``, a row map as of :mod:`fusible.kernels.moe.definitions`: the place in
 the buffer sent of each of a token's c copies, or the complement of a place past its end.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusible.kernels import moe
-from fusible.ops.distributed import all_gather
+from fusible.ops.distributed import all_gather, begin_all_gather
 from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
@@ -124,14 +125,40 @@ def send(x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tenso
 
     In order of rank, then of token. Where all are sent, tokens that pad are zero.
     """
-    group = exchange.group
-    if exchange.sent is None:
-        if exchange.padded != x.shape[0]:
-            x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
-        return communicate(op_name, group, all_gather, _bytes(x), group).view(x.dtype)
-    copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
-    args = copies, group, exchange.sent, exchange.received
-    return communicate(op_name, group, _all_to_all, *args)[0]
+    return begin_send(x, sent_map, exchange, op_name)()
+
+
+def begin_send(
+    x: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str
+) -> Callable[[], Tensor]:
+    """Begin to :func:`send`; what comes back waits for the copies."""
+    group, dtype = exchange.group, x.dtype
+    if exchange.sent is not None:
+        copies, _ = moe.scatter_rows(x, sent_map, None, sum(exchange.sent), False)
+        return _begun(op_name, group, _all_to_all, copies, group, exchange.sent, exchange.received)
+    if exchange.padded != x.shape[0]:
+        x = torch.cat((x, x.new_zeros(exchange.padded - x.shape[0], x.shape[1])))
+    wait = _begun(op_name, group, begin_all_gather, _bytes(x), group)
+    return lambda: wait().view(dtype)
+
+
+def _begun(
+    op_name: str, group: Any, function: Callable[..., Any], sent: Tensor, *args: Any
+) -> Callable[[], Tensor]:
+    """Begin an exchange; what comes back waits for its result.
+
+    In a graph that is traced nothing is left to wait for, whatever torch's function returns there
+    (2.11: the tensor).
+    """
+    begin = not torch.compiler.is_compiling()
+    out, work = communicate(op_name, group, function, sent, *args, begin)
+
+    def finish(kept: Tensor = sent) -> Tensor:  # which is read until then
+        if begin and work is not None:
+            communicate(op_name, group, work.wait)
+        return out
+
+    return finish
 
 
 def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
@@ -147,16 +174,26 @@ def send_as(
     x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
 ) -> Tensor:
     """:func:`send` of ``x`` quantized row-wise, as values in its dtype; as it is for None."""
+    return begin_send_as(x, fmt, sent_map, exchange, op_name)()
+
+
+def begin_send_as(
+    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
+) -> Callable[[], Tensor]:
+    """Begin to :func:`send_as`; what comes back waits for the copies."""
     if fmt is None:
-        return send(x, sent_map, exchange, op_name)
+        return begin_send(x, sent_map, exchange, op_name)
     row, _ = quantize_matrix(x, fmt, rowwise=True, columnwise=False)
     assert row is not None
-    parts = [_bytes(row.data), _bytes(row.scale)]
-    message = send(torch.cat(parts, 1), sent_map, exchange, op_name)
-    data, scale = message.split([part.shape[1] for part in parts], dim=1)
-    data, scale = data.contiguous(), scale.contiguous()
-    made = QuantizedMatrix(data.view(row.data.dtype), scale.view(fmt.scale_dtype), None, fmt)
-    return dequantize_matrix(made, x.dtype)
+    parts, elements, dtype = [_bytes(row.data), _bytes(row.scale)], row.data.dtype, x.dtype
+    wait = begin_send(torch.cat(parts, 1), sent_map, exchange, op_name)
+
+    def finish(widths: Sequence[int] = [part.shape[1] for part in parts]) -> Tensor:
+        data, scale = (t.contiguous() for t in wait().split(list(widths), dim=1))
+        made = QuantizedMatrix(data.view(elements), scale.view(fmt.scale_dtype), None, fmt)
+        return dequantize_matrix(made, dtype)
+
+    return finish
 
 
 def format_option(fmt: NumberFormat | None) -> Option:
@@ -177,20 +214,10 @@ def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[
     """Begin to return ``partial`` ``[R, n]``, made of copies that :func:`send` gave.
 
     The function that comes back waits for what all processes made of this one's copies, in the
-    order in which they were sent. In a graph that is traced nothing is left to wait for, whatever
-    torch's function returns there (2.11: the tensor).
+    order in which they were sent.
     """
-    group = exchange.group
-    traced = torch.compiler.is_compiling()
-    args = partial, group, exchange.received, exchange.sent, not traced
-    out, work = communicate(op_name, group, _all_to_all, *args)
-
-    def finish(kept: Tensor = partial) -> Tensor:  # which is read until then
-        if not traced:
-            communicate(op_name, group, work.wait)
-        return out
-
-    return finish
+    sizes = exchange.received, exchange.sent
+    return _begun(op_name, exchange.group, _all_to_all, partial, exchange.group, *sizes)
 
 
 def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
@@ -199,11 +226,6 @@ def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
     Sums are taken in FP32 (FP64) in the order of the sent map's columns and rounded once.
     """
     return moe.gather_sum(back, sent_map, None, None)[0]
-
-
-def collect(partial: Tensor, sent_map: Tensor, exchange: Exchange, op_name: str) -> Tensor:
-    """The adjoint of :func:`send`: :func:`sum_copies` of ``partial`` ``[R, n]``, returned."""
-    return sum_copies(begin_return(partial, exchange, op_name)(), sent_map)
 
 
 def send_choices(

@@ -183,6 +183,19 @@ class FusibleOperation(ModuleState, PatchesCounted):
         """
         return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
+    @property
+    def travels(self) -> bool:
+        """Whether other processes send its output, and its gradient is sent to them.
+
+        Its forward may then leave the output to be filled later, where its last context is
+        ``deferred`` (:func:`fusible.fuser.overlap.defer`), and it has :meth:`begin_sending`.
+        """
+        return False
+
+    def begin_sending(self, ctxs: Contexts, grad_output: Tensor) -> None:
+        """Begin to send the gradient of its output, which its backward with ``ctxs`` gets later."""
+        raise TypeError(f"{type(self).__name__} does not define begin_sending")
+
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """Sentences that ``explain`` prints where this op runs on a target, a basic op unfused."""
         return ()
@@ -289,6 +302,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
             that the run reads.
         kernels_type: what rules with ``phase="kernels"`` must return for the op to run on.
         saves: what the op saves for its backward, as ``explain`` prints it.
+        passes_input: whether its first extra output is its input, which it does not read.
         computes_as: set by a subclass that has the math of a built-in op and differs only in where
             its parameters are from: that op, for which fusion rules take it. Not inherited.
     """
@@ -304,6 +318,7 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
     buffer_keywords: ClassVar[tuple[str, ...]] = ()
     kernels_type: ClassVar[type] = object
     saves: str = "x, parameters"
+    passes_input: ClassVar[bool] = False
 
     # The module that this op is a part of, and that holds its parameters (a weak reference).
     __slots__ = ("_holder",)

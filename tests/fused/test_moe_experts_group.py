@@ -1,6 +1,10 @@
 """Experts over a group of processes as one fused op, as on Hopper."""
 
+from dataclasses import replace
+from unittest import mock
+
 import expert_parallel
+import pytest
 import torch
 import torch.distributed as dist
 from expert_parallel import Case, block, compared, results, run, tensors
@@ -8,6 +12,8 @@ from number_formats import BLOCK_FP8
 
 import fusible as fz
 from fusible.fused.grouped_mlp import GroupedMLP
+from fusible.fuser import schedule
+from fusible.ops import distributed as collectives
 from fusible.testing import assume_target
 
 BF16 = torch.bfloat16
@@ -121,3 +127,105 @@ def test_gradients_travel_during_the_weight_gradient(tmp_path):
     for of_rank in results(2, tmp_path, [case], overlapped):
         order = of_rank[str(case)]
         assert order[-5:] == ["begin", "begin", "weight gradient", "wait", "wait"], order
+
+
+# --- a shared expert ------------------------------------------------------------------------------
+
+
+def shared_expert(dtype):
+    torch.manual_seed(3)
+    hidden, inner = expert_parallel.HIDDEN, expert_parallel.INNER
+    return [
+        fz.Linear(hidden, 2 * inner, bias=False, dtype=dtype),
+        fz.SwiGLU(),
+        fz.Linear(inner, hidden, bias=False, dtype=dtype),
+    ]
+
+
+def beside(routed, shared, *, in_place=False):
+    """Both as one run of ops, whose second branch starts from the tokens."""
+    return fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+        *routed,
+        fz.Swap()
+        .set_extra_input_channel(0, "tokens")
+        .set_extra_output_channel(0, "routed", output_to_caller=False),
+        *shared,
+        fz.AddExtraInput(in_place=in_place).set_extra_input_channel(0, "routed"),
+    )
+
+
+def recorded(monkeypatch, seen):
+    """Note in ``seen`` when exchanges begin and are waited for, and when the shared expert runs."""
+
+    def begin(exchange):
+        def call(*args, **kwargs):
+            work = exchange(*args, **kwargs)
+            if work is None:
+                return seen.append("exchange")
+            seen.append("begin")
+            wait = work.wait
+            return mock.Mock(wait=lambda: (seen.append("wait"), wait()))
+
+        return call
+
+    def noted(what, function):
+        def call(*args):
+            seen.append(what)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(dist, "all_to_all_single", begin(dist.all_to_all_single))
+    monkeypatch.setattr(collectives, "_all_gather", begin(collectives._all_gather))
+    for name, what in (("forward_impl", "shared"), ("backward_impl", "shared backward")):
+        monkeypatch.setattr(fz.SwiGLU, name, noted(what, getattr(fz.SwiGLU, name)))
+
+
+def with_shared_expert(case, group, rank, processes):
+    """Results beside those of no overlap and of two runs, what is done in order, and the plan."""
+    target, case = case.routing, replace(case, routing="random")
+    x, probs, ids, dy = tensors(case, rank, processes)
+    made, seen = [], []
+    with assume_target(target), pytest.MonkeyPatch.context() as patch:
+        for way in ("two runs", "no overlap", "overlap"):
+            routed, shared = block(case, group, rank, processes), shared_expert(case.dtype)
+            weights = [routed[1].weight, routed[3].weight, shared[0].weight, shared[2].weight]
+            run = beside(routed, shared, in_place=case.twice)
+            if way == "two runs":
+                y = fz.Sequential(*shared)(x) + routed(x, probs, ids)[0]
+            elif way == "no overlap":
+                with mock.patch.object(schedule, "overlaps", return_value=()):
+                    y = run(x, probs, ids)[0]
+            else:
+                plan = str(fz.explain(run, x, probs, ids))
+                recorded(patch, seen)
+                y = run(x, probs, ids)[0]
+                seen.append("|")
+            made.append([y.detach(), *torch.autograd.grad(y, [x, probs, *weights], dy)])
+    return list(zip(*made, strict=True)), seen, plan
+
+
+SHARED = [
+    Case(send, BF16, routing=target, twice=in_place)
+    for send in ("tokens", "all")
+    for target, in_place in (("sm90", False), ("cpu", False), ("cpu", True))
+]
+
+
+def test_a_shared_expert_runs_while_sums_and_their_gradients_travel(tmp_path):
+    for of_rank in results(2, tmp_path, SHARED, with_shared_expert):
+        for case in SHARED:
+            found = of_rank[str(case)]
+            assert not isinstance(found, str), found
+            triples, seen, plan = found
+            forward, backward = seen[: seen.index("|")], seen[seen.index("|") + 1 :]
+            at = forward.index("shared")
+            assert forward[at - 1 : at + 2] == ["begin", "shared", "wait"], forward
+            at = backward.index("shared backward")
+            assert backward[at - 1 : at + 2] == ["begin", "shared backward", "wait"], backward
+            assert "its output travels while BasicLinear, SwiGLU" in plan
+            assert "its output's gradient travels while the backward of BasicLinear, SwiGLU" in plan
+            for two_runs, without, overlapping in triples:
+                torch.testing.assert_close(overlapping, without, rtol=0, atol=0, msg=f"{case}")
+                torch.testing.assert_close(overlapping, two_runs, rtol=0.02, atol=0.02)

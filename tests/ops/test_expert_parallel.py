@@ -162,7 +162,7 @@ def sent_bytes(name, group, rank, processes):
             for quantized in (False, True):
                 case = Case(mode, BF16, recipe=recipe, quantized_send=quantized)
                 module, inputs = ep.block(case, group, rank, 2), ep.tensors(case, rank, 2)
-                with patch.object(exchange, "send", wraps=exchange.send) as sends:
+                with patch.object(exchange, "begin_send", wraps=exchange.begin_send) as sends:
                     ep.run(module, case, *inputs)
                 widths = [
                     call.args[0].shape[1] * call.args[0].itemsize for call in sends.mock_calls

@@ -1,0 +1,86 @@
+"""Ops that run while what an op sends to other processes travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fusible.fuser.context import OperationContext
+from fusible.fuser.registry import is_ours
+from fusible.fuser.wiring import Wiring
+
+
+class Overlap(NamedTuple):
+    """What an op (``travels``) returns over processes is read only after the ops in between.
+
+    In the forward its output is completed before the step that reads it. In the backward its
+    gradient is sent as soon as that step's backward has made it.
+    """
+
+    op: Any
+    ops: slice
+    """What the op covers."""
+    output: tuple[int, int]
+    """The extra output that passes its output on."""
+    hides: slice
+    """The ops that run meanwhile."""
+    reader: int
+    """The first op of the step that reads it."""
+
+
+def overlaps(
+    ops: Sequence[Any], wiring: Wiring, steps: Sequence[tuple[Any, int, int]]
+) -> Iterator[Overlap]:
+    """The overlaps of a plan's forward or backward, from its steps ``(op, start, stop)`` in order.
+
+    After the op comes one that passes its input on unread, to one later op. That is how one run
+    holds two branches (:class:`fusible.Swap`): the second one, such as a shared expert, needs
+    nothing of what travels.
+    """
+    starts = {i: start for _, start, stop in steps for i in range(start, stop)}
+    for op, start, stop in steps:
+        swap = ops[stop] if stop < len(ops) else None
+        passes = swap is not None and swap.passes_input and is_ours(type(swap))
+        if not (passes and op.travels and is_ours(type(op))):
+            continue
+        output = stop, 0
+        readers = wiring.consumers.get(output, ())
+        if len(readers) == 1 and output not in wiring.public:
+            reader = starts[readers[0]]
+            if reader > stop + 1:
+                yield Overlap(op, slice(start, stop), output, slice(stop + 1, reader), reader)
+
+
+def described(
+    ops: Sequence[Any], forward: Sequence[Any], backward: Sequence[Any]
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """For each op, sentences of what hides its output and its gradient, if it ``travels``.
+
+    ``forward`` and ``backward`` are the steps of a schedule.
+    """
+    for at, op in enumerate(ops):
+        said = []
+        for what, of, steps in (
+            ("its output", "", forward),
+            ("its output's gradient", "the backward of ", backward),
+        ):
+            found = [s.overlap for s in steps if s.stop == at + 1 and s.overlap is not None]
+            names = ", ".join(type(hidden).__name__ for o in found for hidden in ops[o.hides])
+            said.append(f"{what} travels while {of}{names} runs")
+            if not found:
+                said[-1] = f"nothing hides {what} on the way; a second branch after a Swap would"
+        yield op, tuple(said) if op.travels else ()
+
+
+def defer(ctx: OperationContext, y: Tensor, complete: Callable[[], Tensor]) -> Tensor:
+    """``y``, to be filled with what ``complete`` gives before an op reads it."""
+    ctx.memo[ctx] = lambda: y.copy_(complete())
+    return y
+
+
+def complete(ctx: OperationContext) -> None:
+    """Fill the output of an op, if it was deferred."""
+    if ctx.deferred and ctx in ctx.memo:
+        ctx.memo.pop(ctx)()
