@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,16 @@ def _results(name: str) -> dict[str, Any]:
 
 
 # By page, and by the name between the page's markers.
+def expert_parallel_table() -> str:
+    """The estimates of ``benchmarks/expert_parallel_model.py``."""
+    sys.path.insert(0, str(RESULTS.parent))
+    try:
+        from expert_parallel_model import table
+    finally:
+        sys.path.pop(0)
+    return table()
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "gains": lambda: gains_table(
@@ -329,6 +340,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
             _results("moe_block"), _results("moe_block_transformers_5_23")
         ),
     },
+    "docs/expert_parallel.md": {"model": expert_parallel_table},
     "docs/blackwell.md": {"placed": lambda: placed_table(_results("quantize_h200"))},
     "docs/porting.md": {
         "dense rules": lambda: dense_rules_table(_results("rules_h200"), _results("rules_cpu")),
