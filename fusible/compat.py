@@ -122,7 +122,7 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     *,
-    enabled: bool | tuple[bool, ...] = False,
+    enabled: bool | tuple[bool, ...] | None = None,
     recipe: Recipe | None = None,
     pool: Any = None,
     **options: Any,
@@ -135,7 +135,7 @@ def make_graphed_callables(
         num_warmup_iters: as PyTorch's.
         allow_unused_input: as PyTorch's.
         pool: as PyTorch's.
-        enabled: whether they run under the recipe.
+        enabled: whether they run under the recipe; they do not by default.
         recipe: the recipe, by default that of ``autocast``.
         **options: Transformer Engine's others; ``fp8_enabled`` and ``fp8_recipe`` are ``enabled``
             and ``recipe``. Those that are off, or of recipes with a history, have no effect.
@@ -145,6 +145,7 @@ def make_graphed_callables(
     """
     check_bools("make_graphed_callables", allow_unused_input=allow_unused_input)
     enabled = options.pop("fp8_enabled", enabled)
+    enabled = False if enabled is None else enabled
     recipe = options.pop("fp8_recipe", recipe)
     without_effect = (
         "calibrating",

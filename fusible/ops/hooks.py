@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -19,6 +20,16 @@ _CALLED = ("forward", "_compiled_call_impl")
 
 class PatchesCounted(nn.Module):
     """A module that counts its patches: ``module.forward = ...`` and ``module.compile()``."""
+
+    slot_values: ClassVar[Mapping[str, Any]] = {}
+    """Slots and what a new object has in them. What copies ``__dict__`` (replicas) leaves them."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An object with nothing but its slots."""
+        made = super().__new__(cls)
+        for name, value in cls.slot_values.items():
+            object.__setattr__(made, name, value)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CALLED:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -324,15 +324,13 @@ class Linear(FusedOperation):
     # The patches counted when no part was patched, with the hooks of the parts, in one tuple for
     # threads; and whether the last call called the parts. Of no copy.
     __slots__ = ("_called_parts", "_unpatched")
-    _unpatched: tuple[int, list[Any]]
+    slot_values: ClassVar[Mapping[str, Any]] = {
+        **FusedOperation.slot_values,
+        "_called_parts": False,
+        "_unpatched": (-1, ()),
+    }
+    _unpatched: tuple[int, Sequence[Any]]
     _called_parts: bool
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object whose parts were not looked at."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_unpatched", (-1, []))
-        object.__setattr__(made, "_called_parts", False)
-        return made
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,15 +49,9 @@ class FusibleOperation(ModuleState, PatchesCounted):
     """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
     it: PyTorch's casts would narrow what it keeps wide."""
 
-    # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
     __slots__ = ("_run",)
+    slot_values: ClassVar[Mapping[str, Any]] = {"_run": None}
     _run: Run | None  # this op alone, once it was called so
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object with nothing in its slot."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_run", None)
-        return made
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,13 +316,8 @@ class BasicOperation(Channels, FormulaOp, FusibleOperation):
 
     # The module that this op is a part of, and that holds its parameters (a weak reference).
     __slots__ = ("_holder",)
+    slot_values: ClassVar[Mapping[str, Any]] = {**FusibleOperation.slot_values, "_holder": None}
     _holder: weakref.ref[nn.Module] | None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object with nothing in its slot."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_holder", None)
-        return made
 
     def __init__(self) -> None:
         super().__init__()

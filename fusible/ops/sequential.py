@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +50,10 @@ class Sequential(PatchesCounted, nn.Sequential):
         ValueError: ``require`` names no rule.
     """
 
-    # A slot, so that what copies ``__dict__`` (replicas) does not run the original's ops.
     __slots__ = ("_captured", "_known")
+    slot_values: ClassVar[Mapping[str, Any]] = {"_captured": None, "_known": ()}
     _captured: _Captured | None
     _known: tuple[_Captured, ...]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object with nothing in its slots."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_captured", None)
-        object.__setattr__(made, "_known", ())
-        return made
 
     def __init__(self, *modules: Any, require: Iterable[str] = ()) -> None:
         super().__init__()

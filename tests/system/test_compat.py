@@ -1,5 +1,7 @@
 """What pipelines import from Transformer Engine beside its ops."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,7 +103,7 @@ def test_graphs_are_captured_under_the_recipe(monkeypatch):
         want = op(x)
     assert te.make_graphed_callables(op, (x,), enabled=True, recipe=recipe, pool=7) is op
     te.make_graphed_callables(op, (x,), 4, fp8_enabled=True, fp8_recipe=recipe, calibrating=False)
-    te.make_graphed_callables(op, (x,), recipe=recipe)
+    te.make_graphed_callables(op, (x,), enabled=None, recipe=recipe)
     assert torch.equal(seen[0][0], want)
     assert torch.equal(seen[1][0], want)
     assert torch.equal(seen[2][0], op(x))
@@ -171,3 +173,13 @@ def test_a_bias_of_part_of_the_features(tmp_path):
         assert te.AllReduce(None, reduce_in_backward=True).process_group is None
     finally:
         dist.destroy_process_group()
+
+
+def test_constructors_show_their_arguments():
+    """In ``help()`` and in editors."""
+    for name in te.__all__:
+        what = getattr(te, name)
+        if not isinstance(what, type) or not issubclass(what, torch.nn.Module):
+            continue
+        parameters = [*inspect.signature(what).parameters]
+        assert parameters == [*inspect.signature(what.__init__).parameters][1:], name
