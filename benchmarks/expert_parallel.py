@@ -8,11 +8,11 @@ First what is computed: every mode of ``Dispatch`` against one process that has 
 experts, with uneven numbers of tokens and a process without any; a CUDA graph replayed with other
 routing; a step under ``torch.cuda.set_sync_debug_mode("error")``. Then time, forward + backward in
 BF16, the median over runs of the slowest process, all ways interleaved: each mode; one GPU with all
-experts; torchtitan's all-to-all path written anew; each mode with its exchanges replaced by local
-copies, so that the difference is what communication adds; the exchanges alone; routing where one
-process gets 1.5 times its share; peak memory; and a stack of blocks beside FSDP2 alone, which
-gathers weights instead of sending tokens. What is done is written after each part, so a process
-that fails or hangs (``--limit`` seconds) leaves the parts before.
+experts; torchtitan's all-to-all path written anew; each mode, and one beside a shared expert, with
+exchanges replaced by local copies, so that the difference is what communication adds; the exchanges
+alone; routing where one process gets 1.5 times its share; peak memory; and a stack of blocks beside
+FSDP2 alone, which gathers weights instead of sending tokens. What is done is written after each
+part, so a process that fails or hangs (``--limit`` seconds) leaves the parts before.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from fusible.ops import exchange
 from fusible.recipes.sharding import local
 
 MODES = ("all", "tokens", "rows")
+BESIDE = "all, with a shared expert"
 ONE, TITAN, APART = "one GPU, all experts", "all-to-all path", ", local copies"
 # Multicast over NVLink, which nothing here needs, and which containers may not allow.
 NO_MULTICAST = {
@@ -94,6 +95,22 @@ def ours(shape: Shape, mesh: Any, device: torch.device, **options: Any) -> fz.Se
         for w in block.parameters():
             w.normal_(std=w.shape[-1] ** -0.5)
     return block if mesh is None else fz.expert_parallel(block, mesh)
+
+
+def with_shared_expert(block: fz.Sequential, shape: Shape, device: torch.device) -> fz.Sequential:
+    """A block, then a shared expert as wide as a routed one, in one run of ops."""
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "bias": False}
+    return fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+        *block,
+        fz.Swap()
+        .set_extra_input_channel(0, "tokens")
+        .set_extra_output_channel(0, "routed", output_to_caller=False),
+        fz.Linear(shape.hidden, 2 * shape.inner, **made),
+        fz.SwiGLU(),
+        fz.Linear(shape.inner, shape.hidden, **made),
+        fz.AddExtraInput().set_extra_input_channel(0, "routed"),
+    )
 
 
 def first(y: Any) -> Tensor:
@@ -486,9 +503,11 @@ class Ways:
             self.steps[name] = Step(made, list(block.parameters()), x, dy)
         titan = AllToAll(block, setup.shape, setup.mesh)
         self.steps[TITAN] = Step(titan, list(titan.parameters()), x, dy)
-        self.biases = [
-            s.module[0].expert_bias for s in self.steps.values() if s.module is not titan
-        ]
+        blocks = [step.module for step in self.steps.values() if step.module is not titan]
+        self.biases = [made[0].expert_bias for made in blocks]
+        # The same ops in another run.
+        both = with_shared_expert(block, setup.shape, setup.device)
+        self.steps[BESIDE] = Step(both, list(both.parameters()), x, dy)
 
     def skew(self) -> float:
         """Bias the first process's experts until it gets 1.5 times its share of the choices."""
@@ -509,7 +528,7 @@ class Ways:
     def calls(self, *names: str) -> dict[str, Callable[[], Any]]:
         """The steps, and each mode's without exchanges."""
         chosen = {name: self.steps[name] for name in names or self.steps}
-        apart = {name + APART: s.apart for name, s in chosen.items() if name in MODES}
+        apart = {name + APART: s.apart for name, s in chosen.items() if name in (*MODES, BESIDE)}
         return {**chosen, **apart}
 
     def wire(self) -> dict[str, dict[str, float]]:
@@ -561,6 +580,7 @@ def blocks(setup: Setup, report: dict[str, Any]) -> None:
         }
         for name in MODES
     }
+    report["ratios"]["all"]["added beside a shared expert, ms"] = ms[BESIDE] - ms[BESIDE + APART]
 
 
 def stacks(setup: Setup, report: dict[str, Any]) -> None:
