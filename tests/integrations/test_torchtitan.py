@@ -20,7 +20,7 @@ import fusible as fz
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OVERRIDE = "fusible.integrations.torchtitan.routed_experts"
-TOKENS = 48
+TOKENS = 32
 
 
 def overridden(config, **arguments):
@@ -32,7 +32,7 @@ def overridden(config, **arguments):
 
 
 def model_config(name):
-    """The first two layers of a debug model."""
+    """The first two layers with experts of a debug model, of fewer features each."""
     if name == "qwen3":
         from torchtitan.models.qwen3 import qwen3_configs
 
@@ -42,6 +42,8 @@ def model_config(name):
 
         config = deepseekv3_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard")
     config.layers = [layer for layer in config.layers if layer.moe is not None][:2]
+    for layer in config.layers:
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
     return config
 
 
