@@ -16,7 +16,7 @@ picture beside it.
 
 instead measures ours in BF16 and under these recipes, with the weights quantized in every forward,
 once (``reuse_quantized_weights``), and stored, and the launches that quantize rows: after they were
-copied, and while they are gathered.
+copied, and while they are gathered. Only this takes Llama-4's block (``llama4-scout``).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     experts: int
+    scale_input: bool = False
+    """As Llama-4: sigmoid scores multiply the experts' inputs."""
 
 
 SHAPES = {
@@ -56,7 +58,9 @@ SHAPES = {
     "mixtral-8x7b": Shape(8192, 2, 4096, 14336, 8),
     "dsv3-ep32": Shape(4096, 8, 7168, 2048, 32),
     "small": Shape(1024, 8, 1024, 512, 64),
+    "llama4-scout": Shape(8192, 1, 5120, 8192, 16, scale_input=True),
 }
+WEIGHTED = [name for name, shape in SHAPES.items() if not shape.scale_input]
 Calls = dict[Any, Callable[[], Any]]
 
 
@@ -69,14 +73,15 @@ def measure(calls: Calls, runs: int = 20) -> dict[Any, float]:
 
 def fusible_block(shape: Shape, recompute: bool = False, device: str = "cuda") -> fz.Sequential:
     """Ours; with ``recompute`` the backward dispatches the tokens once more."""
-    _, top_k, hidden, inner, experts = shape
+    _, top_k, hidden, inner, experts, scale_input = shape
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     grouped = {**options, "bias": False, "single_grouped_weight": True}
+    scores = {"score_function": "sigmoid", "normalize": False} if scale_input else {}
     return fz.Sequential(
-        fz.TopKRouter(hidden, experts, top_k, **options),
-        fz.Dispatch(experts, recompute_rows=recompute),
+        fz.TopKRouter(hidden, experts, top_k, **scores, **options),
+        fz.Dispatch(experts, scale_input=scale_input, recompute_rows=recompute),
         fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
-        fz.ScaledSwiGLU(),
+        fz.SwiGLU() if scale_input else fz.ScaledSwiGLU(),
         fz.GroupedLinear(experts, inner, hidden, **grouped),
         fz.Combine(),
     )
@@ -88,8 +93,8 @@ def apart(block: fz.Sequential) -> Callable[[Tensor], Tensor]:
 
     def call(x: Tensor) -> Tensor:
         _, probs, ids = router(x)
-        rows, splits, scales, row_map = dispatch(x, probs, ids)
-        return combine(mlp(rows, splits, scales, splits), row_map)
+        rows, splits, *scales, row_map = dispatch(x, probs, ids)
+        return combine(mlp(rows, splits, *scales, splits), row_map)
 
     return call
 
@@ -589,7 +594,7 @@ def run(names: list[str], eager: bool) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--config", nargs="*", choices=list(SHAPES))
     parser.add_argument("--eager", action="store_true", help="transformers' eager experts too")
     parser.add_argument("--recipe", nargs="+", default=[], choices=list(RECIPES))
     parser.add_argument("--out", type=Path)
@@ -598,9 +603,10 @@ def main() -> None:
     out = options.out or Path("benchmarks/results") / name
     out.parent.mkdir(parents=True, exist_ok=True)
     if options.recipe:
-        report = run_recipes(options.config, options.recipe)
+        report = run_recipes(options.config or list(SHAPES), options.recipe)
     else:
-        report = run(options.config, options.eager)
+        # The others run blocks whose activations are weighted.
+        report = run([n for n in options.config or WEIGHTED if n in WEIGHTED], options.eager)
     out.write_text(json.dumps(report, indent=1) + "\n")
     if not options.recipe:
         draw(report, out.with_suffix(".png"))

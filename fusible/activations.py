@@ -1,8 +1,8 @@
-"""The table of activations: functions, options, and which kernels have it, a row each.
+"""The table of activations: functions with their derivatives, and options, a row each.
 
-A new activation is a row here and a subclass of its kind in ``ops/activation.py`` (times a scale
-per row, ``ops/scaled_activation.py``). A kernel has it by a function of the row's name in its
-``device/activations.py``, which the row then says.
+A new activation is a row here, a subclass of its kind in ``ops/activation.py`` (times a scale per
+row, ``ops/scaled_activation.py``), and a row of the same name in ``kernels/device/activations.py``,
+with which our kernels have it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fusible import formulas
 from fusible.arguments import check_numbers
 from fusible.formulas import Unary
-
-UNARY: dict[str, Unary] = {
-    "gelu": formulas.GELU,
-    "qgelu": formulas.QGELU,
-    "relu": formulas.RELU,
-    "srelu": formulas.SRELU,
-    "silu": formulas.SILU,
-}
-"""Functions of each element; the dense kernels' backward with a bias has them all."""
 
 
 class Option(NamedTuple):
@@ -50,15 +41,42 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Plain:
+    """A function of each element."""
+
+    function: Unary
+    sm100: str = ""
+    """What the cuDNN front end calls it; empty if its kernels, as they are called here, lack it."""
+    sides: ClassVar[int] = 1
+    """Columns of the input for one of the output."""
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    def forward(
+        self, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
+    ) -> Tensor:
+        """The function, times one scale per row if there are any."""
+        if scales is None:
+            return self.function.value(x)
+        return formulas.scaled(x, scales, self.function)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None = None, interleave: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales."""
+        if scales is None:
+            return self.function.backward(dy, x), None
+        return formulas.scaled_backward(dy, x, scales, self.function)
+
+
+@dataclass(frozen=True)
 class Gated:
     """A gated linear unit: the functions of its gate and linear half, from its options."""
 
     halves: Callable[..., tuple[Unary, Unary | None]]
     options: tuple[Option, ...] = ()
-    sm90: bool = False
-    """Whether the SM90 kernels have it."""
     sm100: str = ""
-    """What the cuDNN front end calls it; empty if its kernels, as they are called here, lack it."""
+    """As of :class:`Plain`."""
+    sides: ClassVar[int] = 2
 
     def forward(
         self,
@@ -82,13 +100,22 @@ class Gated:
         return formulas.gated_backward(dy, x, scales, interleave, *self.halves(**options))
 
 
+UNARY: dict[str, Plain] = {
+    "gelu": Plain(formulas.GELU),
+    "qgelu": Plain(formulas.QGELU),
+    "relu": Plain(formulas.RELU),
+    "srelu": Plain(formulas.SRELU),
+    "silu": Plain(formulas.SILU),
+}
+"""Functions of each element by name."""
+
 GATED: dict[str, Gated] = {
     "glu": Gated(lambda: (formulas.SIGMOID, None)),
     "geglu": Gated(lambda: (formulas.GELU, None)),
     "qgeglu": Gated(lambda: (formulas.QGELU, None)),
     "reglu": Gated(lambda: (formulas.RELU, None)),
     "sreglu": Gated(lambda: (formulas.SRELU, None)),
-    "swiglu": Gated(lambda: (formulas.SILU, None), sm90=True, sm100="swiglu"),
+    "swiglu": Gated(lambda: (formulas.SILU, None), sm100="swiglu"),
     "clamped_qgeglu": Gated(
         formulas.clamped_halves,
         (
@@ -96,7 +123,6 @@ GATED: dict[str, Gated] = {
             Option("alpha", "alpha"),
             Option("offset", "glu_linear_offset"),
         ),
-        sm90=True,
         sm100="geglu",
     ),
     "situglu": Gated(
@@ -105,9 +131,10 @@ GATED: dict[str, Gated] = {
             Option("beta1", "beta1", "finite and positive"),
             Option("beta2", "beta2", "finite and positive"),
         ),
+        sm100="situglu",
     ),
 }
 """Gated linear units by name."""
 
-SM90 = tuple(name for name, row in GATED.items() if row.sm90)
-SM100 = {name: row.sm100 for name, row in GATED.items() if row.sm100}
+ACTIVATIONS: dict[str, Plain | Gated] = {**UNARY, **GATED}
+SM100 = {name: row.sm100 for name, row in ACTIVATIONS.items() if row.sm100}

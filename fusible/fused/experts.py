@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.fused.grouped_mlp import MLP, GroupedMLP, ScaledGLU
+from fusible.fused.grouped_mlp import MLP, Activation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
@@ -38,7 +38,7 @@ class MoEExperts(FusedOperation):
         kernels: GroupedKernels,
         dispatch: Dispatch,
         fc1: GroupedLinear,
-        act: ScaledGLU,
+        act: Activation,
         fc2: GroupedLinear,
         combine: Combine,
     ) -> None:
@@ -48,7 +48,9 @@ class MoEExperts(FusedOperation):
         self.saves = f"row map, {self._mlp.saves}"
         if dispatch.recompute_rows:
             self.saves += "; of x only the tokens"
-        self.multiplies = self._mlp.multiplies + (_GATHERS if kernels.gathers else "")
+        # Rows that are multiplied while they are copied are written.
+        self._gathers = kernels.gathers and not (dispatch.scale_input or combine.weighted)
+        self.multiplies = self._mlp.multiplies + (_GATHERS if self._gathers else "")
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """What hides the exchanges of a group."""
@@ -70,7 +72,7 @@ class MoEExperts(FusedOperation):
         dispatch, *_, combine = self._parts
         kernels = self._mlp.kernels
         # Of the dispatch's own groups and row map, whose rows the index names.
-        gathers = kernels.gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
+        gathers = self._gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
         placed = dispatch.place(first, x, *extra_inputs[0])
         rows: Any
         rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, placed)
@@ -81,8 +83,8 @@ class MoEExperts(FusedOperation):
             for op, extra in zip(self._parts, extra_inputs, strict=True)
         ]
         first.gathers = gathers
-        # Which of the activation and FC2's bias take its scales.
-        first.gives_scales = [of_op[-1] is None for of_op in extra_inputs[2:4]]
+        # Which of the activation, FC2's bias and the combine take its scales.
+        first.gives_scales = [None in of_op[-1:] for of_op in extra_inputs[2:]]
         y, _ = self._mlp.forward_impl(middle, rows, given[1:4])
         y = combine.forward_impl(last, y, *given[4])
         if gathers:
@@ -114,19 +116,23 @@ class MoEExperts(FusedOperation):
         dy: Any
         kernels = self._mlp.kernels
         row_map, *others = first.saved_tensors
-        sent_map = others[0] if others else None
+        sent_map = None if dispatch.process_group is None else others[-1]
+        of_combine: tuple[Tensor | None, ...] = (None,) * combine.num_extra_inputs
         if first.gathers:
             (index,) = last.saved_tensors
             dy = GatheredRows(combine.token_grads(last, grad_output, sent_map), index)
         else:
-            dy, *_ = combine.backward_impl(last, grad_output)
+            dy, *of_combine = combine.backward_impl(last, grad_output)  # type: ignore[assignment]
         second = self._mlp.second_backward(middle, dy)
         del dy
-        like = second.dscales[:, None]  # of two dimensions
+        like = grad_output.new_empty(last.num_rows, 1)  # of two dimensions
         drows = fc1.data_grad(kernels, ctx1, second.dpreact, second.saved, like)
         assert drows is not None
-        dmoved = grad_extra_outputs[0][1]
-        for grad, given in zip((second.dscales, second.extra[-1]), first.gives_scales, strict=True):
+        dmoved = None if dispatch.scale_input else grad_extra_outputs[0][1]
+        of_scales = [
+            of_op[-1] if of_op else None for of_op in (second.dscales, second.extra, of_combine)
+        ]
+        for grad, given in zip(of_scales, first.gives_scales, strict=True):
             if given and grad is not None:
                 dmoved = grad if dmoved is None else grad + dmoved
         # Over a group they travel while the first linear's weight gradient is computed.
@@ -134,12 +140,12 @@ class MoEExperts(FusedOperation):
         del drows
         x = second.saved.x
         if dispatch.recompute_rows and not kernels.gathers:
-            x, _ = moe.scatter_rows(x, row_map, None, last.num_rows, False)
+            probs = others[1] if dispatch.scale_input else None
+            x, _ = moe.scatter_rows(x, row_map, probs, last.num_rows, dispatch.scale_input)
         params1, extra1 = self._mlp.first_grads(ctx1, second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
-        no_grads = (None,) * combine.num_extra_inputs
-        return dx, params, [extra0, extra1, (second.dscales,), second.extra, no_grads]
+        return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]
 
 
 _IN_HIGH_PRECISION = replace(
@@ -148,10 +154,8 @@ _IN_HIGH_PRECISION = replace(
 
 
 @rule(
-    equal(this.dispatch.scale_input, False),
     equal(this.dispatch.processes, this.combine.processes),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
-    equal(this.combine.weighted, False),
     *MLP,
     kernels=[SM90_FP8_ROW.for_mlp, _IN_HIGH_PRECISION],
 )
@@ -159,7 +163,7 @@ def moe_experts(
     kernels: GroupedKernels,
     dispatch: Dispatch,
     fc1: GroupedLinear,
-    act: ScaledGLU,
+    act: Activation,
     fc2: GroupedLinear,
     combine: Combine,
 ) -> MoEExperts:

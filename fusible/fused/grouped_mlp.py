@@ -1,4 +1,4 @@
-"""Grouped MLPs: two grouped linears with a scaled gated activation between them."""
+"""Grouped MLPs: two grouped linears with an activation between them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible import activations
 from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
-from fusible.fuser.conditions import equal, multiple_of, one_of, this
+from fusible.fuser.conditions import equal, multiple_of, one_of, this, where
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
@@ -18,11 +17,25 @@ from fusible.fuser.rules import rule
 from fusible.fuser.tracing import hooks_hold_saved, keeps_graph
 from fusible.kernels.sm90 import limits as sm90
 from fusible.ops import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
     FusedOperation,
     GroupedLinear,
+    ReGLU,
+    ReLU,
     ScaledClampedQGeGLU,
     ScaledSiTUGLU,
+    ScaledSReLU,
     ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
 )
 from fusible.ops.grouped_direct import DirectGLU, DirectMLP, plan_needs_no_checks
 from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand
@@ -31,8 +44,12 @@ from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import with_rows_of
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 
-ScaledGLU = ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU
-"""Scaled gated activations; the rules' conditions say which ones kernels have."""
+Activation = (
+    ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU | ScaledSReLU
+    | GLU | GEGLU | QGEGLU | ReGLU | SReGLU | SwiGLU | ClampedSwiGLU | SiTUGLU
+    | GELU | QGELU | ReLU | SReLU | SiLU
+)  # fmt: skip
+"""Every activation, with scales or without; the rules' conditions say which ones kernels have."""
 
 
 class _FirstLinear(NamedTuple):
@@ -41,23 +58,25 @@ class _FirstLinear(NamedTuple):
     activated: Activated
     groups: Any
     ends: Tensor
-    scales: Tensor
+    scales: Tensor | None
     """Of the activation, as the kernels take them."""
-    scales_dtype: torch.dtype
-    """As the caller gave them."""
+    scales_dtype: torch.dtype | None
+    """As the caller gave them; None if the activation has none."""
 
 
 def _linear_glu(
     kernels: GroupedKernels,
     linear: GroupedLinear,
-    act: ScaledGLU,
+    act: Activation,
     ctxs: Sequence[OperationContext],
     x: Tensor,
     extra_inputs: ExtraTensors,
 ) -> _FirstLinear:
     """A linear and its activation in one kernel; saves what the linear documents."""
     ctx, ctx_act = ctxs
-    scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
+    scales = None
+    if act.num_extra_inputs:
+        scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
     rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
     linear.output_buffer(ctx, x, ctx.kwargs)  # none: it is not the last op
     groups = kernels.groups(linear, ends, rows.shape[0])
@@ -68,13 +87,13 @@ def _linear_glu(
         linear, ctx, act, operand.row, weights, groups, prepared, ctx_act.requires_grad
     )
     linear.save(kernels, ctx, operand.column, ends, None, groups, backward_weights)
-    return _FirstLinear(activated, groups, ends, prepared, scales.dtype)
+    return _FirstLinear(activated, groups, ends, prepared, None if scales is None else scales.dtype)
 
 
 class GroupedLinearGLU(FusedOperation):
-    """Forward of ``GroupedLinear`` and a scaled gated activation, in the product's epilogue."""
+    """Forward of ``GroupedLinear`` and an activation, in the product's epilogue."""
 
-    _basic_ops: tuple[GroupedLinear, ScaledGLU]
+    _basic_ops: tuple[GroupedLinear, Activation]
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
         """As a node of its own with the unfused backward, which both ops take part in."""
@@ -95,12 +114,12 @@ class GroupedLinearGLU(FusedOperation):
         made = _linear_glu(LIBRARY, linear, act, ctxs, x, extra_inputs)
         if ctx_act.requires_grad:
             preact = with_rows_of(made.activated.preact, x)
-            act.save_input(ctx_act, preact, extra_inputs[1][0])
+            act.save_input(ctx_act, preact, *extra_inputs[1])
         return with_rows_of(made.activated.output, x), [(), ()]
 
 
 class GroupedMLP(FusedOperation):
-    """``GroupedLinear`` + scaled gated activation + ``GroupedLinear``, forward and backward.
+    """``GroupedLinear`` + activation + ``GroupedLinear``, forward and backward.
 
     The activation is in the epilogue of the first product; its backward is in that of the second
     one's data gradient, or, by FP8 products on Hopper, in the launch after it. Saves what the
@@ -109,11 +128,12 @@ class GroupedMLP(FusedOperation):
     """
 
     def __init__(
-        self, kernels: GroupedKernels, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear
+        self, kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
     ) -> None:
         super().__init__([fc1, act, fc2])
         self.kernels = kernels
-        self.saves = f"{kernels.saves or fc1.saves}, pre-activation, scales"
+        scales = ", scales" if act.num_extra_inputs else ""
+        self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
         self.multiplies = kernels.multiplies + kernels.compared(fc1, fc2)
         self._parts = fc1, act, fc2
 
@@ -146,7 +166,7 @@ class GroupedMLP(FusedOperation):
             made.groups,
             row_scale,
             output,
-            save_x=self.kernels.saves_activation(ctx2),
+            save_x=self.kernels.saves_activation(ctx2, act),
         )
         if ctx_act.requires_grad:
             ctx_act.held, ctx_act.scales_dtype = hooks_hold_saved(), made.scales_dtype
@@ -165,11 +185,8 @@ class GroupedMLP(FusedOperation):
         second = self.second_backward(ctxs, grad_output)
         dx = fc1.data_grad(self.kernels, ctx1, second.dpreact, second.saved, grad_output)
         params1, extra1 = self.first_grads(ctx1, second, second.saved.x, grad_output)
-        return (
-            dx,
-            [params1, (), second.params],
-            [extra1, (with_rows_of(second.dscales, grad_output),), second.extra],
-        )
+        dscales = [with_rows_of(t, grad_output) for t in second.dscales]
+        return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
     def second_backward(
         self, ctxs: Sequence[OperationContext], grad_output: Tensor
@@ -200,7 +217,8 @@ class GroupedMLP(FusedOperation):
         if d.bias is not None:
             dpreact = dpreact._replace(sums=d.bias)
         plain = d.preact if isinstance(d.preact, Tensor) else None
-        dscales = d.scales.to(ctx_act.scales_dtype)
+        dtype = ctx_act.scales_dtype
+        dscales = () if dtype is None else (d.scales.to(dtype),)
         return SecondBackward(dpreact, plain, dscales, params, extra, saved1)
 
     def first_grads(
@@ -219,7 +237,8 @@ class SecondBackward(NamedTuple):
     """The pre-activation's gradient, for FC1's products."""
     values: Tensor | None
     """The same as a tensor, where there is one."""
-    dscales: Tensor
+    dscales: tuple[Tensor, ...]
+    """Of the activation's scales, if it has them."""
     params: Grads
     """Gradients of FC2's parameters."""
     extra: Grads
@@ -231,7 +250,9 @@ class SecondBackward(NamedTuple):
 MLP = (
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.dtype, this.fc2.dtype),
-    equal(this.fc1.out_features, 2 * this.fc2.in_features),
+    where(this.act.gated, True, equal(this.fc1.out_features, 2 * this.fc2.in_features)),
+    where(this.act.gated, False, equal(this.fc1.out_features, this.fc2.in_features)),
+    equal(this.act.cache_quantized_input, False),
     equal(this.fc1.split_sizes.source, this.fc2.split_sizes.source),
     equal(this.fc1.scale_bias, False),
     NO_OVERRIDE,
@@ -244,7 +265,7 @@ MLP = (
 
 @rule(*MLP, kernels=[row.for_mlp for row in KERNELS])
 def grouped_mlp(
-    kernels: GroupedKernels, fc1: GroupedLinear, act: ScaledGLU, fc2: GroupedLinear
+    kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
 ) -> GroupedMLP:
     """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
     return GroupedMLP(kernels, fc1, act, fc2)
@@ -254,12 +275,12 @@ def grouped_mlp(
     *needs_sm90(this.linear),
     equal(this.quantizes, False),
     equal(this.linear.scale_bias, False),
-    one_of(this.act.activation, *activations.SM90),
+    equal(this.act.cache_quantized_input, False),
     one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
-    multiple_of(this.linear.out_features, 2 * sm90.MULTIPLE_OF),
+    where(this.act.gated, True, multiple_of(this.linear.out_features, 2 * sm90.MULTIPLE_OF)),
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )
-def grouped_linear_glu_sm90(linear: GroupedLinear, act: ScaledGLU) -> GroupedLinearGLU:
+def grouped_linear_glu_sm90(linear: GroupedLinear, act: Activation) -> GroupedLinearGLU:
     """The activation is in the epilogue, on the FP32 accumulators."""
     return GroupedLinearGLU([linear, act])

@@ -113,7 +113,6 @@ class Kernels(NamedTuple):
 
 
 _GLU_SM90 = (
-    one_of(this.act.activation, *activations.SM90),
     one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
@@ -129,9 +128,13 @@ SM90_FP8_ROW = Kernels(
         equal(this.fc1.dtype, "bfloat16"),  # which the epilogue rounds to
         *_GLU_SM90,
         where(
-            this.act.glu_interleave_size,
-            None,
-            multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT),
+            this.act.gated,
+            True,
+            where(
+                this.act.glu_interleave_size,
+                None,
+                multiple_of(this.fc2.in_features, sm90.FP8_GLU_UNIT),
+            ),
         ),
     ),
     "The launches multiply in FP8, on rows that one launch quantizes for both uses.",
@@ -154,6 +157,7 @@ KERNELS = (
         (
             one_of(this.act.activation, *activations.SM100),
             equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE),
+            where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
             where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
         ),
         "Operands in the recipe's own format; the activation's epilogue writes FC2's.",

@@ -199,13 +199,17 @@ class Sm100Kernels(GroupedKernels):
         reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)
         return WeightGradient(gradient, tuple([t for t in reads if t is not None]))
 
-    def saves_activation(self, ctx: OperationContext) -> bool:
+    def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
         """Always: its kernel quantizes it for both uses."""
         return True
 
-    def row_scales(self, scales: Tensor, groups: _Groups) -> Tensor:
-        """One FP32 value per padded row, zero for those of padding."""
-        return aligned(sm100.pad_rows(scales.reshape(-1).float(), groups.padded))
+    def row_scales(self, scales: Tensor | None, groups: _Groups) -> Tensor:
+        """One FP32 value per padded row, zero for those of padding; ones where None are given."""
+        ends, padded = groups
+        if scales is None:
+            rows = padded.size if padded.rows is None else padded.rows.shape[0]
+            scales = torch.ones(rows, dtype=torch.float32, device=ends.device)
+        return aligned(sm100.pad_rows(scales.reshape(-1).float(), padded))
 
     def glu(
         self,
@@ -215,10 +219,11 @@ class Sm100Kernels(GroupedKernels):
         x: OperandData,
         weights: Sequence[OperandData],
         groups: _Groups,
-        scales: Tensor,
+        scales: Tensor | None,
         save_preact: bool,
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
+        assert scales is not None  # of `row_scales`
         bias = linear.stacked_bias(ctx, ctx.dtype)
         made = sm100.glu(x, weights, groups.padded, scales, bias=bias, glu=glu_of(act))
         return Activated(*made)
@@ -231,13 +236,14 @@ class Sm100Kernels(GroupedKernels):
         weights: Sequence[OperandData],
         groups: _Groups,
         preact: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
+        assert scales is not None
         d, dscales, dbias = sm100.dglu(
             dy, weights, groups.padded, preact, scales, bias=bias, glu=glu_of(act)
         )

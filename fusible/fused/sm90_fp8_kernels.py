@@ -166,7 +166,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         weights: ScaledMatrix,
         groups: Tensor,
         preact: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
         bias: bool,
@@ -190,7 +190,10 @@ class Sm90Fp8Kernels(GroupedKernels):
             values=bias,
         )
         sums = None if made.values is None else grouped.grouped_sum(made.values, groups)
-        return ActivationGrads(_operand(made.operands), None, made.scales, sums)
+        again = None
+        if ctx.needs.params[0] and not self.saves_activation(ctx, act):
+            again = self._as_saved(ctx, glu_of(act).forward(preact, scales), groups)
+        return ActivationGrads(_operand(made.operands), again, made.scales, sums)
 
 
 SM90_FP8 = Sm90Fp8Kernels()

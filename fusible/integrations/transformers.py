@@ -8,7 +8,7 @@ __all__ = ["experts_forward", "register"]
 
 
 def register() -> None:
-    """Let every model of transformers that uses its experts interface run its experts here.
+    """Let models of transformers that use its experts interface, and Llama-4, run experts here.
 
     After it, ``from_pretrained(..., experts_implementation="fusible")`` and
     ``model.set_experts_implementation("fusible")`` work. Calling it again changes nothing.
@@ -27,6 +27,9 @@ def register() -> None:
             "pip install 'fusible[huggingface]'"
         ) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    from fusible.integrations.transformers_llama4 import adapt
+
+    adapt()
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError:

@@ -8,7 +8,7 @@ parameters, used where they lie.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusible.fuser.stand_ins import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
     BasicOperation,
     Combine,
     Dispatch,
     GroupedLinear,
+    ReGLU,
+    ReLU,
     ScaledClampedQGeGLU,
+    ScaledSReLU,
     ScaledSwiGLU,
     Sequential,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
 )
 from fusible.ops.inputs import described
 from fusible.ops.parameters import stored
@@ -109,9 +121,10 @@ class ExpertsBlock(nn.Module):
         self.__dict__["_options"] = _options(experts)
         up = ExpertsLinear(experts, "gate_up_proj" if experts.has_gate else "up_proj")
         act = activation_of(experts)
-        down = ExpertsLinear(experts, "down_proj", scale_bias=act is not None and experts.has_bias)
+        scaled = act is not None and act.num_extra_inputs > 0
+        down = ExpertsLinear(experts, "down_proj", scale_bias=scaled and experts.has_bias)
         _check_sizes(experts, up, down)
-        dispatch, combine = _exchanges(experts, up.num_groups, weighted=act is None)
+        dispatch, combine = _exchanges(experts, up.num_groups, scaled=scaled)
         self.mlp = None
         if act is None:
             self.dispatch, self.up, self.down, self.combine = dispatch, up, down, combine
@@ -126,15 +139,15 @@ class ExpertsBlock(nn.Module):
         """See :func:`experts_forward`."""
         if self.mlp is not None:
             return self.mlp(hidden_states, weights, ids).to(hidden_states.dtype)
-        experts = self._experts
-        made = self.dispatch(hidden_states, weights, ids)
-        rows, split_sizes, scales, row_map, *of_group = made
-        rows = self.up(rows, split_sizes)
-        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-        rows = self.down(rows, split_sizes)
+        experts, dispatch = self._experts, self.dispatch
+        rows, *others = dispatch(hidden_states, weights, ids)
+        made = dict(zip(dispatch.extra_output_names, others, strict=False))
+        rows = self.up(rows, made["split_sizes"])
+        rows = _gate_of(experts)(rows)
+        rows = self.down(rows, made["split_sizes"])
         if _has_norm(experts):
             rows = experts.post_expert_norm(rows)
-        y = self.combine(rows, row_map, *of_group[:2], scales)
+        y = self.combine(rows, *[made[name] for name in self.combine.extra_input_names])
         return y.to(hidden_states.dtype)
 
 
@@ -142,12 +155,20 @@ GROUP = "_fusible_group"
 """Where an experts module holds the process group, and what is sent in it, if it gets all ids."""
 
 
-def _exchanges(experts: Any, count: int, *, weighted: bool) -> tuple[Dispatch, Combine]:
-    """The ops around ``count`` experts: of this process, or of each process of a group."""
+def _exchanges(experts: Any, count: int, *, scaled: bool) -> tuple[Dispatch, Combine]:
+    """The ops around ``count`` experts: of this process, or of each process of a group.
+
+    A token's weights multiply its rows before the experts, or ``scaled`` activations, or else what
+    the experts give.
+    """
     group, send = getattr(experts, GROUP, (None, None))
+    scale_input = getattr(experts, "scales_input", False)
+    weighted = not (scaled or scale_input)
     if group is None:
-        return Dispatch(count), Combine(weighted)
-    dispatch = Dispatch(count * group.size(), process_group=group, send=send)
+        return Dispatch(count, scale_input=scale_input), Combine(weighted)
+    dispatch = Dispatch(
+        count * group.size(), scale_input=scale_input, process_group=group, send=send
+    )
     of_load = dispatch.extra_output_names.index("load")
     dispatch.set_extra_output_channel(of_load, "load", output_to_caller=False)
     return dispatch, Combine(weighted, process_group=group)
@@ -259,19 +280,20 @@ class ExpertsLinear(GroupedLinear):
 
 
 def activation_of(experts: Any) -> BasicOperation | None:
-    """The op that computes the gate of an experts module times a row's weight, if there is one.
+    """The op that computes the gate of an experts module, or its activation, if there is one.
 
-    Classes write the same gate in many ways, so that it is told by its values: SwiGLU, and the
-    clamped gate of GPT-OSS, of halves or of alternating columns.
+    Times a row's weight if an op does both, and the weights are not those of the experts' inputs.
+    Classes write the same gate in many ways, so that it is told by its values, of halves or of
+    alternating columns.
     """
-    if not experts.has_gate or _has_norm(experts):
+    if _has_norm(experts):
         return None
     # explain() and torch.compile may be the first to call, under modes of fake tensors.
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(0)
         rows = torch.randn(16, 64, generator=generator, device="cpu").double() * 8
         try:
-            expected = experts._apply_gate(rows).double()
+            expected = _gate_of(experts)(rows).double()
         except (RuntimeError, TypeError):  # such as parameters on another device
             return None
         for act in _candidates(experts):
@@ -280,8 +302,30 @@ def activation_of(experts: Any) -> BasicOperation | None:
     return None
 
 
-def _candidates(experts: Any) -> Iterator[ScaledSwiGLU | ScaledClampedQGeGLU]:
-    """Activations with the parameters that the module has, under the names models give them."""
+def _gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """What stands between the two products of the experts."""
+    return experts._apply_gate if experts.has_gate else experts.act_fn
+
+
+def _candidates(experts: Any) -> Iterator[Any]:
+    """Activations that may be the experts', those with scales first."""
+    scales = not getattr(experts, "scales_input", False)
+    if not experts.has_gate:
+        yield from (kind() for kind in (ScaledSReLU, *_UNARY) if scales or kind in _UNARY)
+        return
+    if scales:
+        yield from _scaled_candidates(experts)
+    for kind in _GATED:
+        for interleave in (None, 1):
+            yield kind(glu_interleave_size=interleave)
+
+
+_UNARY = GELU, QGELU, ReLU, SReLU, SiLU
+_GATED = SwiGLU, GEGLU, QGEGLU, ReGLU, SReGLU, GLU
+
+
+def _scaled_candidates(experts: Any) -> Iterator[ScaledSwiGLU | ScaledClampedQGeGLU]:
+    """Gates with the parameters that the module has, under the names models give them."""
     limits = [getattr(experts, name, None) for name in ("limit", "swiglu_limit")]
     alphas = [getattr(experts, name, None) for name in ("alpha", "swiglu_alpha")]
     for interleave in (None, 1):

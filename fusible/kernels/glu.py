@@ -1,4 +1,4 @@
-"""A gated activation with its options: an argument of the grouped products that fuse one."""
+"""An activation with its options: an argument of the grouped products that fuse one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusible.activations import GATED
+from fusible.activations import ACTIVATIONS, Gated, Plain
 
 
 class Glu(NamedTuple):
-    """A gated activation of `fusible.activations`, the layout of its columns, and its options.
+    """An activation of `fusible.activations`, gated or not, the layout of columns, and its options.
 
     Gates are the first half of the pre-activation's columns, or the even ones of its blocks of
-    ``interleave`` columns. ``limit``, ``alpha`` and ``offset`` are the options of its row in
-    :data:`fusible.activations.GATED`, in order; the others are not read.
+    ``interleave`` columns, which is 0 of an activation that is not gated. ``limit``, ``alpha`` and
+    ``offset`` are the options of its row in :data:`fusible.activations.ACTIVATIONS`, in order; the
+    others are not read.
     """
 
     activation: str = "swiglu"
@@ -23,20 +24,33 @@ class Glu(NamedTuple):
     alpha: float = 0.0
     offset: float = 0.0
 
+    @property
+    def row(self) -> Plain | Gated:
+        """Its row in the table.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation of Glu must be one of {known}, got {self.activation!r}")
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def sides(self) -> int:
+        """Columns of the pre-activation for one of the activation: 2 if it is gated, else 1."""
+        return self.row.sides
+
     def forward(self, preact: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, times the scale of each row if there are scales."""
-        row = GATED[self.activation]
-        return row.forward(preact, scales, self.interleave or None, **self._options())
+        return self.row.forward(preact, scales, self.interleave or None, **self._options())
 
-    def backward(self, dy: Tensor, preact: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the pre-activation and of the scales."""
-        row = GATED[self.activation]
-        dpreact, dscales = row.backward(
-            dy, preact, scales, self.interleave or None, **self._options()
-        )
-        assert dscales is not None
-        return dpreact, dscales
+    def backward(
+        self, dy: Tensor, preact: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the pre-activation and, if there are scales, of these."""
+        return self.row.backward(dy, preact, scales, self.interleave or None, **self._options())
 
     def _options(self) -> dict[str, float]:
-        options = GATED[self.activation].options
+        options = self.row.options
         return {option.keyword: v for option, v in zip(options, self[2:], strict=False)}

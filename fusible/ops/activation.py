@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fusible import formulas
-from fusible.activations import GATED, UNARY
+from fusible.activations import ACTIVATIONS
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.handover import CastingOp, accept_grad, hand_over
@@ -28,12 +26,44 @@ class Activation(CastingOp):
     """
 
     activation: ClassVar[str]
-    """The name of its row in :data:`fusible.activations.UNARY` or ``GATED``."""
+    """The name of its row in :data:`fusible.activations.ACTIVATIONS`."""
+    fact_names: ClassVar[tuple[str, ...]] = (
+        "cache_quantized_input", "gated", "glu_interleave_size", "geglu",
+    )  # fmt: skip
+    gated: ClassVar[bool] = False
+    glu_interleave_size: int | None = None
+    cache_quantized_input: bool = False
+    activation_recompute_in_mlp: bool = False
 
-    value: Callable[..., Tensor]
-    """The output, of the input and, if there are any, the scales."""
-    grads: Callable[..., tuple[Tensor, Tensor | None]]
-    """Gradients of the input and of the scales, from the output's gradient and the inputs."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make the row's name and its options facts."""
+        super().__init_subclass__(**kwargs)
+        if "activation" in vars(cls):
+            options = [option.attribute for option in ACTIVATIONS[cls.activation].options]
+            cls.fact_names = (*cls.fact_names, "activation", *options)
+
+    @property
+    def geglu(self) -> tuple[float, float] | None:
+        """Limit and slope of a clamped GeGLU, None of another activation."""
+        options = self.options()
+        return (options["limit"], options["alpha"]) if "limit" in options else None
+
+    def options(self) -> dict[str, float]:
+        """The constants of its formula, by keyword, in order."""
+        options = ACTIVATIONS[self.activation].options
+        return {option.keyword: getattr(self, option.attribute) for option in options}
+
+    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The activation, times one scale per row if there are any."""
+        row = ACTIVATIONS[self.activation]
+        return row.forward(x, scales, self.glu_interleave_size, **self.options())
+
+    def grads(
+        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the input and of the scales, if there are any."""
+        row = ACTIVATIONS[self.activation]
+        return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
 
 
 class _Unscaled(Activation):
@@ -43,7 +73,6 @@ class _Unscaled(Activation):
     :class:`GELU`.
     """
 
-    fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input",)
     saves = "x"
 
     def __init__(self, cache_quantized_input: bool = False) -> None:
@@ -84,26 +113,8 @@ class _Unscaled(Activation):
         return dequantize(one_row, ctx.dtype).view(x.shape)
 
 
-class UnaryOp(Activation):
-    """A function of each element."""
-
-    def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
-        """The function, times one scale per row if there are any."""
-        function = UNARY[self.activation]
-        return function.value(x) if scales is None else formulas.scaled(x, scales, function)
-
-    def grads(
-        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales."""
-        function = UNARY[self.activation]
-        if scales is None:
-            return function.backward(dy, x), None
-        return formulas.scaled_backward(dy, x, scales, function)
-
-
-class _Unary(_Unscaled, UnaryOp):
-    """A function of each element of the input alone."""
+class _Unary(_Unscaled):
+    """A function of each element of the input."""
 
 
 class GELU(_Unary):
@@ -152,14 +163,7 @@ class SiLU(_Unary):
 class GatedOp(Activation):
     """A gated linear unit, with the options of its row as attributes."""
 
-    glu_interleave_size: int | None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the row's name and its options facts."""
-        super().__init_subclass__(**kwargs)
-        if "activation" in vars(cls):
-            options = [option.attribute for option in GATED[cls.activation].options]
-            cls.fact_names = (*cls.fact_names, "activation", *options)
+    gated = True
 
     def set_interleave(self, size: int | None) -> None:
         """Check and set the layout of its input."""
@@ -169,27 +173,14 @@ class GatedOp(Activation):
 
     def set_options(self, **options: float) -> None:
         """Check and set the constants of its formula, by attribute."""
-        for option in GATED[self.activation].options:
+        for option in ACTIVATIONS[self.activation].options:
             option.check(type(self).__name__, options[option.attribute])
             setattr(self, option.attribute, options[option.attribute])
-
-    def options(self) -> dict[str, float]:
-        """The constants of its formula, by keyword, in order."""
-        options = GATED[self.activation].options
-        return {option.keyword: getattr(self, option.attribute) for option in options}
 
     def value(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
         """The gated unit, times one scale per row if there are any."""
         check_interleaved(x, self.glu_interleave_size, type(self).__name__)
-        row = GATED[self.activation]
-        return row.forward(x, scales, self.glu_interleave_size, **self.options())
-
-    def grads(
-        self, dy: Tensor, x: Tensor, scales: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the input and of the scales."""
-        row = GATED[self.activation]
-        return row.backward(dy, x, scales, self.glu_interleave_size, **self.options())
+        return super().value(x, scales)
 
 
 class _GLU(_Unscaled, GatedOp):
@@ -197,8 +188,6 @@ class _GLU(_Unscaled, GatedOp):
 
     Arguments as in :class:`SwiGLU`.
     """
-
-    fact_names: ClassVar[tuple[str, ...]] = ("cache_quantized_input", "glu_interleave_size")
 
     def __init__(
         self, cache_quantized_input: bool = False, glu_interleave_size: int | None = None

@@ -149,7 +149,7 @@ class _Direct:
         first_param, first_weight = 0, 0
         for op, of_op in zip(ops, needs, strict=True):
             if not isinstance(op, WeightedOperation):
-                self._act, self._glu = op, glu_of(op)
+                self._act, self._glu, self._scaled = op, glu_of(op), op.num_extra_inputs > 0
                 continue
             self._linears.append(_Linear(op, of_op, call, first_param, first_weight))
             first_param += len(op.own_parameter_names())
@@ -263,7 +263,7 @@ class DirectLinear(_Direct):
 
 
 class DirectGLU(_Direct):
-    """A ``GroupedLinear`` without scaled bias and a scaled activation.
+    """A ``GroupedLinear`` without scaled bias and an activation.
 
     Both need gradients, or neither.
     """
@@ -271,7 +271,8 @@ class DirectGLU(_Direct):
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
         ((products, w, bias),), (linear,) = prepared, self._linears
-        x, split_sizes, scales, *params = operands
+        x, split_sizes, params = operands[0], operands[1], operands[self._first_param :]
+        scales = operands[2] if self._scaled else None
         ends = products.ends(split_sizes, x.shape[0])
         save_preact = linear.needs.requires_grad
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
@@ -283,20 +284,25 @@ class DirectGLU(_Direct):
         """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
         (linear,), features = self._linears, preact.shape[1]
-        dy, dscales = in_pieces(self._act.grads, grad_output, preact, scales)
+        if scales is None:
+            dy, dscales = self._act.grads(grad_output, preact)
+        else:
+            dy, dscales = in_pieces(self._act.grads, grad_output, preact, scales)
         rows = (dy, features), (x, self._features)
         ((products, w),) = self._backward_products(rows, weights)
         dx = products.dgrad(dy, w, ends) if linear.needs.input else None
-        return dx, None, dscales, *linear.param_grads(products, dy, x, ends)
+        of_scales = () if scales is None else (dscales,)
+        return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
 
 
 class DirectMLP(_Direct):
-    """FC1 without scaled bias, a scaled gated activation, FC2."""
+    """FC1 without scaled bias, an activation, FC2."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The output, and what the backward reads."""
         ((first, w1, bias1), (second, w2, bias2)), (fc1, fc2) = prepared, self._linears
-        x, split_sizes, scales, *_ = operands
+        x, split_sizes = operands[:2]
+        scales = operands[2] if self._scaled else None
         params = operands[self._first_param :]
         row_scale = operands[self._row_scale] if self._row_scale else None
         ends = first.ends(split_sizes, x.shape[0])
@@ -322,4 +328,5 @@ class DirectMLP(_Direct):
         dx = first.dgrad(dpreact, w1, ends) if fc1.needs.input else None
         dscales2 = () if row_scale is None else fc2.scale_grads(dy, ends, row_scale, bias2)
         params1 = fc1.param_grads(first, dpreact, x, ends)
-        return dx, None, dscales, None, *dscales2, *params1, *params2
+        of_scales = () if scales is None else (dscales,)
+        return dx, None, *of_scales, None, *dscales2, *params1, *params2

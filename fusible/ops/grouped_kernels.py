@@ -50,7 +50,8 @@ class Activated(NamedTuple):
     """The outputs of `GroupedKernels.glu`."""
 
     preact: Tensor
-    """``[rows, 2 * features]``, without rows if it is not saved."""
+    """``[rows, columns]``, without rows if it is not saved: ``2 * features`` columns of a gated
+    activation, else ``features``."""
     output: Any
     """The activation ``[rows, features]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
 
@@ -59,13 +60,13 @@ class ActivationGrads(NamedTuple):
     """The outputs of `GroupedKernels.dglu`."""
 
     preact: Any
-    """Gradient ``[rows, 2 * features]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
+    """Gradient ``[rows, columns]``: ``x`` of `GroupedKernels.prepare_rows`, opaque."""
     output: Any | None
     """The activation ``[rows, features]`` as `weight_grad` reads it; None where it was saved."""
     scales: Tensor
-    """Gradient of the row scales, ``[rows]``."""
+    """Gradient of the row scales, ``[rows]``; without rows if there are none."""
     bias: Tensor | None
-    """Gradient ``[E, 2 * features]`` of the first linear's bias, if requested and fused."""
+    """Gradient ``[E, columns]`` of the first linear's bias, if requested and fused."""
 
 
 class GroupedKernels:
@@ -85,7 +86,7 @@ class GroupedKernels:
     """What the products multiply under a recipe, for ``explain``."""
 
     def compared(self, *linears: Any) -> str:
-        """How fast a linear, or two with a gated activation between, are beside BF16's."""
+        """How fast a linear, or two with an activation between, are beside BF16's."""
         return ""
 
     gathers = False
@@ -142,9 +143,9 @@ class GroupedKernels:
 
     def saved_rows(self, ctx: OperationContext, column: Any) -> Saved:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
-        if ctx.quantizes:
-            return column.saved(needed=ctx.needs.params[0])
-        return (column,)
+        if not ctx.quantizes:
+            return (column,)
+        return (None,) * SAVED if column is None else column.saved(needed=ctx.needs.params[0])
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """How many tensors `saved_rows` returns."""
@@ -154,7 +155,7 @@ class GroupedKernels:
         """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
         if not ctx.quantizes:
             return saved[0]
-        if not ctx.needs.params[0]:
+        if not ctx.needs.params[0] or all(t is None for t in saved):
             return None
         x = Operand.from_saved(saved, ctx.recipe.format("input"))
         return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
@@ -235,13 +236,15 @@ class GroupedKernels:
 
     # --- the activation between two linears ------------------------------------------------------
 
-    def saves_activation(self, ctx: OperationContext) -> bool:
+    def saves_activation(self, ctx: OperationContext, act: Any) -> bool:
         """Whether the second linear saves the activation; otherwise `dglu` recomputes it."""
-        return ctx.quantizes
+        return ctx.quantizes and not act.activation_recompute_in_mlp
 
-    def row_scales(self, scales: Tensor, groups: Any) -> Tensor:
-        """Row scales of the activation as `glu` and `dglu` take them and as they are saved."""
-        return scales if scales.dim() == 1 and scales.is_contiguous() else _vector(scales)
+    def row_scales(self, scales: Tensor | None, groups: Any) -> Tensor | None:
+        """Row scales of the activation, or None, as `glu` and `dglu` take and ops save them."""
+        if scales is None or (scales.dim() == 1 and scales.is_contiguous()):
+            return scales
+        return _vector(scales)
 
     def glu(
         self,
@@ -251,13 +254,13 @@ class GroupedKernels:
         x: Any,
         weights: Any,
         groups: Any,
-        scales: Tensor,
+        scales: Tensor | None,
         save_preact: bool,
     ) -> Activated:
-        """``glu(x @ w[e].T + bias[e]) * scales``, ``[rows, features]``.
+        """``act(x @ w[e].T + bias[e]) * scales``, ``[rows, features]``.
 
-        ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`. The
-        pre-activation has no rows without ``save_preact``.
+        ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`, or None. The pre-activation has
+        no rows without ``save_preact``.
         """
         x, w, x_scale, w_scale = _elements(x, weights)
         bias = linear.stacked_bias(ctx, value_dtype(x.dtype))
@@ -274,7 +277,7 @@ class GroupedKernels:
         weights: Any,
         groups: Any,
         preact: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         *,
         products: Sequence[ProductKind],
         bias: bool,
@@ -282,16 +285,23 @@ class GroupedKernels:
     ) -> ActivationGrads:
         """The second linear's data gradient, with its ``ctx``, and the activation's backward.
 
-        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, 2 * features]``
-        and ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``
+        ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
+        ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``
         requests the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
         ``preact`` may be written to.
         """
         dpreact, act_again, dscales = grouped.grouped_dglu(
             dy, weights, groups, preact, scales, glu_of(act), overwrite=overwrite
         )
-        again = None if self.saves_activation(ctx) else act_again
+        again: Any = None if self.saves_activation(ctx, act) else act_again
+        if again is not None and ctx.quantizes and ctx.needs.params[0]:
+            again = self._as_saved(ctx, cast(again, ctx.dtype), groups)
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
+
+    def _as_saved(self, ctx: OperationContext, x: Tensor, groups: Any) -> Any:
+        """An input as `weight_grad` reads it, of the values that the forward had."""
+        column = self.prepare_rows(None, ctx, x, "input", ("wgrad",), groups).column
+        return self.restored_rows(ctx, self.saved_rows(ctx, column), groups)
 
 
 LIBRARY = GroupedKernels()
@@ -299,7 +309,7 @@ LIBRARY = GroupedKernels()
 
 
 def glu_of(act: Any) -> Glu:
-    """The parameters of a scaled gated activation for the library ops."""
+    """The parameters of an activation for the library ops."""
     return Glu(act.activation, act.glu_interleave_size or 0, *act.options().values())
 
 

@@ -347,7 +347,8 @@ class GroupedLinear(WeightedOperation):
         save_x: bool = True,
     ) -> Tensor:
         """The output ``[rows, out_features]``; saves what :meth:`restored` reads."""
-        operand = self.input_rows(kernels, ctx, x, groups)
+        products = [p for p in self.input_products(ctx) if save_x or p != "wgrad"]
+        operand = kernels.prepare_rows(self, ctx, x, "input", products, groups)
         weights, backward_weights = kernels.weights(self, ctx)
         y = kernels.product(self, ctx, operand.row, weights, groups, row_scale, output)
         column = operand.column if save_x else None

@@ -1,13 +1,17 @@
 """The table of activations: every row's backward, and where ops and kernels take rows from."""
 
+from typing import get_args
+
+import numpy as np
 import pytest
+import simt
 import torch
 
 import fusible as fz
 from fusible import activations
-from fusible.activations import GATED, UNARY
+from fusible.activations import ACTIVATIONS, GATED, UNARY
+from fusible.fused.grouped_mlp import Activation
 from fusible.kernels.glu import Glu
-from fusible.kernels.sm90 import limits
 
 VALUES = {"limit": 0.5, "alpha": 1.3, "offset": 0.25, "beta1": 0.7, "beta2": 1.5}
 
@@ -19,14 +23,25 @@ def subclasses(kind):
 def ops_by_row(kind):
     """The public ops of each row of a table, by its name."""
     public = [op for op in vars(fz).values() if isinstance(op, type)]
-    return {op: op.activation for op in subclasses(kind) if op in public}
+    return {
+        op: op.activation for op in subclasses(kind) if op in public and "activation" in vars(op)
+    }
+
+
+def every_op():
+    from fusible.ops import activation
+
+    return ops_by_row(activation.Activation)
 
 
 @pytest.mark.parametrize("name", UNARY)
 def test_a_functions_backward_is_its_derivative(name):
-    row, x, dy = UNARY[name], *torch.randn(2, 7, 6, dtype=torch.float64)
-    _, derivative = torch.func.vjp(row.value, x)
-    torch.testing.assert_close(row.backward(dy, x), *derivative(dy))
+    row, (x, dy) = UNARY[name], torch.randn(2, 7, 6, dtype=torch.float64)
+    for scales in (None, torch.rand(7, dtype=torch.float64)):
+        given = (x,) if scales is None else (x, scales)
+        _, derivative = torch.func.vjp(row.forward, *given)
+        for mine, theirs in zip(row.backward(dy, *given), derivative(dy), strict=False):
+            torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("interleave", [None, 1, 3])
@@ -43,18 +58,61 @@ def test_every_row_has_an_op_and_every_op_a_row():
     from fusible.ops import activation
 
     assert set(ops_by_row(activation._Unary).values()) == set(UNARY)
-    gated = ops_by_row(activation.GatedOp)
-    assert set(gated.values()) == set(GATED)
-    for op, name in gated.items():
-        facts = [option.attribute for option in GATED[name].options]
+    assert set(ops_by_row(activation.GatedOp).values()) == set(GATED)
+    for op, name in every_op().items():
+        row = ACTIVATIONS[name]
+        facts = [option.attribute for option in row.options]
         assert op.fact_names[-len(facts) - 1 :] == ("activation", *facts)
+        assert op.gated == (row.sides == 2)
 
 
-def test_kernels_take_what_their_rows_say():
-    assert limits.ACTIVATIONS == activations.SM90 == ("swiglu", "clamped_qgeglu")
-    assert activations.SM100 == {"swiglu": "swiglu", "clamped_qgeglu": "geglu"}
-    device = pytest.importorskip("fusible.kernels.sm90.device.activations")
-    assert device.FORWARD.keys() == device.BACKWARD.keys() == set(activations.SM90)
+def test_every_row_has_a_device_function_and_rules_take_every_op():
+    in_front_end = {"swiglu": "swiglu", "clamped_qgeglu": "geglu", "situglu": "situglu"}
+    assert in_front_end == activations.SM100
+    device = pytest.importorskip("fusible.kernels.device.activations")
+    assert list(device.ROWS) == list(ACTIVATIONS)
+    assert set(get_args(Activation)) == set(every_op())
+
+
+def functions(name, constants):
+    """The device function on arrays of numpy: value and slopes of operands in FP32."""
+    device = pytest.importorskip("fusible.kernels.device.activations")
+    constants = [np.float32(constant) for constant in constants]
+    return lambda *operands: device.evaluate(name, operands, constants)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_device_functions_are_the_formula_and_its_derivative(name, monkeypatch):
+    """To a tenth of what rounding to BF16 changes, of values of any size."""
+    row, options = ACTIVATIONS[name], {}
+    for option in row.options:
+        options[option.keyword] = VALUES[option.keyword]
+    sizes = torch.logspace(-20, 6, 105, base=2)
+    values = torch.cat([sizes, -sizes, torch.zeros(1), torch.tensor([0.5 - 2**-20, 0.5])])
+    x = values[:, None]
+    if row.sides == 2:
+        x = torch.cartesian_prod(values, values)
+    exact = x.double()
+    dy = torch.ones(len(x), 1, dtype=torch.float64)
+    want = row.forward(exact, **options)
+    dx, _ = row.backward(dy, exact, **options)
+    simt.emulate_activations(monkeypatch)
+    constants = (*options.values(), 0.0, 0.0, 0.0)[:3]
+    with np.errstate(all="ignore"):
+        value, slopes = functions(name, constants)(*x.numpy().T)
+    assert np.asarray(value).dtype == np.float32
+    for mine, theirs in zip((value, *slopes), (want[:, 0], *dx.T), strict=True):
+        # Where a slope crosses zero its terms cancel, in PyTorch's FP32 as well.
+        got = torch.from_numpy(np.broadcast_to(mine, len(x)).copy())
+        torch.testing.assert_close(got.double(), theirs, rtol=2**-12, atol=2**-18)
+
+
+def test_relu_passes_nan(monkeypatch):
+    simt.emulate_activations(monkeypatch)
+    for name in ("relu", "srelu"):
+        value, _ = functions(name, (0.0,) * 3)(np.float32([np.nan, -np.inf, np.inf]))
+        assert [*value[1:]] == [0.0, np.inf]
+        assert np.isnan(value[0])
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
@@ -74,6 +132,7 @@ def test_grouped_products_give_a_row_its_options_in_order(name):
     x, scales, dy = torch.randn(5, 12), torch.rand(5), torch.randn(5, 6)
     options = {option.keyword: VALUES[option.keyword] for option in row.options}
     glu = Glu(name, 3, *options.values())
+    assert glu.sides == 2
     assert torch.equal(glu.forward(x, scales), row.forward(x, scales, 3, **options))
     for mine, theirs in zip(
         glu.backward(dy, x, scales), row.backward(dy, x, scales, 3, **options), strict=True

@@ -41,7 +41,7 @@ class Batched(GroupedKernels):
     def weight_grad(self, ctx, dy, x, groups):
         return WeightGradient(lambda out, accumulate: dy.mT @ x, (dy, x))
 
-    def saves_activation(self, ctx):
+    def saves_activation(self, ctx, act):
         return True
 
     def glu(self, linear, ctx, act, x, weights, groups, scales, save_preact):

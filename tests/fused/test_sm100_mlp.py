@@ -195,18 +195,23 @@ def ref_glu(act, x, interleave):
     if isinstance(act, fz.ScaledSwiGLU):
         return ref.swiglu(x, None, interleave)
     options = act.options()
+    if isinstance(act, fz.ScaledSiTUGLU):
+        return ref.situglu(x, None, interleave, **options)
     return ref.clamped_qgeglu(x, None, interleave, **options)
 
 
 ACTS = {
     "swiglu": lambda: fz.ScaledSwiGLU(glu_interleave_size=32),
     "geglu": lambda: fz.ScaledClampedQGeGLU(glu_interleave_size=32),
+    "situglu": lambda: fz.ScaledSiTUGLU(glu_interleave_size=32, beta1=1.5, beta2=3.0),
 }
 NAMES = ("y", "dx", "dscales", "dw1", "db1", "dw2", "db2")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(
+    ("recipe", "act"),
+    [(recipe, act) for recipe in RECIPES for act in ACTS if recipe or act != "situglu"],
+)
 @pytest.mark.parametrize("splits", SPLITS)
 def test_values_are_those_of_the_formats(recipe, act, splits):
     rows, sizes = SPLITS[splits]
@@ -221,6 +226,25 @@ def test_values_are_those_of_the_formats(recipe, act, splits):
         # A last bit of FP32 may turn a rounding to fewer. The kernel sums db1 in BF16.
         assert distance(a, b) <= 2 ** (-7 if name == "db1" else -9), name
     no_tokens(mine, rows, sizes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plain", "scaled"),
+    [
+        *[(recipe, fz.SwiGLU, fz.ScaledSwiGLU) for recipe in RECIPES],
+        *[(recipe, fz.ClampedSwiGLU, fz.ScaledClampedQGeGLU) for recipe in RECIPES],
+        *[(recipe, fz.SiTUGLU, fz.ScaledSiTUGLU) for recipe in RECIPES if recipe],
+    ],
+)
+def test_without_scales_is_bitwise_with_ones(recipe, plain, scaled):
+    rows, sizes = SPLITS["ragged"]
+    module, (x, splits, scales, _) = mlp(3, scaled(glu_interleave_size=32)), inputs(rows, sizes)
+    ones = torch.ones_like(scales)
+    wanted = [x, *module.parameters()]
+    want = run(module, (x, splits, ones, splits), recipe, wanted=wanted)
+    other = fz.Sequential(module[0], plain(glu_interleave_size=32), module[2])
+    ref.assert_equal(run(other, (x, splits, splits), recipe, wanted=wanted), want)
+    assert other.plan.fired == ("grouped_mlp_sm100",)
 
 
 def distance(a, b):

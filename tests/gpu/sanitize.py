@@ -88,6 +88,29 @@ def products() -> int:  # noqa: PLR0912 (one branch for each kind of kernel)
     return launches
 
 
+def plain_activations() -> int:
+    """The same of an activation that is not gated, and of none's scales."""
+    ends = torch.tensor(SIZES, device="cuda").cumsum(0).int()
+    x, dy, scales = random(ROWS, HIDDEN), random(ROWS, HIDDEN), torch.rand(ROWS, device="cuda")
+    w1, w2, bias = (
+        random(GROUPS, INNER, HIDDEN),
+        random(GROUPS, HIDDEN, INNER),
+        random(GROUPS, INNER),
+    )
+    glu, preact, launches = Glu("srelu"), random(ROWS, INNER), 0
+    for of_rows in (scales, None):
+        for tile in tiles.TILES["act"]:
+            for keep in (False, True):
+                with in_tile(tile):
+                    ops.grouped_glu(x, [w1], ends, of_rows, glu, bias, keep)
+                launches += 1
+        for tile in tiles.TILES["dact"]:
+            with in_tile(tile):
+                ops.grouped_dglu(dy, [w2], ends, preact.clone(), of_rows, glu, overwrite=True)
+            launches += 1 + (of_rows is not None)
+    return launches
+
+
 def fp8_products() -> int:
     """The same of FP8 operands; how many launches that were."""
     kinds = torch.float8_e4m3fn, torch.float8_e5m2
@@ -169,13 +192,14 @@ def quantize() -> None:
     for layout in (glu, glu._replace(interleave=0)):
         scales = torch.rand(128, device="cuda")
         quantize_glu_backward(dy, preact, scales, ends, layout, fp8_block(), **uses)
+    quantize_glu_backward(dy, preact[:, :192], None, ends, Glu("gelu"), fp8_block(), **uses)
     transposed(x.to(torch.float8_e4m3fn))
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.no_grad():
-        launches = products() + fp8_products()
+        launches = products() + plain_activations() + fp8_products()
         rows()
         dense()
         quantize()

@@ -25,7 +25,7 @@ def build(act, single=True, bias=True, dtype=torch.bfloat16, transposed=False, *
     options |= {"device": "cuda", "dtype": dtype, "bias": bias}
     options |= {"single_grouped_weight": single, "single_grouped_bias": single}
     mlp = fz.Sequential(
-        fz.GroupedLinear(len(SIZES), HIDDEN, 2 * INNER, **options),
+        fz.GroupedLinear(len(SIZES), HIDDEN, (1 + act.gated) * INNER, **options),
         act,
         fz.GroupedLinear(len(SIZES), INNER, HIDDEN, scale_bias=bias, **options),
     )
@@ -47,9 +47,11 @@ def inputs(dtype=torch.bfloat16):
 
 def step(mlp, x, scales, splits, dy):
     """Output and every gradient, by name."""
-    extra = (splits, scales, splits, scales)[: mlp.num_extra_inputs]
-    y = mlp(x, *extra)
+    names = [op.extra_input_name(i) for op in mlp for i in range(op.num_extra_inputs)]
+    y = mlp(x, *[splits if name == "split_sizes" else scales for name in names])
     leaves = {"x": x, "scales": scales, **dict(mlp.named_parameters())}
+    if set(names) == {"split_sizes"}:
+        del leaves["scales"]
     return {"y": y, **dict(zip(leaves, torch.autograd.grad(y, leaves.values(), dy), strict=True))}
 
 
@@ -79,11 +81,50 @@ def relative(got, want):
         fz.ScaledClampedQGeGLU(limit=2.5),
         fz.ScaledClampedQGeGLU(2, limit=2.5),
         fz.ScaledClampedQGeGLU(32, limit=2.5),
+        fz.ScaledSReLU(activation_recompute_in_mlp=True),
+        fz.ScaledSiTUGLU(beta1=1.5, beta2=2.5),
+        fz.SwiGLU(),
+        fz.GEGLU(glu_interleave_size=32),
     ],
     ids=str,
 )
 def test_fused_is_no_worse_than_unfused(act, bias, single, dtype):
     assert_no_worse(build(copy.deepcopy(act), single, bias, dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        *[kind() for kind in (fz.GELU, fz.QGELU, fz.ReLU, fz.SReLU, fz.SiLU)],
+        *[kind() for kind in (fz.GLU, fz.GEGLU, fz.QGEGLU, fz.ReGLU, fz.SReGLU)],
+        *[kind(glu_interleave_size=32) for kind in (fz.GLU, fz.QGEGLU, fz.ReGLU, fz.SReGLU)],
+        fz.ClampedSwiGLU(limit=2.5),
+        fz.SiTUGLU(beta1=1.5, beta2=2.5),
+        fz.SiTUGLU(beta1=1.5, beta2=2.5, glu_interleave_size=32),
+        fz.ScaledSiTUGLU(32),
+    ],
+    ids=str,
+)
+def test_every_activation(act):
+    assert_no_worse(build(copy.deepcopy(act)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("act", [fz.GELU(), fz.SwiGLU(), fz.ScaledSReLU()], ids=str)
+def test_every_activation_in_a_graph(act):
+    """No synchronisation, and the same bits under replay with other splits."""
+    mlp, (x, scales, splits) = build(copy.deepcopy(act), bias=False), inputs()
+    with torch.no_grad():
+        x.nan_to_num_()
+    dy = torch.randn_like(x)
+    step(mlp, x, scales, splits, dy)
+    with never_waiting():
+        step(mlp, x, scales, splits, dy)
+    graph, captured = graph_of(lambda: step(mlp, x, scales, splits, dy))
+    for sizes in ([1] * 8, [0] * 8, SIZES):
+        splits.copy_(torch.tensor(sizes))
+        graph.replay()
+        for name, want in step(mlp, x, scales, splits, dy).items():
+            assert torch.equal(captured[name], want), (sizes, name)
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])

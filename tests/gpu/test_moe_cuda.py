@@ -326,6 +326,51 @@ def test_block_against_fp64(shared, weighted, router):
         assert error < 0.04, error
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize(
+    ("kind", "scale_input", "weighted"),
+    [
+        (fz.SwiGLU, True, False),  # Llama-4
+        (fz.SwiGLU, False, True),
+        (fz.GELU, False, True),
+        (fz.SReLU, True, False),
+        (fz.ScaledSReLU, False, False),
+    ],
+)
+def test_experts_against_fp64(kind, scale_input, weighted, recompute):
+    """Weights on the input, on the output and on the activation; empty experts and a tail."""
+    act, options = kind(), {"single_grouped_weight": True, "single_grouped_bias": True}
+    columns = (1 + act.gated) * INNER
+    exact = fz.Sequential(
+        fz.Dispatch(EXPERTS, scale_input=scale_input, recompute_rows=recompute),
+        fz.GroupedLinear(EXPERTS, HIDDEN, columns, **options),
+        act,
+        fz.GroupedLinear(EXPERTS, INNER, HIDDEN, **options),
+        fz.Combine(weighted=weighted),
+    )
+    for p in exact.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    block = copy.deepcopy(exact).bfloat16().cuda()
+    exact = exact.double()
+    exact.load_state_dict({k: v.double() for k, v in block.state_dict().items()})
+    x, dy = torch.randn(2, 700, HIDDEN).bfloat16()
+    probs, ids = torch.rand(700, TOP_K), torch.randint(-2, EXPERTS - 3, (700, TOP_K))
+
+    def gradients(module, dtype, device):
+        given, weights = x.to(device, dtype).requires_grad_(), probs.to(device).requires_grad_()
+        y = module(given, weights, ids.to(device))
+        leaves = [given, weights, *module.parameters()]
+        return [y, *torch.autograd.grad(y, leaves, dy.to(device, dtype))]
+
+    want, got = gradients(exact, torch.float64, "cpu"), gradients(block, torch.bfloat16, "cuda")
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert block.plan.fired == ("moe_experts_sm90",)
+    for mine, theirs in zip(got, want, strict=True):
+        assert not mine.isnan().any()
+        error = (mine.cpu().double() - theirs).norm() / theirs.double().norm()
+        assert error < 0.02, error
+
+
 def test_bitwise_over_20_runs():
     block = make_block(shared=True).bfloat16().cuda()
     x = torch.randn(2000, HIDDEN, device="cuda").bfloat16().requires_grad_()

@@ -10,6 +10,7 @@ import torch
 from checks import hopper
 from sm90_in_tile import in_tile
 
+from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu, definitions
 from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
@@ -200,21 +201,48 @@ def test_activation_of_half_blocks_is_left_to_others():
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_qgeglu"])
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16])
 def test_activations_backward(interleave, features, activation, scales_dtype):
-    """Values are those of FP32 math, rounded once; what is quantized are these."""
     if interleave and features % interleave:
         pytest.skip("no whole blocks of gate columns")
+    _check_backward(Glu(activation, interleave, 4.0, 1.702, 1.0), features, scales_dtype)
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.float32, None], ids=["scales", "no scales"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activations_backward(activation, scales_dtype):
+    _check_backward(Glu(activation, 0, 4.0, 1.702, 1.0), 336, scales_dtype)
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scales", "no scales"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation, scaled):
+    glu = Glu(activation, 0, 4.0, 1.702, 1.0)
+    x, x_scale = row_operand(sum(SIZES), 384)
+    w, w_scale = weight_operand(len(SIZES), 192 * glu.sides, 384)
+    scales = torch.rand(len(x), device="cuda") if scaled else None
+    given = x, w, ends_of(SIZES), scales, glu, None, True, x_scale, w_scale
+    preact, act = definitions.grouped_glu(*given, product=unrounded)
+    for made, expected in zip(ops.grouped_glu(*given), (preact, act), strict=True):
+        assert_close(live(made), live(expected))
+
+
+def _check_backward(glu, features, scales_dtype):
+    """Values are those of FP32 math, rounded once; what is quantized are these."""
     rows, fmt = sum(SIZES) + TAIL, fp8_block()
-    dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, 2))
-    scales = torch.rand(rows, device="cuda").to(scales_dtype)
-    dy[sum(SIZES) :] = preact[sum(SIZES) :] = scales[sum(SIZES) :] = math.nan
-    glu = Glu(activation, interleave, 4.0, 1.702, 1.0)
+    dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, glu.sides))
+    dy[sum(SIZES) :] = preact[sum(SIZES) :] = math.nan
+    scales, of_live = None, None
+    if scales_dtype is not None:
+        scales = torch.rand(rows, device="cuda").to(scales_dtype)
+        scales[sum(SIZES) :] = math.nan
+        of_live = live(scales).float()
     given, uses = (dy, preact, scales, ends_of(SIZES), glu, fmt), {"rowwise": True}
     made = quantize_glu_backward(*given, **uses, columnwise=True, values=True)
-    expected, dscales = glu.backward(live(dy).float(), live(preact).float(), live(scales).float())
+    expected, dscales = glu.backward(live(dy).float(), live(preact).float(), of_live)
     assert_close(live(made.values), expected)
     assert (made.values[sum(SIZES) :] == 0).all()
-    assert made.scales.dtype == scales_dtype
-    assert_close(live(made.scales), dscales)
+    if scales is not None:
+        assert made.scales.dtype == scales_dtype
+        assert_close(live(made.scales), dscales)
     again = quantize_k_major(made.values, fmt, **uses, columnwise=True, ends=ends_of(SIZES))
     end = int(again.padded_ends[-1])
     pairs = [*zip(made.operands.row, again.row, strict=True)]

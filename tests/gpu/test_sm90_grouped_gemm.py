@@ -5,13 +5,15 @@ import math
 import pytest
 import reference as ref
 import torch
+import torch.nn.functional as F
 from checks import graph_of, hopper, never_waiting
 from sm90_in_tile import in_tile
 
+from fusible.activations import ACTIVATIONS
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90 import checked_products as ops
-from fusible.kernels.sm90 import grouped_products, tiles
+from fusible.kernels.sm90 import grouped_products, spec, tiles
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
 
@@ -60,12 +62,38 @@ def split(preact, interleave):
     return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
 
 
-def glu(preact, interleave, activation="swiglu", limit=0.0, alpha=0.0, offset=0.0):
-    gate, linear = split(preact, interleave)
-    if activation == "swiglu":
-        return torch.nn.functional.silu(gate) * linear
+def clamped(gate, linear, limit, alpha, offset):
     gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
     return (linear + offset) * gate * torch.sigmoid(alpha * gate)
+
+
+def soft_capped(gate, linear, beta1, beta2, _):
+    gate = beta1 * torch.tanh(gate / beta1) * torch.sigmoid(gate)
+    return gate * beta2 * torch.tanh(linear / beta2)
+
+
+# Of a column, and of a gate, which multiplies its linear column.
+FUNCTIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+GATES = {"glu": torch.sigmoid, "swiglu": F.silu} | {
+    f"{name[:-2]}glu": FUNCTIONS[name] for name in ("gelu", "qgelu", "relu", "srelu")
+}
+PAIRS = {"clamped_qgeglu": clamped, "situglu": soft_capped}
+
+
+def glu(preact, interleave, activation="swiglu", limit=0.0, alpha=0.0, offset=0.0):
+    """The activation of pre-activations, gated or not."""
+    if activation in FUNCTIONS:
+        return FUNCTIONS[activation](preact)
+    gate, linear = split(preact, interleave)
+    if activation in GATES:
+        return GATES[activation](gate) * linear
+    return PAIRS[activation](gate, linear, limit, alpha, offset)
 
 
 def product(x, w, sizes, bias=None, scale=None):
@@ -98,12 +126,13 @@ every_tile = pytest.mark.parametrize(
 def gated_tiles(interleave, how="k", bias=False):
     """The tiles that a product with an activation may get."""
     major = "n" if how == "n" else "k"
-    wide = tiles.takes_wide(major, interleave, bias)
-    return [tile for tile in tiles.TILES["glu"] if wide or tile.n <= 128]
+    choices = tiles.TILES["glu"]
+    return [tile for tile in choices if tiles.takes("glu", tile, major, interleave, bias)]
 
 
-# A tile of each width that the activation's backward may get.
+# A tile of each width that an activation's backward may get.
 WIDTHS_OF_DGLU = list({tile.n: tile for tile in tiles.TILES["dglu"]}.values())
+WIDTHS_OF_DACT = list({tile.n: tile for tile in tiles.TILES["dact"]}.values())
 
 
 @every_tile
@@ -133,17 +162,19 @@ def test_every_tile(kind, tile, how):
     else:
         scales = torch.rand(x.shape[0], device=DEVICE)
         scales[sum(sizes) :] = math.nan
-        if kind == "glu":
-            w = random(len(sizes), 2 * inner, hidden, scale=hidden**-0.5)
+        options = {} if "glu" in kind else {"activation": "srelu"}
+        if kind in spec.FORWARD:
+            of = _glu(options, 0)
+            w = random(len(sizes), of.sides * inner, hidden, scale=hidden**-0.5)
             with in_tile(tile):
-                preact, out = ops.grouped_glu(x, stored(w, how), ends, scales, Glu())
+                preact, out = ops.grouped_glu(x, stored(w, how), ends, scales, of)
             expected = product(x, w, sizes)
             assert_close(preact, expected)
-            expected = glu(expected, 0) * scales[:, None]
+            expected = glu(expected, 0, **options) * scales[:, None]
             expected[sum(sizes) :] = 0
             assert_close(out, expected)
         else:
-            _check_dglu(tile, sizes, hidden, inner, how, 0, {})
+            _check_dglu(tile, sizes, hidden, inner, how, 0, options)
 
 
 def _glu(options, interleave):
@@ -151,28 +182,32 @@ def _glu(options, interleave):
     return Glu(**{**SWIGLU, **options}, interleave=interleave)
 
 
-def _check_dglu(tile, sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16):
-    ends = ends_of(sizes)
-    dy, preact = rows(sizes, TAIL, hidden, dtype), rows(sizes, TAIL, 2 * inner, dtype)
+def _check_dglu(
+    tile, sizes, hidden, inner, how, interleave, options, dtype=torch.bfloat16, scaled=True
+):
+    ends, columns = ends_of(sizes), _glu(options, interleave).sides * inner
+    dy, preact = rows(sizes, TAIL, hidden, dtype), rows(sizes, TAIL, columns, dtype)
     scales = torch.rand(dy.shape[0], device=DEVICE)
     scales[sum(sizes) :] = math.nan
     w = random(len(sizes), hidden, inner, dtype=dtype, scale=hidden**-0.5)
     # The parameter is [hidden, inner]; "k" and "n" here name its own order.
     with in_tile(tile):
         d_preact, act, d_scales = ops.grouped_dglu(
-            dy, stored(w, how), ends, preact, scales, _glu(options, interleave)
+            dy, stored(w, how), ends, preact, scales if scaled else None, _glu(options, interleave)
         )
     live = sum(sizes)
+    if not scaled:
+        assert d_scales.numel() == 0
+        scales = torch.ones_like(scales)
     d_act = product(dy, [one.T for one in w], sizes)[:live]
-    leaf = preact[:live].float().requires_grad_()
-    factor = scales[:live].clone().requires_grad_()
+    leaf = preact[:live].double().requires_grad_()
+    factor = scales[:live].double().requires_grad_()
     value = glu(leaf, interleave, **options) * factor[:, None]
-    value.backward(d_act)
-    for actual, expected in (
-        (act, value.detach()),
-        (d_preact, leaf.grad),
-        (d_scales[:, None], factor.grad[:, None]),
-    ):
+    value.backward(d_act.double())
+    pairs = [(act, value.detach()), (d_preact, leaf.grad)]
+    if scaled:
+        pairs.append((d_scales[:, None], factor.grad[:, None]))
+    for actual, expected in pairs:
         assert (actual[live:] == 0).all()
         assert_close(actual[:live], expected)
 
@@ -224,6 +259,62 @@ def test_glu_layouts(dtype, interleave, options):
         assert_close(out, glu(expected, interleave, **options) * scales[:, None])
     for tile in WIDTHS_OF_DGLU:
         _check_dglu(tile, sizes, hidden, inner, "k", interleave, options, dtype)
+
+
+EVERY = [
+    (activation, interleave)
+    for activation, row in ACTIVATIONS.items()
+    for interleave in ((0, 32) if row.sides == 2 else (0,))
+]
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scales", "no scales"])
+@pytest.mark.parametrize(("activation", "interleave"), EVERY)
+def test_every_activation(activation, interleave, scaled):
+    """With a bias and without, the pre-activation kept or not, on the largest tile."""
+    sizes, hidden, inner = (130, 0, 77, 1, 300), 192, 352
+    options = {"activation": activation}
+    if activation in PAIRS:
+        options |= {"limit": 1.5, "alpha": 1.25, "offset": 0.5}
+    of = _glu(options, interleave)
+    ends, x = ends_of(sizes), rows(sizes, TAIL, hidden)
+    scales = torch.rand(x.shape[0], device=DEVICE)
+    scales[sum(sizes) :] = math.nan
+    scales = scales if scaled else None
+    w = random(len(sizes), of.sides * inner, hidden, scale=hidden**-0.5)
+    for keep, bias in ((True, None), (False, random(len(sizes), of.sides * inner))):
+        expected = product(x, w, sizes, bias)
+        value = glu(expected.double(), interleave, **options)
+        if scaled:
+            value *= scales.double()[:, None]
+        value[sum(sizes) :] = 0
+        may = gated_tiles(interleave, bias=bias is not None)
+        tile = max(
+            may if of.sides == 2 else tiles.TILES["act"], key=lambda tile: tile.slabs * tile.n
+        )
+        with in_tile(tile):
+            preact, out = ops.grouped_glu(x, [w], ends, scales, of, bias, keep)
+        assert_close(out, value)
+        assert preact.shape[0] == keep * len(x)
+        if keep:
+            assert_close(preact, expected)
+    for tile in WIDTHS_OF_DGLU if of.sides == 2 else WIDTHS_OF_DACT:
+        _check_dglu(tile, sizes, hidden, inner, "k", interleave, options, scaled=scaled)
+
+
+@pytest.mark.parametrize("inner", [8, 40, 96, 120, 136, 352])
+def test_columns_beside_the_tile_of_an_activation_that_is_not_gated(inner):
+    sizes, hidden, options = (100, 200), 72, {"activation": "gelu"}
+    ends, x = ends_of(sizes), rows((100, 200), TAIL, 72)
+    w = random(len(sizes), inner, hidden, scale=hidden**-0.5)
+    expected = product(x, w, sizes)
+    for tile in tiles.TILES["act"]:
+        with in_tile(tile):
+            preact, out = ops.grouped_glu(x, [w], ends, None, _glu(options, 0))
+        assert_close(preact, expected)
+        assert_close(out, glu(expected, 0, **options))
+    for tile in tiles.TILES["dact"]:
+        _check_dglu(tile, sizes, hidden, inner, "n", 0, options)
 
 
 @pytest.mark.parametrize("interleave", [0, 1, 4, 32])

@@ -18,7 +18,7 @@ def test_activation_bias_op(activation, dtype):
     dy, x = (torch.randn(6, 8).to(dtype) for _ in range(2))
     dx, dbias = dense.activation_bias_backward(dy, x, activation)
     exact_x = x.double().requires_grad_()
-    y = UNARY[activation].value(exact_x)
+    y = UNARY[activation].forward(exact_x)
     (want,) = torch.autograd.grad(y, exact_x, dy.double())
     torch.testing.assert_close(dx, want.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     torch.testing.assert_close(dbias, want.sum(0).float(), rtol=1e-5, atol=1e-5)

@@ -62,16 +62,20 @@ K_MAJOR = [
     QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False, True, k_major=True),
 ]
 GLU_BACKWARD = [
-    GluBackwardSpec(K_MAJOR[0], "swiglu", 0, False),
-    GluBackwardSpec(K_MAJOR[0], "swiglu", 1, False),
-    GluBackwardSpec(K_MAJOR[0], "swiglu", 0, True),
-    GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", 0, False),
-    GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", 4, True),
+    *[
+        GluBackwardSpec(K_MAJOR[0], name, scaled, 0, True)
+        for name, scaled in (("srelu", True), ("gelu", False), ("situglu", True), ("geglu", False))
+    ],
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 1, False),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, True),
+    GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
+    GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
 ]
 # For one use, where the input or the weight has no gradient.
 GLU_BACKWARD_FOR_ONE_USE = [
-    GluBackwardSpec(K_MAJOR[0]._replace(columnwise=False), "swiglu", 0, True),
-    GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", 0, False),
+    GluBackwardSpec(K_MAJOR[0]._replace(columnwise=False), "swiglu", True, 0, True),
+    GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False),
 ]
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),

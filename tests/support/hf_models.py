@@ -37,7 +37,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {  # configuration, and t
         **FINE, "n_routed_experts": 4, "layers_block_type": ["attention", "moe"], "head_dim": 8,
         "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
         "intermediate_size": 48, "num_hidden_layers": 2,
-    }, "none"),  # not gated: the model's own squared ReLU between our ops
+    }, "ScaledSReLU"),  # not gated
+    "llama4": ("Llama4TextConfig", {
+        "intermediate_size": 48, "intermediate_size_mlp": 64, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "head_dim": 8, "interleave_moe_layer_step": 1,
+    }, "SwiGLU"),  # whose weights multiply the experts' inputs
 }  # fmt: skip
 
 

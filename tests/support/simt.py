@@ -120,6 +120,24 @@ def _pack(values, dtype):
     return [words[..., i] for i in range(len(values) // 2)]
 
 
+_ARITHMETIC = {
+    "rcp_approx": lambda x: 1 / f32(x),
+    "fmin": lambda a, b: np.fmin(f32(a), f32(b)),
+    "fmax": lambda a, b, nan=False: (np.maximum if nan else np.fmax)(f32(a), f32(b)),
+}
+_MATH = SimpleNamespace(exp2=lambda x, fastmath: np.exp2(f32(x)))
+
+
+def emulate_activations(monkeypatch):
+    """Make the functions of activations run on arrays."""
+    from fusible.kernels.device import activations
+
+    cute = SimpleNamespace(arch=SimpleNamespace(**_ARITHMETIC), math=_MATH)
+    monkeypatch.setattr(activations, "cute", cute)
+    monkeypatch.setattr(activations, "Float32", f32)
+    monkeypatch.setattr(activations, "select_", lambda which, a, b: np.where(which, f32(a), f32(b)))
+
+
 def emulate(monkeypatch, blocks, memory):
     """Make device code run over ``blocks`` groups of threads."""
     from fusible.kernels.device import bits
@@ -130,7 +148,6 @@ def emulate(monkeypatch, blocks, memory):
         numbers,
         quantize,
     )
-    from fusible.kernels.sm90.device import activations
 
     thread = np.arange(THREADS)
 
@@ -145,11 +162,11 @@ def emulate(monkeypatch, blocks, memory):
         sync_threads=lambda: None,
         shuffle_sync=from_lane,
         shuffle_sync_bfly=lambda word, step: from_lane(word, thread % 32 ^ step),
-        rcp_approx=lambda x: 1 / f32(x),
+        **_ARITHMETIC,
     )
     cute = SimpleNamespace(
         arch=arch,
-        math=SimpleNamespace(exp2=lambda x, fastmath: np.exp2(f32(x))),
+        math=_MATH,
         make_layout=lambda shape: shape,
         make_tensor=lambda size, shape: _Shared(blocks, shape),
     )
@@ -161,7 +178,8 @@ def emulate(monkeypatch, blocks, memory):
         "opaque": lambda n: n,
         "cute": cute, "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
     }  # fmt: skip
-    for module in (bits, numbers, magnitudes, quantize, k_major, activations, glu_backward):
+    emulate_activations(monkeypatch)
+    for module in (bits, numbers, magnitudes, quantize, k_major, glu_backward):
         for name, function in functions.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
@@ -180,7 +198,7 @@ def _coords(rows, columns, groups, ends, matrix_rows):
         first = end
 
 
-def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, interleave, results, spec):
+def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, spec):
     """Write what the kernel writes, of contiguous operands, in groups up to ``ends``.
 
     ``results`` are `k_major.Pieces`, the partial sums and the values.
@@ -199,8 +217,9 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, interleave, res
         pieces, partials, values = results[:4], *results[5:]
         sizes = rows, columns, len(ends), rows
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec.quantize)
-        operands = [memory.place(t) for t in (dy, preact, scales)]
-        source = glu_backward.Source(*operands, interleave or columns // 2, (0.0, 0.0, 0.0))
+        operands = [0 if t is None else memory.place(t) for t in (dy, preact, scales)]
+        stripe = glu.interleave or columns // glu.sides
+        source = glu_backward.Source(*operands, stripe, tuple(map(f32, glu[2:])))
         out = Out(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
         partials, values = memory.place(partials), memory.place(values)
         glu_backward.quantize_gradients(source, tile, rows, columns, out, partials, values, spec)

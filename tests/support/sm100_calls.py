@@ -16,6 +16,7 @@ RECIPES = {"bf16": None, "mxfp8": MXFP8, "nvfp4": NVFP4}
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
 SWIGLU = fz.ScaledSwiGLU(glu_interleave_size=32)
 GEGLU = fz.ScaledClampedQGeGLU(glu_interleave_size=32)
+SITUGLU = fz.ScaledSiTUGLU(glu_interleave_size=32)
 MLP_CALLS = ["glu", "quant", "dglu", "wgrad", "quant", "wgrad"]
 
 # Arguments that change no kernel: compiled once for all of their values.
@@ -103,7 +104,8 @@ def every_configuration(recipe, single, groups, device="cpu"):
     sizes = [20, *[0] * (groups - 2), 30]
     # Bias, whether sums shall have an order, activation: what is told apart by some kernel.
     biases = [("none", False), ("none", True), ("plain", False)]
-    mlps = [(*bias, act) for bias in biases for act in (SWIGLU, GEGLU)]
+    acts = (SWIGLU, GEGLU) if recipe is None else (SWIGLU, GEGLU, SITUGLU)
+    mlps = [(*bias, act) for bias in biases for act in acts]
     for bias, ordered, act in [*mlps, ("scaled", False, SWIGLU)]:
         options = {**SINGLE, "single_grouped_weight": single, "bias": bias != "none"}
         module = module_of(recipe, options, act, groups, bias == "scaled", device)
@@ -118,8 +120,9 @@ def every_configuration(recipe, single, groups, device="cpu"):
 
 def count_of(recipe, single):
     """How many kernels `every_configuration` calls."""
-    glu = 2 * 2  # bias, activation
-    dglu = 2 * (2 if recipe is None else 3)  # activation; with its sum, without, that in an order
+    acts = 2 if recipe is None else 3
+    glu = 2 * acts  # with bias, without
+    dglu = acts * (2 if recipe is None else 3)  # with its sum, without, that in an order
     # Bias, scaled or not (BF16's kernel takes a scale always), and the data gradient, whose weights
     # are k-major in NVFP4 as the forward's are.
     gemm = 4 if recipe == MXFP8 else 3

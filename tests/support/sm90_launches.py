@@ -18,7 +18,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
 from fusible.kernels.runtime import gpu, library
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
-from fusible.kernels.sm90.spec import Spec
+from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_direct
 
 # The kernels' arguments: see GroupedGemm.__call__.
@@ -58,7 +58,7 @@ def run_product(spec: Spec, *arguments: float) -> None:
     )
     assert not any(getattr(k, name) % 16 for name in ("a", "b", "preact", "out", "d_preact"))
     ends = tensor_at(k.ends, (k.groups,), torch.int32)
-    features = k.columns * (2 if spec.kind == "glu" else 1)
+    features = k.columns * (spec.sides if spec.kind in FORWARD else 1)
 
     def matrices(base: int, rows: int, columns: int, strides: tuple[int, int], dtype: torch.dtype):
         if spec.table:
@@ -82,12 +82,12 @@ def run_product(spec: Spec, *arguments: float) -> None:
     bias = tensor_at(k.bias, (k.groups, features), value_dtype) if spec.bias else None
     scales = tensor_at(k.scales, (k.rows,), getattr(torch, spec.scale)) if spec.scale else None
     out = tensor_at(k.out, (k.rows, k.columns), out_dtype, (k.out_pitch, 1))
-    glu = Glu(spec.activation, k.glu_block if k.glu_columns == 2 * k.columns else 0,
-              k.limit, k.alpha, k.offset)  # fmt: skip
-    shape = k.rows, 2 * k.columns
+    interleaved = spec.sides == 2 and k.glu_columns == 2 * k.columns
+    glu = Glu(spec.activation, k.glu_block if interleaved else 0, k.limit, k.alpha, k.offset)
+    shape = k.rows, spec.sides * k.columns
     if spec.kind == "store":
         definitions.grouped_mm_(out, x, w, ends, bias, scales, False, x_scale, w_scale)
-    elif spec.kind == "glu":
+    elif spec.kind in FORWARD:
         preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True, x_scale, w_scale)
         out.copy_(act)
         if spec.save_preact:
@@ -97,6 +97,9 @@ def run_product(spec: Spec, *arguments: float) -> None:
         found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
         tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(found[0])
         out.copy_(found[1])
+        assert bool(k.scales) == bool(k.rows and len(found[2]))
+        if scales is None:
+            return
         across = -(-k.columns // spec.tile.n)
         partials = tensor_at(k.partials, (across, k.rows), torch.float32)
         partials.zero_()[0].copy_(found[2])
@@ -114,7 +117,7 @@ def scales_of(spec: Spec, k: SimpleNamespace) -> tuple[Tensor | None, Tensor | N
         assert k.b_scales % 16 == k.b_scale_block % 4 == 0
         strides = k.b_scale_block, 1
         return a.t(), tensor_at(k.b_scales, (blocks, k.depth), torch.float32, strides)
-    features = k.columns * (2 if spec.kind == "glu" else 1)
+    features = k.columns * (spec.sides if spec.kind in FORWARD else 1)
     strides = k.b_scale_group, k.b_scale_pitch, k.b_scale_block
     shape = k.groups, -(-features // 128), blocks
     return a, tensor_at(k.b_scales, shape, torch.float32, strides)

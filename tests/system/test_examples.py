@@ -61,6 +61,18 @@ def test_custom_fusion(own_fusions, capsys):
     assert len(code) <= 40
 
 
+def test_llama4(capsys):
+    pytest.importorskip("transformers")
+    sizes = ["--hidden=64", "--inner=64", "--experts=4", "--top-k=2", "--tokens=48"]
+    errors = load("llama4_moe").main(sizes)
+    printed = capsys.readouterr().out
+    assert errors["BF16"] < 0.01 < errors["MXFP8"] < 0.1 < errors["NVFP4"] < 0.3
+    for held in ("2.000 bytes", "1.031 bytes", "0.563 bytes"):
+        assert held in printed
+    assert "sm90: moe_experts_sm90" in printed
+    assert printed.count("sm100: grouped_mlp_sm100") == len(errors)
+
+
 def test_shared_expert(capsys):
     example = load("shared_expert")
     losses, load_shares = example.main(["--steps=60"])

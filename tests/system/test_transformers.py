@@ -57,6 +57,32 @@ def test_weights_are_used_where_they_lie() -> None:
         assert not experts._fusible_block.mlp[1].weights()[0].any()
 
 
+def test_llama4_is_one_fused_run() -> None:
+    """Its router's scores multiply the rows on their way to the experts."""
+    model = make_model("llama4", num_experts_per_tok=1).bfloat16()
+    with assume_target("sm90"):
+        logits_and_grads(model, "fusible")
+    block = experts_of(model)._fusible_block.mlp
+    assert block.plan.fired == ("moe_experts_sm90",)
+    assert block[0].scale_input
+    assert not block[-1].weighted
+
+
+def test_llama4_models_made_before_they_were_adapted() -> None:
+    """They get their configuration late; without one they run as transformers' own."""
+    model = make_model("llama4")
+    expected = logits_and_grads(model, "eager")
+    layers = [m for m in model.modules() if type(m).__name__ == "Llama4TextMoe"]
+    for layer in layers:
+        del layer.experts.config
+    assert_same(logits_and_grads(model, "fusible"), expected)
+    assert not any(hasattr(layer.experts, "_fusible_block") for layer in layers)
+    module = importlib.import_module("transformers.models.llama4.modeling_llama4")
+    importlib.import_module("fusible.integrations.transformers_llama4").configure_models(module)
+    assert_same(logits_and_grads(model, "fusible"), expected)
+    assert all(hasattr(layer.experts, "_fusible_block") for layer in layers)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore")

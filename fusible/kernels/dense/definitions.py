@@ -15,7 +15,7 @@ from fusible.formulas import cast, math_dtype
 def activation_bias_backward(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``dx = dy * slope(x)`` for ``[rows, F]``, and its sum over rows, ``[F]`` in FP32."""
     wide = math_dtype(x.dtype)
-    dx = UNARY[activation].backward(cast(dy, wide), cast(x, wide))
+    dx, _ = UNARY[activation].backward(cast(dy, wide), cast(x, wide))
     return cast(dx, x.dtype), dx.sum(0)
 
 

@@ -112,10 +112,10 @@ def grouped_mm(
 
 
 def _grouped_glu_fake(x: Tensor, w: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, save_preact, _x_scale, _w_scale = rest
+    _, _, glu, _, save_preact, _x_scale, _w_scale = rest
     rows, features, dtype = x.shape[0], w[0].shape[-2], value_dtype(x.dtype)
     preact = x.new_empty(rows if save_preact else 0, features, dtype=dtype)
-    return preact, x.new_empty(rows, features // 2, dtype=dtype)
+    return preact, x.new_empty(rows, features // glu.sides, dtype=dtype)
 
 
 grouped_glu = define(
@@ -127,10 +127,16 @@ grouped_glu = define(
 
 
 def _grouped_dglu_fake(
-    dy: Tensor, w: Sequence[Tensor], ends: Tensor, preact: Tensor, scales: Tensor, *_: Any
+    dy: Tensor,
+    w: Sequence[Tensor],
+    ends: Tensor,
+    preact: Tensor,
+    scales: Tensor | None,
+    glu: Glu,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    act = preact.new_empty(preact.shape[0], preact.shape[1] // 2)
-    return preact.new_empty(preact.shape), act, torch.empty_like(scales)
+    rows, columns = preact.shape
+    dscales = dy.new_empty(0, dtype=torch.float32) if scales is None else torch.empty_like(scales)
+    return preact.new_empty(rows, columns), preact.new_empty(rows, columns // glu.sides), dscales
 
 
 grouped_dglu = define(

@@ -150,7 +150,7 @@ def grouped_dglu(
     w: Sequence[Tensor],
     ends: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     glu: Glu,
     *,
     overwrite: bool = False,
@@ -160,13 +160,16 @@ def grouped_dglu(
 
     With ``d = dy @ w[e]``, gives the gradient of ``preact`` (in its layout of columns), the
     activation ``glu(preact) * scales`` once more (for the weight gradient of the second linear),
-    and the gradient of ``scales``. With ``overwrite`` the first may take the memory of ``preact``.
+    and the gradient of ``scales``, which has no rows without these. With ``overwrite`` the first
+    may take the memory of ``preact``.
     """
     d = product(dy, w, ends, transpose_w=True)
     dpreact, dscales = glu.backward(d, preact, scales)
-    assert dscales is not None
     act = glu.forward(preact, scales)
-    return _without_tail(dpreact, ends), _without_tail(act, ends), _without_tail(dscales, ends)
+    dscales = (
+        d.new_empty(0, dtype=torch.float32) if dscales is None else _without_tail(dscales, ends)
+    )
+    return _without_tail(dpreact, ends), _without_tail(act, ends), dscales
 
 
 def _without_tail(t: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The backward of a gated activation, quantized for FP8 products while it is computed.
+"""The backward of an activation, quantized for FP8 products while it is computed.
 
 ``quantize_glu_backward`` is `Glu.backward` and `quantize_k_major` in one pass: the gradient of the
 pre-activation is written in FP8 alone, row-wise and transposed. The op's definition is the two of
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible import activations
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
@@ -31,12 +30,12 @@ _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class GluGradients(NamedTuple):
-    """What the backward of a gated activation gives."""
+    """What the backward of an activation gives."""
 
     operands: KMajor
-    """The pre-activation's gradient ``[rows, 2 * features]``, rounded to BF16, then quantized."""
+    """The pre-activation's gradient ``[rows, columns]``, rounded to BF16, then quantized."""
     scales: Tensor
-    """``[rows]``, in the dtype of the scales."""
+    """``[rows]``, in the dtype of the scales; none without these."""
     values: Tensor | None
     """The pre-activation's gradient in BF16, if requested."""
 
@@ -44,7 +43,7 @@ class GluGradients(NamedTuple):
 def quantize_glu_backward(
     dy: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     ends: Tensor,
     glu: Glu,
     fmt: NumberFormat,
@@ -55,15 +54,17 @@ def quantize_glu_backward(
 ) -> GluGradients:
     """Gradients of ``glu(preact) * scales``, that of ``preact`` for FP8 products.
 
-    ``dy`` is ``[rows, features]``, ``preact`` ``[rows, 2 * features]``, both BF16, ``scales``
-    ``[rows]``, ``ends`` the end rows of the groups, ``fmt`` of 1x128 blocks. Raises what
-    `quantize_k_major` raises, and ValueError for other shapes.
+    ``dy`` is ``[rows, features]``, ``preact`` ``[rows, features]``, or ``[rows, 2 * features]`` of
+    a gated activation, both BF16, ``scales`` ``[rows]`` or None, ``ends`` the end rows of the
+    groups, ``fmt`` of 1x128 blocks. Raises what `quantize_k_major` raises, and ValueError for other
+    shapes.
     """
     rows, columns = preact.shape
-    if dy.shape != (rows, columns // 2) or scales.shape != (rows,):
+    of_scales = (rows,) if scales is None else tuple(scales.shape)
+    if dy.shape != (rows, columns // glu.sides) or of_scales != (rows,):
         raise ValueError(
-            f"dy must be ({rows}, {columns // 2}) and scales ({rows},) for a pre-activation of "
-            f"shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {tuple(scales.shape)}"
+            f"dy must be ({rows}, {columns // glu.sides}) and scales ({rows},) for a "
+            f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
     uses = rowwise, columnwise
     made = _op(dy, preact, scales, ends, glu, fmt, *uses, values)
@@ -75,7 +76,7 @@ def quantize_glu_backward(
 def _definition(
     dy: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     ends: Tensor,
     glu: Glu,
     fmt: NumberFormat,
@@ -86,7 +87,8 @@ def _definition(
     """The definition of the op."""
     dpreact, dscales = glu.backward(dy, preact, scales)
     _, live = row_groups(ends, len(dy))
-    dpreact, dscales = torch.where(live[:, None], dpreact, 0), torch.where(live, dscales, 0)
+    dpreact = torch.where(live[:, None], dpreact, 0)
+    dscales = preact.new_empty(0) if dscales is None else torch.where(live, dscales, 0)
     pieces = k_major.definition(dpreact, ends, None, fmt, rowwise, columnwise)
     return *pieces, dscales, dpreact if values else dpreact.new_empty(0)
 
@@ -94,7 +96,7 @@ def _definition(
 def _outputs(
     dy: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     ends: Tensor,
     glu: Glu,
     fmt: NumberFormat,
@@ -105,13 +107,14 @@ def _outputs(
     """Allocate what the op returns."""
     pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
-    return *pieces, torch.empty_like(scales), dpreact
+    dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
+    return *pieces, dscales, dpreact
 
 
 def _cuda(
     dy: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     ends: Tensor,
     glu: Glu,
     fmt: NumberFormat,
@@ -121,11 +124,10 @@ def _cuda(
 ) -> _Results | NotImplementedType:
     k_major.check(preact, ends, None, fmt)
     rows, columns = preact.shape
-    stripe = glu.interleave or columns // 2
+    stripe = glu.interleave or columns // glu.sides
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
         and fmt.directional
-        and glu.activation in activations.SM90
         and (stripe in (1, 2, 4) or stripe % _NEIGHBOURS == 0)
         and takes(preact, preact.dtype, ends)
     )
@@ -134,12 +136,17 @@ def _cuda(
     dy, preact = aligned(dy), aligned(preact)
     pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
-    partials = preact.new_empty(-(-columns // FP8_BLOCK), rows, dtype=torch.float32)
-    constants = _kernel(fmt, ends.dtype, rowwise, columnwise, glu.activation, stripe, values)
+    blocks, dscales = -(-columns // FP8_BLOCK), preact.new_empty(0)
+    given = dscales if scales is None else scales.float().contiguous()
+    partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
+    which = glu.activation, scales is not None, stripe, values
+    constants = _kernel(fmt, ends.dtype, rowwise, columnwise, *which)
     sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
-    addresses = dy, preact, scales.float().contiguous(), ends, *pieces, partials, dpreact
+    addresses = dy, preact, given, ends, *pieces, partials, dpreact
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
-    return *pieces, partials.sum(0).to(scales.dtype), dpreact
+    if scales is not None:
+        dscales = partials.sum(0).to(scales.dtype)
+    return *pieces, dscales, dpreact
 
 
 @lru_cache(maxsize=1024)
@@ -149,13 +156,14 @@ def _kernel(
     rowwise: bool,
     columnwise: bool,
     activation: str,
+    scaled: bool,
     stripe: int,
     values: bool,
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     narrow = stripe if stripe < _NEIGHBOURS else 0
-    return (GluBackwardSpec(quantize, activation, narrow, values),)
+    return (GluBackwardSpec(quantize, activation, scaled, narrow, values),)
 
 
 _op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

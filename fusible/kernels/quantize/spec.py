@@ -111,10 +111,12 @@ class QuantizeSpec(NamedTuple):
 
 
 class GluBackwardSpec(NamedTuple):
-    """A kernel that computes the backward of a gated activation and quantizes its gradients."""
+    """A kernel that computes the backward of an activation and quantizes its gradients."""
 
     quantize: QuantizeSpec
     activation: str
+    scaled: bool
+    """By one scale per row, whose gradient is computed too."""
     stripe: int
     """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
     values: bool

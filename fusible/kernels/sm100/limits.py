@@ -10,7 +10,8 @@ INTERLEAVE = 32  # gate and linear columns alternate in blocks of 32, in every f
 FP4_ALIGNMENT = 32  # bytes, of the address of FP4 elements; 16 of all others
 MAX_GROUPS = 1024
 DTYPE = "bfloat16"  # of what is not quantized
-# With BF16 operands the clamped GeGLU has these constants baked in: limit and alpha.
+# Activations with BF16 operands; the clamped GeGLU then has these constants baked in: limit, alpha.
+BF16_ACTIVATIONS = ("swiglu", "clamped_qgeglu")
 BF16_GEGLU = (7.0, 1.702)
 QUANTIZED = (mxfp8(), nvfp4())
 FORMATS = ("none", *[fmt.name for fmt in QUANTIZED])

@@ -178,8 +178,15 @@ def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, 
     )
     require(interleave == limits.INTERLEAVE, f"interleave must be {limits.INTERLEAVE}", interleave)
     function = {"act_func": prefix + activations.SM100[activation]}
+    require(
+        dtype != torch.bfloat16 or activation in limits.BF16_ACTIVATIONS,
+        f"activation must be one of {', '.join(limits.BF16_ACTIVATIONS)} with BF16 operands",
+        activation,
+    )
     if activation == "swiglu":
         return function
+    if activation == "situglu":
+        return {**function, "situ_beta1": limit, "situ_beta2": slope}
     require(
         dtype != torch.bfloat16 or (limit, slope) == limits.BF16_GEGLU,
         f"limit and alpha of clamped_qgeglu must be {limits.BF16_GEGLU} with BF16 operands",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.activations import ACTIVATIONS, GATED
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm90 import limits, tiles
@@ -219,7 +220,7 @@ def grouped_glu(
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
     found = _operands("x", x, w, ends, False, x_scale, w_scale)
-    in_halves = x_scale is not None and glu.interleave == 0
+    in_halves = x_scale is not None and glu.interleave == 0 and glu.activation in GATED
     unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
     if found is None or not limits.takes_glu(*glu[:2], found.shape[1], unit):
         return NotImplemented
@@ -238,7 +239,7 @@ def grouped_dglu(
     w: Sequence[Tensor],
     ends: Tensor,
     preact: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     glu: Glu,
     *,
     overwrite: bool = False,
@@ -248,12 +249,13 @@ def grouped_dglu(
     if found is None:
         return NotImplemented
     dy, pitch, w, shape, address, table, products, *_ = found
-    columns = 2 * shape[2]
+    row = ACTIVATIONS.get(glu.activation)
+    columns = 0 if row is None else row.sides * shape[2]
     if not limits.takes_glu(*glu[:2], columns):
         return NotImplemented
     check_tensor("preact", preact, (dy.shape[0], columns), dy.dtype, dy.device)
     preact, preact_pitch = as_matrix("preact", preact)
-    scales = as_vector("scales", scales, dy)
+    scales = None if scales is None else as_vector("scales", scales, dy)
     overwrite = overwrite and preact_pitch == 0
     return products.dglu(
         dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch

@@ -30,7 +30,7 @@ from fusible.kernels.sm90.operands import (
     supports,
     supports_fp8,
 )
-from fusible.kernels.sm90.spec import Spec, Tile, block_columns
+from fusible.kernels.sm90.spec import BACKWARD, FORWARD, Spec, Tile, block_columns
 from fusible.recipes.formats import value_dtype
 
 
@@ -104,10 +104,11 @@ class WeightProducts:
             check_scale("scales", scale)
         weight = self._layouts[transpose]
         assert weight is not None  # checked by `cached_products`
-        columns = weight.rows // 2 if kind == "glu" else weight.rows
+        sides = 1 if glu is None else glu.sides
+        columns = weight.rows // sides if kind in FORWARD else weight.rows
         interleave = 0 if glu is None else glu.interleave
         tile = self._tile(kind, columns, weight.depth, weight.major, interleave, bias)
-        paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, interleave)
+        paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind,
             tile,
@@ -134,9 +135,9 @@ class WeightProducts:
             b_pitch=weight.pitch,
             b_group_pitch=weight.group_pitch,
             out_pitch=columns,
-            preact_pitch=preact_pitch or 2 * columns if kind == "dglu" else 0,
-            d_preact_pitch=0 if glu is None else 2 * columns,
-            glu_layout=(1, 0) if glu is None else _glu_layout(glu.interleave, columns),
+            preact_pitch=preact_pitch or sides * columns if kind in BACKWARD else 0,
+            d_preact_pitch=0 if glu is None else sides * columns,
+            glu_layout=(1, 0) if glu is None else _glu_layout(glu, columns),
             constants=(0.0, 0.0, 0.0) if glu is None else glu[2:],
         )
         return launch
@@ -250,11 +251,11 @@ class WeightProducts:
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
         scale = None if scales is None else scales.dtype
-        key = "glu", False, bias is not None, scale, glu, save_preact, pitch, 0
+        key = FORWARD[glu.sides - 1], False, bias is not None, scale, glu, save_preact, pitch, 0
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows, columns = x.shape[0], self._columns
         preact = x.new_empty(rows if save_preact else 0, columns, dtype=self.value_dtype)
-        out = x.new_empty(rows, columns // 2, dtype=self.value_dtype)
+        out = x.new_empty(rows, columns // glu.sides, dtype=self.value_dtype)
         launch(
             rows,
             x.data_ptr(),
@@ -275,7 +276,7 @@ class WeightProducts:
         w: int,
         ends: Tensor,
         preact: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         glu: Glu,
         overwrite: bool = False,
         table: int = 0,
@@ -283,13 +284,15 @@ class WeightProducts:
         preact_pitch: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
-        key = "dglu", True, False, scales.dtype, glu, False, pitch, preact_pitch
+        scale = None if scales is None else scales.dtype
+        key = BACKWARD[glu.sides - 1], True, False, scale, glu, False, pitch, preact_pitch
         launch = self._launches.get(key) or self._rows_launch(*key)
         rows = dy.shape[0]
         # A block of pre-activations is read once, by the warps that then write its gradient.
         d_preact = preact if overwrite else torch.empty_like(preact)
         act = dy.new_empty(rows, self._depth)
-        partials = scales.new_empty(launch.tiles_across * rows, dtype=torch.float32)
+        sums = 0 if scales is None else launch.tiles_across
+        partials = dy.new_empty(sums * rows, dtype=torch.float32)
         launch(
             rows,
             dy.data_ptr(),
@@ -299,10 +302,11 @@ class WeightProducts:
             preact=preact.data_ptr(),
             d_preact=d_preact.data_ptr(),
             table=table,
-            scales=scales.data_ptr(),
+            scales=0 if scales is None else scales.data_ptr(),
             partials=partials.data_ptr(),
         )
-        return d_preact, act, sum_up(partials, rows, scales.dtype)
+        dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)
+        return d_preact, act, dscales
 
     def wgrad(
         self,
@@ -341,16 +345,21 @@ class WeightProducts:
         return dw
 
 
-def _stripes(kind: str, tile: Tile, interleave: int) -> tuple[bool, int]:
+def _stripes(kind: str, tile: Tile, glu: Glu) -> tuple[bool, int]:
     """Whether gate and linear columns are loaded as two boxes, and the columns of a stripe."""
+    if glu.sides == 1:
+        return False, 0
+    interleave = glu.interleave
     width = tile.n // 2 if kind == "glu" else block_columns(kind, tile, "bfloat16")
     paired = interleave == 0 or interleave % width == 0
     return paired, width if paired else interleave
 
 
-def _glu_layout(interleave: int, columns: int) -> tuple[int, int]:
+def _glu_layout(glu: Glu, columns: int) -> tuple[int, int]:
     """Distance from a gate column to its linear column, and where gate columns end."""
-    return (interleave, 2 * columns) if interleave else (columns, columns)
+    if glu.sides == 1:
+        return 1, columns
+    return (glu.interleave, 2 * columns) if glu.interleave else (columns, columns)
 
 
 def sum_up(partials: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -46,10 +46,10 @@ class Launch:
             columns, depth, groups, a_pitch, b_pitch, b_group_pitch, preact_pitch, out_pitch,
             d_preact_pitch, *glu_layout, *constants,
         )  # fmt: skip
-        self.tiles_across = -(-columns // spec.width)
         self._clusters = multiprocessors(device) // (tile.cluster_m * tile.cluster_n)
         # Rows of the output that a cluster computes at once, and how many clusters lie across.
         self._rows, self._across = rows, -(-columns // width)
+        self.tiles_across = -(-columns // spec.width)
         if not spec.by_rows:
             # Every group has the same tiles; the number of rows does not change them.
             self._rows, self._across = 0, -(-columns // rows) * -(-depth // width)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from fusible import activations
+from fusible.activations import ACTIVATIONS
 from fusible.recipes.formats import BLOCKS, fp8_block
 
 ARCHITECTURE = 90
@@ -18,7 +18,6 @@ FP8_SCALING = {
     role: fp8_block(block=BLOCKS[role == "weight"]).scaling for role in ("input", "weight", "grad")
 }
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-ACTIVATIONS = activations.SM90
 # Layouts of gate and linear columns: halves (0), or alternating blocks of that many columns.
 INTERLEAVES = (0, *(1 << i for i in range(11)))
 
@@ -43,5 +42,7 @@ def takes_glu(activation: str, interleave: int, features: int, unit: int = MULTI
 
     ``unit`` divides the columns of each.
     """
-    known = activation in ACTIVATIONS and interleave in INTERLEAVES
-    return known and features % (2 * max(interleave, unit)) == 0
+    row = ACTIVATIONS.get(activation)
+    if row is None or interleave not in (INTERLEAVES if row.sides == 2 else (0,)):
+        return False
+    return features % (row.sides * max(interleave, unit)) == 0

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     cluster_m: int = 1
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
-    ahead: int = 3  # dglu: blocks of pre-activations loaded before their epilogue
+    ahead: int = 3  # `BACKWARD`: blocks of pre-activations loaded before their epilogue
     stagger: bool = False  # FP8, ping-pong: one epilogue at a time, under the other's products
     early: bool = False  # FP8 by rows: scales of columns are read while products are computed
 
@@ -51,17 +51,20 @@ class Tile(NamedTuple):
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:
     """Columns of the blocks in which an epilogue writes its tile: 64, or 32.
 
-    32 where 64 does not divide it or needs too much shared memory: dglu is faster with more
-    pipeline stages.
+    32 where 64 does not divide it or needs too much shared memory: an activation's backward is
+    faster with more pipeline stages.
     """
     width = tile.n // 2 if kind == "glu" else tile.n
-    return 64 if width % 64 == 0 and out_dtype != "float32" and kind != "dglu" else 32
+    return 64 if width % 64 == 0 and out_dtype != "float32" and kind not in BACKWARD else 32
+
+
+FORWARD, BACKWARD = ("act", "glu"), ("dact", "dglu")  # of an activation, and of a gated one
 
 
 class Spec(NamedTuple):
     """Everything that shapes a kernel's code; sizes, pointers and constants are its arguments."""
 
-    kind: str  # store, glu, dglu: rows grouped; wgrad: reduction grouped
+    kind: str  # store, `FORWARD`, `BACKWARD`: rows grouped; wgrad: reduction grouped
     tile: Tile
     dtype: str = "bfloat16"  # of both operands, unless b_dtype is another
     b_dtype: str = ""
@@ -73,9 +76,24 @@ class Spec(NamedTuple):
     activation: str = ""
     stripe: int = 0  # neighbouring gate columns before their linear columns, within a tile
     paired: bool = False  # gate and linear columns are further apart than a tile: two boxes
-    save_preact: bool = False  # glu: the pre-activation is stored as well
+    save_preact: bool = False  # `FORWARD`: the pre-activation is stored as well
     out_dtype: str = "bfloat16"
     accumulate: bool = False
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the epilogue is an activation's backward."""
+        return self.kind in BACKWARD
+
+    @property
+    def sides(self) -> int:
+        """Columns of the pre-activation for one of the activation: gate and linear, or one."""
+        return 2 if self.kind in ("glu", "dglu") else 1
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether gate and linear columns alternate within the 8 of a matrix instruction."""
+        return 0 < self.stripe < 8
 
     @property
     def scaled(self) -> bool:
@@ -197,12 +215,12 @@ class Spec(NamedTuple):
 
     @property
     def preact_slots(self) -> int:
-        """Pairs of blocks, of gate and of linear columns, that dglu holds in shared memory."""
-        return self.tile.ahead if self.kind == "dglu" else 0
+        """Blocks of pre-activations, of all `sides`, that a backward holds in shared memory."""
+        return self.tile.ahead if self.is_backward else 0
 
     @property
     def fetches_preacts(self) -> bool:
-        """Whether they are fetched to the L2 cache before dglu has room for them.
+        """Whether they are fetched to the L2 cache before there is room for them.
 
         It pays where there is room for few, too few to hide the latency of memory.
         """
@@ -210,21 +228,21 @@ class Spec(NamedTuple):
 
     @property
     def preact_blocks(self) -> int:
-        """Such pairs that dglu reads for a tile."""
+        """How often a tile reads blocks of all sides."""
         return self.tile.m * self.tile.n // (WARPGROUP_ROWS * self.block_columns)
 
     @property
     def _least_out_blocks(self) -> int:
-        """Output blocks that a warpgroup needs; of dglu, whose gradients need none, one.
+        """Output blocks that a warpgroup needs; one of a backward, whose gradients need none.
 
         One where FP8 scales are in the stages, so that each warpgroup has three of these.
         """
-        return 1 if self.kind == "dglu" or self.scaling == "rows" else 2
+        return 1 if self.is_backward or self.scaling == "rows" else 2
 
     @property
     def stages(self) -> int:
         """Pipeline stages: what fits in shared memory with the blocks of the epilogue."""
-        blocks = 2 * (self._least_out_blocks + self.preact_slots)
+        blocks = 2 * self._least_out_blocks + self.sides * self.preact_slots
         left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - blocks * self.block_bytes
         return left // self.stage_bytes // self.rings * self.rings
 
@@ -232,9 +250,9 @@ class Spec(NamedTuple):
     def out_blocks(self) -> int:
         """Output blocks of shared memory for each warpgroup: up to 4, where room is left.
 
-        In dglu, the warpgroup whose epilogue runs uses those of both.
+        In a backward, the warpgroup whose epilogue runs uses those of both.
         """
-        if self.kind == "dglu":
+        if self.is_backward:
             return self._least_out_blocks
         left = SHARED_BYTES - _BARRIER_BYTES - self.zero_bytes - self.stages * self.stage_bytes
         return min(left // (2 * self.block_bytes), 4)

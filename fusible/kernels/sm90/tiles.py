@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Tile
+from fusible.kernels.sm90.spec import BACKWARD, FORWARD, WARPGROUP_ROWS, Tile
 
 _SMALL, _BAND = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
 _SMALL_DRAWN, _BAND_DRAWN = _SMALL._replace(dynamic=True), _BAND._replace(dynamic=True)
@@ -51,11 +51,21 @@ TILES = {
         Tile(128, 256, False, 1, 2, dynamic=True),
         Tile(128, 256, False, 2, 1, dynamic=True),
     ),
+    # Of activations that are not gated.
+    "act": (*_LOW[:3:2], _SMALL, _SMALL_DRAWN, _BAND),
+    "dact": (
+        Tile(64, 64, True, 1, 1, ahead=4),
+        Tile(64, 128, True, 1, 2, ahead=5),
+        _SMALL._replace(ahead=5),
+        _SMALL_DRAWN,
+        _BAND,
+    ),
 }
 # Of FP8 operands.
 FP8_TILES = {
     "store": (_SMALL, _SMALL_DRAWN, _BAND),
     "glu": (_SMALL, _SMALL_DRAWN, _BAND),
+    "act": (_SMALL, _SMALL_DRAWN, _BAND),
     "wgrad": (_SMALL_DRAWN, _BAND),
 }
 
@@ -155,8 +165,8 @@ def microseconds(
         values = groups * columns * depth + rows * (columns + depth)
     else:
         across = _parts(columns, width * tile.cluster_n)
-        side = {"store": 1, "glu": 2, "dglu": 1}[kind] * columns
-        out = {"store": 1, "glu": 3, "dglu": 5}[kind] * columns
+        side = (2 if kind == "glu" else 1) * columns
+        out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
         values = used * side * depth + rows * (depth + out)
     tiles = used * tiles_down * across
     rounds = tiles / (sms // (tile.cluster_m * tile.cluster_n))
@@ -178,7 +188,8 @@ def _grouped_rows(
     steps = _parts(depth, 64)
     multiplying = slabs * steps * (tile.n * c.multiply + c.instruct)
     loading = tiles * steps * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
-    epilogue = slabs * tile.n * {"store": c.store, "glu": c.glu, "dglu": c.dglu}[kind]
+    backward = c.dglu if kind in BACKWARD else c.store
+    epilogue = slabs * tile.n * (c.glu if kind in FORWARD else backward)
     return tiles, _with_epilogue(tile, multiplying, loading, tiles * c.begin, epilogue, c)
 
 

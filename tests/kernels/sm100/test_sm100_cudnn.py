@@ -26,6 +26,7 @@ from sm100_calls import (
     NVFP4,
     RECIPES,
     SINGLE,
+    SITUGLU,
     SWIGLU,
     configuration,
     count_of,
@@ -67,6 +68,7 @@ class Both:
 CASES = {
     "mxfp8": (MXFP8, {**SINGLE, "bias": True}, SWIGLU),
     "mxfp8 pointers": (MXFP8, {**SINGLE, "bias": False, "single_grouped_weight": False}, GEGLU),
+    "mxfp8 situ": (MXFP8, {**SINGLE, "bias": True}, SITUGLU),
     "nvfp4": (NVFP4, {**SINGLE, "bias": True}, GEGLU),
     "nvfp4 pointers": (NVFP4, {**SINGLE, "bias": False, "single_grouped_weight": False}, SWIGLU),
     "bf16": (None, {**SINGLE, "bias": True}, SWIGLU),

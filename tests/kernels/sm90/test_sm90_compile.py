@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from fusible.kernels.runtime.launch import compile_kernel
-from fusible.kernels.sm90.spec import SHARED_BYTES, Spec, Tile
+from fusible.kernels.sm90.spec import BACKWARD, SHARED_BYTES, Spec, Tile
 from fusible.kernels.sm90.tiles import FP8_TILES, TILES
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
@@ -38,9 +38,33 @@ def variants(kind, tile):
         yield {**SWIGLU, **halves, "weight_major": "n"}
         yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
         yield {**QGEGLU, **SINGLE_COLUMNS, "weight_major": "n"}
+    elif kind == "act":
+        yield {"activation": "gelu", "save_preact": True, "bias": True, "scale": "float32"}
+    elif kind == "dact":
+        yield {"activation": "gelu", "scale": "float32", "weight_major": "n"}
     else:
         yield {}
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
+
+
+def other_activations():
+    """Those left, each with its backward, on the tiles that leave the fewest registers."""
+    act, dact = TILES["act"][-1], TILES["dact"][-1]
+    yield Spec("act", act, activation="srelu", save_preact=False, weight_major="n", table=True)
+    for name, scale in (("qgelu", "float32"), ("relu", "float32"), ("silu", ""), ("srelu", "")):
+        yield Spec("dact", dact, activation=name, scale=scale, weight_major="n")
+    for name, scale in (
+        ("glu", ""), ("geglu", "float32"), ("qgeglu", ""), ("reglu", "float32"),
+        ("sreglu", "float32"), ("situglu", "float32"), ("swiglu", ""),
+    ):  # fmt: skip
+        for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
+            sums = max(tile.slabs * tile.n for tile in TILES[kind])
+            for tile in [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]:
+                stripe = tile.n // 2 if kind == "glu" else 32
+                layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
+                major = "k" if kind == "glu" else "n"
+                of = {"activation": name, "scale": scale, "weight_major": major}
+                yield Spec(kind, tile, **of, **layout)
 
 
 FP8 = {"dtype": "float8_e4m3fn", "scaling": "blocks", "out_dtype": "bfloat16"}
@@ -57,6 +81,8 @@ def fp8_variants(kind, tile):
         yield {**FP8, **SWIGLU, **halves, "save_preact": False}
         yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
         yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True}
+    elif kind == "act":
+        yield {**FP8, "activation": "gelu", "save_preact": True, "scale": "float32"}
     elif kind == "wgrad":
         yield {**FP8, "scaling": "rows"}
         yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
@@ -96,7 +122,7 @@ KERNELS += [
     for tile in choices
     for options in fp8_variants(kind, tile)
 ]
-KERNELS += other_kernels()
+KERNELS += [*other_kernels(), *other_activations()]
 
 
 def resources(cubin):
@@ -168,16 +194,18 @@ def test_vector_kernel_compiles_without_spills(name, dtype, tmp_path, record_pro
 @every_kernel
 def test_shared_memory_fits(spec):
     used = spec.stages * spec.stage_bytes
-    used += 2 * (spec.out_blocks + spec.preact_slots) * spec.block_bytes + spec.zero_bytes
+    used += (2 * spec.out_blocks + spec.sides * spec.preact_slots) * spec.block_bytes
+    used += spec.zero_bytes
     assert used <= SHARED_BYTES - 1024
     assert spec.stages >= 3
     assert spec.stages % spec.rings == 0
     assert spec.stages >= 3 * spec.rings
-    assert spec.out_blocks >= (1 if spec.kind == "dglu" or spec.scaling == "rows" else 2)
+    assert spec.out_blocks >= (1 if spec.is_backward or spec.scaling == "rows" else 2)
 
 
-def test_the_activations_backward_takes_turns():
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_the_activations_backward_takes_turns(kind):
     """Without them its warpgroups would wait for each other for ever."""
-    spec = Spec("dglu", Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu")
+    spec = Spec(kind, Tile(128, 128, pingpong=False, cluster_n=2), activation="swiglu")
     with pytest.raises(ValueError, match=r"must be ping-pong, .* got 128x128co12; pass pingpong"):
         compile_kernel(GEMM, (spec,))

@@ -248,7 +248,8 @@ ROLES = {
         "a column less": (lambda t: t[:, 1:], "bias must be a"),
     },
     "glu": {
-        "another": (lambda _: Glu("gelu"), UNSUPPORTED),
+        "another": (lambda _: Glu("another"), UNSUPPORTED),
+        "not gated": (lambda _: Glu("gelu", interleave=8), UNSUPPORTED),
         "no power of two": (lambda _: Glu(interleave=3), UNSUPPORTED),
         "too wide": (lambda _: Glu(interleave=16), UNSUPPORTED),
     },

@@ -106,4 +106,5 @@ def test_the_limits_of_an_epilogue():
         fits = columns % 8 == 0 and interleave in limits.INTERLEAVES
         fits = fits and columns % max(interleave, 1) == 0
         assert limits.takes_glu("swiglu", interleave, 2 * columns) == fits
-    assert not limits.takes_glu("geglu", 0, 64)
+        assert limits.takes_glu("srelu", interleave, columns) == (fits and interleave == 0)
+    assert not limits.takes_glu("another", 0, 64)

@@ -8,45 +8,11 @@ their sums in FP32 registers. A warp's sums are a row of the partial sums, which
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from fusible.activations import UNARY
 from fusible.kernels.dense.spec import VECTOR
 from fusible.kernels.device import bits
+from fusible.kernels.device.activations import evaluate
 
 WARPS, UNROLL = 4, 4
-_LOG2_E = 1.4426950408889634
-
-
-def _sigmoid(x):
-    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * -_LOG2_E, fastmath=True))
-
-
-def _gelu(x):
-    inner = Float32(0.7978845608028654) * x * (Float32(1.0) + Float32(0.044715) * x * x)
-    slope = Float32(0.7978845608028654) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
-    # (1 + tanh(inner)) / 2 is sigmoid(2 inner).
-    sigmoid = _sigmoid(inner + inner)
-    return sigmoid + (x + x) * slope * sigmoid * (Float32(1.0) - sigmoid)
-
-
-def _silu(x):
-    sigmoid = _sigmoid(x)
-    return sigmoid + x * sigmoid * (Float32(1.0) - sigmoid)
-
-
-def _qgelu(x):
-    sigmoid = _sigmoid(Float32(1.702) * x)
-    return sigmoid + Float32(1.702) * x * sigmoid * (Float32(1.0) - sigmoid)
-
-
-def _srelu(x):
-    return _relu(x) * (x + x)
-
-
-def _relu(x):
-    return bits.to_float(bits.select(x <= Float32(0.0), 0, bits.ONE))  # a NaN passes, as in torch
-
-
-SLOPES = {name: globals()[f"_{name}"] for name in UNARY}
 
 
 @cute.kernel
@@ -61,7 +27,6 @@ def _activation_bias(
     chunks: Int32,
     spec: cutlass.Constexpr,
 ):
-    slope = SLOPES[spec.activation]
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     strip = (cta // chunks) * WARPS + thread // 32
@@ -80,7 +45,8 @@ def _activation_bias(
             grads = []
             pairs = zip(bits.unpack(of_dy, spec.dtype), bits.unpack(of_x, spec.dtype), strict=True)
             for i, (d, v) in enumerate(pairs):
-                grads.append(d * slope(v))
+                _, (slope,) = evaluate(spec.activation, (v,), None)
+                grads.append(d * slope)
                 sums[i] = sums[i] + grads[i]
             bits.store(dx + offset, bits.pack(grads, spec.dtype), inside)
     at = partial + (Int64(strip) * Int64(columns) + Int64(column)) * 4

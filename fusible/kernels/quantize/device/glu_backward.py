@@ -1,8 +1,9 @@
-"""The backward of a gated activation, whose gradients are quantized as they are computed.
+"""The backward of an activation, whose gradients are quantized as they are computed.
 
 A thread has the same columns of the pre-activation's gradient as in ``k_major``, eight neighbours.
 In stripes of 1, 2 and 4 gate columns it has gates and their linear columns, otherwise gates or
-linear columns, and reads the others as well. Gradients are rounded to BF16, then quantized.
+linear columns, and reads the others as well. An activation that is not gated has but its operand.
+Gradients are rounded to BF16, then quantized.
 """
 
 from typing import NamedTuple
@@ -10,13 +11,14 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from fusible.activations import ACTIVATIONS
 from fusible.kernels.device import bits
+from fusible.kernels.device.activations import evaluate
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
 from fusible.kernels.quantize.device.magnitudes import over_rows
 from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, thread_tile
 from fusible.kernels.quantize.spec import THREADS
-from fusible.kernels.sm90.device.activations import BACKWARD
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
@@ -28,7 +30,7 @@ class Source(NamedTuple):
     dy: Int64
     """Gradient of the activation, contiguous ``[rows, features]``."""
     preact: Int64
-    """Contiguous ``[rows, 2 * features]``."""
+    """Contiguous ``[rows, features]``, or ``[rows, 2 * features]`` if it is gated."""
     scales: Int64
     """FP32, of the rows."""
     glu_block: Int32
@@ -48,29 +50,46 @@ def gradients(source, tile, columns, values_out, spec):
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
-    entry = source.scales + Int64(tile.first + own) * 4
-    (scale,) = bits.load(entry, Int32(Boolean(own < tile.count) & live), 1)
+    if spec.scaled:
+        entry = source.scales + Int64(tile.first + own) * 4
+        (scale,) = bits.load(entry, Int32(Boolean(own < tile.count) & live), 1)
     first = cute.arch.lane_idx() - own
     of_row = _narrow if spec.stripe else _wide
+    if ACTIVATIONS[spec.activation].sides == 1:
+        of_row = _plain
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
             tile, columns = computed_anew(tile, columns)
         inside = Int32(Boolean(r < tile.count) & tile.in_columns & live)
         start = Int64(tile.first + r) * Int64(columns)
-        row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
+        row_scale = Float32(1.0)
+        if spec.scaled:
+            row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
         values, total = of_row(source, tile.column, start, row_scale, inside, spec)
         rows.append(bits.pack(values, spec.quantize.dtype))
         totals.append(total)
         if spec.values:
             written = Int32(Boolean(r < tile.count) & tile.in_columns)
             bits.store(values_out + (start + Int64(tile.column)) * _BYTES, rows[-1], written)
-    return rows, over_rows(totals, spec.quantize.lanes, _add)
+    return rows, over_rows(totals, spec.quantize.lanes, _add) if spec.scaled else None
 
 
 def _load(address, offset, inside, words, spec):
     """Numbers of ``words`` words from the ``offset``-th one on."""
     return bits.unpack(bits.load(address + offset * _BYTES, inside, words), spec.quantize.dtype)
+
+
+def _plain(source, column, start, row_scale, inside, spec):
+    """A row's gradients of an activation's only operand, and that of its scale."""
+    words, at = spec.quantize.words, start + Int64(column)
+    dy = _load(source.dy, at, inside, words, spec)
+    values, total = [], Float32(0.0)
+    for gradient, operand in zip(dy, _load(source.preact, at, inside, words, spec), strict=True):
+        value, (slope,) = evaluate(spec.activation, (operand,), source.constants)
+        total = total + gradient * value
+        values.append(gradient * row_scale * slope)
+    return values, bits.to_bits(total)
 
 
 def _narrow(source, column, start, row_scale, inside, spec):
@@ -82,7 +101,7 @@ def _narrow(source, column, start, row_scale, inside, spec):
     for i, gradient in enumerate(dy):
         gate = i // stripe * 2 * stripe + i % stripe
         pair = preact[gate], preact[gate + stripe]
-        *of_pair, value = BACKWARD[spec.activation](*pair, source.constants)
+        value, of_pair = evaluate(spec.activation, pair, source.constants)
         total = total + gradient * value
         values[gate], values[gate + stripe] = [gradient * row_scale * of for of in of_pair]
     return values, bits.to_bits(total)
@@ -99,7 +118,7 @@ def _wide(source, column, start, row_scale, inside, spec):
     linears = _load(source.preact, start + Int64(gate + block), inside, words, spec)
     values, total = [], Float32(0.0)
     for gradient, *pair in zip(dy, gates, linears, strict=True):
-        d_gate, d_linear, value = BACKWARD[spec.activation](*pair, source.constants)
+        value, (d_gate, d_linear) = evaluate(spec.activation, pair, source.constants)
         total = total + gradient * value
         of = bits.select(is_linear, bits.to_bits(d_linear), bits.to_bits(d_gate))
         values.append(gradient * row_scale * bits.to_float(of))
@@ -111,10 +130,11 @@ def quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
     words, total = gradients(source, tile, columns, values, spec)
     tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
-    width = spec.quantize.lanes * spec.quantize.vector
-    at = Int64(tile.column // width) * Int64(rows) + Int64(tile.first + own)
-    inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
-    bits.store(partials + at * 4, [total], Int32(inside))
+    if spec.scaled:
+        width = spec.quantize.lanes * spec.quantize.vector
+        at = Int64(tile.column // width) * Int64(rows) + Int64(tile.first + own)
+        inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
+        bits.store(partials + at * 4, [total], Int32(inside))
     store_block(words, tile, rows, columns, rows, out, spec.quantize)
 
 

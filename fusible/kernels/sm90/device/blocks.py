@@ -45,7 +45,7 @@ class BlockWriter:
         from_shared = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         self.from_shared = cute.make_tiled_copy_C(from_shared, mma)
         self.shape = mma.partition_shape_C((WARPGROUP_ROWS, PIECE))
-        self.stripe = spec.stripe
+        self.stripe, self.is_narrow = spec.stripe, spec.is_narrow
 
     def read(self, block, piece):
         """A thread's 8 values of 16 columns of a block of 16-bit values."""
@@ -65,8 +65,8 @@ class BlockWriter:
         cute.copy(self.to_shared, copy.retile(fragment)[None, 0, 0], target)
 
     def read_preacts(self, block, piece):
-        """`read` of gates and linears, in the order that stripes of 8 have."""
-        if self.stripe >= 8:
+        """`read` of pre-activations, in the order that stripes of 8 have."""
+        if not self.is_narrow:
             return self.read(block, piece)
         copy, part, values = self._narrow(block, piece)
         cute.copy(copy, part, values)
@@ -74,7 +74,7 @@ class BlockWriter:
 
     def put_preacts(self, values, block, piece):
         """Write what `read_preacts` has read, or its gradient, to where it was."""
-        if self.stripe >= 8:
+        if not self.is_narrow:
             self.put(values, block, piece)
             return
         copy, part, fragment = self._narrow(block, piece)

@@ -7,7 +7,7 @@ A thread of a warpgroup holds, of each 64 x 8 block of the accumulator, columns
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline
 
-from fusible.kernels.sm90.device.activations import BACKWARD, FORWARD
+from fusible.kernels.device.activations import evaluate
 from fusible.kernels.sm90.device.addressing import group_rows
 from fusible.kernels.sm90.device.blocks import PIECE, BlockWriter
 from fusible.kernels.sm90.device.parts import (
@@ -23,7 +23,7 @@ from fusible.kernels.sm90.device.parts import (
 )
 from fusible.kernels.sm90.device.stores import output_of
 from fusible.kernels.sm90.device.stripes import untangle
-from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
+from fusible.kernels.sm90.spec import FORWARD, WARPGROUP_ROWS, Spec
 
 # And 6: named barriers of whose turn it is, in ping-pong, to read pre-activations. Without turns
 # one warpgroup could wait for a slot's next contents while the other's have yet to come, and
@@ -74,7 +74,7 @@ class Epilogue:
         writer = BlockWriter(
             spec, self.dtype, out_blocks.element_type, self.thread, self.warpgroup, out_blocks
         )
-        if const_expr(spec.kind == "dglu"):
+        if const_expr(spec.is_backward):
             preact_state = self._write_backward(
                 writer, accumulator, row_scales, coord, preact_state
             )
@@ -84,7 +84,7 @@ class Epilogue:
 
     @cute.jit
     def _write_product(self, writer, accumulator, row_scales, coord: TileCoord):
-        """Write a tile of any kind but dglu."""
+        """Write a tile of any kind but a backward."""
         spec, tile = self.spec, self.tile
         writer.settle(0)
         out, both = self._targets(coord)
@@ -103,8 +103,8 @@ class Epilogue:
 
     @cute.jit
     def _write_backward(self, writer, accumulator, row_scales, coord: TileCoord, preact_state):
-        """Put the blocks of a tile of dglu together, where `store_gradients` takes them."""
-        write_slab = self._dglu
+        """Put the blocks of a backward's tile together, where `store_gradients` takes them."""
+        write_slab = self._backward_slab
         take_turn(PREACT_TURN, self.warpgroup)
         if coord.row >= coord.rows:  # there are none
             give_turn(PREACT_TURN, self.warpgroup)
@@ -121,8 +121,8 @@ class Epilogue:
         """Write 64 rows of a product of grouped rows."""
         if const_expr(self.spec.bias):
             self._add_bias(accumulator, m, row_scales, coord)
-        if const_expr(self.spec.kind == "glu"):
-            self._glu(writer, accumulator, m, row_scales, out, both, slab, coord, count)
+        if const_expr(self.spec.kind in FORWARD):
+            self._activate(writer, accumulator, m, row_scales, out, both, slab, coord, count)
         else:
             self._store(writer, accumulator, m, out, slab, coord, count)
 
@@ -144,11 +144,9 @@ class Epilogue:
         return row_in_tile(self.spec, self.thread, self.warpgroup, m, half)
 
     def _blocks_of_slab(self):
-        """Blocks written for each 64 rows of a warpgroup, but for dglu's."""
-        if self.spec.kind == "glu":
-            kept = self.tile.n if self.spec.save_preact else 0
-            return (kept + self.tile.n // 2) // self.columns
-        return self.tile.n // self.columns
+        """Blocks written for each 64 rows of a warpgroup, but for a backward's."""
+        kept = self.tile.n if self.spec.save_preact else 0
+        return (kept + self.spec.width) // self.columns
 
     @staticmethod
     def _value(accumulator, m, eight, i):
@@ -158,18 +156,21 @@ class Epilogue:
     def _sides(self, eight):
         """Which 8 columns hold the gates of the eight-th 8 activation columns, and the linears.
 
-        Narrower stripes lie in the same 16 columns as stripes of 8 would.
+        Narrower stripes lie in the same 16 columns as stripes of 8 would. Of an activation that is
+        not gated, the 8 columns themselves.
         """
+        if self.spec.sides == 1:
+            return (eight,)
         stripe = max(self.spec.stripe // 8, 1)
         gate = eight // stripe * 2 * stripe + eight % stripe
         return gate, gate + stripe
 
-    def _gates_and_linears(self, accumulator, m, eight):
-        """A thread's values of both for the eight-th 8 activation columns, 4 each."""
+    def _operands(self, accumulator, m, eight):
+        """A thread's values of each side for the eight-th 8 activation columns, 4 each."""
         sides = [
             [self._value(accumulator, m, side, i) for i in range(4)] for side in self._sides(eight)
         ]
-        if self.spec.stripe < 8:
+        if self.spec.is_narrow:
             return untangle(*sides, self.spec.stripe, self.thread)
         return sides
 
@@ -212,14 +213,14 @@ class Epilogue:
             writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
     @cute.jit
-    def _glu(
+    def _activate(
         self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
         count: cutlass.Constexpr,
     ):  # fmt: skip
         """The scaled activation; before it, if kept, the accumulator it is computed from."""
-        write_block, settle = self._glu_block, writer.settle
-        blocks = const_expr(3 if self.spec.save_preact else 1)
-        for index in cutlass.range_constexpr(self.tile.n // 2 // self.columns):
+        write_block, settle = self._activated_block, writer.settle
+        blocks = const_expr(1 + self.spec.sides * self.spec.save_preact)
+        for index in cutlass.range_constexpr(self.spec.width // self.columns):
             column = coord.column + index * self.columns
             # Besides work it saves registers: the compiler begins no block before its turn.
             if column < self.problem.columns:
@@ -231,40 +232,40 @@ class Epilogue:
                 settle(0)  # blocks are left out: the next may lie where any other did
 
     @cute.jit
-    def _glu_block(
+    def _activated_block(
         self, writer, accumulator, m, row_scales, out, both, slab, coord: TileCoord,
         index: cutlass.Constexpr, count: cutlass.Constexpr,
     ):  # fmt: skip
-        """A block of activation columns, after the two blocks that it is computed from."""
-        spec, glu_block = self.spec, self.problem.glu_block
-        activation = FORWARD[spec.activation]
+        """A block of activation columns, after the blocks that it is computed from."""
+        spec, sides, glu_block = self.spec, self.spec.sides, self.problem.glu_block
         half = self.tile.n // 2
         if const_expr(spec.save_preact):
-            for side in cutlass.range_constexpr(2):
-                whole = index + side * half // self.columns if spec.paired else 2 * index + side
+            for side in cutlass.range_constexpr(sides):
+                whole = index + side * half // self.columns if spec.paired else sides * index + side
                 block = writer.block(count + side)
                 self._put_accumulator(writer, block, accumulator, m, whole)
                 view = side if const_expr(spec.paired) else 0
                 at = gate_column(spec, coord.column, glu_block)
                 at += whole * self.columns - view * half
                 writer.write([(*both[view], slab, at, block)])
-        block = writer.block(count + (2 if spec.save_preact else 0))
+        block = writer.block(count + (sides if spec.save_preact else 0))
         for piece in cutlass.range_constexpr(self.columns // PIECE):
             values = []
             for j in cutlass.range_constexpr(2):
                 eight = 2 * piece + index * self.columns // 8 + j
-                gates, linears = self._gates_and_linears(accumulator, m, eight)
+                operands = self._operands(accumulator, m, eight)
                 for i in cutlass.range_constexpr(4):
-                    value = activation(gates[i], linears[i], self.outputs.constants)
+                    of_column = [of_side[i] for of_side in operands]
+                    value, _ = evaluate(spec.activation, of_column, self.outputs.constants)
                     values.append(value * row_scales[2 * m + i // 2])
             writer.put(values, block, piece)
         writer.write([(*out, slab, coord.column + index * self.columns, block)])
 
     @cute.jit
-    def _dglu(
+    def _backward_slab(
         self, writer, accumulator, m: cutlass.Constexpr, row_scales, coord: TileCoord, preact_state
     ):
-        """64 rows: gradients of gate, linear and scale, and the scaled activation."""
+        """64 rows: gradients of the pre-activation and the scale, and the scaled activation."""
         spec, ring, vacated = self.spec, self.preacts.pipeline, self.preacts.vacated
         blocks, act_blocks = const_expr(self.tile.n // self.columns), 2 * spec.out_blocks
         scale_grads = [Float32(0.0), Float32(0.0)]
@@ -275,9 +276,10 @@ class Epilogue:
                     coord.row + (m + 1) * WARPGROUP_ROWS >= coord.rows
                 ):
                     give_turn(PREACT_TURN, self.warpgroup)
-            # Two blocks of gate and linear columns; their gradients take their place.
+            # Blocks of gate and of linear columns; their gradients take their place.
             sides = [
-                self.preacts.blocks[None, None, 2 * preact_state.index + side] for side in range(2)
+                self.preacts.blocks[None, None, spec.sides * preact_state.index + side]
+                for side in range(spec.sides)
             ]
             # A block of activations is vacated with the slot whose gradients were stored with it.
             if const_expr(spec.preact_slots > act_blocks):
@@ -293,33 +295,31 @@ class Epilogue:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.preacts.done + preact_state.index)
             preact_state.advance()
-        self._sum_up(scale_grads, m, coord)
+        if const_expr(spec.scale != ""):
+            self._sum_up(scale_grads, m, coord)
         return preact_state
 
     def _backward(self, writer, accumulator, m, row_scales, sides, act, index, piece, scale_grads):
-        """16 scaled activation columns; the gradients of gate and linear, put where those were.
+        """16 scaled activation columns; the pre-activation's gradients, put where that was.
 
         Adds to the gradients of a thread's two scales.
         """
-        backward, pieces = BACKWARD[self.spec.activation], self.columns // PIECE
-        gates, linears = zip(*[self._sides(2 * piece + i) for i in range(2)], strict=True)
+        pieces, both = self.columns // PIECE, [self._sides(2 * piece + i) for i in range(2)]
         # 16 activation columns and their gates and linears: always two pieces of 16.
-        touched = sorted({eight // 2 for eight in (*gates, *linears)})
+        touched = sorted({eight // 2 for eights in both for eight in eights})
         values = {p: writer.read_preacts(sides[p // pieces], p % pieces) for p in touched}
         activations = []
         for i in range(8):
-            gate, linear = gates[i // 4], linears[i // 4]
-            at_gate, at_linear = gate % 2 * 4 + i % 4, linear % 2 * 4 + i % 4
-            d_gate, d_linear, value = backward(
-                values[gate // 2][at_gate], values[linear // 2][at_linear], self.outputs.constants
-            )
+            places = [(eight // 2, eight % 2 * 4 + i % 4) for eight in both[i // 4]]
+            operands = [values[at][place] for at, place in places]
+            value, slopes = evaluate(self.spec.activation, operands, self.outputs.constants)
             eight = 2 * piece + i // 4 + index * self.columns // 8
             gradient = self._value(accumulator, m, eight, i % 4)
             scale = row_scales[2 * m + i % 4 // 2]
             scale_grads[i % 4 // 2] += gradient * value
             gradient *= scale
-            values[gate // 2][at_gate] = gradient * d_gate
-            values[linear // 2][at_linear] = gradient * d_linear
+            for (at, place), slope in zip(places, slopes, strict=True):
+                values[at][place] = gradient * slope
             activations.append(value * scale)
         for at, part in values.items():
             writer.put_preacts(part, sides[at // pieces], at % pieces)

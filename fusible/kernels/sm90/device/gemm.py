@@ -41,10 +41,10 @@ class GroupedGemm:
     """The kernel that a `Spec` describes; ``cute.compile`` turns an instance into code."""
 
     def __init__(self, spec: Spec):
-        if spec.kind == "dglu" and not spec.tile.pingpong:
+        if spec.is_backward and not spec.tile.pingpong:
             raise ValueError(
-                "a tile of dglu must be ping-pong, as the warpgroups' epilogues take turns, got "
-                f"{spec.tile}; pass pingpong=True"
+                f"a tile of {spec.kind} must be ping-pong, as the warpgroups' epilogues take "
+                f"turns, got {spec.tile}; pass pingpong=True"
             )
         self.spec, self.tile = spec, spec.tile
         self.dtype, self.b_dtype = DTYPES[spec.dtype], DTYPES[spec.b_dtype or spec.dtype]
@@ -142,16 +142,16 @@ class GroupedGemm:
         layout_b = operand_layout(spec, spec.b_major, part, self.b_dtype, spec.b_parts)
         layout_scales = cute.make_layout((tile.n, 1, spec.stages), stride=(1, tile.n, tile.n))
         layout_block = self._block_layout(self.out_dtype, 2 * spec.out_blocks)
-        layout_preact = self._block_layout(self.value_dtype, max(2 * spec.preact_slots, 1))
+        layout_preact = self._block_layout(self.value_dtype, max(spec.sides * spec.preact_slots, 1))
 
         # Gate and linear columns are two views, so that a box of one stops before the other.
         load_preact, store_preact = None, None
-        if const_expr(spec.kind == "dglu"):
+        if const_expr(spec.is_backward):
             load_preact = tuple(
                 self._load(view, layout_preact, self.block, 1)
                 for view in self._views(preact, glu_block, (total_rows, glu_columns), preact_pitch)
             )
-        if const_expr(spec.kind == "dglu" or spec.save_preact):
+        if const_expr(spec.is_backward or spec.save_preact):
             store_preact = tuple(
                 cpasync.make_tiled_tma_atom(
                     cpasync.CopyBulkTensorTileS2GOp(),
@@ -208,7 +208,7 @@ class GroupedGemm:
             if const_expr(spec.scale)
             else None,
             self._rows(Float32, partials, tiles, total_rows)
-            if const_expr(spec.kind == "dglu")
+            if const_expr(spec.is_backward and spec.scale != "")
             else None,
             self._pointer(Int32, counter),
             layout_a,
@@ -384,13 +384,13 @@ class GroupedGemm:
             ring,
         )
         preacts = None
-        if const_expr(spec.kind == "dglu"):
+        if const_expr(spec.is_backward):
             preact_ring = pipeline.PipelineTmaAsync.create(
                 barrier_storage=shared.preact_barriers.data_ptr(),
                 num_stages=spec.preact_slots,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
                 consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                tx_count=2 * spec.block_bytes,
+                tx_count=spec.sides * spec.block_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
             )
@@ -410,7 +410,7 @@ class GroupedGemm:
             shared.queue.data_ptr(),
             shared.queue_barriers.data_ptr(),
             tile.dynamic,
-            11 if const_expr(spec.kind == "dglu") else 8 + spec.rings,
+            11 if const_expr(spec.is_backward) else 8 + spec.rings,
             cute.size(self.cluster),
         )
         if warp_index == 0:
@@ -455,7 +455,7 @@ class GroupedGemm:
                     load_operands(spec, problem, tiles, operands, warp_index)
             elif warp_index == 0:
                 load_operands(spec, problem, tiles, operands, Int32(0))
-            if const_expr(spec.kind == "dglu"):
+            if const_expr(spec.is_backward):
                 if warp_index == 1:
                     load_preacts(spec, problem, tiles, preacts)
                 elif warp_index == 3:

@@ -192,14 +192,14 @@ def load_preacts(
         for block in cutlass.range(blocks, unroll=1):
             ring.producer_acquire(state)
             later = block + spec.preact_slots
-            for side in cutlass.range_constexpr(2):
+            for side in cutlass.range_constexpr(spec.sides):
                 atom, source, targets = _preact_box(
                     spec, problem, preacts, row, column, block, side
                 )
                 cute.copy(
                     atom,
                     source,
-                    targets[None, 2 * state.index + side],
+                    targets[None, spec.sides * state.index + side],
                     tma_bar_ptr=ring.producer_get_barrier(state),
                 )
                 if const_expr(spec.fetches_preacts):  # noqa: SIM102 (decided when compiling)
@@ -213,7 +213,7 @@ def load_preacts(
 
 
 def _preact_box(spec, problem, preacts, row, column, block, side):
-    """Gate or linear columns of a block of a tile: TMA atom, where they are, where they may go."""
+    """Columns of a side of a block of a tile: TMA atom, where they are, where they may go."""
     box = (WARPGROUP_ROWS, spec.block_columns)
     across = spec.tile.n // box[1]
     load = preacts.loads[side if spec.paired else 0]

@@ -78,7 +78,7 @@ class Scales(NamedTuple):
 
 
 class Preacts(NamedTuple):
-    """The ring of pre-activation blocks, of gate and linear columns each (dglu).
+    """The ring of pre-activation blocks, of gate and linear columns each if it is gated.
 
     A slot is loaded; a warpgroup puts gradients in the place of what it reads, and activations in a
     block beside the ring; both are stored, which vacates slot and block.
@@ -121,7 +121,12 @@ def preact_blocks_of(spec: Spec, rows, row):
 
 
 def gate_column(spec: Spec, column, glu_block):
-    """Where the gate of an activation column lies among gate and linear columns."""
+    """Where the gate of an activation column lies among gate and linear columns.
+
+    An activation that is not gated has but these columns.
+    """
+    if spec.sides == 1:
+        return column
     if spec.paired:
         return (column // glu_block) * 2 * glu_block + column % glu_block
     return column * 2

@@ -113,7 +113,7 @@ def multiply(
     if const_expr(turns or tile.stagger):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
-            if const_expr(spec.kind == "dglu"):
+            if const_expr(spec.is_backward):
                 give_turn(PREACT_TURN, Int32(1))
 
     turn = Int32(0)
@@ -186,7 +186,7 @@ def multiply(
             if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
                 if steps > 0:
                     state.advance(steps)
-            if const_expr(spec.kind == "dglu"):
+            if const_expr(spec.is_backward):
                 preact_state.advance(preact_blocks_of(spec, rows, row))
         if const_expr(tile.pingpong):
             turn = 1 - turn

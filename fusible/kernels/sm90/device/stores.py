@@ -47,7 +47,7 @@ def store_gradients(
     preacts: Preacts,
     outputs: Outputs,
 ):
-    """Store what dglu's epilogue puts together, and vacate it; by one warp."""
+    """Store what a backward's epilogue puts together, and vacate it; by one warp."""
     tile, in_cluster, ring = spec.tile, tiles.in_cluster, preacts.pipeline
     box = (WARPGROUP_ROWS, spec.block_columns)
     across, act_blocks = tile.n // box[1], 2 * spec.out_blocks
@@ -69,14 +69,14 @@ def store_gradients(
                 (down, right),
                 outputs.blocks[None, None, block % act_blocks],
             )
-            for side in cutlass.range_constexpr(2):
+            for side in cutlass.range_constexpr(spec.sides):
                 view = side if const_expr(spec.paired) else 0
                 store_box(
                     outputs.store_preact[view].atom,
                     both[view],
                     box,
                     (down, first + (side - view) * box[1]),
-                    preacts.blocks[None, None, 2 * state.index + side],
+                    preacts.blocks[None, None, spec.sides * state.index + side],
                 )
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
