@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fusible.fuser.context import OperationContext
-from fusible.kernels import sm100
 from fusible.kernels.runtime.launch import aligned
-from fusible.kernels.sm100 import limits
+from fusible.kernels.sm100 import limits, operands, padding
 from fusible.kernels.stacking import write
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
@@ -41,7 +40,7 @@ class _Groups(NamedTuple):
     """The groups as the caller's rows are in, and where the kernels read them."""
 
     ends: Tensor
-    padded: sm100.PaddedGroups
+    padded: padding.PaddedGroups
 
 
 class Sm100Kernels(GroupedKernels):
@@ -57,7 +56,7 @@ class Sm100Kernels(GroupedKernels):
     def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> _Groups:
         """Each group padded to whole 256 rows, unless the caller promises that they are."""
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
-        return _Groups(ends, sm100.pad_groups(ends, num_rows, aligned))
+        return _Groups(ends, padding.pad_groups(ends, num_rows, aligned))
 
     def saved_groups(self, groups: _Groups) -> Saved:
         """The padded end rows, and where each row goes."""
@@ -66,8 +65,8 @@ class Sm100Kernels(GroupedKernels):
     def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> _Groups:
         """See `GroupedKernels`."""
         padded_ends, rows = saved
-        size = num_rows if rows is None else sm100.padded_size(num_rows, ends.shape[0])
-        return _Groups(ends, sm100.PaddedGroups(padded_ends, rows, size))
+        size = num_rows if rows is None else padding.padded_size(num_rows, ends.shape[0])
+        return _Groups(ends, padding.PaddedGroups(padded_ends, rows, size))
 
     def prepare_rows(
         self,
@@ -84,7 +83,7 @@ class Sm100Kernels(GroupedKernels):
         if isinstance(x, Operand):  # quantized by the kernel that made it
             return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
-        if isinstance(x, sm100.Rounded):  # whose rows are padded already
+        if isinstance(x, operands.Rounded):  # whose rows are padded already
             options["amax"] = x.amax
             x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
         elif (
@@ -96,11 +95,11 @@ class Sm100Kernels(GroupedKernels):
             options["row_scale"] = row_scale
         fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
-            packed = sm100.pack(_quantized(x, ctx, role, products, ends), padded)
+            packed = operands.pack(_quantized(x, ctx, role, products, ends), padded)
             return GroupedOperand(packed.data_for(False), packed.data_for(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
-        packed, sums = sm100.quantize(
+        packed, sums = operands.quantize(
             x, fmt, ends, padded, rowwise=rowwise, columnwise=columnwise, **options
         )
         return GroupedOperand(packed.row, packed.column, sums)
@@ -159,7 +158,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> Tensor:
         """See `GroupedKernels`."""
         padded = groups.padded
-        return sm100.gemm(
+        return operands.gemm(
             x,
             weights,
             padded,
@@ -177,7 +176,7 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return sm100.gemm(dy, weights, groups.padded, transpose_w=True, out=as_rows(output))
+        return operands.gemm(dy, weights, groups.padded, transpose_w=True, out=as_rows(output))
 
     def weight_grad(
         self, ctx: OperationContext, dy: OperandData | None, x: OperandData | None, groups: _Groups
@@ -189,11 +188,11 @@ class Sm100Kernels(GroupedKernels):
             assert dy is not None
             assert x is not None
             if out is None:
-                return sm100.wgrad(dy, x, padded)
-            if sm100.takes_wgrad(out):
-                sm100.wgrad_(list(out), dy, x, padded, accumulate)
+                return operands.wgrad(dy, x, padded)
+            if operands.takes_wgrad(out):
+                operands.wgrad_(list(out), dy, x, padded, accumulate)
                 return None
-            write(out, sm100.wgrad(dy, x, padded, torch.float32), accumulate)
+            write(out, operands.wgrad(dy, x, padded, torch.float32), accumulate)
             return None
 
         reads = (*saved_data(dy), *saved_data(x), padded.ends, padded.rows)
@@ -209,7 +208,7 @@ class Sm100Kernels(GroupedKernels):
         if scales is None:
             rows = padded.size if padded.rows is None else padded.rows.shape[0]
             scales = torch.ones(rows, dtype=torch.float32, device=ends.device)
-        return aligned(sm100.pad_rows(scales.reshape(-1).float(), padded))
+        return aligned(padding.pad_rows(scales.reshape(-1).float(), padded))
 
     def glu(
         self,
@@ -225,7 +224,7 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         assert scales is not None  # of `row_scales`
         bias = linear.stacked_bias(ctx, ctx.dtype)
-        made = sm100.glu(x, weights, groups.padded, scales, bias=bias, glu=glu_of(act))
+        made = operands.glu(x, weights, groups.padded, scales, bias=bias, glu=glu_of(act))
         return Activated(*made)
 
     def dglu(
@@ -244,7 +243,7 @@ class Sm100Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         assert scales is not None
-        d, dscales, dbias = sm100.dglu(
+        d, dscales, dbias = operands.dglu(
             dy, weights, groups.padded, preact, scales, bias=bias, glu=glu_of(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
@@ -276,6 +275,6 @@ def quantized_weights(
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")
     assert fmt is not None
-    if sm100.in_one_pass(weights):
-        return [sm100.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
-    return sm100.pack_weights(quantize_weights(weights, recipe, dtype, products))
+    if operands.in_one_pass(weights):
+        return [operands.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
+    return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))

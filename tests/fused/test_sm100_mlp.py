@@ -10,7 +10,7 @@ import torch
 import fusible as fz
 from fusible import recipes
 from fusible.fused import RULES, sm100_kernels
-from fusible.kernels import sm100
+from fusible.kernels.sm100 import operands
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.grouped import group_quantize
 from fusible.recipes.matrix import Operand
@@ -357,8 +357,8 @@ class Recorded:
 def test_weights_in_one_pass_are_those_quantized_and_then_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
     operand = Operand(*quantize_matrix(w, fmt, rowwise=True, columnwise=True))
-    (theirs,) = sm100.pack_weights([operand])
-    for a, b in zip(sm100.quantize_weights(w, fmt, True)[:2], theirs[:2], strict=True):
+    (theirs,) = operands.pack_weights([operand])
+    for a, b in zip(operands.quantize_weights(w, fmt, True)[:2], theirs[:2], strict=True):
         for mine, other in ((a.data, b.data), (a.scale, b.scale)):
             assert torch.equal(mine.view(torch.uint8).flatten(), other.view(torch.uint8).flatten())
         if b.tensor_scale is not None:

@@ -32,7 +32,6 @@ from test_sm100_mlp import (
 from torch import Tensor
 
 import fusible as fz
-from fusible.kernels import sm100
 from fusible.kernels.sm100 import limits, operands, padding
 from fusible.testing import emulator_sm100 as emulator
 
@@ -203,7 +202,7 @@ def weights_quantized_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             for packed, weight in zip(whole(weights), weights, strict=True)
         ]
 
-    monkeypatch.setattr(sm100, "pack_weights", pack_weights)
+    monkeypatch.setattr(operands, "pack_weights", pack_weights)
 
 
 # pitfall: (recipe, mutation, the check that notices)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels import sm100
-from fusible.kernels.sm100 import padding, quantizer
+from fusible.kernels.sm100 import operands, padding, quantizer
 from fusible.kernels.sm100.quantizer import quantized
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
@@ -176,7 +175,7 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
 @pytest.mark.parametrize("shape", [(3, 128, 64), (2, 384, 1088), (256, 128)])
 def test_weights_in_one_pass_are_those_of_the_host(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
-    mine, theirs = (sm100.quantize_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu"))
+    mine, theirs = (operands.quantize_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu"))
     for a, b in zip(mine[:2], theirs[:2], strict=True):
         for x, y in ((a.data, b.data), (a.scale, b.scale)):
             assert torch.equal(x.view(torch.uint8).cpu(), y.view(torch.uint8))

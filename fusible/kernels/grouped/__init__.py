@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import math_dtype
-from fusible.kernels import sm90
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
 from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
 from fusible.kernels.runtime import flops
 from fusible.kernels.runtime.library import define
+from fusible.kernels.sm90 import checked_products as sm90
 from fusible.kernels.stacking import side_by_side, stacked
 from fusible.recipes.formats import value_dtype
 

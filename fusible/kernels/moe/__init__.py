@@ -14,17 +14,6 @@ from fusible.formulas import math_dtype
 from fusible.kernels.moe import cuda, definitions
 from fusible.kernels.runtime.library import define
 
-__all__ = [
-    "gather_sum",
-    "logits",
-    "permutation",
-    "route",
-    "route_backward",
-    "row_dots",
-    "row_sources",
-    "scatter_rows",
-]
-
 permutation = define(definitions.permutation, cuda.permutation_outputs, [cuda.permutation])
 row_sources = define(definitions.row_sources, cuda.sources_outputs, [cuda.row_sources])
 scatter_rows = define(definitions.scatter_rows, cuda.scatter_outputs, [cuda.scatter_rows])

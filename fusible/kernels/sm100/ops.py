@@ -293,7 +293,7 @@ def _glu_fake(p: ProductOperands, *_: object) -> Any:
 def _glu(
     operands: ProductOperands, bias: Tensor | None, prob: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.glu`."""
+    """See `fusible.kernels.sm100.operands.glu`."""
     x = operands.x
     rows, weights = _checked(operands, n_major=False)
     check_bias(bias, weights, x.device)
@@ -338,7 +338,7 @@ def _dglu_fake(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
 def _dglu(
     operands: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `fusible.kernels.sm100.dglu`."""
+    """See `fusible.kernels.sm100.operands.dglu`."""
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
     rows, weights = _checked(operands, n_major)
@@ -393,7 +393,7 @@ def _gemm_fake(p: ProductOperands, *rest: Any) -> Tensor:
 def _gemm(
     operands: ProductOperands, bias: Tensor | None, row_scale: Tensor | None, transpose_w: bool
 ) -> Tensor:
-    """See `fusible.kernels.sm100.gemm`."""
+    """See `fusible.kernels.sm100.operands.gemm`."""
     x = operands.x
     n_major = transpose_w and x.dtype != FP4
     rows, weights = _checked(operands, n_major)
@@ -446,14 +446,14 @@ def _wgrad_output(p: WgradOperands, out_dtype: torch.dtype) -> Tensor:
 
 
 def _wgrad(operands: WgradOperands, out_dtype: torch.dtype) -> Tensor:
-    """See `fusible.kernels.sm100.wgrad`."""
+    """See `fusible.kernels.sm100.operands.wgrad`."""
     out = _wgrad_output(operands, out_dtype)
     _wgrad_([out], operands, accumulate=False)
     return out
 
 
 def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) -> None:
-    """See `fusible.kernels.sm100.wgrad_`."""
+    """See `fusible.kernels.sm100.operands.wgrad_`."""
     dy, dy_scales, x, x_scales, ends, *_ = operands
     left, right = check_rows("dy", dy, dy_scales, True), check_rows("x", x, x_scales, True)
     require(

@@ -6,25 +6,3 @@ Groups may be empty and of any size; rows past the last end give zeros. Weights 
 support. Importing this package imports no cutlass; a kernel is compiled, or read from disk, at its
 first launch.
 """
-
-from fusible.kernels.sm90 import limits
-from fusible.kernels.sm90.checked_products import (
-    group_ends,
-    grouped_dglu,
-    grouped_glu,
-    grouped_mm,
-    grouped_mm_,
-    grouped_wgrad,
-    grouped_wgrad_,
-)
-
-__all__ = [
-    "group_ends",
-    "grouped_dglu",
-    "grouped_glu",
-    "grouped_mm",
-    "grouped_mm_",
-    "grouped_wgrad",
-    "grouped_wgrad_",
-    "limits",
-]

@@ -7,9 +7,8 @@ import torch
 
 import fusible as fz
 from fusible import recipes
-from fusible.kernels import sm100
 from fusible.kernels.glu import Glu
-from fusible.kernels.sm100 import launch, ops, padding
+from fusible.kernels.sm100 import launch, operands, ops, padding
 from fusible.kernels.sm100.checks import FP8
 from fusible.recipes.blocks import group_starts
 from fusible.recipes.formats import mxfp8, nvfp4
@@ -386,17 +385,17 @@ def test_meta_tensors_have_no_values_to_read(recipe):
 
 def test_aligned_groups_stay_where_they_are():
     given = ends()
-    padded = sm100.pad_groups(given, M, aligned=True)
+    padded = padding.pad_groups(given, M, aligned=True)
     assert padded.rows is None
     assert padded.ends is given
     assert padded.size == M
     # Other rows than whole tiles cannot be promised: they are padded.
-    assert sm100.pad_groups(given, M + 1, aligned=True).size == 768
+    assert padding.pad_groups(given, M + 1, aligned=True).size == 768
 
 
 def test_pack_keeps_what_is_not_quantized():
     x = torch.randn(5, 64, dtype=BF16)
     padded = padding.pad_groups(ends(2, 5), 5, aligned=False)
-    packed = sm100.pack(Operand(row_values=x, column_values=x), padded)
+    packed = operands.pack(Operand(row_values=x, column_values=x), padded)
     assert packed.row_values is packed.column_values
     assert torch.equal(packed.row_values[padded.rows], x)
