@@ -375,15 +375,15 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         if phase != "joint" and f.start <= at < f.stop
     ]
     dtype = "bfloat16" if plan.quantizes else plan.facts[at].dtype  # of the products, on CUDA
-    selected = plan.kernels[at]
+    selected = [f for f in plan.kernels if f.start == at]
     notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
     if plan.recipe is not None:
         notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
-    if selected is not None:
-        saves = getattr(selected.kernels, "saves", "")
-        notes.insert(0, f"  kernels: {selected.rule.name}")
-        notes.extend(_multiplies(plan, selected.kernels, op))
+    for chosen in selected:
+        saves = getattr(chosen.op, "saves", "")
+        notes.insert(0, f"  kernels: {chosen.name}")
+        notes.extend(_multiplies(plan, chosen.op, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -420,8 +420,8 @@ def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:
         yield (
             f"{len(others)} more {rules} for other machines or recipes (to_text(every_rule=True))"
         )
-    touched = {i for _, f in plan.fusions for i in range(f.start, f.stop)}
-    touched |= {i for i, selected in enumerate(plan.kernels) if selected is not None}
+    made = [*[f for _, f in plan.fusions], *plan.kernels]
+    touched = {i for f in made for i in range(f.start, f.stop)}
     touched |= {i for r in plan.refusals for i in range(r.start, r.start + len(r.ops))}
     for start, stop in _gaps(touched, len(plan.basic_ops)):
         names = " + ".join(type(op).__name__ for op in plan.basic_ops[start:stop])

@@ -152,7 +152,8 @@ class FusionFunction:
 class Fusion(NamedTuple):
     """A fused op over basic ops ``start`` to ``stop``; ``rule`` is None where a function made it.
 
-    ``name`` is that of the rule or of the user's function.
+    ``name`` is that of the rule or of the user's function. Of kernel selection, ``op`` are the
+    kernels that the one op runs on.
     """
 
     start: int
@@ -161,12 +162,9 @@ class Fusion(NamedTuple):
     rule: Rule | None
     name: str
 
-
-class Selected(NamedTuple):
-    """The kernels that an op runs on, and the rule that selected them."""
-
-    rule: Rule
-    kernels: Any
+    def moved(self, places: int) -> Fusion:
+        """The same behind as many more ops."""
+        return self._replace(start=self.start + places, stop=self.stop + places)
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ class Plan:
         forward_ops, backward_ops: steps ``(op, basic_ops)`` that cover these in order.
         fusions: the fused ops, each with its phase: ``"joint"``, ``"forward"`` or
             ``"backward"``.
-        kernels: of each basic op the kernels that are selected for it, None for its own default.
+        kernels: those that are selected for basic ops; the others run on their own default.
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
@@ -201,7 +199,7 @@ class Plan:
     forward_ops: tuple[Step, ...]
     backward_ops: tuple[Step, ...]
     fusions: tuple[tuple[Phase, Fusion], ...]
-    kernels: tuple[Selected | None, ...]
+    kernels: tuple[Fusion, ...]
     refusals: tuple[Refusal, ...]
     grad: tuple[GradNeeds, ...]
     recipe: Any
@@ -236,15 +234,14 @@ class Plan:
     def summary(self) -> str:
         """Ops, heading and fusions in one line."""
         fused = [f"{f.name} ({phase}) of ops[{f.start}:{f.stop}]" for phase, f in self.fusions]
-        fused += [f"{s.rule.name} for ops[{i}]" for i, s in enumerate(self.kernels) if s]
+        fused += [f"{f.name} for ops[{f.start}]" for f in self.kernels]
         ops = ", ".join(type(op).__name__ for op in self.basic_ops)
         return f"{ops} on {self.heading}: {', '.join(fused) or 'nothing fused'}"
 
     @property
     def fired(self) -> tuple[str, ...]:
         """Names of the rules, and of the user's fusion functions, that fired."""
-        selected = [s.rule.name for s in self.kernels if s is not None]
-        return (*[f.name for _, f in self.fusions], *selected)
+        return (*[f.name for _, f in self.fusions], *[f.name for f in self.kernels])
 
     def require(self, rules: Sequence[Rule | FusionFunction]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
@@ -301,12 +298,7 @@ def plan(
         *(("forward", f) for f in forward if f not in joint),
         *(("backward", f) for f in backward if f not in joint),
     ]
-    selecting = [r for r in rules if r.phase == "kernels"]
-    taken = {i for _, fusion in made for i in range(fusion.start, fusion.stop)}
-    kernels = [
-        None if i in taken else _selected(ops, i, selecting, facts_of, refusals)
-        for i in range(len(ops))
-    ]
+    kernels = scan("kernels", [*forward, *backward])
     return Plan(
         tuple(ops),
         _steps(ops, forward),
@@ -340,26 +332,11 @@ def _scan(
         refusals.extend(refused)
         if found is not None:
             rule, bound, covered = found
-            op = _built(rule, bound, covered)
+            build = _built_kernels if rule.phase == "kernels" else _built
+            op = build(rule, bound, covered)
             yield Fusion(at, at + len(covered), op, rule, rule.name)
             at += len(covered) - 1
         at += 1
-
-
-def _selected(
-    ops: Sequence[Any],
-    at: int,
-    rules: Sequence[Rule],
-    facts_of: FactsOf,
-    refusals: list[Refusal],
-) -> Selected | None:
-    """The kernels of the first rule that fits an op, or None; adds the refusals before it."""
-    found, refused = _first_fitting(ops[: at + 1], at, rules, facts_of)
-    refusals.extend(refused)
-    if found is None:
-        return None
-    rule, bound, (op,) = found
-    return Selected(rule, _built_kernels(rule, bound, op))
 
 
 def _first_fitting(
@@ -381,9 +358,9 @@ def _first_fitting(
     return None, refused
 
 
-def _built_kernels(rule: Rule, bound: dict[str, Any], op: Any) -> Any:
+def _built_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """What the rule returns; RuntimeError unless it is kernels that the op runs on."""
-    kernels = rule.build(**bound)
+    (op,), kernels = ops, rule.build(**bound)
     if kernels is None or not isinstance(kernels, op.kernels_type):
         raise RuntimeError(
             f"{rule.name} must return kernels of {type(op).__name__}"
@@ -486,12 +463,12 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
     if len(plans) < 2:
         return plans[0] if plans else None
     fusions: list[tuple[Phase, Fusion]] = []
+    kernels: list[Fusion] = []
     refusals: list[Refusal] = []
     at = 0
     for p in plans:
-        fusions.extend(
-            (ph, f._replace(start=f.start + at, stop=f.stop + at)) for ph, f in p.fusions
-        )
+        fusions.extend((phase, f.moved(at)) for phase, f in p.fusions)
+        kernels.extend(f.moved(at) for f in p.kernels)
         refusals.extend(replace(r, start=r.start + at) for r in p.refusals)
         at += len(p.basic_ops)
     return replace(
@@ -502,7 +479,7 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         grad=tuple(needs for p in plans for needs in p.grad),
         facts=tuple(of_op for p in plans for of_op in p.facts),
         fusions=tuple(fusions),
-        kernels=tuple(selected for p in plans for selected in p.kernels),
+        kernels=tuple(kernels),
         refusals=tuple(refusals),
     )
 

@@ -352,7 +352,7 @@ class Run:
             backward=backward[::-1],
             dtypes=(*[dtype for dtype, *_ in call.inputs], *call.param_dtypes),
             params=slices(len(call.inputs), call.param_counts),
-            kernels=[(i, s.kernels) for i, s in enumerate(plan.kernels) if s is not None],
+            kernels=[(f.start, f.op) for f in plan.kernels],
             direct=self._direct(plan, call),
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),

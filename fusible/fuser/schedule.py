@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -243,7 +242,6 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
         for step in scheduled(plan, wiring, (), steps, "forward")
     ]
     return schedule._replace(
-        plan=replace(plan, kernels=(None,) * len(ops)),
         kernels=(),
         forward=tuple(forward),
         backward=scheduled(plan, wiring, (), steps, "backward")[::-1],

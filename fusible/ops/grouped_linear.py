@@ -306,8 +306,7 @@ class GroupedLinear(WeightedOperation):
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectLinear | None:
         """With the library's kernels, as a node of its own."""
-        (selected,) = plan.kernels
-        fits = selected is not None and selected.kernels is LIBRARY
+        fits = [f.op is LIBRARY for f in plan.kernels] == [True]
         if not (fits and plan_needs_no_checks(call, self)):
             return None
         return DirectLinear(call, plan.grad, self)
