@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fusible.library import define
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
 from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
 from fusible.recipes.tensor_dispatch import implicit_values
 
-_library = torch.library.Library("fusible", "FRAGMENT")
-_library.define("group_offsets(Tensor first_dims, int columns) -> (Tensor, Tensor)")
 
-
-def group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return where each group begins, in elements, and the end row of each, both int64.
 
     ``[groups + 1]`` with a leading 0, and ``[groups]``.
@@ -34,9 +32,7 @@ def _group_offsets_fake(first_dims: Tensor, columns: int) -> tuple[Tensor, Tenso
     return ends.new_empty(ends.shape[0] + 1), ends
 
 
-_library.impl("group_offsets", group_offsets, "CompositeExplicitAutograd")
-torch.library.register_fake("fusible::group_offsets", _group_offsets_fake, lib=_library)
-
+group_offsets = define(_group_offsets, _group_offsets_fake, name="group_offsets")
 
 _SIZES = ("first_dims", "tensor_offsets", "ends")
 
@@ -140,7 +136,7 @@ def _sizes_of(x: Tensor, num_groups: int, first_dims: Tensor | None) -> dict[str
         rows = x.shape[0] // num_groups
         first_dims = torch.full((num_groups,), rows, dtype=torch.int64, device=x.device)
     _check_first_dims(first_dims, num_groups, x.device)
-    offsets, ends = torch.ops.fusible.group_offsets(first_dims, x.shape[1])
+    offsets, ends = group_offsets(first_dims, x.shape[1])
     return dict(zip(_SIZES, (first_dims, offsets, ends), strict=True))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusible.arguments import check_bools
+from fusible.library import define
 from fusible.recipes.blocks import column_block_bound, padded_size, place_rows, scatter_rows
 from fusible.recipes.layout import (
     ATOM_BLOCKS,
@@ -20,16 +21,6 @@ from fusible.recipes.layout import (
     swizzled_group_bytes,
     unswizzle_group_scales,
     unswizzle_scales,
-)
-
-_library = torch.library.Library("fusible", "FRAGMENT")
-_library.define(
-    "swizzle_block_scales(Tensor scale, Tensor? ends, SymInt rows, bool columnwise, "
-    "int block_size) -> Tensor"
-)
-_library.define(
-    "unswizzle_block_scales(Tensor swizzled, SymInt[] shape, Tensor? ends, bool columnwise, "
-    "int block_size) -> Tensor"
 )
 
 
@@ -74,9 +65,7 @@ def swizzle_block_scales(
     rows = _rows_of(scale.shape, rows, columnwise)
     ends = _ends_of(scale, ends, starts, sizes, rows)
     _check(scale, scale.shape, ends, rows, columnwise, block_size)
-    op = torch.ops.fusible.swizzle_block_scales.default
-    result: Tensor = op(scale, ends, rows, columnwise, block_size)
-    return result
+    return _swizzle_op(scale, ends, rows, columnwise, block_size)
 
 
 def unswizzle_block_scales(
@@ -105,9 +94,7 @@ def unswizzle_block_scales(
             f"swizzled scales of shape {shape} must have shape {wanted}, got "
             f"{tuple(swizzled.shape)}; pass the shape, rows and groups that they were made of"
         )
-    op = torch.ops.fusible.unswizzle_block_scales.default
-    result: Tensor = op(swizzled, shape, ends, columnwise, block_size)
-    return result
+    return _unswizzle_op(swizzled, torch.Size(shape), ends, columnwise, block_size)
 
 
 def _rows_of(shape: Sequence[int], rows: int | None, columnwise: bool) -> int:
@@ -203,7 +190,7 @@ def _swizzle(
 
 
 def _unswizzle(
-    swizzled: Tensor, shape: Sequence[int], ends: Tensor | None, columnwise: bool, block_size: int
+    swizzled: Tensor, shape: torch.Size, ends: Tensor | None, columnwise: bool, block_size: int
 ) -> Tensor:
     if columnwise:
         assert ends is not None
@@ -218,18 +205,13 @@ def _unswizzle(
     return padded.index_select(0, place).view(swizzled.dtype)
 
 
-for _name, _implementation in (
-    ("swizzle_block_scales", _swizzle),
-    ("unswizzle_block_scales", _unswizzle),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fusible::swizzle_block_scales",
+_swizzle_op = define(
+    _swizzle,
     lambda scale, *rest: scale.new_empty(_swizzled_shape(scale.shape, *rest)),
-    lib=_library,
+    name="swizzle_block_scales",
 )
-torch.library.register_fake(
-    "fusible::unswizzle_block_scales",
+_unswizzle_op = define(
+    _unswizzle,
     lambda swizzled, shape, *_: swizzled.new_empty(shape),
-    lib=_library,
+    name="unswizzle_block_scales",
 )

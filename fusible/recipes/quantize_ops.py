@@ -12,22 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible import library
 from fusible.calls import is_direct
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
 from fusible.recipes.quantization import check_ends, check_input
-
-_FORMAT = "str name, str element, int[] block, str scale_kind, float amax_epsilon"
-_library = torch.library.Library("fusible", "FRAGMENT")
-_library.define(
-    f"quantize(Tensor x, Tensor? ends, {_FORMAT}, bool rowwise, bool columnwise) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "dequantize(Tensor data, Tensor scale, Tensor? tensor_scale, Tensor? ends, "
-    f"{_FORMAT}, bool columnwise, ScalarType dtype) -> Tensor"
-)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -95,43 +85,49 @@ def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
     check_input(x, fmt)
 
 
-def _ops_of(implementation: Implementation) -> dict[str, Callable[..., Any]]:
-    """An implementation as functions with the signatures of the ops."""
-
-    def quantize(x: Tensor, ends: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        *constants, rowwise, columnwise = rest
-        fmt, uses = NumberFormat.from_constants(*constants), Uses(rowwise, columnwise)
+def _quantize_op_of(implementation: Implementation) -> Callable[..., Any]:
+    def quantize(
+        x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Data, scale and tensor scale of each use; empty where there is none."""
         _check(x, ends, fmt)
-        made = implementation.quantize(x, ends, fmt, uses)
+        made = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise))
         tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
-        return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])
+        return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])  # type: ignore[return-value]
 
+    return quantize
+
+
+def _dequantize_op_of(implementation: Implementation) -> Callable[..., Any]:
     def dequantize(
-        data: Tensor, scale: Tensor, tensor_scale: Tensor | None, ends: Tensor | None, *rest: Any
+        data: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None,
+        fmt: NumberFormat,
+        columnwise: bool,
+        ends: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
-        *constants, columnwise, dtype = rest
-        fmt = NumberFormat.from_constants(*constants)
-        if scale.dtype == torch.uint8:
-            scale = scale.view(fmt.scale_dtype)
+        """The values of the matrix whose fields come first."""
+        scale = scale.view(fmt.scale_dtype) if scale.dtype == torch.uint8 else scale
         matrix = QuantizedMatrix(data, scale, tensor_scale, fmt, columnwise, ends)
         return implementation.dequantize(matrix, dtype)
 
-    return {"quantize": quantize, "dequantize": dequantize}
+    return dequantize
 
 
-_implementations: dict[str, Implementation] = {}  # one a dispatch key
+_on_cuda = _by_formulas = Implementation(quantize_by_formulas, dequantize_by_formulas)
+_fake = Implementation(empty, _empty_values)
+_quantize_op = library.define(_quantize_op_of(_by_formulas), _quantize_op_of(_fake))
+_dequantize_op = library.define(_dequantize_op_of(_by_formulas), _dequantize_op_of(_fake))
 
 
-def implement(key: str, implementation: Implementation) -> None:
-    """Run the ops by ``implementation`` for a dispatch key, such as ``"CUDA"``."""
-    for name, function in _ops_of(implementation).items():
-        _library.impl(name, function, key)
-    _implementations[key] = implementation
-
-
-implement("CompositeExplicitAutograd", Implementation(quantize_by_formulas, dequantize_by_formulas))
-for _name, _fake in _ops_of(Implementation(empty, _empty_values)).items():
-    torch.library.register_fake(f"fusible::{_name}", _fake, lib=_library)
+def implement(implementation: Implementation) -> None:
+    """Run the ops by ``implementation`` on CUDA."""
+    global _on_cuda  # noqa: PLW0603 - set once, where the kernels are imported
+    _on_cuda = implementation
+    library.implement("quantize", _quantize_op_of(implementation))
+    library.implement("dequantize", _dequantize_op_of(implementation))
 
 
 def quantize_matrix(
@@ -169,9 +165,8 @@ def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None =
 def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None) -> Operand:
     if is_direct(x):
         _check(x, ends, fmt)
-        return _implementations["CUDA"].quantize(x, ends, fmt, uses)
-    op = torch.ops.fusible.quantize.default
-    tensors = op(x, ends, *fmt.as_constants(), uses.rowwise, uses.columnwise)
+        return _on_cuda.quantize(x, ends, fmt, uses)
+    tensors = _quantize_op(x, ends, fmt, uses.rowwise, uses.columnwise)
     row, column = (
         QuantizedMatrix(
             tensors[at],
@@ -205,8 +200,7 @@ def dequantize_matrix(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float3
     """Return the values of ``matrix``, as ``quantization.dequantize``; in one launch if it can."""
     matrix.check_dtypes()
     if is_direct(matrix.data):
-        return _implementations["CUDA"].dequantize(matrix, dtype)
-    data, scale, tensor_scale, fmt, columnwise, ends = matrix
-    dequantize = torch.ops.fusible.dequantize.default
-    scale = as_bytes(scale)
-    return dequantize(data, scale, tensor_scale, ends, *fmt.as_constants(), columnwise, dtype)
+        return _on_cuda.dequantize(matrix, dtype)
+    data, scale, *rest = matrix
+    values: Tensor = _dequantize_op(data, as_bytes(scale), *rest, dtype)
+    return values

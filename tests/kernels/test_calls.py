@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusible as fz
 from fusible import recipes
 from fusible.kernels import grouped
-from fusible.kernels.runtime.library import define
+from fusible.library import define
 from fusible.recipes import quantize_ops
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
@@ -63,9 +63,8 @@ def direct(monkeypatch):
     def noted(function):
         return lambda *given: calls.append(function.__name__) or function(*given)
 
-    formulas = quantize_ops._implementations["CompositeExplicitAutograd"]
-    stand_in = Implementation(*[noted(function) for function in formulas])
-    monkeypatch.setitem(quantize_ops._implementations, "CUDA", stand_in)
+    stand_in = Implementation(*[noted(function) for function in quantize_ops._by_formulas])
+    monkeypatch.setattr(quantize_ops, "_on_cuda", stand_in)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     return calls
 
@@ -222,7 +221,7 @@ def test_values_that_products_read_come_from_the_launch_that_quantizes(monkeypat
 
     want = step()
     stand_in = Implementation(quantize, quantize_ops.dequantize_by_formulas)
-    monkeypatch.setitem(quantize_ops._implementations, "CUDA", stand_in)
+    monkeypatch.setattr(quantize_ops, "_on_cuda", stand_in)
     monkeypatch.setattr(quantize_ops, "is_direct", lambda _: not torch.is_grad_enabled())
     ref.assert_equal(step(), want)
     assert wanted == [SAVED_AND_MULTIPLIED, SAVED_AND_MULTIPLIED, MULTIPLIED_TWICE]

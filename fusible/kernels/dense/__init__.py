@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.dense import cuda, definitions
-from fusible.kernels.runtime.library import define
+from fusible.library import define
 
 
 def _activation_bias_backward_fake(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible import flops
 from fusible.formulas import math_dtype
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
 from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
-from fusible.kernels.runtime import flops
-from fusible.kernels.runtime.library import define
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.kernels.stacking import side_by_side, stacked
+from fusible.library import define
 from fusible.recipes.formats import value_dtype
 
 __all__ = [

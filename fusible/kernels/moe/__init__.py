@@ -12,7 +12,7 @@ from torch import Tensor
 from fusible import formulas
 from fusible.formulas import math_dtype
 from fusible.kernels.moe import cuda, definitions
-from fusible.kernels.runtime.library import define
+from fusible.library import define
 
 permutation = define(definitions.permutation, cuda.permutation_outputs, [cuda.permutation])
 row_sources = define(definitions.row_sources, cuda.sources_outputs, [cuda.row_sources])

@@ -6,16 +6,17 @@ Importing this module registers them; cutlass is imported at the first launch.
 from __future__ import annotations
 
 import math
+from types import NotImplementedType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible import library
 from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, serves
 from fusible.kernels.runtime.gpu import has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.grouped import group_offsets
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses
 from fusible.recipes.quantize_ops import (
     Implementation,
@@ -25,7 +26,6 @@ from fusible.recipes.quantize_ops import (
     quantize_by_formulas,
 )
 
-_library = torch.library.Library("fusible", "IMPL")
 _MIN_SM = 89
 
 
@@ -123,10 +123,10 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor] | NotImplementedType:
     integers = first_dims.dtype in (torch.int32, torch.int64)
     if not (integers and first_dims.is_contiguous() and has_cutlass()):
-        return group_offsets(first_dims, columns)
+        return NotImplemented
     offsets = first_dims.new_empty(first_dims.shape[0] + 1, dtype=torch.int64)
     ends = first_dims.new_empty(first_dims.shape[0], dtype=torch.int64)
     wide = first_dims.dtype == torch.int64
@@ -135,5 +135,5 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return offsets, ends
 
 
-implement("CUDA", Implementation(_quantize, _dequantize))
-_library.impl("group_offsets", _group_offsets, "CUDA")
+implement(Implementation(_quantize, _dequantize))
+library.implement("group_offsets", _group_offsets)

@@ -21,7 +21,7 @@ from fusible.kernels.quantize.cuda import takes
 from fusible.kernels.quantize.k_major import KMajor
 from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.launch import aligned, launch
-from fusible.kernels.runtime.library import define
+from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 
 _NEIGHBOURS = 8  # columns of a thread

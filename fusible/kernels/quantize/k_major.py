@@ -22,7 +22,7 @@ from torch import Tensor
 from fusible.kernels.quantize.cuda import loadable, sizes_of, takes
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
-from fusible.kernels.runtime.library import define
+from fusible.library import define
 from fusible.recipes.blocks import gather_rows, padded_size, place_rows
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 from fusible.recipes.quantization import check_ends, check_input, quantize

@@ -1,1 +1,1 @@
-"""What all kernels share: device facts, compilation, the disk cache, launches, registration."""
+"""What all kernels share: device facts, compilation, the disk cache, launches."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from fusible import activations
 from fusible.kernels import grouped
 from fusible.kernels.glu import Glu
-from fusible.kernels.runtime.library import define
 from fusible.kernels.runtime.provider import provider
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm100 import limits
@@ -38,6 +37,7 @@ from fusible.kernels.sm100.checks import (
     require,
 )
 from fusible.kernels.sm100.launch import before_launch
+from fusible.library import define
 
 logger = logging.getLogger(__name__)
 

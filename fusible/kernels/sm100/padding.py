@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.runtime.launch import aligned
-from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import address_unit
+from fusible.library import define
 from fusible.recipes import blocks
 from fusible.recipes.blocks import (
     column_block_ends,

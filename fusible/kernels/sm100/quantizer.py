@@ -20,11 +20,11 @@ from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.quantize.cuda import largest_magnitudes, takes
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
-from fusible.kernels.runtime.library import define
 from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.library import define
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix

@@ -1,4 +1,4 @@
-"""The ``torch.library`` ops of the kernels: ``fusible::...``, with what they equal in PyTorch."""
+"""The ``torch.library`` ops ``fusible::...``, with what they equal in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fusible.calls import is_direct
-from fusible.kernels.runtime.flops import Formula, count_flops
-from fusible.recipes.formats import NumberFormat
+from fusible.flops import Formula, count_flops
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,9 +21,10 @@ R = TypeVar("R")
 _library = torch.library.Library("fusible", "DEF")
 _TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[Tensor]: "Tensor[]", bool: "bool",
-    int: "SymInt", int | None: "SymInt?", Sequence[int]: "int[]", float: "float", str: "str",
-    torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?",
+    int: "SymInt", int | None: "SymInt?", Sequence[int]: "int[]", torch.Size: "SymInt[]",
+    float: "float", str: "str", torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?",
 }  # fmt: skip
+_implementations: dict[str, list[Callable[..., Any]]] = {}  # one an op, for CUDA, the best first
 
 
 def define(
@@ -38,11 +38,11 @@ def define(
 
     The op has the signature of its definition: a NamedTuple stands for its fields, a `NumberFormat`
     for its constants, ``out`` is written to, and keyword-only arguments, which only a direct call
-    uses, are left out. ``fake``
-    gives the results' shapes; an op without results has none. ``cuda`` are the implementations for
-    CUDA, the preferred one first. Each returns NotImplemented for arguments that it does not
-    support; if none does, the definition runs. ``flops`` gives the number of floating-point
-    operations from the arguments of the op, if it multiplies.
+    uses, are left out. ``fake`` gives the results' shapes; an op without results has none. ``cuda``
+    are the implementations for CUDA, the preferred one first (`implement` adds one). Each returns
+    NotImplemented for arguments that it does not support; if none does, the definition runs, as it
+    does on every other device. ``flops`` gives the number of floating-point operations from the
+    arguments of the op, if it multiplies.
 
     The function runs the implementation itself where PyTorch's dispatcher would run nothing else,
     as `is_direct` finds from the first tensor.
@@ -57,26 +57,31 @@ def define(
     known = tuple(inspect.signature(definition).parameters)
     nested = structs[0] is not None or parameters[0][2] == Sequence[Tensor]
 
-    preferred, *others = *cuda, definition
-    on_cuda, next_best = _first_of(preferred, *others), _first_of(*others)
+    implementations = _implementations[name] = [*cuda, definition]
+
+    def on_cuda(*args: Any) -> Any:
+        results = (implementation(*args) for implementation in implementations)
+        return next(result for result in results if result is not NotImplemented)
 
     @wraps(definition)
     def call(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs[parameters[0][0]]
         if is_direct(first[0] if nested else first):
-            result = preferred(*args, **kwargs)
-            return next_best(*args, **kwargs) if result is NotImplemented else result
+            for implementation in implementations:
+                result = implementation(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
         if unknown := [key for key in kwargs if key not in known]:
             raise TypeError(f"{name} has no argument {', '.join(unknown)}")
         given = [*args, *[kwargs.get(name, value) for name, value, _ in parameters[len(args) :]]]
         flat: list[Any] = []
         for struct, arg in zip(structs, given, strict=True):
-            fields = arg.as_constants() if struct is NumberFormat else arg
+            fields = arg.as_constants() if hasattr(struct, "as_constants") else arg
             flat.extend((fields,) if struct is None else fields)
         return op(*flat)
 
     _library.define(_schema(name, parameters, types["return"]))
-    _library.impl(name, _of_fields(definition, structs), "CPU")
+    _library.impl(name, _of_fields(definition, structs), "CompositeExplicitAutograd")
     _library.impl(name, _of_fields(on_cuda, structs), "CUDA")
     torch.library.register_fake(
         f"fusible::{name}", _of_fields(fake or _nothing, structs), lib=_library
@@ -91,23 +96,15 @@ def _nothing(*_: object) -> None:
     """The fake of an op that only writes to its arguments, or only checks them."""
 
 
-def _first_of(*implementations: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the first of the implementations that supports the arguments."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for implementation in implementations:
-            result = implementation(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        raise AssertionError("the definition supports all arguments")
-
-    return run
+def implement(name: str, function: Callable[..., Any]) -> None:
+    """Prefer ``function`` on CUDA to the other implementations of the op ``fusible::<name>``."""
+    _implementations[name].insert(0, function)
 
 
 def _parts_of(kind: Any) -> dict[str, Any]:
     """The names and types of what stands for an argument of this type; none if it does itself."""
-    if kind is NumberFormat:
-        hints = get_type_hints(NumberFormat.from_constants)
+    if hasattr(kind, "from_constants"):
+        hints = get_type_hints(kind.from_constants)
         return {name: hint for name, hint in hints.items() if name != "return"}
     return get_type_hints(kind) if hasattr(kind, "_fields") else {}
 
