@@ -624,8 +624,11 @@ def test_a_grouped_linear_says_how_it_wants_tensors():
         of_input, of_grad = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
         linear.requires_grad_(False)
         frozen = linear.get_input_quantizer(), linear.get_grad_output_quantizer()
-    assert (of_input.rowwise, of_input.columnwise) == (of_grad.rowwise, of_grad.columnwise)
-    assert of_input.columnwise
+    assert (of_input.rowwise_usage, of_input.columnwise_usage) == (
+        of_grad.rowwise_usage,
+        of_grad.columnwise_usage,
+    )
+    assert of_input.columnwise_usage
     assert not any(q.columnwise_usage for q in frozen)
     assert of_input.format == HYBRID.format("input")
     assert of_grad.format == HYBRID.format("grad")
