@@ -40,10 +40,12 @@ def overlaps(
     nothing of what travels.
     """
     starts = {i: start for _, start, stop in steps for i in range(start, stop)}
+    first = {start: op for op, start, _ in steps}
     for op, start, stop in steps:
-        swap = ops[stop] if stop < len(ops) else None
-        passes = swap is not None and swap.passes_input and is_ours(type(swap))
-        if not (passes and op.travels and is_ours(type(op))):
+        swap = first.get(stop)  # by itself: an op that covers it may read its input
+        if swap is None or swap is not ops[stop] or not (swap.passes_input and is_ours(type(swap))):
+            continue
+        if not (op.travels and is_ours(type(op))):
             continue
         output = stop, 0
         readers = wiring.consumers.get(output, ())
