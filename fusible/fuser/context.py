@@ -53,7 +53,7 @@ class OperationContext:
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
             of the run needs it (``writes_extra_inputs``, ``writes_grads``), never while compiling.
-        writable_grad_output: whether its backward may write to ``grad_output``; known likewise.
+        writable_grad_output: whether its backward may write to ``grad_output``, in the same cases.
         deferred: in the forward, whether an op that ``travels`` may leave its output to be filled
             later (:func:`fusible.fuser.overlap.defer`); for the last op that a fused op covers.
     """

@@ -32,14 +32,10 @@ def run_forward(
 
     ``operands`` are the caller's inputs, then the parameters.
     """
-    wiring = schedule.wiring
     contexts = _new_contexts(schedule, operands, kwargs)
     x = operands[0]
     produced: list[Sequence[Any]] = []
-    owner = None
-    if schedule.writes_inputs and not torch.compiler.is_compiling():
-        callers = operands[: 1 + len(wiring.names)]
-        owner = InputOwner(schedule.plan.basic_ops, wiring, contexts, callers)
+    owner = _input_owner(schedule, operands, contexts)
     profiled = _is_profiled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
@@ -79,7 +75,17 @@ def run_forward(
             owner.check_saved(step.stop)
         x, outputs = returned
         produced.extend(outputs)
-    return [x, *[produced[op][slot] for op, slot in wiring.public]], contexts
+    return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
+
+
+def _input_owner(
+    schedule: Schedule, operands: Sequence[Tensor], contexts: Sequence[OperationContext]
+) -> InputOwner | None:
+    """Which extra inputs ops may write to, where some op of the plan does."""
+    if not schedule.writes_inputs or torch.compiler.is_compiling():
+        return None
+    callers = operands[: 1 + len(schedule.wiring.names)]
+    return InputOwner(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
 
 
 def run_formula(

@@ -8,7 +8,7 @@ from fusible import formulas
 from fusible.activations import UNARY
 from fusible.kernels import dense
 from fusible.kernels.dense import cuda
-from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBias, RMSNorm
+from fusible.kernels.dense.spec import MAX_FEATURES, ActivationBiasSpec, RMSNormSpec
 from fusible.kernels.runtime.launch import compile_kernel
 
 
@@ -46,12 +46,15 @@ def test_strips_of_rows(shape, strip):
 
 
 KERNELS = [
-    *(("dense.activation_bias.activation_bias", ActivationBias(name, "bf16")) for name in UNARY),
-    ("dense.activation_bias.activation_bias", ActivationBias("gelu", "f16")),
-    ("dense.rms_norm.rms_norm_backward", RMSNorm(8, "bf16", False)),
-    ("dense.rms_norm.rms_norm_backward", RMSNorm(1000, "f16", True)),
-    ("dense.rms_norm.rms_norm_backward", RMSNorm(4096, "bf16", True)),
-    ("dense.rms_norm.rms_norm_backward", RMSNorm(MAX_FEATURES, "bf16", True)),
+    *(
+        ("dense.activation_bias.activation_bias", ActivationBiasSpec(name, "bf16"))
+        for name in UNARY
+    ),
+    ("dense.activation_bias.activation_bias", ActivationBiasSpec("gelu", "f16")),
+    ("dense.rms_norm.rms_norm_backward", RMSNormSpec(8, "bf16", False)),
+    ("dense.rms_norm.rms_norm_backward", RMSNormSpec(1000, "f16", True)),
+    ("dense.rms_norm.rms_norm_backward", RMSNormSpec(4096, "bf16", True)),
+    ("dense.rms_norm.rms_norm_backward", RMSNormSpec(MAX_FEATURES, "bf16", True)),
 ]
 
 

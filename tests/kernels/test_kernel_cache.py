@@ -10,7 +10,7 @@ import torch
 
 import fusible
 from fusible import logs
-from fusible.kernels.dense.spec import ActivationBias, RMSNorm
+from fusible.kernels.dense.spec import ActivationBiasSpec, RMSNormSpec
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
 from fusible.kernels.runtime import cache, launch
@@ -75,8 +75,8 @@ KERNELS = [
     ("moe.router.route", (RouteSpec(8, 2, False, True, 1.0000001),)),
     ("moe.placement.permutation", (SortSpec(8, False, 8),)),
     ("moe.placement.permutation", (SortSpec(8, True, 8),)),
-    ("dense.activation_bias.activation_bias", (ActivationBias("gelu", "bf16"),)),
-    ("dense.rms_norm.rms_norm_backward", (RMSNorm(64, "bf16", True),)),
+    ("dense.activation_bias.activation_bias", (ActivationBiasSpec("gelu", "bf16"),)),
+    ("dense.rms_norm.rms_norm_backward", (RMSNormSpec(64, "bf16", True),)),
     ("sm100.quantize.quantize", (PlacedSpec(nvfp4(), True, True, False, False, True),)),
     ("sm100.quantize.sum_blocks", (32, True)),
     ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "bfloat16"),)),

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import gain as _in_fp32
-from fusible.kernels.dense.spec import DTYPES, MAX_FEATURES, MIN_SM, VECTOR, ActivationBias, RMSNorm
+from fusible.kernels.dense.spec import (
+    DTYPES,
+    MAX_FEATURES,
+    MIN_SM,
+    VECTOR,
+    ActivationBiasSpec,
+    RMSNormSpec,
+)
 from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 
@@ -44,7 +51,7 @@ def activation_bias_backward(
     dx = torch.empty_like(x)
     strip = strip_rows(rows, features, multiprocessors(x.device))
     partial = x.new_empty(-(-rows // strip), features, dtype=torch.float32)
-    spec = ActivationBias(activation, DTYPES[x.dtype])
+    spec = ActivationBiasSpec(activation, DTYPES[x.dtype])
     arguments = dy, x, dx, partial, rows, features, strip
     launch("dense.activation_bias.activation_bias", (spec,), x.device, *arguments)
     return dx, partial.sum(0)
@@ -67,7 +74,7 @@ def rms_norm_backward(
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()
     gain = aligned(_in_fp32(gain, torch.float32, False))
     addend = None if addend is None else aligned(addend)
-    spec = RMSNorm(x.shape[1], DTYPES[x.dtype], addend is not None)
+    spec = RMSNormSpec(x.shape[1], DTYPES[x.dtype], addend is not None)
     blocks = min(x.shape[0], spec.resident * multiprocessors(x.device))
     dx = torch.empty_like(x)
     partial = x.new_empty(blocks, x.shape[1], dtype=torch.float32)

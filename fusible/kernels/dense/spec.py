@@ -14,14 +14,14 @@ VECTOR = 8  # neighbouring columns of a thread: 16 bytes
 MAX_FEATURES = 8192  # of a norm: 512 threads, each with two vectors of a row
 
 
-class ActivationBias(NamedTuple):
+class ActivationBiasSpec(NamedTuple):
     """The kernel of an activation's backward with the sum for a bias."""
 
     activation: str
     dtype: str
 
 
-class RMSNorm(NamedTuple):
+class RMSNormSpec(NamedTuple):
     """The kernel of an RMS norm's backward; with ``add``, a residual's gradient is added."""
 
     features: int
