@@ -1,4 +1,4 @@
-"""Which ops run while what another one sends travels. How: tests/fused/test_moe_experts_group.py."""
+"""Which ops run while what another one sends travels; how: fused/test_moe_experts_group.py."""
 
 import pytest
 

@@ -13,10 +13,11 @@ import sm90_in_tile
 import torch
 from torch import Tensor
 
+from fusible import library
 from fusible.kernels import moe
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped import definitions
-from fusible.kernels.runtime import gpu, library
+from fusible.kernels.runtime import gpu
 from fusible.kernels.sm90 import checked_products, grouped_products, launch, operands
 from fusible.kernels.sm90.spec import FORWARD, Spec
 from fusible.ops import grouped_direct

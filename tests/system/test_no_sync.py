@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fusible as fz
+from fusible import library
 from fusible.kernels import grouped, moe
 from fusible.kernels.grouped import portable, pytorch
-from fusible.kernels.runtime import gpu, library
+from fusible.kernels.runtime import gpu
 from fusible.kernels.sm90 import operands
 from fusible.testing import assume_target
 
