@@ -274,7 +274,10 @@ RECIPES = {
     "fp8_block": fz.recipes.Float8BlockScaling(),
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
     "fp8_current": fz.recipes.Float8CurrentScaling(),
-    "nvfp4": fz.recipes.NVFP4BlockScaling(),
+    "nvfp4": fz.recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+    "nvfp4_as_trained_with": fz.recipes.NVFP4BlockScaling(),
 }
 
 

@@ -27,7 +27,10 @@ from fusible.testing import assume_target
 RECIPES = {
     "bf16": None,
     "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+    "nvfp4_as_trained_with": recipes.NVFP4BlockScaling(),
 }
 
 

@@ -35,14 +35,21 @@ FORMATS = {
     "fp8 128x128": fp8_block(block=(128, 128)),
     "fp8 tensor": fp8_tensor(),
     "nvfp4": nvfp4(),
+    "nvfp4_16x16": nvfp4((16, 16)),
+    "nvfp4_rht": nvfp4(hadamard=True),
+    "nvfp4_rht_sr": nvfp4(hadamard=True, stochastic=True),
 }
 USES = {"row-wise": (True, False), "column-wise": (False, True), "both": (True, True)}
+PLAIN_NVFP4 = recipes.NVFP4BlockScaling(
+    disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+)
 RECIPES = {
     "bf16": None,
     "mxfp8": recipes.MXFP8BlockScaling(),
     "fp8 block": recipes.Float8BlockScaling(),
     "fp8 current": recipes.Float8CurrentScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
+    "nvfp4": PLAIN_NVFP4,
+    "nvfp4 as trained with": recipes.NVFP4BlockScaling(),
 }
 
 
@@ -93,24 +100,25 @@ def _cases(
     equal = torch.arange(1, 129, device="cuda", dtype=torch.int32) * (rows // 128)
     ragged = torch.randint(0, rows, (127,), device="cuda", dtype=torch.int32).sort().values
     ragged = torch.cat((ragged, ragged.new_tensor([rows])))
+    key = recipes.random_key(x)
     uses = USES if fmt.directional else {"one for both": (True, False)}
     groups = {"": None, ", 128 equal groups": equal, ", 128 ragged groups": ragged}
-    if fmt.block == (128, 128):
+    if fmt.block is not None and not fmt.directional:
         groups = {"": None}
     out = []
     for grouping, ends in groups.items():
         for use, flags in uses.items():
             if grouping and use not in ("both", "one for both"):
                 continue
-            pieces = ops.quantize(x, ends, *spelled, *flags)
-            time = seconds(partial(ops.quantize, x, ends, *spelled, *flags))
+            pieces = ops.quantize(x, ends, key, *spelled, *flags)
+            time = seconds(partial(ops.quantize, x, ends, key, *spelled, *flags))
             out.append(_row(f"{name}, {dtype}, {use}{grouping}", size_of([x, *pieces]), time))
     if dtype != torch.bfloat16:
         return out
     for grouping, ends in groups.items():
         for columnwise in (False, True) if fmt.directional else (False,):
             uses_ = (not columnwise, columnwise)
-            pieces = ops.quantize(x, ends, *spelled, *uses_)[3 * columnwise :][:3]
+            pieces = ops.quantize(x, ends, key, *spelled, *uses_)[3 * columnwise :][:3]
             given = [t if t.numel() else None for t in pieces]
             call = partial(ops.dequantize, *given, ends, *spelled, columnwise, dtype)
             time = seconds(call)

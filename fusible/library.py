@@ -33,6 +33,7 @@ def define(
     cuda: Sequence[Callable[..., Any]] = (),
     flops: Formula | None = None,
     name: str = "",
+    tags: Sequence[torch.Tag] = (),
 ) -> Callable[P, R]:
     """Register ``definition`` as the op ``fusible::<name>``, by default its own; return its caller.
 
@@ -42,7 +43,7 @@ def define(
     are the implementations for CUDA, the preferred one first (`implement` adds one). Each returns
     NotImplemented for arguments that it does not support; if none does, the definition runs, as it
     does on every other device. ``flops`` gives the number of floating-point operations from the
-    arguments of the op, if it multiplies.
+    arguments of the op, if it multiplies. ``tags`` tell the compiler what the op is.
 
     The function runs the implementation itself where PyTorch's dispatcher would run nothing else,
     as `is_direct` finds from the first tensor.
@@ -80,7 +81,7 @@ def define(
             flat.extend((fields,) if struct is None else fields)
         return op(*flat)
 
-    _library.define(_schema(name, parameters, types["return"]))
+    _library.define(_schema(name, parameters, types["return"]), tags=tuple(tags))
     _library.impl(name, _of_fields(definition, structs), "CompositeExplicitAutograd")
     _library.impl(name, _of_fields(on_cuda, structs), "CUDA")
     torch.library.register_fake(

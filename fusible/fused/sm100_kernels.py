@@ -83,7 +83,11 @@ class Sm100Kernels(GroupedKernels):
         if isinstance(x, Operand):  # quantized by the kernel that made it
             return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
-        if isinstance(x, operands.Rounded):  # whose rows are padded already
+        fmt = _recipe(ctx).format(role)
+        if isinstance(x, operands.Rounded) and fmt is not None and fmt.hadamard:
+            # Short blocks of the groups' own rows are not transformed, so these must be known.
+            x = padding.own_rows(x.rows, padded)
+        elif isinstance(x, operands.Rounded):  # whose rows are padded already
             options["amax"] = x.amax
             x, ends, padded = x.rows, padded.ends, padded._replace(rows=None)
         elif (
@@ -93,7 +97,6 @@ class Sm100Kernels(GroupedKernels):
         ):
             options["sums"] = torch.bfloat16 if ctx.bias_dtype == torch.bfloat16 else torch.float32
             options["row_scale"] = row_scale
-        fmt = _recipe(ctx).format(role)
         if fmt is None or is_quantized(x):
             packed = operands.pack(_quantized(x, ctx, role, products, ends), padded)
             return GroupedOperand(packed.data_for(False), packed.data_for(True))
@@ -275,6 +278,6 @@ def quantized_weights(
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
     fmt = recipe.format("weight")
     assert fmt is not None
-    if operands.in_one_pass(weights):
+    if operands.in_one_pass(weights, fmt):
         return [operands.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
     return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))

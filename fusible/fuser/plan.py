@@ -391,6 +391,7 @@ def _facts_reader(facts: Facts, recipe: Any, target: Target, grad: Sequence[Grad
             fp8_products=recipe is not None and recipe.fp8_products,
             format=_of_formats(recipe, "name"),
             scaling=_of_formats(recipe, "scaling"),
+            vectors=_of_formats(recipe, "vectors"),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
             cutlass_dsl=target.cutlass_dsl,

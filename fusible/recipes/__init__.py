@@ -13,6 +13,7 @@ from fusible.recipes.layout_ops import swizzle_block_scales, unswizzle_block_sca
 from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import operand_values, quantize_operand
+from fusible.recipes.quantize_ops import random_key
 from fusible.recipes.quantizer import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -74,6 +75,7 @@ __all__ = [
     "operand_values",
     "quantize_operand",
     "quantized_model_init",
+    "random_key",
     "register_state_hooks",
     "swizzle_block_scales",
     "tensor_from_state",

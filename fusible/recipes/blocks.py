@@ -162,16 +162,31 @@ def _rows(along: int, rows: int, columns: int, ends: Tensor | None) -> Blocks:
     return Blocks(amax, expand, lambda s: s[group_of_row(ends, rows), None])
 
 
-def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
-    if ends is None:
-        return _ungrouped_columns(along, rows)
+class ColumnBlocks(NamedTuple):
+    """Blocks of neighbouring rows, which start anew at every group."""
+
+    block_of_row: Tensor
+    """Int64 ``[rows]``; of rows past the last group any."""
+    place_in_block: Tensor
+    """Int64 ``[rows]``; of rows past the last group any."""
+    rows: Tensor
+    """Int64 ``[column_block_bound, along]``: the rows of each block, any where it is shorter."""
+    inside: Tensor
+    """Bool, of ``rows``: whether the block has that row."""
+    group: Tensor
+    """Int64 ``[column_block_bound]``: the group of each block."""
+
+
+def column_blocks(ends: Tensor, rows: int, along: int) -> ColumnBlocks:
+    """Return the blocks of up to ``along`` of ``rows`` rows, in groups up to ``ends``."""
     groups = len(ends)
     block_ends, starts = column_block_ends(ends, along), group_starts(ends)
     first_block = group_starts(block_ends)
     row = torch.arange(rows, device=ends.device)
     group = group_of_row(ends, rows)
     bound = column_block_bound(rows, groups, along)
-    block_of_row = first_block[group] + (row - starts[group]) // along
+    row_in_group = row - starts[group]
+    block_of_row = first_block[group] + row_in_group // along
     block_of_row = block_of_row.clamp(max=bound - 1)  # rows past the last group
 
     block = torch.arange(bound, device=ends.device)
@@ -180,6 +195,14 @@ def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
     rows_of_block = first_row[:, None] + torch.arange(along, device=ends.device)
     inside = rows_of_block < ends[group_of_block, None]
     rows_of_block = rows_of_block.clamp(max=max(rows - 1, 0))
+    return ColumnBlocks(block_of_row, row_in_group % along, rows_of_block, inside, group_of_block)
+
+
+def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
+    if ends is None:
+        return _ungrouped_columns(along, rows)
+    block_of_row, _, rows_of_block, inside, group_of_block = column_blocks(ends, rows, along)
+    bound = rows_of_block.shape[0]
 
     def amax(x: Tensor) -> Tensor:
         if not bound or not rows:

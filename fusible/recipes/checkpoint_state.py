@@ -48,6 +48,8 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
         "block": fmt.block,
         "scale": fmt.scale,
         "amax_epsilon": fmt.amax_epsilon,
+        "hadamard": fmt.hadamard,
+        "stochastic": fmt.stochastic,
         "dtype": str(q.dtype),
         "shape": tuple(q.shape),
     }
@@ -103,6 +105,8 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
             facts["block"] or (),
             facts["scale"],
             float(facts["amax_epsilon"]),
+            facts["hadamard"],
+            facts["stochastic"],
         )
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
     except (KeyError, TypeError, IndexError, ValueError) as error:

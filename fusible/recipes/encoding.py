@@ -129,6 +129,27 @@ def _encode_e2m1(x: Tensor) -> Tensor:
     for i, halfway in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         above = magnitude > halfway if i % 2 == 0 else magnitude >= halfway
         code += above
+    return _packed_e2m1(x, code)
+
+
+def encode_stochastically(x: Tensor, random: Tensor) -> Tensor:
+    """Saturate, and round to E2M1 up or down, by numbers from 0 to 255 for each of ``x``.
+
+    The chance of the upper neighbour is the distance to the lower one, rounded to 1/256 of the step
+    between them: (2 * random + 1) / 512 of a step is added to the magnitude, and the sum is cut. So
+    a number of E2M1 stays what it is, and the mean is off by at most 1/512 of a step.
+    """
+    magnitude = x.abs().clamp(max=E2M1.max)
+    step = torch.where(magnitude >= 4, 2.0, torch.where(magnitude >= 2, 1.0, 0.5))
+    magnitude = magnitude + (2 * random + 1).float() * (1 / 512) * step
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for number in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
+        code += magnitude >= number
+    return _packed_e2m1(x, code)
+
+
+def _packed_e2m1(x: Tensor, code: Tensor) -> Tensor:
+    """Two elements to a byte, from the codes of the magnitudes of ``x``."""
     code = torch.where(x.isnan(), 7, code + (x.signbit() & ~x.isnan()) * 8).to(torch.uint8)
     return code[..., ::2] | (code[..., 1::2] << 4)
 

@@ -33,6 +33,8 @@ E4M3 = Element("e4m3", 448.0, 8, torch.float8_e4m3fn)
 E5M2 = Element("e5m2", 57344.0, 15, torch.float8_e5m2)
 # torch.float4_e2m1fn_x2 supports too few operations; it is a view of these bytes at a kernel.
 E2M1 = Element("e2m1", 6.0, 2, torch.uint8, per_byte=2)
+HADAMARD = 16
+"""Neighbouring numbers of a column that a Hadamard transform mixes."""
 E4M3_OVERFLOW = 464.0  # larger values would round to 480, which E4M3 does not have
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
@@ -66,8 +68,13 @@ class NumberFormat:
     scale: ScaleName
     amax_epsilon: float = 0.0
     """Lower bound of the largest magnitude from which an FP32 scale is computed."""
+    hadamard: bool = False
+    """The column-wise form is that of ``recipes.hadamard.transform`` of the values."""
+    stochastic: bool = False
+    """Elements are rounded up or down at random (``recipes.philox``), not to the nearest."""
 
     def __post_init__(self) -> None:
+        check_bools("NumberFormat", hadamard=self.hadamard, stochastic=self.stochastic)
         across, along = self.block or (1, 2)
         if along < 2 or along & (along - 1) or across not in (1, along):
             raise ValueError(
@@ -78,6 +85,10 @@ class NumberFormat:
             raise ValueError(
                 f"a format with tensor scales must have blocks, got {self}; use an FP32 scale"
             )
+        if self.hadamard and self.block != (1, HADAMARD):
+            raise ValueError(f"block of a format with hadamard must be (1, {HADAMARD}), got {self}")
+        if self.stochastic and self.element is not E2M1:
+            raise ValueError(f"element of a format with stochastic must be E2M1, got {self}")
         if not 0 <= self.amax_epsilon < math.inf:
             raise ValueError(f"amax_epsilon must be finite and not negative, got {self}")
 
@@ -103,19 +114,33 @@ class NumberFormat:
         scale = str(self.scale_dtype).removeprefix("torch.")
         return f"fp{8 // self.element.per_byte} with one {scale} scale per {shape}"
 
-    def as_constants(self) -> tuple[str, str, list[int], ScaleName, float]:
+    @property
+    def vectors(self) -> str:
+        """Return in words what a product reads along its reduction, whatever made the numbers."""
+        size = "matrix" if self.block is None else self.block[1]
+        return f"{self.element.name} with one {self.scale} scale per {size}"
+
+    def as_constants(self) -> tuple[str, str, list[int], ScaleName, float, bool, bool]:
         """Return the row as arguments of a torch op."""
         block = [] if self.block is None else list(self.block)
-        return self.name, self.element.name, block, self.scale, self.amax_epsilon
+        options = self.amax_epsilon, self.hadamard, self.stochastic
+        return self.name, self.element.name, block, self.scale, *options
 
     @staticmethod
     def from_constants(
-        name: str, element: str, block: Sequence[int], scale: str, amax_epsilon: float
+        name: str,
+        element: str,
+        block: Sequence[int],
+        scale: str,
+        amax_epsilon: float,
+        hadamard: bool,
+        stochastic: bool,
     ) -> NumberFormat:
         """Undo ``as_constants``; KeyError for an element or a scale that is not known."""
         across_along = (int(block[0]), int(block[1])) if block else None
         known = check_scale_name(scale)
-        return NumberFormat(name, ELEMENTS[element], across_along, known, amax_epsilon)
+        options = amax_epsilon, hadamard, stochastic
+        return NumberFormat(name, ELEMENTS[element], across_along, known, *options)
 
 
 def check_columns(columns: int, fmt: NumberFormat) -> None:
@@ -173,14 +198,19 @@ def fp8_tensor(
     return NumberFormat(name, element, None, _fp32_scale(power_of_two), amax_epsilon)
 
 
-def nvfp4(block: tuple[int, int] = (1, 16)) -> NumberFormat:
+def nvfp4(
+    block: tuple[int, int] = (1, 16), *, hadamard: bool = False, stochastic: bool = False
+) -> NumberFormat:
     """Describe NVFP4: one E4M3 scale per 1x16 or 16x16, one FP32 scale per tensor, amax / 2688.
 
-    2688 is the largest element times the largest scale, 6 * 448.
+    2688 is the largest element times the largest scale, 6 * 448. With ``hadamard`` the column-wise
+    form, of blocks of 1x16, is that of the transformed values, ``stochastic`` rounds at random.
     """
     if block not in ((1, 16), (16, 16)):
         raise ValueError(f"block must be (1, 16) or (16, 16), got {block}")
-    return NumberFormat("nvfp4" if block[0] == 1 else "nvfp4_16x16", E2M1, block, "e4m3")
+    options = {"16x16": block[0] > 1, "rht": hadamard, "sr": stochastic}
+    name = "_".join(["nvfp4", *[option for option, on in options.items() if on]])
+    return NumberFormat(name, E2M1, block, "e4m3", hadamard=hadamard, stochastic=stochastic)
 
 
 def _fp32_scale(power_of_two: bool) -> ScaleName:

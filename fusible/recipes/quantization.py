@@ -12,8 +12,16 @@ import math
 import torch
 from torch import Tensor
 
+from fusible.recipes import hadamard, philox
 from fusible.recipes.blocks import blocks_of, zero_tail
-from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, SMALLEST_NORMAL, divide
+from fusible.recipes.encoding import (
+    DECODERS,
+    ENCODERS,
+    SCALES,
+    SMALLEST_NORMAL,
+    divide,
+    encode_stochastically,
+)
 from fusible.recipes.formats import E4M3, NumberFormat, check_columns
 from fusible.recipes.matrix import QuantizedMatrix
 
@@ -28,6 +36,7 @@ def quantize(
     columnwise: bool = False,
     ends: Tensor | None = None,
     amax: Tensor | None = None,
+    key: Tensor | None = None,
 ) -> QuantizedMatrix:
     """Convert ``x`` ``[..., rows, columns]`` to ``fmt``, to be reduced along rows or columns.
 
@@ -38,9 +47,13 @@ def quantize(
     ``(rows + groups * (B - 1)) // B`` of them, spare ones with the scale of zeros, so that no size
     depends on the data.
 
+    The column-wise form of a format with ``hadamard`` is that of ``hadamard.transform`` of ``x``.
+    One with ``stochastic`` needs a ``key``, int64 ``[2]`` on ``x.device``, by which elements are
+    rounded (``philox.random_bytes``): a seed and an offset.
+
     ``amax``, FP32, is the largest magnitude of the tensor, or of each group, where it is known, for
-    a format with tensor scales. It may leave out NaN and neighbours of NaN: a block that is too
-    large for it becomes NaN.
+    a format with tensor scales, after the transform if there is one. It may leave out NaN and
+    neighbours of NaN: a block that is too large for it becomes NaN.
 
     NaN in a block makes the whole block NaN; so does Inf where scales are not E8M0, whose Inf stays
     Inf. Raises TypeError for dtypes other than FP32, BF16 and FP16, ValueError for columns that do
@@ -48,9 +61,12 @@ def quantize(
     """
     check_input(x, fmt)
     check_ends(x, fmt, ends)
+    check_key(x, fmt, key)
     inside = None if ends is None else ends.clamp(max=x.shape[0])
     if inside is not None:
         x = zero_tail(x, inside)
+    if columnwise and fmt.hadamard:
+        x = hadamard.transform(x, inside)
     blocks = blocks_of(x, fmt.block, columnwise, inside)
     tensor_scale = _tensor_scale(x, fmt, inside, amax)
     outer = None if tensor_scale is None else blocks.spread_groups(tensor_scale)
@@ -58,12 +74,18 @@ def quantize(
     scaled = x.float() * blocks.expand(multiplier)
     if inside is not None:
         scaled = zero_tail(scaled, inside)
-    data, along_columns = ENCODERS[fmt.element](scaled), columnwise and fmt.directional
+    along_columns = columnwise and fmt.directional
+    if key is None or not fmt.stochastic:
+        data = ENCODERS[fmt.element](scaled)
+    else:
+        size = x.shape[:-1].numel(), x.shape[-1]
+        random = philox.random_bytes(key, *size, along_columns).view(x.shape)
+        data = encode_stochastically(scaled, random)
     return QuantizedMatrix(data, scale, tensor_scale, fmt, along_columns, ends)
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of ``matrix``.
+    """Return the values of ``matrix``, as products read them: transformed, where it was.
 
     Computed in FP32 and rounded once to ``dtype``; MXFP8 is exact in BF16 (normal range) and FP32.
     """
@@ -116,6 +138,22 @@ def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
     if ends.device != x.device:
         raise ValueError(
             f"ends must be on {x.device}, where the rows are, got {ends.device}; move them"
+        )
+
+
+def check_key(x: Tensor, fmt: NumberFormat, key: Tensor | None) -> None:
+    """Raise ValueError unless there is a ``key`` for stochastic rounding, where ``fmt`` rounds so.
+
+    Other formats take no notice of one.
+    """
+    if not fmt.stochastic:
+        return
+    if key is None:
+        raise ValueError(f"{fmt.name} rounds by a key, got None; pass recipes.random_key(x)")
+    if key.dtype != torch.int64 or key.shape != (2,) or key.device != x.device:
+        raise ValueError(
+            f"key must be int64 of shape (2,) on {x.device}, where the tensor is, got {key.dtype} "
+            f"of shape {tuple(key.shape)} on {key.device}"
         )
 
 

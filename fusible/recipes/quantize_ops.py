@@ -17,7 +17,7 @@ from fusible.calls import is_direct
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
-from fusible.recipes.quantization import check_ends, check_input
+from fusible.recipes.quantization import check_ends, check_input, check_key
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -31,13 +31,15 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 class Implementation(NamedTuple):
     """Functions that compute what the ops do, for arguments that are already checked."""
 
-    quantize: Callable[[Tensor, Tensor | None, NumberFormat, Uses], Operand]
-    """Takes ``x``, the end rows of groups, the format, and the outputs wanted."""
+    quantize: Callable[[Tensor, Tensor | None, NumberFormat, Uses, Tensor | None], Operand]
+    """Takes ``x``, the end rows of groups, the format, the outputs wanted, and the key."""
     dequantize: Callable[[QuantizedMatrix, torch.dtype], Tensor]
     """Checks the sizes of the matrix."""
 
 
-def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+def empty(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses, key: Tensor | None = None
+) -> Operand:
     """Allocate what ``quantize`` of an implementation returns."""
 
     def matrix(columnwise: bool) -> QuantizedMatrix:
@@ -61,11 +63,13 @@ def empty(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Oper
     )
 
 
-def quantize_by_formulas(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+def quantize_by_formulas(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses, key: Tensor | None
+) -> Operand:
     """Quantize by ``quantization.quantize``, whatever the device."""
     quantize, x = quantization.quantize, x.contiguous()  # as what the fake returns
-    row = quantize(x, fmt, ends=ends) if uses.rowwise else None
-    column = quantize(x, fmt, columnwise=True, ends=ends) if uses.columnwise else None
+    row = quantize(x, fmt, ends=ends, key=key) if uses.rowwise else None
+    column = quantize(x, fmt, columnwise=True, ends=ends, key=key) if uses.columnwise else None
     return _operand(row, column, uses)
 
 
@@ -79,19 +83,43 @@ def _empty_values(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     return matrix.data.new_empty(matrix.shape, dtype=dtype)
 
 
-def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> None:
+def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tensor | None) -> None:
     """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
     check_ends(x, fmt, ends)
     check_input(x, fmt)
+    check_key(x, fmt, key)
+
+
+def _random_key(x: Tensor) -> Tensor:
+    """Return a key for stochastic rounding on ``x.device``, int64 ``[2]``: a seed and an offset.
+
+    Drawn from PyTorch's generator of the device, on the device: ``torch.manual_seed`` repeats it,
+    and so does a forward that activation checkpointing runs again; a replayed CUDA graph draws
+    anew. Compiled code draws the same.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (2,), device=x.device)
+
+
+random_key = library.define(
+    _random_key,
+    lambda x: x.new_empty(2, dtype=torch.int64),
+    name="random_key",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 
 
 def _quantize_op_of(implementation: Implementation) -> Callable[..., Any]:
     def quantize(
-        x: Tensor, ends: Tensor | None, fmt: NumberFormat, rowwise: bool, columnwise: bool
+        x: Tensor,
+        ends: Tensor | None,
+        key: Tensor | None,
+        fmt: NumberFormat,
+        rowwise: bool,
+        columnwise: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Data, scale and tensor scale of each use; empty where there is none."""
-        _check(x, ends, fmt)
-        made = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise))
+        _check(x, ends, fmt, key)
+        made = implementation.quantize(x, ends, fmt, Uses(rowwise, columnwise), key)
         tensors = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
         return tuple([x.new_empty(0) if t is None else as_bytes(t) for t in tensors])  # type: ignore[return-value]
 
@@ -143,17 +171,25 @@ def quantize_matrix(
     return made.row, made.column
 
 
-def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None = None) -> Operand:
+def quantize_for(
+    x: Tensor,
+    fmt: NumberFormat,
+    uses: Uses,
+    ends: Tensor | None = None,
+    key: Tensor | None = None,
+) -> Operand:
     """Quantize ``x`` and dequantize the result to ``compute_dtype``, as ``uses`` asks.
 
-    A direct call does both in one launch, and writes no quantized matrix of which only the values
-    are wanted.
+    A ``stochastic`` format rounds by ``key``, or by one that is drawn here. A direct call does both
+    in one launch, and writes no quantized matrix of which only the values are wanted.
     """
     x = x.detach()
+    if key is None and fmt.stochastic:
+        key = random_key(x)
     if fmt.directional:
-        return _quantize_for(x, fmt, uses, ends)
+        return _quantize_for(x, fmt, uses, ends, key)
     once = Uses(uses.row or uses.column, False, uses.row_values or uses.column_values)
-    matrix, _, values, _ = _quantize_for(x, fmt, once, ends)
+    matrix, _, values, _ = _quantize_for(x, fmt, once, ends, key)
     return Operand(
         matrix if uses.row else None,
         matrix if uses.column else None,
@@ -162,11 +198,13 @@ def quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None =
     )
 
 
-def _quantize_for(x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None) -> Operand:
+def _quantize_for(
+    x: Tensor, fmt: NumberFormat, uses: Uses, ends: Tensor | None, key: Tensor | None
+) -> Operand:
     if is_direct(x):
-        _check(x, ends, fmt)
-        return _on_cuda.quantize(x, ends, fmt, uses)
-    tensors = _quantize_op(x, ends, fmt, uses.rowwise, uses.columnwise)
+        _check(x, ends, fmt, key)
+        return _on_cuda.quantize(x, ends, fmt, uses, key)
+    tensors = _quantize_op(x, ends, key, fmt, uses.rowwise, uses.columnwise)
     row, column = (
         QuantizedMatrix(
             tensors[at],

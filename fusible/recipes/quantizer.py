@@ -177,7 +177,10 @@ class Float8BlockQuantizer(Quantizer):
 
 
 class NVFP4Quantizer(Quantizer):
-    """NVFP4, nearest rounding, scales per 1x16 or, with ``with_2d_quantization``, per 16x16.
+    """NVFP4, scales per 1x16 or, with ``with_2d_quantization``, per 16x16.
+
+    ``with_rht`` transforms the column-wise form (``recipes.hadamard``), always with the random
+    signs and with scales of the transformed values; ``stochastic_rounding`` rounds at random.
 
     Options of a transform, of a reduction or of other scales have no effect where it is off, which
     it must be.
@@ -205,17 +208,23 @@ class NVFP4Quantizer(Quantizer):
             raise ValueError(f"fp4_dtype must be torch.float4_e2m1fn_x2, got {fp4_dtype!r}")
         check_bools(
             "NVFP4Quantizer",
+            with_rht=with_rht,
             with_2d_quantization=with_2d_quantization,
+            stochastic_rounding=stochastic_rounding,
             with_post_rht_amax=with_post_rht_amax,
             with_random_sign_mask=with_random_sign_mask,
         )
         _check_off(
             "NVFP4Quantizer",
             with_amax_reduction=with_amax_reduction,
-            with_rht=with_rht,
-            stochastic_rounding=stochastic_rounding,
             row_scaled_nvfp4=row_scaled_nvfp4,
             nvfp4_use_4over6=nvfp4_use_4over6,
         )
-        fmt = nvfp4((16, 16) if with_2d_quantization else (1, 16))
+        if with_rht and not with_random_sign_mask:
+            raise ValueError(
+                "NVFP4Quantizer must have with_random_sign_mask True, got False; the transform "
+                "has the random signs"
+            )
+        block = (16, 16) if with_2d_quantization else (1, 16)
+        fmt = nvfp4(block, hadamard=with_rht, stochastic=stochastic_rounding)
         super().__init__(fmt, rowwise=rowwise, columnwise=columnwise)

@@ -282,16 +282,23 @@ class Float8CurrentScaling(_Float8Scaling):
 class NVFP4BlockScaling(_Scaling):
     """E2M1 with one E4M3 scale per 16 along the reduction and one FP32 scale per tensor.
 
-    Nearest rounding without a Hadamard transform, as Transformer Engine's with ``disable_rht`` and
-    ``disable_stochastic_rounding``, which must be True. ``disable_2d_quantization=False`` gives
-    weights one scale per 16x16, so that all products read the same values of a weight (arXiv
-    2509.25149, section 4.3).
+    By default, as Transformer Engine's (arXiv 2509.25149, section 4): the operands of the weight
+    gradient, which are inputs and gradients column-wise, are Hadamard-transformed with fixed random
+    signs, gradients are rounded stochastically, and weights have one scale per 16x16, so that all
+    products read the same values of a weight. Each can be disabled; with all three disabled all
+    operands are rounded to the nearest, in blocks of 16 along the reduction.
+
+    Unlike there, no environment variable changes a default; inputs may be FP32 and FP16, and have
+    any number of rows: the last rows of a group, fewer than 16, are not transformed; a random
+    number of a rounding is that of the element's place (``recipes.philox``), whatever the kernel,
+    from a key that PyTorch's generator draws for each tensor. ``nvfp4_4over6`` and
+    ``row_scaled_activation`` are not supported.
     """
 
     _: KW_ONLY
-    disable_rht: bool = True
-    disable_stochastic_rounding: bool = True
-    disable_2d_quantization: bool = True
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
     nvfp4_4over6: str = "none"
     nvfp4_4over6_e4m3_use_256: str = field(default="all", compare=False)
@@ -302,8 +309,6 @@ class NVFP4BlockScaling(_Scaling):
     name: ClassVar[str] = "nvfp4"
     only: ClassVar[tuple[str, ...]] = (
         *_Scaling.only,
-        "disable_rht",
-        "disable_stochastic_rounding",
         "row_scaled_activation",
         "nvfp4_4over6",
         "fp4_format",
@@ -312,19 +317,32 @@ class NVFP4BlockScaling(_Scaling):
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized, as gradients are."""
-        return QParams()
-
-    fp4_quant_bwd_grad = fp4_quant_fwd_inp
+        """How inputs are quantized."""
+        return self._params("input")
 
     @property
     def fp4_quant_fwd_weight(self) -> QParams:
         """How weights are quantized."""
-        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        return self._params("weight")
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """How gradients are quantized."""
+        return self._params("grad")
+
+    def _params(self, role: Role) -> QParams:
+        fmt = self._format(role)
+        return QParams(
+            random_hadamard_transform=fmt.hadamard,
+            stochastic_rounding=fmt.stochastic,
+            fp4_2d_quantization=not fmt.directional,
+        )
 
     def _format(self, role: Role) -> NumberFormat:
-        square = role == "weight" and not self.disable_2d_quantization
-        return nvfp4((16, 16) if square else (1, 16))
+        if role == "weight":
+            return nvfp4((1, 16) if self.disable_2d_quantization else (16, 16))
+        rounded = role == "grad" and not self.disable_stochastic_rounding
+        return nvfp4(hadamard=not self.disable_rht, stochastic=rounded)
 
 
 class _NotOffered:
@@ -367,6 +385,7 @@ def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
 
     Raises:
         TypeError: ``enabled`` is not a bool, or ``recipe`` is not a ``Recipe``.
+        ValueError: ``recipe`` transforms one operand of a product alone.
     """
     if enabled is not True and enabled is not False:
         raise TypeError(
@@ -380,7 +399,20 @@ def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
             f"recipe of {function} must be a recipe of fusible.recipes, got {recipe!r:.200}; "
             f"pass recipe={_meant(recipe)}"
         )
+    _check_transforms(recipe)
     return recipe
+
+
+def _check_transforms(recipe: Recipe) -> None:
+    """Raise ValueError unless both operands of each product are transformed, or neither is."""
+    formats = {role: recipe.format(role) for role in _ROLES}
+    x, w, dy = [fmt is not None and fmt.hadamard for fmt in formats.values()]
+    if w or (x != dy and recipe.backward_override is None):
+        given = ", ".join(f"{fmt.name} of {role}" for role, fmt in formats.items() if fmt)
+        raise ValueError(
+            "formats with hadamard must be those of input and grad, both or neither, and not of "
+            f"weight: they are the operands of one product; {type(recipe).__name__} has {given}"
+        )
 
 
 def _meant(given: object) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from fusible.recipes import sharding
+from fusible.recipes import hadamard, sharding
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix, as_bytes
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
@@ -158,7 +158,13 @@ class WrapperTensor(DispatchedTensor):
             return self.rowwise_data.to(dtype)
         if columnwise is None:
             columnwise = not self.has_rowwise
-        values = dequantize_matrix(self.matrix(columnwise=columnwise), dtype)
+        matrix = self.matrix(columnwise=columnwise)
+        if matrix.columnwise and self.format.hadamard:
+            transformed = dequantize_matrix(matrix, torch.float32)
+            ends = None if self.ends is None else self.ends.clamp(max=matrix.shape[0])
+            values = hadamard.inverse(transformed, ends).to(dtype)
+        else:
+            values = dequantize_matrix(matrix, dtype)
         if self.format.element.per_byte > 1:  # what fills the last byte of a row is none of them
             columns = self.numel() // max(math.prod(values.shape[:-1]), 1)
             values = values[..., :columns].contiguous()

@@ -5,11 +5,11 @@ import math
 import pytest
 import reference as ref
 import torch
+from number_formats import NV
 from sm100_operands import largest_of_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
-from fusible import recipes
 from fusible.kernels.sm100 import operands, padding, quantizer
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantization import dequantize, quantize
@@ -137,7 +137,8 @@ class Quantizations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.fusible.sm100_quantize.default:
-            self.amax.append(None if args[-1] is None else tuple(args[-1].shape))
+            amax = args[-2]  # the key is last
+            self.amax.append(None if amax is None else tuple(amax.shape))
         return function(*args, **kwargs or {})
 
 
@@ -169,7 +170,7 @@ def test_the_grouped_mlp_uses_them(splits, act, monkeypatch):
     for quantize_ in (quantizer.quantized, without_amax):
         monkeypatch.setattr(operands, "quantized", quantize_)
         calls = Quantizations()
-        with calls, assume_target("sm100"), fz.autocast(recipe=recipes.NVFP4BlockScaling()):
+        with calls, assume_target("sm100"), fz.autocast(recipe=NV):
             y = module(x, splits, scales, splits)
             results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
         # Input, weight, activation, weight; gradient of the output and of the pre-activation.

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import reference as ref
 import torch
+from number_formats import MX, NV, NV_RHT_2D
 
 import fusible as fz
 from fusible import recipes
@@ -21,8 +22,11 @@ from fusible.testing import emulator_sm100 as emulator
 from fusible.versions import Version
 
 BF16 = torch.bfloat16
-MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
-RECIPES = [pytest.param(r, id="bf16" if r is None else r.name) for r in (None, MXFP8, NVFP4)]
+MXFP8, NVFP4 = MX, NV
+RECIPES = [
+    *[pytest.param(r, id="bf16" if r is None else r.name) for r in (None, MXFP8, NVFP4)],
+    pytest.param(NV_RHT_2D, id="nvfp4_rht_2d"),
+]
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 HIDDEN, INNER, OUT = 128, 64, 192
 
@@ -245,6 +249,30 @@ def test_without_scales_is_bitwise_with_ones(recipe, plain, scaled):
     other = fz.Sequential(module[0], plain(glu_interleave_size=32), module[2])
     ref.assert_equal(run(other, (x, splits, splits), recipe, wanted=wanted), want)
     assert other.plan.fired == ("grouped_mlp_sm100",)
+
+
+def test_nvfp4_as_it_is_trained_with():
+    """Gradients are rounded stochastically: repeated by the seed, near those rounded to nearest."""
+    rows, sizes = SPLITS["around a tile"]
+    module, given = mlp(len(sizes)), inputs(rows, sizes)
+    randomize(module, given)
+
+    def seeded(recipe, seed):
+        torch.manual_seed(seed)
+        with assume_target("sm100"), under(recipe):
+            y = module(*given)
+            wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+            return [y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))]
+
+    full = recipes.NVFP4BlockScaling()
+    first = seeded(full, 0)
+    assert module.plan.fired == ("grouped_mlp_sm100",)
+    ref.assert_equal(seeded(full, 0), first)
+    nearest = seeded(NV_RHT_2D, 0)
+    assert torch.equal(first[0], nearest[0])
+    for name, a, b in zip(NAMES[1:], first[1:], nearest[1:], strict=True):
+        assert distance(a, b) < 0.25, name
+    assert not torch.equal(seeded(full, 1)[1], first[1])
 
 
 def distance(a, b):
@@ -666,10 +694,14 @@ def test_reasons_tell_what_to_do():
     )
     hybrid = recipes.MXFP8BlockScaling(recipes.Format.HYBRID)
     assert refusal(mlp(3), given, hybrid) == (
-        "format.grad must be equal to format.input (which is mxfp8_e4m3), got mxfp8_e5m2",
+        "vectors.grad must be equal to vectors.input (which is e4m3 with one e8m0_up scale per "
+        "32), got e5m2 with one e8m0_up scale per 32",
     )
     (reason,) = refusal(mlp(3), given, recipes.Float8CurrentScaling(recipes.Format.E4M3))
-    assert reason.startswith("format.input must be one of none, mxfp8_e4m3, nvfp4, got fp8_tensor")
+    assert reason.startswith(
+        "vectors.input must be one of none, e4m3 with one e8m0_up scale per 32, e2m1 with one e4m3 "
+        "scale per 16, got e4m3 with one fp32 scale per matrix"
+    )
     for old, reason in (
         (
             fz.Target("cuda", 100, cudnn_frontend=Version(1, 31)),

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from number_formats import MX, NV
 
 import fusible as fz
 from fusible import recipes
@@ -14,7 +15,7 @@ from fusible.recipes.grouped import group_quantize
 from fusible.testing import assume_target
 
 BF16, FP32 = torch.bfloat16, torch.float32
-MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
+MXFP8, NVFP4 = MX, NV
 BOUND = {None: 2**-6, MXFP8: 2**-3, NVFP4: 2**-3}  # for each group; see test_sm100_mlp.DIFFERENCE
 FEATURES = (64, 128, 192)
 

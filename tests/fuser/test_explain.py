@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 import reference as ref
 import torch
+from number_formats import NV
 from torch import nn
 
 import fusible as fz
@@ -392,7 +393,7 @@ def test_features_that_a_recipe_cannot_quantize():
     model = fz.Sequential(fz.Linear(64, 41), fz.GELU(), fz.Linear(41, 64))
     x = torch.randn(4, 64, requires_grad=True)
     must = "of Linear must be a multiple of 2 for nvfp4"
-    with fz.autocast(recipe=fz.recipes.NVFP4BlockScaling()):
+    with fz.autocast(recipe=NV):
         first, second = fz.explain(model, x).refused
         with pytest.raises(ValueError, match=f"in_features {must}, .* got 41") as caught:
             model(x)
@@ -403,9 +404,8 @@ def test_features_that_a_recipe_cannot_quantize():
         f"Sequential.2 (BasicLinear): in_features {must}, the format of its in"
     )
     assert caught.value.__notes__ == ["raised in Sequential.2 (BasicLinear)"]
-    recipe = fz.recipes.NVFP4BlockScaling()
     with (
-        fz.quantized_model_init(recipe=recipe),
+        fz.quantized_model_init(recipe=NV),
         pytest.raises(ValueError, match="in_features of BasicLinear must be a multiple of 2"),
     ):
         fz.Linear(63, 256)

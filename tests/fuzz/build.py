@@ -131,7 +131,9 @@ def recipe(case: Case) -> Any:
         "fp8 block": r.Float8BlockScaling,
         "fp8 block, f32 scales": lambda: r.Float8BlockScaling(use_f32_scales=True),
         "fp8 current": r.Float8CurrentScaling,
-        "nvfp4": r.NVFP4BlockScaling,
+        "nvfp4": lambda: r.NVFP4BlockScaling(
+            disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+        ),
     }
     return None if case.recipe is None else made[case.recipe]()
 

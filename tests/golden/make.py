@@ -314,6 +314,119 @@ def nvfp4_cases():
         yield case | {"tensor_scale": struct.pack("<f", outer).hex()}
 
 
+# --- NVFP4 as it is trained with ------------------------------------------------------------------
+
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+
+
+def bf16(x):
+    """Round FP32 to BF16, nearest even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", x))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return struct.unpack("<f", struct.pack("<I", bits >> 16 << 16))[0]
+
+
+def add(a, b):
+    """FP32 sum of finite numbers that are not negative zeros both."""
+    return fp32(Fraction(a) + Fraction(b))
+
+
+def hadamard(column):
+    """Sums and differences of halves of the signed column, recursively from pairs on; a quarter."""
+    done = [sign * x for sign, x in zip(SIGNS, column, strict=True)]
+    size = 1
+    while size < 16:
+        blocks = [done[i : i + 2 * size] for i in range(0, 16, 2 * size)]
+        done = [
+            number
+            for block in blocks
+            for number in (
+                *(add(a, b) for a, b in zip(block[:size], block[size:], strict=True)),
+                *(add(a, -b) for a, b in zip(block[:size], block[size:], strict=True)),
+            )
+        ]
+        size *= 2
+    return [number / 4 for number in done]
+
+
+def philox(counter, key):
+    """Philox4x32-10 by Salmon et al., from its definition."""
+    x, k = [*counter], [*key]
+    for _ in range(10):
+        first, second = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [
+            second >> 32 ^ x[1] ^ k[0],
+            second % 2**32,
+            first >> 32 ^ x[3] ^ k[1],
+            first % 2**32,
+        ]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return x
+
+
+def random_byte(key, row, column, columnwise):
+    seed, offset = (number % 2**64 for number in key)
+    words = philox((column // 8, row, offset % 2**32, offset >> 32), (seed % 2**32, seed >> 32))
+    word = words[2 * columnwise + column % 8 // 4]
+    return word >> 8 * (column % 4) & 255
+
+
+def encode_by_chance(x, byte):
+    """Code of E2M1 ``x``: up where the fraction of the step and (2 byte + 1) / 512 reach one."""
+    table = magnitudes("e2m1")
+    magnitude = min(abs(Fraction(x)), table[-1])
+    code = bisect.bisect_right(table, magnitude) - 1
+    if code < 7:
+        step = table[code + 1] - table[code]
+        code += (magnitude - table[code]) / step + Fraction(2 * byte + 1, 512) >= 1
+    return (8 if math.copysign(1, x) < 0 else 0) | code
+
+
+def training_case(rows, key=None, transform=False, short=False):
+    """``rows`` of BF16 quantized for the column-wise use.
+
+    Columns of 16 rows, or fewer if ``short``, are one block each.
+    """
+    columns = [*zip(*rows, strict=True)]
+    if transform and not short:
+        columns = [[bf16(x) for x in hadamard(column)] for column in columns]
+    outer = nvfp4_outer(amax([x for column in columns for x in column]))
+    codes, scales = [], b""
+    for c, column in enumerate(columns):
+        stored, multiplier = nvfp4_scale(amax(column), outer)
+        scales += stored
+        scaled = [times(x, multiplier) for x in column]
+        codes.append([
+            encode("e2m1", x) if key is None else encode_by_chance(x, random_byte(key, r, c, True))
+            for r, x in enumerate(scaled)
+        ])  # fmt: skip
+    in_rows = [*zip(*codes, strict=True)]
+    data = bytes(
+        low | high << 4 for row in in_rows for low, high in zip(row[::2], row[1::2], strict=True)
+    )
+    return {
+        "input": b"".join(struct.pack("<f", x) for row in rows for x in row).hex(),
+        "columns": len(rows[0]), "key": key, "hadamard": transform, "data": data.hex(),
+        "scale": scales.hex(), "tensor_scale": struct.pack("<f", outer).hex(),
+    }  # fmt: skip
+
+
+def training_cases():
+    generator = random.Random(7)
+
+    def rows(count, columns):
+        spread = [2.0 ** generator.randint(-6, 6) for _ in range(columns)]
+        return [[bf16(fp32(Fraction(generator.gauss(0, 1)) * Fraction(s))) for s in spread]
+                for _ in range(count)]  # fmt: skip
+
+    keys = [None, [0, 0], [-17, 2**40 + 3], [2**62 + 5, -1]]
+    for key in keys:
+        for transform in (False, True):
+            if key or transform:
+                yield training_case(rows(16, 48), key, transform)
+                yield training_case(rows(11, 24), key, transform, short=True)
+
+
 def values():
     """Return decoded values of every code, as FP32; NaN and Inf where a code means that."""
     table = {}
@@ -330,10 +443,11 @@ def values():
 
 
 def main():
-    """Write ``values.json`` and ``blocks.json.gz``."""
+    """Write ``values.json``, ``blocks.json.gz`` and ``training.json``."""
     (HERE / "values.json").write_text(json.dumps(values(), indent=1) + "\n")
     cases = [*mx_cases(), *fp8_cases(), *nvfp4_cases()]
     # No time in the header: the same vectors are the same file.
+    (HERE / "training.json").write_text(json.dumps([*training_cases()]) + "\n")
     (HERE / "blocks.json.gz").write_bytes(gzip.compress(json.dumps(cases).encode(), mtime=0))
 
 

@@ -4,7 +4,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting
-from number_formats import FORMATS, GROUPED, OWN
+from number_formats import FORMATS, GROUPED, OWN, is_square
 
 from fusible.kernels.quantize import takes
 from fusible.recipes.formats import mxfp8
@@ -74,8 +74,8 @@ def compare(x, fmt, ends=None, uses=(True, True), dequantized=(torch.bfloat16,))
     uses = uses if fmt.directional else (True, False)
     on_device = x.cuda(), None if ends is None else ends.cuda()
     assert takes(on_device[0], x.dtype, on_device[1])
-    got = torch.ops.fusible.quantize(*on_device, *fmt.as_constants(), *uses)
-    want = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
+    got = torch.ops.fusible.quantize(*on_device, None, *fmt.as_constants(), *uses)
+    want = torch.ops.fusible.quantize(x, ends, None, *fmt.as_constants(), *uses)
     ref.assert_same_bits(got, want)
     for dtype in dequantized:
         for columnwise in (False, True):
@@ -116,7 +116,7 @@ def test_bits_of_groups(fmt, ends, special, dtype):
 def test_bits_of_values_from_the_launch_that_quantizes(fmt, wanted, special):
     x = hostile(128, 1152, special=special)
     compare_quantized(x, fmt, wanted)
-    for ends in ENDS.values() if fmt.block != (128, 128) else ():
+    for ends in ENDS.values() if not is_square(fmt) else ():
         compare_quantized(x[:97], fmt, wanted, torch.tensor(ends, dtype=torch.int32))
 
 
@@ -166,7 +166,7 @@ def test_bits_of_columns_that_are_no_blocks_column_wise(fmt, columns):
 @pytest.mark.parametrize("rows", [128, 40])
 @each_format
 def test_bits_of_a_batch_of_matrices(fmt, rows):
-    rows = 128 if fmt.block == (128, 128) else rows
+    rows = 128 if is_square(fmt) else rows
     x = hostile(2, 3, rows, 384, special=False)
     x[1, 1, 3, 5] = float("nan")
     compare(x, fmt)
@@ -204,7 +204,7 @@ def test_bits_beside_every_rounding_boundary(fmt, amax):
 @each_format
 def test_bits_of_int64_ends_and_row_pitch(fmt):
     x = hostile(128, 768, special=False)
-    ends = None if fmt.block == (128, 128) else torch.tensor([7, 60, 60, 90])
+    ends = None if is_square(fmt) else torch.tensor([7, 60, 60, 90])
     compare(x[:, :512], fmt, ends)
     compare(x[:, 3:515], fmt, ends)  # misaligned
     compare(x.t()[:256], fmt, ends)
@@ -216,15 +216,17 @@ def test_bits_of_int64_ends_and_row_pitch(fmt):
 def test_bits_of_short_blocks(fmt, shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
     compare(x, fmt)
-    if x.dim() == 2 and fmt.block != (128, 128):
+    if x.dim() == 2 and not is_square(fmt):
         compare(x, fmt, torch.tensor([2, 3, 3, 5]))
 
 
 def test_many_rows():
     x = torch.randn(70000, 8200, dtype=torch.bfloat16)[:, :8192].cuda()  # more than 2^29 numbers
-    got = torch.ops.fusible.quantize(x, None, *mxfp8().as_constants(), True, True)
+    got = torch.ops.fusible.quantize(x, None, None, *mxfp8().as_constants(), True, True)
     for rows in (slice(0, 64), slice(69920, 69984)):
-        want = torch.ops.fusible.quantize(x[rows].cpu(), None, *mxfp8().as_constants(), True, True)
+        want = torch.ops.fusible.quantize(
+            x[rows].cpu(), None, None, *mxfp8().as_constants(), True, True
+        )
         blocks = slice(rows.start // 32, rows.stop // 32)
         ref.assert_same_bits(
             [got[0][rows], got[1][rows], got[3][rows], got[4][blocks]],
@@ -240,7 +242,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
     on_gpu = x.cuda()
 
     def step():
-        pieces = torch.ops.fusible.quantize(on_gpu, ends, *fmt.as_constants(), *uses)
+        pieces = torch.ops.fusible.quantize(on_gpu, ends, None, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
         return pieces, torch.ops.fusible.dequantize(
             *row, ends, *fmt.as_constants(), False, torch.bfloat16
@@ -250,7 +252,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
     for sizes in ([64, 128, 256], [1, 2, 3], [33, 33, 250]):
         ends.copy_(torch.tensor(sizes))
         graph.replay()
-        want = torch.ops.fusible.quantize(x, torch.tensor(sizes), *fmt.as_constants(), *uses)
+        want = torch.ops.fusible.quantize(x, torch.tensor(sizes), None, *fmt.as_constants(), *uses)
         ref.assert_same_bits(got, want)
         row = matrix_of(want, fmt, False, torch.tensor(sizes))
         assert torch.equal(values.cpu(), dequantize(row, torch.bfloat16))
@@ -258,11 +260,11 @@ def test_a_captured_graph_follows_new_ends(fmt):
 
 @each_format
 def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
-    ends = None if fmt.block == (128, 128) else torch.tensor([64, 256], device="cuda")
+    ends = None if is_square(fmt) else torch.tensor([64, 256], device="cuda")
     x, uses = hostile(256, 512).cuda(), (True, fmt.directional)
 
     def step():
-        pieces = torch.ops.fusible.quantize(x, ends, *fmt.as_constants(), *uses)
+        pieces = torch.ops.fusible.quantize(x, ends, None, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
         return torch.ops.fusible.dequantize(*row, ends, *fmt.as_constants(), False, torch.bfloat16)
 

@@ -11,9 +11,9 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, never_waiting
+from number_formats import MX, NV
 
 import fusible as fz
-from fusible import recipes
 from fusible.kernels.sm100 import operands, quantizer
 from fusible.testing import assume_target
 
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
+MXFP8, NVFP4 = MX, NV
 RECIPES = pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4], ids=["bf16", "mxfp8", "nvfp4"])
 HIDDEN, INNER, OUT = 256, 192, 320
 SPLITS = {

@@ -4,6 +4,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, never_waiting
+from number_formats import NV
 from sm100_operands import largest_of_groups
 from torch import Tensor
 
@@ -210,7 +211,7 @@ def test_packing_waits_for_nothing_and_is_captured():
         ref.assert_same_bits(captured, work())
 
 
-RECIPES = [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()]
+RECIPES = [None, recipes.MXFP8BlockScaling(), NV]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["bf16", "mxfp8", "nvfp4"])

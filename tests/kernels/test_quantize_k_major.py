@@ -124,7 +124,7 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4(), fp8_block(), SQUARE])
 def test_the_op_for_all_formats_returns_contiguous_tensors(fmt):
     x, uses = torch.randn(160, 256).t(), (True, fmt.directional)
-    opcheck(torch.ops.fusible.quantize, (x, None, *fmt.as_constants(), *uses))
+    opcheck(torch.ops.fusible.quantize, (x, None, None, *fmt.as_constants(), *uses))
 
 
 def tokens_of_rows(tokens=170):

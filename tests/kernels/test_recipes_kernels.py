@@ -35,6 +35,7 @@ ENCODERS = [
     QuantizeSpec(nvfp4(), "bf16", True, False, True, True),
     QuantizeSpec(nvfp4(), "f16", False, False, True, False),
     QuantizeSpec(nvfp4(), "f32", False, False, False, True),
+    QuantizeSpec(nvfp4((16, 16)), "bf16", False, False, True, False),
     # Formats of one's own, of the smallest block and of others.
     QuantizeSpec(NumberFormat("own", E5M2, (1, 16), "e8m0_up"), "bf16", True, False, True, True),
     QuantizeSpec(NumberFormat("own", E4M3, (1, 64), "fp32"), "f32", True, False, True, True),
@@ -80,6 +81,7 @@ GLU_BACKWARD_FOR_ONE_USE = [
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
     QuantizeSpec(nvfp4(), "f32", False, False, True, True),
+    QuantizeSpec(nvfp4(hadamard=True), "bf16", True, False, True, True),
 ]
 DECODERS = [
     DequantizeSpec(mxfp8(), "bf16", True, False, True),
@@ -115,6 +117,21 @@ def test_kernels_compile_without_spills(case, architecture, capfd):
     kernel, spec = case
     compile_kernel(kernel, (spec,), f"--gpu-arch {architecture} remarks{{ptx}}")
     assert_no_spills("".join(capfd.readouterr()), architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "uses"),
+    [("sm_90a", (False, False, True, True)), ("sm_100a", (True, True, False, False))],
+    ids=["sm_90a-values", "sm_100a-elements"],
+)
+def test_transformed_and_stochastically_rounded_spills_at_most_few_words(architecture, uses, capfd):
+    """As the products of each architecture read gradients."""
+    spec = QuantizeSpec(nvfp4(hadamard=True, stochastic=True), "bf16", True, False, *uses)
+    options = f"--gpu-arch {architecture} remarks{{ptx}}"
+    compile_kernel("quantize.quantize.quantize", (spec,), options)
+    spilled = re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert spilled
+    assert max(map(int, spilled)) <= 32
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -15,16 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fusible as fz
-from fusible import recipes
 from fusible.recipes import QuantizedTensor
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-PLAIN = ("rht", "stochastic_rounding", "2d_quantization")
-RECIPES = KINDS | {
-    "nvfp4": recipes.NVFP4BlockScaling(**{f"disable_{option}": True for option in PLAIN})
-}
-recipe_names = pytest.mark.parametrize("recipe", RECIPES)
+recipe_names = pytest.mark.parametrize("recipe", KINDS)
 LAYOUTS = [True, False]
 layouts = pytest.mark.parametrize("single", LAYOUTS, ids=["single", "separate"])
 
@@ -32,7 +27,7 @@ layouts = pytest.mark.parametrize("single", LAYOUTS, ids=["single", "separate"])
 def build(single, recipe="none", keep=False, groups=3, **options):
     options = {"single_grouped_weight": single, "single_grouped_bias": single} | options
     with fz.quantized_model_init(
-        RECIPES[recipe] is not None, RECIPES[recipe], preserve_high_precision_init_val=keep
+        KINDS[recipe] is not None, KINDS[recipe], preserve_high_precision_init_val=keep
     ):
         module = fz.Sequential(
             fz.GroupedLinear(groups, 128, 256, **options),
@@ -57,7 +52,7 @@ def test_layouts_load_into_each_other(recipe, single):
     suffixes = {name.split(".")[1] for name in mine}
     assert ("weight" in suffixes) == (not single)
     x, splits, scales = torch.randn(40, 128), [20, 0, 20], torch.rand(40)
-    with fz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+    with fz.autocast(enabled=recipe != "none", recipe=KINDS[recipe]):
         assert torch.equal(*(m(x, splits, scales, splits) for m in (here, there)))
     back = build(single, recipe)
     back.load_state_dict(there.state_dict(), assign=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from number_formats import each_format
+from number_formats import each_format, is_square
 
 from fusible.recipes.formats import nvfp4
 from fusible.recipes.quantization import dequantize, quantize
@@ -126,7 +126,7 @@ SPECIAL = {"none": None, "inf": np.inf, "-inf": -np.inf, "nan": np.nan}
 
 
 def values(regime, special, dtype, fmt):
-    rng, rows = np.random.default_rng(3), 128 if fmt.block == (128, 128) else 8
+    rng, rows = np.random.default_rng(3), 128 if is_square(fmt) else 8
     x = rng.uniform(-1, 1, (rows, 512))
     largest = np.resize(np.repeat(REGIMES[regime], 128), 512)
     x = x * largest

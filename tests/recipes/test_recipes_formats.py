@@ -7,7 +7,7 @@ import reference as ref
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from number_formats import FORMATS, each_format, each_grouped_format
+from number_formats import FORMATS, each_format, each_grouped_format, is_square
 
 from fusible.recipes.blocks import column_block_bound, column_block_ends
 from fusible.recipes.encoding import e8m0_value
@@ -29,7 +29,7 @@ def test_what_is_in_the_format_is_kept_exactly(fmt):
         assert torch.equal(dequantize(quantize(once, fmt)), once)
         assert torch.equal(dequantize(quantize(x, fmt), torch.bfloat16).float(), once)
     error = float((once - x).norm() / x.norm())
-    assert error < {E4M3: 0.03, E5M2: 0.06, E2M1: 0.1}[fmt.element]
+    assert error < {E4M3: 0.03, E5M2: 0.06, E2M1: 0.13 if is_square(fmt) else 0.1}[fmt.element]
 
 
 def test_two_dimensional_blocks_are_tiles():
@@ -145,14 +145,14 @@ def test_a_batch_of_matrices_is_quantized_matrix_by_matrix(fmt, rows):
 @pytest.mark.parametrize("grouped", [False, True])
 @each_format
 def test_opcheck(fmt, grouped):
-    square = fmt.block == (128, 128)
+    square = is_square(fmt)
     x = torch.randn(128 if square else 48, 128, dtype=torch.bfloat16)
     ends = torch.tensor([3, 3, 40], dtype=torch.int32) if grouped and not square else None
     ops, constants = torch.ops.fusible, fmt.as_constants()
     uses = [(True, True), (False, True), (False, False)] if fmt.directional else [(True, False)]
     for use in uses:
-        torch.library.opcheck(ops.quantize.default, (x, ends, *constants, *use))
-    pieces = ops.quantize(x, ends, *constants, *uses[0])
+        torch.library.opcheck(ops.quantize.default, (x, ends, None, *constants, *use))
+    pieces = ops.quantize(x, ends, None, *constants, *uses[0])
     for columnwise in (False, True) if fmt.directional else (False,):
         data, scale, top = pieces[3:] if columnwise else pieces[:3]
         top = top if fmt.has_tensor_scale else None
@@ -166,7 +166,7 @@ def test_opcheck(fmt, grouped):
 @each_format
 def test_values_are_those_of_the_quantized_matrix(fmt, wanted):
     x = torch.randn(128, 128)
-    ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
+    ends = None if is_square(fmt) else torch.tensor([7, 7, 100])
     matrices = quantize_matrix(x, fmt, rowwise=True, columnwise=True, ends=ends)
     made = quantize_for(x, fmt, wanted, ends)
     for columnwise, quantized in enumerate(matrices):
@@ -187,7 +187,7 @@ def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
         return dequantize_matrix(row), dequantize_matrix(column)
 
     x = torch.randn(128, 128)
-    ends = None if fmt.block == (128, 128) else torch.tensor([7, 7, 100])
+    ends = None if is_square(fmt) else torch.tensor([7, 7, 100])
     torch._dynamo.reset()
     compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")
     ref.assert_equal(compiled(x, ends), round_trip(x, ends))
@@ -197,6 +197,8 @@ def test_quantizing_compiles_in_one_graph_and_reads_no_sizes(fmt):
 @pytest.mark.parametrize("shape", [(5, 40), (1, 6), (130, 2), (2, 33, 200), (3, 0), (0, 40)])
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_a_short_block_is_one_padded_with_zeros(fmt, shape, columnwise):
+    if columnwise and fmt.hadamard:
+        pytest.skip("a short block is not transformed: tests/recipes/test_nvfp4_training.py")
     x = torch.randn(shape, dtype=torch.bfloat16)
     rows, columns = shape[-2:]
     padded = torch.nn.functional.pad(x, (0, -columns % 128, 0, -rows % 128))

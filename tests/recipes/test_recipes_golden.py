@@ -14,9 +14,10 @@ from number_formats import FORMATS
 from torch.nn import functional
 
 from fusible.recipes.encoding import DECODERS, e8m0_value
-from fusible.recipes.formats import E2M1, E4M3, E5M2
+from fusible.recipes.formats import E2M1, E4M3, E5M2, nvfp4
+from fusible.recipes.matrix import Uses
 from fusible.recipes.quantization import quantize
-from fusible.recipes.quantize_ops import quantize_matrix
+from fusible.recipes.quantize_ops import quantize_for, quantize_matrix
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads(gzip.decompress((GOLDEN / "blocks.json.gz").read_bytes()))
@@ -67,6 +68,23 @@ def test_golden_blocks(case, device):
             assert same_values(elements.mT[: x.shape[0]], DECODERS[fmt.element](rowwise.data))
         else:
             assert raw(quantized.data) == bytes.fromhex(case["data"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "case",
+    json.loads((GOLDEN / "training.json").read_text()),
+    ids=lambda c: f"{c['columns']}-{c['hadamard']}-{c['key']}",
+)
+def test_golden_transform_and_stochastic_rounding(case, device):
+    device, key = device_of(device), case["key"]
+    x = floats(bytes.fromhex(case["input"]), device).view(-1, case["columns"]).bfloat16()
+    fmt = nvfp4(hadamard=case["hadamard"], stochastic=key is not None)
+    key = None if key is None else torch.tensor(key, device=device)
+    made = quantize_for(x, fmt, Uses(False, True), key=key).column
+    assert raw(made.data) == bytes.fromhex(case["data"])
+    assert raw(made.scale) == bytes.fromhex(case["scale"])
+    assert raw(made.tensor_scale) == bytes.fromhex(case["tensor_scale"])
 
 
 def test_golden_values_of_every_code():

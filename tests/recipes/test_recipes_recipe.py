@@ -1,6 +1,7 @@
 """Recipes, their scopes, checkpointing, and the quantized product."""
 
 import threading
+from itertools import combinations
 
 import pytest
 import reference as ref
@@ -11,16 +12,24 @@ from torch.utils.checkpoint import checkpoint
 import fusible as fz
 from fusible import recipes
 from fusible.recipes.autocast import Forward
-from fusible.recipes.formats import E4M3, E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.formats import (
+    E4M3,
+    E5M2,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
 from fusible.recipes.matrix import SAVED
 
 # --- Recipes -------------------------------------------------------------------------------------
 
 
 def test_recipes_are_values():
-    assert len({recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), *RECIPES.values()}) == 5
+    assert len({recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), *RECIPES.values()}) == 6
     names = [recipe.name for recipe in RECIPES.values()]
-    assert names == ["mxfp8", "mxfp8", "fp8_block", "fp8_current", "nvfp4"]
+    assert names == ["mxfp8", "mxfp8", "fp8_block", "fp8_current", "nvfp4", "nvfp4"]
     with pytest.raises(AttributeError):
         MX.fp8_format = recipes.Format.E5M2
 
@@ -34,11 +43,6 @@ def test_formats_of_roles():
     assert CURRENT.format("input") == fp8_tensor()
     assert CURRENT.format("grad") == fp8_tensor(E5M2)
     assert NV.format("grad") == nvfp4()
-    square = recipes.NVFP4BlockScaling(disable_2d_quantization=False)
-    assert square.format("weight") == nvfp4((16, 16))
-    assert square.format("input") == square.format("grad") == nvfp4()
-    assert square.fp4_quant_fwd_weight == recipes.QParams(fp4_2d_quantization=True)
-    assert square.fp4_quant_bwd_grad == recipes.QParams()
     with pytest.raises(ValueError, match=r"\(1, 16\) or \(16, 16\)"):
         nvfp4((1, 32))
     assert recipes.Recipe().format("input") is None
@@ -48,12 +52,47 @@ def test_formats_of_roles():
         recipes.Recipe().format("output")
 
 
-@pytest.mark.parametrize("option", ["rht", "stochastic_rounding"])
-def test_nvfp4_options_are_refused(option):
-    with pytest.raises(ValueError, match=f"disable_{option}=True, got False"):
-        recipes.NVFP4BlockScaling(**{f"disable_{option}": False})
-    with pytest.raises(ValueError, match="must have with_"):
-        recipes.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
+PARAMS = {
+    "rht": {"random_hadamard_transform": ("input", "grad")},
+    "stochastic_rounding": {"stochastic_rounding": ("grad",)},
+    "2d_quantization": {"fp4_2d_quantization": ("weight",)},
+}
+"""The options of NVFP4 by TE's names: what each means, for which operands."""
+
+
+@pytest.mark.parametrize("disabled", [(), *combinations(PARAMS, 1), *combinations(PARAMS, 2)])
+def test_options_of_nvfp4(disabled):
+    recipe = recipes.NVFP4BlockScaling(**{f"disable_{option}": True for option in disabled})
+    operands = {"input": "fwd_inp", "weight": "fwd_weight", "grad": "bwd_grad"}
+    for role, operand in operands.items():
+        options = {
+            param: role in roles
+            for option, of_option in PARAMS.items()
+            if option not in disabled
+            for param, roles in of_option.items()
+        }
+        assert getattr(recipe, f"fp4_quant_{operand}") == recipes.QParams(**options)
+        block = (16, 16) if options.get("fp4_2d_quantization") else (1, 16)
+        made = recipes.NVFP4Quantizer(
+            with_rht=options.get("random_hadamard_transform", False),
+            stochastic_rounding=options.get("stochastic_rounding", False),
+            with_2d_quantization=block == (16, 16),
+        )
+        assert made.format == recipe.format(role)
+        assert made.format.block == block
+    assert NV.format("input") == NV.format("weight") == NV.format("grad") == nvfp4()
+
+
+def test_what_recipes_and_quantizers_refuse():
+    with pytest.raises(ValueError, match="must have with_random_sign_mask True, got False"):
+        recipes.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False)
+    recipes.NVFP4Quantizer(with_random_sign_mask=False)  # of no transform
+    with pytest.raises(ValueError, match=r"hadamard must be \(1, 16\), got"):
+        nvfp4((16, 16), hadamard=True)
+    with pytest.raises(ValueError, match="stochastic must be E2M1, got"):
+        NumberFormat("own", E4M3, (1, 32), "fp32", stochastic=True)
+    with pytest.raises(TypeError, match="hadamard of NumberFormat must be a bool, got 1"):
+        nvfp4(hadamard=1)
     with pytest.raises(TypeError, match=r"Format\.E4M3"):
         recipes.MXFP8BlockScaling("E4M3")
 
@@ -100,6 +139,16 @@ def test_quantizers_write_into_what_there_is():
     assert quantizer.quantize(y, dtype=torch.float16).dtype == torch.float16
     assert quantizer.update_quantized(x, out) is out
     ref.assert_same_bits(out.pieces(), quantizer(x).pieces())
+
+
+@pytest.mark.parametrize("transformed", [{"input"}, {"grad"}, {"input", "grad", "weight"}], ids=str)
+def test_a_recipe_that_transforms_one_operand_of_a_product(transformed):
+    class Own(recipes.Recipe):
+        def format(self, role):
+            return nvfp4(hadamard=role in transformed)
+
+    with pytest.raises(ValueError, match="those of input and grad, both or neither, and not of"):
+        fz.autocast(recipe=Own())
 
 
 # --- Quantizers ----------------------------------------------------------------------------------
@@ -357,7 +406,12 @@ def test_operands_of_the_three_products(recipe):
     )
     dx = read(dyq, "dgrad", "grad") @ read(saved_w, "dgrad", "weight")
     dw = read(dyq, "wgrad", "grad").mT @ read(saved_x, "wgrad", "input")
-    ref.assert_equal((y, dx, dw), exact_products(x, w, dy, recipe))
+    want_y, want_dx, want_dw = exact_products(x, w, dy, recipe)
+    ref.assert_equal((y, dx), (want_y, want_dx))
+    if recipe.format("input").hadamard:  # the sum of the same products, in another order
+        torch.testing.assert_close(dw, want_dw, rtol=0, atol=1e-6 * float(want_dw.abs().max()))
+    else:
+        assert torch.equal(dw, want_dw)
     exact = (x @ w.mT, dy @ w, dy.mT @ x)
     bound = 0.2 if recipe.name == "nvfp4" else 0.08
     for got, want in zip((y, dx, dw), exact, strict=True):

@@ -14,14 +14,18 @@ from fusible.recipes.formats import (
     nvfp4,
 )
 
+PLAIN = {f"disable_{option}": True for option in ("rht", "stochastic_rounding", "2d_quantization")}
+"""Of `NVFP4BlockScaling`: all operands rounded to the nearest, in blocks along the reduction."""
+
 RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "mxfp8_hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
     "fp8_block": recipes.Float8BlockScaling(fp8_products=False),
     "fp8_current": recipes.Float8CurrentScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(**PLAIN),
+    "nvfp4_rht_2d": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
-MX, HYBRID, BLOCK, CURRENT, NV = RECIPES.values()
+MX, HYBRID, BLOCK, CURRENT, NV, NV_RHT_2D = RECIPES.values()
 BLOCK_FP8 = recipes.Float8BlockScaling()
 
 KINDS = {"none": None, "mxfp8": MX, "fp8_block": BLOCK, "fp8_current": CURRENT, "nvfp4": NV}
@@ -43,6 +47,8 @@ FORMATS = {
     "fp8_tensor_e5m2": fp8_tensor(E5M2),
     "fp8_tensor_e5m2_power": fp8_tensor(E5M2, power_of_two=True),
     "nvfp4": nvfp4(),
+    "nvfp4_16x16": nvfp4((16, 16)),
+    "nvfp4_rht": nvfp4(hadamard=True),
 }
 OWN = {
     "e4m3_1x64": NumberFormat("e4m3_1x64", E4M3, (1, 64), "fp32"),
@@ -51,7 +57,13 @@ OWN = {
 }
 """Formats that no recipe of the package has: rows of known elements and kinds of scale."""
 
-GROUPED = {name: fmt for name, fmt in FORMATS.items() if fmt.block != (128, 128)}
+
+def is_square(fmt):
+    """Whether blocks are of several rows, so that rows cannot be grouped."""
+    return fmt.block is not None and not fmt.directional
+
+
+GROUPED = {name: fmt for name, fmt in FORMATS.items() if not is_square(fmt)}
 """Formats whose blocks are of one row, so that groups of rows are quantized together."""
 
 each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

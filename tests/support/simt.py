@@ -54,6 +54,14 @@ class Memory:
         words[inside] = content[at].view(np.uint32)
         return list(np.moveaxis(words, -1, 0))
 
+    def store_byte(self, address, byte, inside):
+        inside, content, at = self._where(address, inside, 1)
+        content[at[:, 0]] = np.broadcast_to(u32(byte), inside.shape)[inside].astype(np.uint8)
+
+    def raise_to(self, address, word, inside):
+        inside, content, at = self._where(np.broadcast_to(address, np.shape(word)), inside, 4)
+        np.maximum.at(content.view(np.uint32), at[:, 0] // 4, u32(word)[inside])
+
     def store(self, address, words, inside):
         inside, content, at = self._where(address, inside, 4 * len(words))
         words = np.stack([np.broadcast_to(word, inside.shape) for word in words], -1)
@@ -113,7 +121,20 @@ def _pack_fp8(values, element):
     return np.ascontiguousarray(codes).view(np.uint32)[..., 0]
 
 
+def _unpack_fp8(word, count, element):
+    codes = np.ascontiguousarray(u32(word)[..., None]).view(np.uint8)
+    values = torch.from_numpy(codes).view(element.dtype).float().numpy()
+    return [values[..., i] for i in range(count)]
+
+
+def _multiply_wide(a, b):
+    product = np.asarray(a).astype(np.uint64) * np.asarray(b).astype(np.uint64)
+    return u32(product & 0xFFFFFFFF), u32(product >> 32)
+
+
 def _pack(values, dtype):
+    if dtype == "f32":
+        return [_to_bits(value) for value in values]
     kinds = {"bf16": torch.bfloat16, "f16": torch.float16}
     pairs = torch.from_numpy(np.stack([f32(v) for v in values], -1)).to(kinds[dtype])
     words = pairs.view(torch.int16).numpy().view(np.uint32)
@@ -143,9 +164,11 @@ def emulate(monkeypatch, blocks, memory):
     from fusible.kernels.device import bits
     from fusible.kernels.quantize.device import (
         glu_backward,
+        hadamard,
         k_major,
         magnitudes,
         numbers,
+        philox,
         quantize,
     )
 
@@ -175,25 +198,28 @@ def emulate(monkeypatch, blocks, memory):
         "select": _select, "divide": lambda a, b: f32(a) / f32(b), "unpack": _unpack,
         "larger_magnitude": _larger_magnitude, "pack_fp8": _pack_fp8, "pack": _pack,
         "add": lambda a, b: f32(a) + f32(b),
-        "opaque": lambda n: n,
+        "opaque": lambda n: n, "raise_to": memory.raise_to,
+        "store_byte": memory.store_byte, "unpack_fp8": _unpack_fp8,
+        "smaller": lambda a, b: np.fmin(f32(a), f32(b)), "multiply_wide": _multiply_wide,
         "cute": cute, "cutlass": SimpleNamespace(max=np.maximum, min=np.minimum), **_TYPES,
     }  # fmt: skip
     emulate_activations(monkeypatch)
-    for module in (bits, numbers, magnitudes, quantize, k_major, glu_backward):
+    modules = bits, numbers, magnitudes, quantize, k_major, glu_backward
+    for module in (*modules, hadamard, philox):
         for name, function in functions.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
 
 
-def _coords(rows, columns, groups, ends, matrix_rows):
+def _coords(rows, columns, groups, ends, matrix_rows, size=128, width=128):
     """Block, chunk, first row, end row, whether it is of a group, and the group."""
     last = [*ends, rows] if ends is not None else [(g + 1) * matrix_rows for g in range(groups)]
     first, block = 0, 0
     for group, end in enumerate(last):
-        for start in range(first, end, 128):
-            for chunk in range(-(-columns // 128)):
+        for start in range(first, end, size):
+            for chunk in range(-(-columns // width)):
                 live = ends is None or group < len(ends)
-                yield block, chunk, start, min(start + 128, end), live, min(group, groups - 1)
+                yield block, chunk, start, min(start + size, end), live, min(group, groups - 1)
             block += 1
         first = end
 
@@ -250,3 +276,58 @@ def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec)
         out = k_major.Out(*outputs, pieces[2].shape[-1])
         k_major.quantize_block(source, named, columns, tile, rows, columns, matrix_rows, out, spec)
+
+
+def quantize_nvfp4(monkeypatch, x, ends, key, made, spec):
+    """Write to ``made`` what the two kernels write of contiguous ``x``, in groups up to ``ends``.
+
+    Column-wise scales of blocks of no rows are left as they are, and scales of whole matrices.
+    """
+    from fusible.kernels.quantize.device import philox, quantize
+    from fusible.kernels.quantize.device.blocks import BlockCoord
+    from fusible.kernels.quantize.device.hadamard import transformed
+
+    matrix_rows, columns = x.shape[-2:]
+    rows = x.numel() // columns
+    ends = None if ends is None else [min(end, rows) for end in ends]
+    groups = len(ends) if ends is not None else rows // matrix_rows
+    coords = np.array(list(_coords(rows, columns, groups, ends, matrix_rows, 16, 1024)))
+    amax, memory = torch.zeros(2 * groups, dtype=torch.int32), Memory()
+    addresses = [memory.place(t) for t in (x, amax)]
+    keyed = 0 if key is None else memory.place(key)
+    pieces = [t for use in made[:2] for t in (use[:3] if use else (None,) * 3)]
+    out = quantize.Out(*[0 if t is None else memory.place(t) for t in (*pieces, *made[2:])])
+    col_blocks = 0 if made.column is None else made.column.scale.numel() // columns
+    sizes = rows, columns, groups, matrix_rows
+
+    def each_kind():
+        is_whole = coords[:, 3] - coords[:, 2] == 16
+        for whole in (True, False):
+            of_kind = coords[is_whole == whole][:, :, None]
+            if not len(of_kind):
+                continue
+            block, chunk, *coord = np.moveaxis(of_kind, 1, 0)
+            with monkeypatch.context() as patch, np.errstate(all="ignore"):
+                emulate(patch, len(of_kind), memory)
+                patch.setattr(quantize, "block_coord", lambda *_, c=coord: BlockCoord(*c))
+                yield whole, quantize.thread_tile(block, chunk, *sizes, None, spec)
+
+    hadamard = spec.format.hadamard
+    for whole, tile in each_kind():
+        words = quantize.load_rows(addresses[0], columns, tile, spec)
+        target = addresses[1] + np.broadcast_to(tile.group, words[0][0].shape) * 4
+        quantize._raise_to_largest(target, words, spec.dtype)
+        if hadamard:
+            of_columns = transformed(words, spec.dtype, whole)
+            quantize._raise_to_largest(target + 4 * groups, *of_columns)
+    for whole, tile in each_kind():
+        outers, common = quantize._matrix_scales(addresses[1], groups, tile, spec)
+        given = (
+            addresses[0],
+            columns,
+            tile,
+            outers,
+            common,
+            philox.load_key(keyed) if keyed else None,
+        )
+        quantize._quantize_block(*given, 0, out, columns, col_blocks, spec, whole=whole)

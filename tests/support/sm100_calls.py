@@ -6,12 +6,12 @@ from itertools import product
 from unittest import mock
 
 import torch
+from number_formats import MX, NV
 
 import fusible as fz
-from fusible import recipes
 
 BF16 = torch.bfloat16
-MXFP8, NVFP4 = recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()
+MXFP8, NVFP4 = MX, NV
 RECIPES = {"bf16": None, "mxfp8": MXFP8, "nvfp4": NVFP4}
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True, "dtype": BF16}
 SWIGLU = fz.ScaledSwiGLU(glu_interleave_size=32)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX
+from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, NV
 from torch import Tensor, nn
 
 import fusible as fz
@@ -19,7 +19,6 @@ from fusible.testing import assume_target
 GROUPS, WIDTH, INNER = 4, 128, 128
 SIZES, ROWS = (3, 0, 4, 1), 10
 FP32, BF16 = torch.float32, torch.bfloat16
-NV = fz.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 
 
 def on_machine(name: str, of_cpu: str, device: str | None = None) -> AbstractContextManager:

@@ -624,7 +624,8 @@ OPTIONS = {
     },
     "NVFP4BlockScaling": {
         "fp4_format": te.recipes.Format.E2M1, "fp8_format": te.recipes.Format.E4M3,
-        "disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True,
+        "disable_rht": False, "disable_stochastic_rounding": False,
+        "disable_2d_quantization": False,
         "row_scaled_activation": False, "nvfp4_4over6": "none",
         "nvfp4_4over6_e4m3_use_256": "none", "nvfp4_4over6_err_mode": "MSE", "fp8_dpa": False,
     },
@@ -656,7 +657,8 @@ def test_quantization_of_recipes(power_of_two):
             assert params == te.recipes.QParams(power_2_scale=power_of_two)
     assert current.float8_per_tensor_scaling()
     assert not block.float8_per_tensor_scaling()
-    assert te.recipes.NVFP4BlockScaling().fp4_quant_bwd_grad == te.recipes.QParams()
+    rounded = te.recipes.QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    assert te.recipes.NVFP4BlockScaling().fp4_quant_bwd_grad == rounded
     with pytest.raises(TypeError, match="fp8_format must be"):
         te.recipes.Float8CurrentScaling(fp8_format=te.recipes.Format.E2M1)
 

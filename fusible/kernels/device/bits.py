@@ -150,6 +150,15 @@ def divide(a, b):
     )
 
 
+def multiply_wide(a, b):
+    """The lower and the upper word of the product of two words."""
+    return inline_ptx(
+        "{ .reg .b64 p; mul.wide.u32 p, {$r0}, {$r1}; mov.b64 {{$w0}, {$w1}}, p; }",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[a, b],
+    )
+
+
 def smaller(a, b):
     """The smaller of two FP32 numbers; the other one of a NaN."""
     return inline_ptx(

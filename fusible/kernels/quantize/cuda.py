@@ -43,17 +43,22 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
     )
 
 
-def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> Operand:
+def _quantize(
+    x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses, key: Tensor | None
+) -> Operand:
     if not (any(uses) and serves(fmt) and takes(x, x.dtype, ends)):
-        return quantize_by_formulas(x, ends, fmt, uses)
+        return quantize_by_formulas(x, ends, fmt, uses, key)
     x = loadable(x)
     made = empty(x, ends, fmt, uses)
     spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), *uses)
-    amax = largest_magnitudes(x, ends, fmt) if spec.has_matrix_scales else None
+    amax = None
+    if spec.has_matrix_scales:
+        amax = largest_magnitudes(x, ends, fmt, uses.rowwise, uses.columnwise)
     row, column, *values = made
     tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
-    given = x, ends, amax, *tensors, *sizes_of(x, ends), col_blocks
+    key = None if key is None or not fmt.stochastic else key.contiguous()
+    given = x, ends, amax, key, *tensors, *sizes_of(x, ends), col_blocks
     launch("quantize.quantize.quantize", (spec,), x.device, *given)
     return made
 
@@ -61,14 +66,23 @@ def _quantize(x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses) -> 
 _NOWHERE = None, None, None
 
 
-def largest_magnitudes(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> Tensor:
+def largest_magnitudes(
+    x: Tensor,
+    ends: Tensor | None,
+    fmt: NumberFormat,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Tensor:
     """The bits of FP32 of the largest magnitude in each matrix or group, int32.
 
-    ``x`` has rows equally far apart, which begin at 16 bytes. One launch, and one that clears.
+    Of a format with Hadamard transform ``[2, groups]``: for the row-wise use, and after the
+    transform for the column-wise one, each where asked for. ``x`` has rows equally far apart, which
+    begin at 16 bytes. One launch, and one that clears.
     """
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), True, True)
+    uses = (rowwise, columnwise) if fmt.hadamard else (True, True)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), *uses)
     sizes = sizes_of(x, ends)
-    amax = x.new_zeros(sizes.groups, dtype=torch.int32)
+    amax = x.new_zeros(*(2,) * fmt.hadamard, sizes.groups, dtype=torch.int32)
     launch("quantize.quantize.amax", (spec,), x.device, x, ends, amax, *sizes)
     return amax
 

@@ -32,13 +32,13 @@ def serves(fmt: NumberFormat) -> bool:
     """Whether the kernels support the blocks and scales of a format.
 
     Whole matrices have FP32 scales. Other blocks have at least as many rows or columns as a
-    thread dequantizes, and at most those of a warp; square ones have no tensor scale.
+    thread dequantizes, and at most those of a warp. Transformed elements are FP4.
     """
     if fmt.block is None:
         return fmt.scale_dtype == torch.float32
     along = fmt.block[1]
     fits = _DEQUANTIZED_ROWS <= along <= THREADS // fmt.element.per_byte
-    return fits and (fmt.directional or not fmt.has_tensor_scale)
+    return fits and not (fmt.hadamard and fmt.element.per_byte == 1)
 
 
 class QuantizeSpec(NamedTuple):
@@ -94,6 +94,8 @@ class QuantizeSpec(NamedTuple):
         """Groups of threads on a multiprocessor at once, which bounds a thread's registers."""
         if self.k_major:
             return 3 if self.dtype == "f32" else 4
+        if self.format.hadamard or self.format.stochastic:
+            return 2
         if self.format.element.per_byte == 2:
             return 2 if self.dtype == "f32" or self.rows > 16 else 3
         return 2 if self.format.directional and (self.row_values or self.col_values) else 3

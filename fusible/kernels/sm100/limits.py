@@ -14,4 +14,4 @@ DTYPE = "bfloat16"  # of what is not quantized
 BF16_ACTIVATIONS = ("swiglu", "clamped_qgeglu")
 BF16_GEGLU = (7.0, 1.702)
 QUANTIZED = (mxfp8(), nvfp4())
-FORMATS = ("none", *[fmt.name for fmt in QUANTIZED])
+VECTORS = ("none", *[fmt.vectors for fmt in QUANTIZED])

@@ -68,20 +68,22 @@ def quantize(
     ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
     ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
     """
-    row, row_scales, column, column_scales, factors, summed = quantized(
+    row, row_scales, column, column_scales, of_row, summed, of_column = quantized(
         x, fmt, ends, padded, rowwise, columnwise, sums, row_scale, amax
     )
-    top = factors if fmt.has_tensor_scale else None
+    top = of_row if fmt.has_tensor_scale else None
+    across = of_column if fmt.hadamard else top
     operand = Operand(
         QuantizedMatrix(row, row_scales, top, fmt) if rowwise else None,
-        QuantizedMatrix(column, column_scales, top, fmt, True) if columnwise else None,
+        QuantizedMatrix(column, column_scales, across, fmt, True) if columnwise else None,
     )
     return operand, None if sums is None else summed
 
 
-def in_one_pass(weights: list[Tensor]) -> bool:
+def in_one_pass(weights: list[Tensor], fmt: NumberFormat) -> bool:
     """Whether `quantize_weights` supports them: not quantized, each of whole atoms of scales."""
-    return weights[0].shape[-2] % ATOM_ROWS == 0 and not any(map(is_quantized, weights))
+    whole = fmt.directional and weights[0].shape[-2] % ATOM_ROWS == 0
+    return whole and not any(map(is_quantized, weights))
 
 
 def quantize_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
@@ -114,13 +116,20 @@ def _of_matrices(rows: QuantizedMatrix | None, shape: tuple[int, int]) -> Quanti
 def pack_weights(weights: list[Operand]) -> list[Operand]:
     """Quantized weights ``[E, N, K]``, or E of ``[N, K]``, as the kernels read them."""
     return [
-        Operand(_packed_weight(weight.row), _packed_weight(weight.column)) for weight in weights
+        Operand(_packed_weight(weight.row, False), _packed_weight(weight.column, True))
+        for weight in weights
     ]
 
 
-def _packed_weight(weight: QuantizedMatrix | None) -> QuantizedMatrix | None:
+def _packed_weight(weight: QuantizedMatrix | None, columnwise: bool) -> QuantizedMatrix | None:
     if weight is None:
         return None
+    if not weight.format.directional:  # each vector along the reduction gets its block's scale
+        assert weight.format.block is not None
+        along, size = weight.format.block[1], weight.shape[-1 if columnwise else -2]
+        scale = weight.scale.repeat_interleave(along, -1 if columnwise else -2)
+        scale = scale.narrow(-1 if columnwise else -2, 0, size)
+        weight = weight._replace(scale=scale, columnwise=columnwise)
     data = aligned(weight.data, address_unit(weight.data.dtype))  # in the layout of the weight
     if not weight.columnwise:
         return _packed(weight, data, packed_scales(weight.scale))

@@ -76,6 +76,13 @@ def unpad_rows(t: Tensor, padded: PaddedGroups, out: Tensor | None = None) -> Te
     return torch.index_select(t, 0, padded.rows, out=out)
 
 
+def own_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
+    """The rows of ``t`` ``[size, ...]`` without padding; those of no group are any."""
+    if padded.rows is None:
+        return t
+    return t.index_select(0, padded.rows.clamp(max=padded.size - 1))
+
+
 def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) -> Tensor:
     """Column-wise scales ``[blocks, columns]`` of groups up to ``ends``, where their rows are."""
     if padded.rows is None:

@@ -2,7 +2,9 @@
 
 The op's definition is ``quantize_matrix``, ``packed_rows``, ``packed_columns`` and ``grouped_sum``,
 on any device; the kernel for CUDA, which Hopper runs too, gives the same values, and the same bytes
-but for elements of padding under a scale that is NaN. NVFP4 needs a pass before, for the largest
+but for elements of padding under a scale that is NaN. Where columns are transformed or elements
+rounded stochastically, the definition runs on CUDA too: the kernels of ``fusible.kernels.quantize``
+and PyTorch's, which pack. NVFP4 needs a pass before, for the largest
 magnitude of each group, unless the kernel that wrote the rows has given it, and the sums of the
 rows a small one after, over an eighth of a byte for each value; sums are FP32, in an order that the
 groups alone decide.
@@ -20,23 +22,20 @@ from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.quantize.cuda import largest_magnitudes, takes
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
-from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
 from fusible.kernels.sm100.spec import PlacedSpec
 from fusible.library import define
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.matrix import QuantizedMatrix
-from fusible.recipes.quantize_ops import quantize_matrix
+from fusible.recipes.matrix import QuantizedMatrix, Uses
+from fusible.recipes.quantize_ops import quantize_for, random_key
 
-FORMATS = {fmt.name: fmt for fmt in limits.QUANTIZED}
-
-
-Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Row-wise data ``[size, columns / per_byte]`` and packed scales, the same for the column-wise use,
-as ``packed_columns`` lays them out, the FP32 factor of each group for both, and the sums of the
-rows of each group ``[groups, columns]``. Empty where they are not wanted."""
+as ``packed_columns`` lays them out, the FP32 factor of each group, the sums of the rows of each
+group ``[groups, columns]``, and the factors of transformed columns, if they are. Empty where they
+are not wanted."""
 
 
 def quantized(
@@ -60,7 +59,8 @@ def quantized(
     """
     if amax is not None:
         _check_amax(amax, x, ends, fmt)
-    return _quantize_op(x, ends, padded, fmt.name, rowwise, columnwise, sums, row_scale, amax)
+    key = random_key(x) if fmt.stochastic else None
+    return _quantize_op(x, ends, padded, fmt, rowwise, columnwise, sums, row_scale, amax, key)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -70,30 +70,32 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
         f"amax must be float32 of shape {shapes[0]} or {shapes[1]} on {x.device}",
         f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}",
     )
-    require(fmt.has_tensor_scale, "amax must be None for a format without group scales", fmt.name)
+    named = fmt.has_tensor_scale and not fmt.hadamard
+    require(named, "amax must be None for a format without group scales or transformed", fmt.name)
 
 
 def _quantize(
     x: Tensor,
     ends: Tensor,
     padded: PaddedGroups,
-    name: str,
+    fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
     sums: torch.dtype | None,
     row_scale: Tensor | None,
     amax: Tensor | None,
+    key: Tensor | None,
 ) -> Pieces:
-    fmt = FORMATS[name]
-    row, column = _quantized_matrices(x, fmt, ends, rowwise, columnwise, amax)
-    pieces = [*_outputs(x, ends, padded, name, False, False, None)]
+    row, column = _quantized_matrices(x, fmt, ends, rowwise, columnwise, amax, key)
+    pieces = [*_outputs(x, ends, padded, fmt, False, False, None)]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
     if column is not None:
         pieces[2:4] = packed_columns(column, padded)
-    for matrix in (row, column):
-        if matrix is not None and matrix.tensor_scale is not None:
-            pieces[4] = matrix.tensor_scale
+    if row is not None and row.tensor_scale is not None:
+        pieces[4] = row.tensor_scale
+    if column is not None and column.tensor_scale is not None:
+        pieces[6 if fmt.hadamard else 4] = column.tensor_scale
     if sums is not None:
         pieces[5] = grouped_sum(x.to(torch.float32), ends, row_scale).to(sums)
     return tuple(pieces)  # type: ignore[return-value]
@@ -106,12 +108,15 @@ def _quantized_matrices(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
+    key: Tensor | None,
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     if amax is None:
-        return quantize_matrix(x, fmt, rowwise=rowwise, columnwise=columnwise, ends=ends)
+        return quantize_for(x, fmt, Uses(rowwise, columnwise), ends, key)[:2]
     amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
     row, column = (
-        quantization.quantize(x, fmt, columnwise=across, ends=ends, amax=amax) if wanted else None
+        quantization.quantize(x, fmt, columnwise=across, ends=ends, amax=amax, key=key)
+        if wanted
+        else None
         for across, wanted in ((False, rowwise), (True, columnwise))
     )
     return row, column
@@ -121,17 +126,18 @@ def _outputs(
     x: Tensor,
     ends: Tensor,
     padded: PaddedGroups,
-    name: str,
+    fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
     sums: torch.dtype | None,
     *_: object,
 ) -> Pieces:
-    size, fmt = padded.size, FORMATS[name]
+    size = padded.size
     assert fmt.block is not None
     columns, along, per_byte = x.shape[1], fmt.block[1], fmt.element.per_byte
     lines, atoms = (columns + 127) // 128, (columns // along + 3) // 4
-    scaled = fmt.has_tensor_scale and (rowwise or columnwise)
+    scaled = fmt.has_tensor_scale and (rowwise or (columnwise and not fmt.hadamard))
+    apart = fmt.hadamard and columnwise
 
     def data(wanted: bool, *shape: int) -> Tensor:
         return x.new_empty(shape if wanted else 0, dtype=fmt.element.dtype)
@@ -148,6 +154,7 @@ def _outputs(
         scales(columnwise, 128 * lines, size // along),
         x.new_empty(ends.shape if scaled else 0, dtype=torch.float32),
         x.new_empty((0,) if sums is None else (*ends.shape, columns), dtype=sums),
+        x.new_empty(ends.shape if apart else 0, dtype=torch.float32),
     )
 
 
@@ -165,16 +172,16 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 
 def _cuda(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, name: str, *options: Any
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, *options: Any
 ) -> Pieces | NotImplementedType:
-    rowwise, columnwise, sums, row_scale, amax = options
-    size = padded.size
-    if not (rowwise or columnwise) or size == 0 or not _takes(x, ends, sums):
+    rowwise, columnwise, sums, row_scale, amax, _ = options
+    size, plain = padded.size, not (fmt.hadamard or fmt.stochastic)
+    if not (plain and (rowwise or columnwise) and size and _takes(x, ends, sums)):
         return NotImplemented
-    fmt, columns, groups = FORMATS[name], x.shape[1], len(ends)
+    columns, groups = x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
     spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
-    pieces = _outputs(x, ends, padded, name, rowwise, columnwise, sums)
+    pieces = _outputs(x, ends, padded, fmt, rowwise, columnwise, sums)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
         amax = largest_magnitudes(x, ends, fmt) if amax is None else amax.contiguous()

@@ -6,10 +6,10 @@ from checks import assert_no_spills
 pytest.importorskip("cutlass")
 
 from fusible.kernels.runtime.launch import compile_kernel
-from fusible.kernels.sm100 import quantizer
+from fusible.kernels.sm100 import limits
 from fusible.kernels.sm100.spec import PlacedSpec
 
-MXFP8, NVFP4 = quantizer.FORMATS.values()
+MXFP8, NVFP4 = limits.QUANTIZED
 SPECS = {
     "mxfp8": PlacedSpec(MXFP8, True, True, False, False, False),
     "mxfp8 and scaled sums": PlacedSpec(MXFP8, True, True, True, True, False),

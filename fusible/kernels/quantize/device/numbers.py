@@ -20,6 +20,7 @@ from fusible.recipes.formats import E4M3, E4M3_OVERFLOW
 
 _FLT_MAX = 0x7F7FFFFF
 _NAN_E4M3 = 0x7F
+_HALF = 0x3F000000
 _SMALLEST_NORMAL = 0x00800000
 
 
@@ -108,8 +109,13 @@ def scale_bytes(fmt):
     return 4 if fmt.scale.startswith("fp32") else 1
 
 
-def pack_elements(values, fmt):
-    """Words of saturated elements, rounded to nearest even, the first lowest."""
+def pack_elements(values, fmt, random=None):
+    """Words of saturated elements, the first lowest.
+
+    They are rounded to nearest even, or by ``random`` bytes where ``fmt`` is stochastic.
+    """
+    if fmt.stochastic:
+        return [pack_stochastically(values, random)]
     if fmt.element.per_byte == 2:
         return [pack_e2m1(values[i : i + 8]) for i in range(0, len(values), 8)]
     return [pack_fp8(values[i : i + 4], fmt.element) for i in range(0, len(values), 4)]
@@ -187,6 +193,26 @@ def _e2m1(value):
     shift = binade + (22 << 23)
     steps = to_bits(magnitude + to_float(shift)) - shift
     return steps + ((binade - ONE) >> 22) | (bits >> 28) & 8
+
+
+def pack_stochastically(values, random):
+    """Up to eight FP32 numbers to a word of E2M1, by a byte each of ``random`` words."""
+    word = Uint32(0)
+    for i, value in enumerate(values):
+        byte = (random[i // 4] >> (8 * (i % 4))) & 255
+        word = word | (_e2m1_at_random(value, byte) << (4 * i))
+    return word
+
+
+def _e2m1_at_random(value, byte):
+    bits = to_bits(value)
+    magnitude = smaller(to_float(bits & 0x7FFFFFFF), 6.0)
+    binade = cutlass.max(to_bits(magnitude) & INF, Uint32(ONE))
+    # Half the binade is the step, of which (2 * byte + 1) / 512 is added: that plus 1, less 1.
+    part = to_float(ONE | (2 * byte + 1) << 14) - Float32(1)
+    cut = to_bits(magnitude + part * to_float(binade - (1 << 23)))
+    code = select(cut >= ONE, ((cut - ONE) >> 22) + 2, select(cut >= _HALF, 1, 0))
+    return code | (bits >> 28) & 8
 
 
 def unpack_e2m1(word):

@@ -12,8 +12,9 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
-from fusible.kernels.quantize.device import numbers
+from fusible.kernels.quantize.device import numbers, philox
 from fusible.kernels.quantize.device.blocks import block_coord, blocks_of, grid_of
+from fusible.kernels.quantize.device.hadamard import transformed
 from fusible.kernels.quantize.device.magnitudes import (
     largest_of,
     largest_of_columns,
@@ -21,6 +22,7 @@ from fusible.kernels.quantize.device.magnitudes import (
     magnitude,
 )
 from fusible.kernels.quantize.spec import THREADS, VALUES
+from fusible.recipes.formats import HADAMARD
 
 SHARED_PERCENT = 8  # of the memory that shared memory and the L1 cache divide: 2 KiB a block
 
@@ -143,19 +145,23 @@ def _factors(scaling, outer, tile, spec):
     return Factors(*[each * (spec.vector // len(each)) for each in factors])
 
 
-def _column_factors(rows, tile, outer, columns, col_scale, col_blocks, spec):
+def _column_factors(rows, dtype, tile, outer, columns, col_scale, col_blocks, spec):
     """The factors of a thread's columns; their scales are stored."""
-    fmt = spec.format
-    largest = _largest_of_parts(largest_of_columns(rows, spec.dtype), spec)
+    largest = _largest_of_parts(largest_of_columns(rows, dtype), spec)
     scaling = [
-        numbers.encode_scale(amax, outer, fmt) for amax in bits.magnitudes(largest, spec.dtype)
+        numbers.encode_scale(amax, outer, spec.format) for amax in bits.magnitudes(largest, dtype)
     ]
     if spec.columnwise:
-        offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
-        inside = Int32(tile.in_columns & (tile.part == 0) & (tile.block < col_blocks))
         scales = [scale for scale, _ in scaling]
-        _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
+        _store_column_scales(scales, tile, col_scale, columns, col_blocks, spec)
     return _factors(scaling, outer, tile, spec)
+
+
+def _store_column_scales(scales, tile, col_scale, columns, col_blocks, spec):
+    fmt = spec.format
+    offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
+    inside = Int32(tile.in_columns & (tile.part == 0) & (tile.block < col_blocks))
+    _store_scales(col_scale + offset * numbers.scale_bytes(fmt), scales, fmt, inside)
 
 
 def _row_factors(words, r, tile, outer, columns, row_scale, spec):
@@ -172,44 +178,55 @@ def _row_factors(words, r, tile, outer, columns, row_scale, spec):
     return _factors([scaling], outer, tile, spec)
 
 
-def square_factors(rows, tile, columns, row_scale, spec):
+def square_factors(rows, tile, columns, row_scale, spec, outer=None):
     """The factors of a square block; its scale is stored by one thread."""
     fmt, along = spec.format, spec.format.block[1]
     largest = largest_of(largest_of_columns(rows, spec.dtype), spec.dtype)
     largest = largest_of_lanes(largest, spec.lanes, spec.dtype)
     (largest,) = _largest_of_parts([largest], spec)
-    scaling = numbers.encode_scale(magnitude(largest, spec.dtype), None, fmt)
+    scaling = numbers.encode_scale(magnitude(largest, spec.dtype), outer, fmt)
     if spec.rowwise or spec.columnwise:
         offset = Int64(tile.block) * Int64(blocks_of(columns, along)) + Int64(tile.column // along)
         inside = tile.in_columns & (tile.part == 0) & (tile.column % along == 0)
         address = row_scale + offset * numbers.scale_bytes(fmt)
         _store_scale(address, scaling[0], fmt, Int32(inside))
-    return _factors([scaling], None, tile, spec)
+    return _factors([scaling], outer, tile, spec)
 
 
-def _store_row(targets, wanted, values, factors, r, tile, columns, spec):
-    """Elements of row ``r`` of a thread, and their values, to those ``targets`` that are wanted."""
+def _store_row(targets, wanted, values, factors, random, r, tile, columns, spec):
+    """Elements of row ``r`` of a thread, and their values, to those ``targets`` that are wanted.
+
+    Returns a word of the elements.
+    """
     fmt = spec.format
     scaled = [value * factor for value, factor in zip(values, factors.to_element, strict=True)]
     offset = Int64(tile.first + r) * Int64(columns) + Int64(tile.column)
     inside = Int32(Boolean(r < tile.count) & tile.in_columns)
-    words = numbers.pack_elements(scaled, fmt)
+    words = numbers.pack_elements(scaled, fmt, random)
     if wanted[0]:
         bits.store(targets[0] + offset // fmt.element.per_byte, words, inside)
     if wanted[1]:
         dequantized = numbers.decode_elements(words, factors.to_value, fmt, VALUES)
         bits.store(targets[1] + offset * bits.SIZES[VALUES], dequantized, inside)
+    return words[0]
 
 
-def _matrix_scales(amax, tile, spec):
-    """The scale on top of a block's, and the factors of all elements; None where there is none."""
+def _matrix_scales(amax, groups, tile, spec):
+    """The scales on top of a block's, row-wise and column-wise, and the factors of all elements.
+
+    None where there are none.
+    """
     fmt = spec.format
     if not spec.has_matrix_scales:
-        return None, None
+        return (None, None), None
     (largest,) = bits.load(amax + Int64(tile.group) * 4, Int32(1), 1)
-    if fmt.has_tensor_scale:
-        return numbers.tensor_scale(largest, fmt), None
-    return None, _factors([numbers.encode_scale(largest, None, fmt)], None, tile, spec)
+    if not fmt.has_tensor_scale:
+        return (None, None), _factors([numbers.encode_scale(largest, None, fmt)], None, tile, spec)
+    outer = of_columns = numbers.tensor_scale(largest, fmt)
+    if fmt.hadamard:
+        (largest,) = bits.load(amax + Int64(groups + tile.group) * 4, Int32(1), 1)
+        of_columns = numbers.tensor_scale(largest, fmt)
+    return (outer, of_columns), None
 
 
 def _stored_matrix_scale(amax, fmt):
@@ -218,36 +235,83 @@ def _stored_matrix_scale(amax, fmt):
     return numbers.encode_scale(amax, None, fmt)[0]
 
 
-def _quantize_block(x, pitch, tile, outer, common, out, columns, col_blocks, spec):
-    """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any."""
-    words = load_rows(x, pitch, tile, spec)
+def _quantize_block(
+    x, pitch, tile, outers, common, key, zero, out, columns, col_blocks, spec, whole=False
+):
+    """Scales and elements of a thread's rows; ``common`` are the factors of all of them, if any.
+
+    ``whole`` blocks are transformed in a format that does so.
+    """
+    words, (outer, col_outer) = load_rows(x, pitch, tile, spec), outers
     if not spec.format.directional and common is None:
-        common = square_factors(words, tile, columns, out.row_scale, spec)
+        common = square_factors(words, tile, columns, out.row_scale, spec, outer)
     by_row, by_column = (spec.rowwise, spec.row_values), (spec.columnwise, spec.col_values)
-    of_columns = None
+    randoms = _RandomRows(key, tile, zero, spec)
+
+    def store_row(words, r):
+        of_row = common
+        if common is None:
+            of_row = _row_factors(words[r], r, tile, outer, columns, out.row_scale, spec)
+        targets, values = (out.row_data, out.row_values), bits.unpack(words[r], spec.dtype)
+        random = randoms.of(r, columnwise=False)
+        randoms.before = _store_row(targets, by_row, values, of_row, random, r, tile, columns, spec)
+
+    def store_column(words, dtype, factors, r):
+        targets, values = (out.col_data, out.col_values), bits.unpack(words[r], dtype)
+        random = randoms.of(r, columnwise=True)
+        randoms.before = _store_row(
+            targets, by_column, values, factors, random, r, tile, columns, spec
+        )
+
+    dtype, apart = spec.dtype, spec.format.hadamard
+    if any(by_row) and apart:
+        for r in range(spec.thread_rows):
+            store_row(words, r)
     if any(by_column):
-        of_columns = _column_factors(words, tile, outer, columns, out.col_scale, col_blocks, spec)
+        if apart:
+            words, dtype = transformed(randoms.after_rows(words), dtype, whole)
+        factors = _column_factors(
+            words, dtype, tile, col_outer, columns, out.col_scale, col_blocks, spec
+        )
+        randoms.before = bits.to_bits(factors.to_element[0])
     for r in range(spec.thread_rows):
-        values = bits.unpack(words[r], spec.dtype)
-        if any(by_row):
-            of_row = common
-            if common is None:
-                of_row = _row_factors(words[r], r, tile, outer, columns, out.row_scale, spec)
-            targets = out.row_data, out.row_values
-            _store_row(targets, by_row, values, of_row, r, tile, columns, spec)
+        if any(by_row) and not apart:
+            store_row(words, r)
         if any(by_column):
-            targets = out.col_data, out.col_values
-            _store_row(targets, by_column, values, of_columns, r, tile, columns, spec)
+            store_column(words, dtype, factors, r)
+
+
+class _RandomRows:
+    """Random bytes of a thread's rows, made when they are asked for.
+
+    ``zero`` is 0, which the compiler does not know: it makes those of a row depend on the elements
+    ``before``, so that not all are computed, and held in registers, while the input is loaded.
+    """
+
+    def __init__(self, key, tile, zero, spec):
+        self.key, self.tile, self.zero, self.spec = key, tile, zero, spec
+        self.row, self.words, self.before = None, None, Uint32(0)
+
+    def of(self, r, columnwise):
+        if not self.spec.format.stochastic:
+            return None
+        if r != self.row:  # else they are those that the other use had part of
+            row = Uint32(self.tile.first + r) | (self.before & self.zero)
+            self.row, self.words = r, philox.random_words(self.key, row, self.tile.column)
+        return self.words[2:] if columnwise else self.words[:2]
+
+    def after_rows(self, rows):
+        """The same words, which depend on the elements before."""
+        if not self.spec.format.stochastic:
+            return rows
+        nothing = self.before & self.zero
+        return [[word | nothing for word in row] for row in rows]
 
 
 def _store_spare_scales(tile, outer, col_scale, columns, col_blocks, spec):
     """Column-wise scales of a block of no rows."""
-    fmt = spec.format
-    scale, _ = numbers.encode_scale(Uint32(0), outer, fmt)
-    offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
-    inside = Int32(tile.in_columns & (tile.part == 0) & (tile.block < col_blocks))
-    address = col_scale + offset * numbers.scale_bytes(fmt)
-    _store_scales(address, [scale] * spec.vector, fmt, inside)
+    scale, _ = numbers.encode_scale(Uint32(0), outer, spec.format)
+    _store_column_scales([scale] * spec.vector, tile, col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
@@ -261,6 +325,9 @@ def _store_matrix_scales(amax: Int64, out: Out, groups: Int32, spec: cutlass.Con
         if cutlass.const_expr(spec.rowwise):
             bits.store(whole + Int64(group) * 4, [scale], Int32(1))
         if cutlass.const_expr(spec.columnwise):
+            if cutlass.const_expr(spec.format.hadamard):
+                (largest,) = bits.load(amax + Int64(groups + group) * 4, Int32(1), 1)
+                scale = _stored_matrix_scale(largest, spec.format)
             bits.store(out.col_tensor_scale + Int64(group) * 4, [scale], Int32(1))
 
 
@@ -269,6 +336,7 @@ def _quantize(
     x: Int64,
     ends: Int64,
     amax: Int64,
+    key: Int64,
     row_data: Int64,
     row_scale: Int64,
     row_tensor_scale: Int64,
@@ -295,14 +363,26 @@ def _quantize(
         row_data, row_scale, row_tensor_scale, col_data, col_scale, col_tensor_scale, row_values,
         col_values,
     )  # fmt: skip
-    outer, common = _matrix_scales(amax, tile, spec)
+    outers, common = _matrix_scales(amax, groups, tile, spec)
+    words_of_key = None
+    if cutlass.const_expr(spec.format.stochastic):
+        words_of_key = philox.load_key(key)
     if cutlass.const_expr(spec.has_matrix_scales):
         if cta == 0:
             _store_matrix_scales(amax, out, groups, spec)
-    if tile.rows > 0:
-        _quantize_block(x, pitch, tile, outer, common, out, columns, col_blocks, spec)
-    elif cutlass.const_expr(spec.columnwise):
-        _store_spare_scales(tile, outer, col_scale, columns, col_blocks, spec)
+    zero = Uint32(groups) >> 31
+    arguments = x, pitch, tile, outers, common, words_of_key, zero, out, columns, col_blocks, spec
+    if cutlass.const_expr(spec.format.hadamard):
+        # Two kinds of blocks, so that nothing is selected element by element.
+        if tile.rows == HADAMARD:
+            _quantize_block(*arguments, whole=True)
+        elif tile.rows > 0:
+            _quantize_block(*arguments, whole=False)
+    elif tile.rows > 0:
+        _quantize_block(*arguments)
+    if cutlass.const_expr(spec.columnwise):
+        if tile.rows <= 0:
+            _store_spare_scales(tile, outers[1], col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
@@ -310,6 +390,7 @@ def quantize(
     x: Int64,
     ends: Int64,
     amax: Int64,
+    key: Int64,
     row_data: Int64,
     row_scale: Int64,
     row_tensor_scale: Int64,
@@ -330,7 +411,7 @@ def quantize(
     """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements."""
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _quantize(
-        x, ends, amax, row_data, row_scale, row_tensor_scale, col_data, col_scale,
+        x, ends, amax, key, row_data, row_scale, row_tensor_scale, col_data, col_scale,
         col_tensor_scale, row_values, col_values, rows, columns, pitch, groups, matrix_rows,
         col_blocks, blocks, chunks, spec,
     ).launch(
@@ -355,9 +436,19 @@ def _amax(
     cta, _, _ = cute.arch.block_idx()
     tile = thread_tile(cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
     words = load_rows(x, pitch, tile, spec)
-    largest = largest_of(largest_of_columns(words, spec.dtype), spec.dtype)
-    largest = magnitude(largest_of_lanes(largest, 32, spec.dtype), spec.dtype)
-    target = amax + Int64(tile.group) * 4
+    if cutlass.const_expr(spec.rowwise):
+        _raise_to_largest(amax + Int64(tile.group) * 4, words, spec.dtype)
+    if cutlass.const_expr(spec.columnwise and spec.format.hadamard):
+        target = amax + Int64(groups + tile.group) * 4
+        if tile.rows == HADAMARD:
+            _raise_to_largest(target, *transformed(words, spec.dtype, True))
+        else:
+            _raise_to_largest(target, *transformed(words, spec.dtype, False))
+
+
+def _raise_to_largest(target, words, dtype):
+    largest = largest_of(largest_of_columns(words, dtype), dtype)
+    largest = magnitude(largest_of_lanes(largest, 32, dtype), dtype)
     # Most groups of threads find a larger one already there.
     (known,) = bits.load(target, Int32(1), 1)
     bits.raise_to(target, largest, Int32((cute.arch.lane_idx() == 0) & (largest > known)))
@@ -376,7 +467,10 @@ def amax(
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group."""
+    """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group.
+
+    In a format with Hadamard transform, those of the transformed groups follow.
+    """
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     _amax(x, ends, amax, rows, columns, pitch, groups, matrix_rows, chunks, spec).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream
