@@ -306,10 +306,7 @@ def _run_backward(
             owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         _add_to_sources(step, own, step_extra, of_outputs, of_inputs)
-        for overlap in () if torch.compiler.is_compiling() else step.reads:
-            of_output, early = of_outputs.get(overlap.output), contexts[overlap.ops]
-            if of_output is not None and early[-1].requires_grad:
-                overlap.op.begin_sending(early, of_output)
+        _begin_sending(step, contexts, of_outputs)
     return [grad, *of_inputs, *chain(*of_params)]
 
 
@@ -317,6 +314,18 @@ def _leaf(node: Any) -> Tensor | None:
     """The tensor whose gradient an autograd node accumulates, or None if it does no such thing."""
     kind = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     return node.variable if isinstance(node, kind) else None
+
+
+def _begin_sending(
+    step: ScheduledStep,
+    contexts: Sequence[OperationContext],
+    of_outputs: dict[tuple[int, int], Tensor | None],
+) -> None:
+    """Send the gradients that this step has completed, of ops whose backward comes later."""
+    for overlap in () if torch.compiler.is_compiling() else step.reads:
+        grad, early = of_outputs.get(overlap.output), contexts[overlap.ops]
+        if grad is not None and early[-1].requires_grad:
+            overlap.op.begin_sending(early, grad)
 
 
 def _add_to_sources(
