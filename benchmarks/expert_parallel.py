@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from grouped_gemm_sm90 import environment
-from moe_block import SHAPES, Shape, exact_block
+from moe_block import SHAPES, WEIGHTED, Shape, exact_block
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,12 +79,12 @@ class Setup(NamedTuple):
 
 def ours(shape: Shape, mesh: Any, device: torch.device, **options: Any) -> fz.Sequential:
     """Router, dispatch, experts and combine; over a mesh each process holds its experts."""
-    _, top_k, hidden, inner, experts = shape
+    hidden, inner, experts = shape.hidden, shape.inner, shape.experts
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     grouped = {**made, "bias": False, "single_grouped_weight": True}
     torch.manual_seed(0)
     block = fz.Sequential(
-        fz.TopKRouter(hidden, experts, top_k, expert_bias=True, **made),
+        fz.TopKRouter(hidden, experts, shape.top_k, expert_bias=True, **made),
         fz.Dispatch(experts, process_group=mesh, **options),
         fz.GroupedLinear(experts, hidden, 2 * inner, **grouped),
         fz.ScaledSwiGLU(),
@@ -702,7 +702,7 @@ def main() -> None:
     """Measure and print, or draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="few tokens, on CPUs")
-    parser.add_argument("--shape", default="qwen3-30b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="qwen3-30b", choices=WEIGHTED)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--limit", type=float, default=240, help="seconds, then it ends")
     parser.add_argument("--draw", type=Path, help="only draw this file's results beside it")
