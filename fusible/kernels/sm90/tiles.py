@@ -2,7 +2,7 @@
 
 The model knows what the host knows without waiting for the device: the number of rows, of groups,
 of features, and of multiprocessors. `microseconds` is the model, `TILES` are those it
-compares, `Constants` what was fitted to measurements on an H200 (``benchmarks/sm90_grid.py``).
+compares, `Constants` what was fitted to measurements (``benchmarks/sm90_grid.py --fit``).
 """
 
 from __future__ import annotations
@@ -12,61 +12,59 @@ from typing import NamedTuple
 
 from fusible.kernels.sm90.spec import BACKWARD, FORWARD, WARPGROUP_ROWS, Tile
 
-_SMALL, _BAND = Tile(128, 128, True, 1, 2), Tile(128, 128, True, 2, 1)
-_SMALL_DRAWN, _BAND_DRAWN = _SMALL._replace(dynamic=True), _BAND._replace(dynamic=True)
-_LOW = (
-    Tile(64, 64, True, 1, 1),
-    Tile(64, 128, True, 1, 1),
-    Tile(64, 128, True, 1, 2),
-    Tile(64, 256, True, 1, 1),
-    Tile(64, 256, True, 1, 2),
-    Tile(64, 256, True, 1, 2, dynamic=True),
-)
-_TALL = (Tile(192, 128, True, 1, 2), Tile(192, 128, True, 1, 2, dynamic=True))
+_SMALL = Tile(128, 128, True, 1, 2)
+_DRAWN = _SMALL._replace(dynamic=True)
+_BAND = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
+_LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
+_LARGE = tuple(
+    Tile(m, n, False, cluster_m, cluster_n, dynamic=True)
+    for m, n in ((128, 256), (256, 128))
+    for cluster_m, cluster_n in ((1, 2), (2, 1))
+)
 # By kind, every tile that may be chosen; tests compile and run each.
 TILES = {
-    "store": (*_LOW, _SMALL, _SMALL_DRAWN, _BAND, _BAND_DRAWN, *_TALL),
-    "glu": (*_LOW, _SMALL, _SMALL_DRAWN, _BAND, _BAND_DRAWN, *_TALL, _WIDE),
+    "store": (*_LOW, _SMALL, _DRAWN, _BAND, Tile(192, 128, True, 1, 2), _LARGE[1]),
+    "glu": (
+        *_LOW,
+        Tile(64, 256, True, 1, 2, dynamic=True),
+        *(_SMALL, _DRAWN, _BAND, _WIDE),
+        *_LARGE[:2],
+    ),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
     "dglu": (
-        Tile(64, 64, True, 1, 1, ahead=4),
-        Tile(64, 128, True, 1, 1, ahead=5),
+        Tile(64, 64, True, 1, 2, dynamic=True, ahead=4),
         Tile(64, 128, True, 1, 2, ahead=5),
         Tile(64, 128, True, 1, 2, dynamic=True, ahead=5),
         _SMALL._replace(ahead=5),
-        _SMALL_DRAWN,
+        _DRAWN,
         _BAND,
         _WIDE._replace(ahead=2),
     ),
     "wgrad": (
-        _SMALL_DRAWN,
-        _BAND_DRAWN,
+        _DRAWN,
+        _BAND,
         Tile(192, 128, True, 1, 2, dynamic=True),
-        Tile(192, 128, True, 2, 1, dynamic=True),
         _WIDE,
         Tile(128, 192, True, 2, 1, dynamic=True),
-        Tile(256, 128, False, 1, 2, dynamic=True),
-        Tile(256, 128, False, 2, 1, dynamic=True),
-        Tile(128, 256, False, 1, 2, dynamic=True),
-        Tile(128, 256, False, 2, 1, dynamic=True),
+        *_LARGE,
     ),
     # Of activations that are not gated.
-    "act": (*_LOW[:3:2], _SMALL, _SMALL_DRAWN, _BAND),
+    "act": (*_LOW[:3:2], _SMALL, _DRAWN, _BAND),
     "dact": (
         Tile(64, 64, True, 1, 1, ahead=4),
         Tile(64, 128, True, 1, 2, ahead=5),
         _SMALL._replace(ahead=5),
-        _SMALL_DRAWN,
+        _DRAWN,
         _BAND,
     ),
 }
 # Of FP8 operands.
 FP8_TILES = {
-    "store": (_SMALL, _SMALL_DRAWN, _BAND),
-    "glu": (_SMALL, _SMALL_DRAWN, _BAND),
-    "act": (_SMALL, _SMALL_DRAWN, _BAND),
-    "wgrad": (_SMALL_DRAWN, _BAND),
+    "store": (_SMALL, _DRAWN, _BAND),
+    "glu": (_SMALL, _DRAWN, _BAND),
+    "act": (_SMALL, _DRAWN, _BAND),
+    "wgrad": (_DRAWN, _BAND),
 }
 
 
@@ -85,22 +83,21 @@ def rows_class(rows: int, groups: int) -> int:
 def takes(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
-    A gated one has columns of whole stripes, and registers for more than 128 sums a thread only
-    without biases, transposed weights and narrow stripes.
+    More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
+    weights and narrow stripes. A gated one has columns of whole stripes.
     """
+    spacious = tile.slabs * tile.n <= 256
     if kind != "glu":
-        return True
+        return kind != "store" or spacious or not bias
     width = tile.n // 2
     stripes = interleave == 0 or width % interleave == 0 or interleave % width == 0
-    spacious = tile.slabs * tile.n <= 256
     return stripes and (spacious or (major == "k" and not bias and interleave not in (1, 2, 4)))
 
 
 class Constants(NamedTuple):
-    """What the model was fitted with: nanoseconds of one multiprocessor, but for the last four."""
+    """What is fitted to measurements: nanoseconds of one multiprocessor, unless said."""
 
     multiply: float  # 64 rows by one column, by 64 of the reduction
-    instruct: float  # more, for 64 rows by 64 of the reduction: wide tiles have fewer of these
     load: float  # 64 of the reduction of one row or column of a tile, from the L2 cache
     begin: float  # a tile: the first stage's latency
     store: float  # epilogues: 64 rows by one column
@@ -108,29 +105,39 @@ class Constants(NamedTuple):
     dglu: float
     wgrad: float
     apart: float  # share of an epilogue that cooperating warpgroups do not hide
-    assigned: float  # tiles by which the last block is late: drawn tiles, and others
-    drawn: float
+    low: float  # products in tiles of 64 rows, relative to those in 128 x 128
+    tall: float  # of 192 rows
+    wide: float  # of more than 128 columns
+    shared: float  # of cooperating warpgroups
+    assigned: float  # tiles by which the last block is late where they are not drawn
+    drawn: float  # and where they are
+    again: float  # share of a weight's bytes that each further tile down its group reads again
     memory: float  # bytes that the GPU reads or writes in a nanosecond
     sharpness: float  # how little what is shorter adds to what is longer
 
 
-H200 = Constants(
-    multiply=1.4,
-    instruct=8.0,
-    load=1.4,
-    begin=600.0,
-    store=20.0,
-    glu=20.0,
-    dglu=35.0,
-    wgrad=18.0,
-    apart=1.0,
-    assigned=1.0,
-    drawn=0.6,
-    memory=4100.0,
-    sharpness=4.0,
+MEASURED = Constants(
+    multiply=0.988,
+    load=0.907,
+    begin=236,
+    store=10.1,
+    glu=18.3,
+    dglu=121,
+    wgrad=7.86,
+    apart=0.72,
+    low=1.1,
+    tall=1.22,
+    wide=1.02,
+    shared=0.95,
+    assigned=0.128,
+    drawn=0.0492,
+    again=0.108,
+    memory=3540,
+    sharpness=4.71,
 )
-# Sizes of groups, relative to their mean, for which the model averages.
-_SPREAD = (0.5, 0.75, 1.0, 1.0, 1.0, 1.25, 1.5)
+# Sizes of groups, relative to their mean, for which the model averages: often all are equal, else
+# no multiples of a tile.
+_SPREAD = (0.41, 0.67, 0.87, 1.0, 1.0, 1.0, 1.14, 1.33, 1.58)
 
 
 def microseconds(
@@ -141,7 +148,7 @@ def microseconds(
     columns: int,
     depth: int,
     sms: int,
-    constants: Constants = H200,
+    constants: Constants = MEASURED,
 ) -> float:
     """The time that a product is expected to take, in microseconds, without its launch.
 
@@ -158,7 +165,7 @@ def microseconds(
     sizes = [max(rows / used * factor, 1.0) for factor in _SPREAD]
     work = _grouped_rows if kind != "wgrad" else _grouped_reduction
     of_group = [work(kind, tile, size, depth, c) for size in sizes]
-    tiles_down, time = (sum(values) / len(values) for values in zip(*of_group, strict=True))
+    tiles_down, time, epilogue = (sum(v) / len(v) for v in zip(*of_group, strict=True))
     width = tile.n // 2 if kind == "glu" else tile.n
     if kind == "wgrad":
         across = _parts(columns, tile.m * tile.cluster_m) * _parts(depth, width * tile.cluster_n)
@@ -167,18 +174,22 @@ def microseconds(
         across = _parts(columns, width * tile.cluster_n)
         side = (2 if kind == "glu" else 1) * columns
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
-        values = used * side * depth + rows * (depth + out)
+        weights = used * side * depth * (1 + c.again * (tiles_down - 1))
+        values = weights + rows * (depth + out)
     tiles = used * tiles_down * across
     rounds = tiles / (sms // (tile.cluster_m * tile.cluster_n))
     late = c.drawn if tile.dynamic else c.assigned
-    computing = time / tiles_down * (rounds + math.ceil(rounds) + late) / 2
+    computing = (time * (rounds + math.ceil(rounds) + late) / 2 + epilogue) / tiles_down
     return _longer(computing, 2 * values / c.memory, c) / 1000
 
 
 def _grouped_rows(
     kind: str, tile: Tile, rows: float, depth: int, c: Constants
-) -> tuple[float, float]:
-    """Tiles of a column of a group of ``rows`` rows, of one block of a cluster, and their time."""
+) -> tuple[float, float, float]:
+    """Tiles of a column of a group of ``rows`` rows, of one block of a cluster, and their time.
+
+    And that of their epilogues, which is part of it where these hide under no products.
+    """
     height = tile.m * tile.cluster_m
     tiles = _parts(rows, height)
     last = min(rows - (tiles - 1) * height, tile.m)
@@ -186,21 +197,34 @@ def _grouped_rows(
     if tile.pingpong:  # 64 rows behind a group's end are not multiplied
         slabs += _parts(last, WARPGROUP_ROWS) - tile.m / WARPGROUP_ROWS
     steps = _parts(depth, 64)
-    multiplying = slabs * steps * (tile.n * c.multiply + c.instruct)
+    multiplying = slabs * steps * _products(tile, c)
     loading = tiles * steps * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
     backward = c.dglu if kind in BACKWARD else c.store
     epilogue = slabs * tile.n * (c.glu if kind in FORWARD else backward)
-    return tiles, _with_epilogue(tile, multiplying, loading, tiles * c.begin, epilogue, c)
+    return tiles, _with_epilogue(tile, multiplying, loading, tiles * c.begin, epilogue, c), epilogue
 
 
 def _grouped_reduction(
     kind: str, tile: Tile, rows: float, depth: int, c: Constants
-) -> tuple[float, float]:
-    """One tile of a weight gradient of a group of ``rows`` rows, and its time."""
+) -> tuple[float, float, float]:
+    """The same of one tile of a weight gradient of a group of ``rows`` rows."""
     slabs = tile.m / WARPGROUP_ROWS
-    multiplying = slabs * _parts(rows, 16) / 4 * (tile.n * c.multiply + c.instruct)
+    multiplying = slabs * _parts(rows, 16) / 4 * _products(tile, c)
     loading = rows / 64 * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
-    return 1, _with_epilogue(tile, multiplying, loading, c.begin, slabs * tile.n * c.wgrad, c)
+    epilogue = slabs * tile.n * c.wgrad
+    return 1, _with_epilogue(tile, multiplying, loading, c.begin, epilogue, c), epilogue
+
+
+def _products(tile: Tile, c: Constants) -> float:
+    """The time of the products of 64 rows of a tile, of 64 of the reduction."""
+    relative = 1.0
+    if not tile.pingpong:
+        relative = c.shared
+    elif tile.m != 2 * WARPGROUP_ROWS:
+        relative = c.low if tile.m == WARPGROUP_ROWS else c.tall
+    elif tile.n > 128:
+        relative = c.wide
+    return relative * tile.n * c.multiply
 
 
 def _with_epilogue(

@@ -6,7 +6,7 @@ import pytest
 
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import BACKWARD, SHARED_BYTES, Spec, Tile
-from fusible.kernels.sm90.tiles import FP8_TILES, TILES
+from fusible.kernels.sm90.tiles import FP8_TILES, TILES, takes
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -17,34 +17,43 @@ SINGLE_COLUMNS = {"paired": False, "stripe": 1}
 
 
 def variants(kind, tile):
-    """Options that change a kernel's code, each at least once."""
+    """Options that change a kernel's code, each at least once; in most tiles those that need most.
+
+    ``takes`` says which a tile need not have.
+    """
     halves = {"paired": True, "stripe": tile.n // 2 if kind == "glu" else 32}
+    usual = (tile.m, tile.n) == (128, 128)
     if kind == "store":
-        yield {"weight_major": "k"}
         yield {"weight_major": "n", "table": True}
-        yield {"bias": True, "scale": "float32", "dtype": "float16", "out_dtype": "float16"}
-    elif tile.n > 128 and kind == "glu":
+        half = {"dtype": "float16", "out_dtype": "float16"}
+        yield half | ({"bias": True, "scale": "float32"} if takes(kind, tile, "k", 0, True) else {})
+        if usual:
+            yield {"weight_major": "k"}
+    elif kind == "glu" and not takes("glu", tile, "n", 0, True):
         for stripe in (0, 8, 32):
             layout = {"paired": False, "stripe": stripe} if stripe else halves
             yield {**QGEGLU, **layout, "save_preact": False, "table": True}
             yield {**SWIGLU, **layout, "save_preact": True}
     elif kind == "glu":
-        yield {**SWIGLU, **halves, "save_preact": True}
-        yield {**SWIGLU, **BLOCKS_OF_16, "save_preact": False, "weight_major": "n"}
-        yield {**QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True, "table": True}
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
         yield {**SWIGLU, **halves, "save_preact": True, "bias": True, "scale": ""}
+        if usual:
+            yield {**SWIGLU, **halves, "save_preact": True}
+            yield {**SWIGLU, **BLOCKS_OF_16, "save_preact": False, "weight_major": "n"}
+            yield {**QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True, "table": True}
     elif kind == "dglu":
         yield {**SWIGLU, **halves, "weight_major": "n"}
-        yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
         yield {**QGEGLU, **SINGLE_COLUMNS, "weight_major": "n"}
+        if usual:
+            yield {**QGEGLU, **BLOCKS_OF_16, "table": True}
     elif kind == "act":
         yield {"activation": "gelu", "save_preact": True, "bias": True, "scale": "float32"}
     elif kind == "dact":
         yield {"activation": "gelu", "scale": "float32", "weight_major": "n"}
     else:
-        yield {}
         yield {"out_dtype": "float32", "accumulate": True, "table": True}
+        if tile.cluster_m == 1:
+            yield {}
 
 
 def other_activations():
