@@ -96,6 +96,15 @@ CASES = [
         {"dims": 3},
     )
 ]
+# Weights of the experts' inputs, as in Llama-4, and of their outputs: without partial sums.
+CASES += [
+    Case("rows", BF16, **options)
+    for options in (
+        {"scale_input": True},
+        {"scale_input": True, "recompute": True},
+        {"weighted": True},
+    )
+]
 
 
 FP8_CASES = CASES[:15] + [Case(mode, BF16, quantized_send=True) for mode in ("tokens", "all")]
