@@ -107,9 +107,7 @@ class WeightProducts:
         sides = 1 if glu is None else glu.sides
         columns = weight.rows // sides if kind in FORWARD else weight.rows
         interleave = 0 if glu is None else glu.interleave
-        activation = "" if glu is None else glu.activation
-        of_weight = weight.depth, weight.major
-        tile = self._tile(kind, columns, *of_weight, interleave, bias, activation)
+        tile = self._tile(kind, columns, weight.depth, weight.major, interleave, bias)
         paired, stripe = (False, 0) if glu is None else _stripes(kind, tile, glu)
         spec = Spec(
             kind,
@@ -121,7 +119,7 @@ class WeightProducts:
             table=self._separate,
             bias=bias,
             scale=DTYPE_NAMES[scale] if scale else "",
-            activation=activation,
+            activation="" if glu is None else glu.activation,
             stripe=stripe,
             paired=paired,
             save_preact=save_preact,
@@ -183,11 +181,10 @@ class WeightProducts:
         major: str = "k",
         interleave: int = 0,
         bias: bool = False,
-        activation: str = "",
     ) -> Tile:
         """The tile of a product: see `tiles.choose`."""
         sizes = self._rows, self._groups, columns, depth, self._multiprocessors
-        return tiles.choose(kind, *sizes, major, interleave, bias, self._scaled, activation)
+        return tiles.choose(kind, *sizes, major, interleave, bias, self._scaled)
 
     def ends(self, split_sizes: Tensor, rows: int) -> Tensor:
         """`group_ends`, of contiguous ``split_sizes``."""

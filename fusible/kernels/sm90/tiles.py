@@ -80,22 +80,17 @@ def rows_class(rows: int, groups: int) -> int:
     return -(-each // step) * step * unit
 
 
-def takes(
-    kind: str, tile: Tile, major: str, interleave: int, bias: bool, activation: str = ""
-) -> bool:
+def takes(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes; three slabs none for SiTU-GLU, whose two tanh need them. A gated one
-    has columns of whole stripes.
+    weights and narrow stripes. A gated one has columns of whole stripes.
     """
     spacious = tile.slabs * tile.n <= 256
     if kind != "glu":
         return kind != "store" or spacious or not bias
     width = tile.n // 2
     stripes = interleave == 0 or width % interleave == 0 or interleave % width == 0
-    if activation == "situglu" and tile.slabs > 2:
-        return False
     return stripes and (spacious or (major == "k" and not bias and interleave not in (1, 2, 4)))
 
 
@@ -262,11 +257,10 @@ def choose(
     interleave: int = 0,
     bias: bool = False,
     scaled: bool = False,
-    activation: str = "",
 ) -> Tile:
     """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
     candidates = (FP8_TILES if scaled else TILES)[kind]
     return min(
-        (tile for tile in candidates if takes(kind, tile, major, interleave, bias, activation)),
+        (tile for tile in candidates if takes(kind, tile, major, interleave, bias)),
         key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms),
     )

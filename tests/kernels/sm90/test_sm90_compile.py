@@ -69,7 +69,7 @@ def other_activations():
         for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
             sums = max(tile.slabs * tile.n for tile in TILES[kind])
             large = [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]
-            for tile in [tile for tile in large if takes(kind, tile, "k", 0, False, name)]:
+            for tile in [tile for tile in large if takes(kind, tile, "k", 0, False)]:
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"

@@ -110,10 +110,3 @@ def test_a_gated_product_gets_only_tiles_that_take_it():
                 assert interleave == 0 or max(width, interleave) % min(width, interleave) == 0
                 if major == "n" or bias or interleave in (1, 4):
                     assert tile.slabs * tile.n <= 256
-
-
-def test_situglu_gets_no_tile_of_three_slabs():
-    """It would spill registers there."""
-    sizes = 160 * 256, 256, 1024, 2048
-    assert chosen("glu", *sizes).slabs == 3
-    assert chosen("glu", *sizes, activation="situglu").slabs < 3
