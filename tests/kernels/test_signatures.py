@@ -90,7 +90,7 @@ def test_blocks_that_no_product_reads_are_refused(called):
 @pytest.mark.parametrize(("fmt", "launches"), [(mxfp8(), 1), (fp8_tensor(), 2)], ids=str)
 def test_quantized_and_dequantized_matrices(fmt, launches, called):
     x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
-    row, *_ = cuda._quantize(x, ENDS, fmt, Uses(True, True, True, False))
+    row, *_ = cuda._quantize(x, ENDS, fmt, Uses(True, True, True, False), None)
     assert len(called) == launches
     cuda._dequantize(row, torch.bfloat16)
     assert len(called) == launches + 1

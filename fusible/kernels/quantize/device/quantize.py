@@ -378,11 +378,12 @@ def _quantize(
             _quantize_block(*arguments, whole=True)
         elif tile.rows > 0:
             _quantize_block(*arguments, whole=False)
+        elif cutlass.const_expr(spec.columnwise):
+            _store_spare_scales(tile, outers[1], col_scale, columns, col_blocks, spec)
     elif tile.rows > 0:
         _quantize_block(*arguments)
-    if cutlass.const_expr(spec.columnwise):
-        if tile.rows <= 0:
-            _store_spare_scales(tile, outers[1], col_scale, columns, col_blocks, spec)
+    elif cutlass.const_expr(spec.columnwise):
+        _store_spare_scales(tile, outers[1], col_scale, columns, col_blocks, spec)
 
 
 @cute.jit
