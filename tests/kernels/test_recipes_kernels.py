@@ -146,4 +146,4 @@ def test_backward_for_one_use_spills_little(spec, capfd):
     compile_kernel("quantize.glu_backward.quantize", (spec,), "--gpu-arch sm_90a remarks{ptx}")
     spilled = re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))
     assert spilled
-    assert max(map(int, spilled)) <= 160
+    assert max(map(int, spilled)) <= 200
