@@ -83,7 +83,7 @@ def compare(x, fmt, ends=None, uses=(True, True), dequantized=(torch.bfloat16,))
                 continue
             pieces = [t if t.numel() else None for t in got[3 * columnwise :][:3]]
             values = torch.ops.fusible.dequantize(
-                *pieces, on_device[1], *fmt.as_constants(), columnwise, dtype
+                *pieces, *fmt.as_constants(), columnwise, on_device[1], dtype
             )
             expected = dequantize(matrix_of(want[3 * columnwise :], fmt, columnwise, ends), dtype)
             assert values.dtype == dtype
@@ -245,7 +245,7 @@ def test_a_captured_graph_follows_new_ends(fmt):
         pieces = torch.ops.fusible.quantize(on_gpu, ends, None, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
         return pieces, torch.ops.fusible.dequantize(
-            *row, ends, *fmt.as_constants(), False, torch.bfloat16
+            *row, *fmt.as_constants(), False, ends, torch.bfloat16
         )
 
     graph, (got, values) = graph_of(step)
@@ -266,7 +266,7 @@ def test_no_host_synchronisation_and_the_launches_that_are_promised(fmt):
     def step():
         pieces = torch.ops.fusible.quantize(x, ends, None, *fmt.as_constants(), *uses)
         row = [t if t.numel() else None for t in pieces[:3]]
-        return torch.ops.fusible.dequantize(*row, ends, *fmt.as_constants(), False, torch.bfloat16)
+        return torch.ops.fusible.dequantize(*row, *fmt.as_constants(), False, ends, torch.bfloat16)
 
     @torch.no_grad()
     def direct_step():
