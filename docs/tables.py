@@ -11,6 +11,7 @@ from typing import Any
 import fusible.fused
 from fusible.fuser.conditions import Condition
 from fusible.fuser.rules import Rule
+from fusible.integrations.checkpoint_layouts import LAYOUTS, Layout
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -311,6 +312,18 @@ def placed_table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _measured_at(report)])
 
 
+def layouts_table(layouts: Sequence[Layout]) -> str:
+    """The layouts of checkpoints that are read, one row each, as Markdown."""
+    lines = ["| layout | entries of a weight `X` | stored as, bit for bit |", "|---|---|---|"]
+    for row in layouts:
+        names = ", ".join(f"`X{ending}`" for ending in row.endings)
+        fmt = (
+            "ordinary tensors" if row.format is None else f"{row.format.name}: {row.format.scaling}"
+        )
+        lines.append(f"| {row.name} | {names} | {fmt} |")
+    return "\n".join(lines)
+
+
 def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -327,6 +340,7 @@ def expert_parallel_table() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/checkpoints.md": {"layouts": lambda: layouts_table(LAYOUTS)},
     "README.md": {
         "gains": lambda: gains_table(
             _results("moe_block_transformers_5_23"),

@@ -31,6 +31,18 @@ def register() -> None:
 
     adapt()
     try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:
+        pass
+    else:
+        ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    from transformers.quantizers.base import HfQuantizer
+
+    if hasattr(HfQuantizer, "serialized_names"):
+        from fusible.integrations import transformers_checkpoints
+
+        transformers_checkpoints.register()
+    try:
         from transformers.distributed.expert_parallel import EPImplementationInterface
     except ImportError:
         return

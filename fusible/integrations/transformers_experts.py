@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fusible.fuser.stand_ins import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
+from fusible.integrations.checkpoint_layouts import matrix_of, quantized_tensor
 from fusible.ops import (
     GEGLU,
     GELU,
@@ -40,6 +41,9 @@ from fusible.ops import (
 )
 from fusible.ops.inputs import described
 from fusible.ops.parameters import stored
+from fusible.recipes.quantization import HIGH_PRECISION
+from fusible.recipes.sharding import local
+from fusible.recipes.tensor import QuantizedTensor
 
 NAME = "fusible"
 
@@ -210,8 +214,8 @@ class ExpertsLinear(GroupedLinear):
     """A ``GroupedLinear`` over the parameters of an experts module, which it reads at every call.
 
     Args:
-        experts: has the weight ``[E, out, in]``, or ``[E, in, out]`` if ``is_transposed``, as
-            ``name``, and if ``has_bias`` the bias ``[E, out]`` as ``name_bias``.
+        experts: has the weight ``[E, out, in]``, or ``[E, in, out]`` if ``is_transposed`` and not
+            quantized, as ``name``, and if ``has_bias`` the bias ``[E, out]`` as ``name_bias``.
         name: of the weight.
         scale_bias: as in ``GroupedLinear``.
 
@@ -222,6 +226,8 @@ class ExpertsLinear(GroupedLinear):
     computes_as = GroupedLinear
     _experts: Any
     _name: str
+    _scaled: tuple[Tensor, Tensor, QuantizedTensor] | None = None
+    """Elements and scales that the experts hold apart, and the weight that they are."""
 
     def __init__(self, experts: Any, name: str, *, scale_bias: bool = False) -> None:
         self.__dict__.update(_experts=experts, _name=name)
@@ -262,12 +268,27 @@ class ExpertsLinear(GroupedLinear):
 
     def _weight(self) -> Tensor:
         experts, weight = self._experts, getattr(self._experts, self._name, None)
+        scale = getattr(experts, f"{self._name}_scale_inv", None)
+        if isinstance(weight, Tensor) and isinstance(scale, Tensor):
+            weight = self._of_scale(weight, scale)
         if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
             raise ValueError(
                 f"{self._name} of {type(experts).__name__} must be a floating 3-D parameter, got "
                 f'{described(weight)}; use experts_implementation="eager" for this model'
             )
-        return weight.mT if experts.is_transposed else weight
+        stored_out_in = not experts.is_transposed or isinstance(local(weight), QuantizedTensor)
+        return weight if stored_out_in else weight.mT
+
+    def _of_scale(self, data: Tensor, scale: Tensor) -> QuantizedTensor:
+        """The weight of elements and scales that the experts hold, in their memory; frozen."""
+        kept = self._scaled
+        if kept is None or kept[0] is not data or kept[1] is not scale:
+            matrix = matrix_of(data.detach(), scale.detach())
+            dtype = getattr(self._experts.config, "dtype", None)
+            dtype = dtype if dtype in HIGH_PRECISION else torch.bfloat16
+            kept = data, scale, quantized_tensor(matrix, matrix.format, dtype)
+            self.__dict__["_scaled"] = kept
+        return kept[2]
 
     @property
     def bias(self) -> Tensor:
@@ -276,6 +297,8 @@ class ExpertsLinear(GroupedLinear):
 
     def stored(self, name: str) -> list[Tensor]:
         """What the experts hold."""
+        if name == "weight" and self._scaled is not None:
+            return [self.weight]
         return stored(self._experts, self._name if name == "weight" else f"{self._name}_bias")
 
 

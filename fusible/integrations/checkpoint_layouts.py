@@ -1,0 +1,298 @@
+"""How published checkpoints store quantized weights, and the same bits in this package's formats.
+
+One row of ``LAYOUTS`` for each way. In all of them the earlier one of two E2M1 numbers is in the
+lower four bits of a byte, as here, and blocks are along the input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fusible.recipes.encoding import DECODERS, ENCODERS, SCALES, divide
+from fusible.recipes.formats import E2M1, E4M3, NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusible.recipes.matrix import OperandData, QuantizedMatrix, as_bytes
+from fusible.recipes.quantization import HIGH_PRECISION
+from fusible.recipes.quantize_ops import dequantize_matrix
+from fusible.recipes.tensor import PIECES, QuantizedTensor
+
+MXFP4 = NumberFormat("mxfp4_e2m1", E2M1, (1, 32), "e8m0_up")
+"""OCP MXFP4: E2M1 with one power of two per 32."""
+
+_BYTES = torch.uint8, torch.float8_e8m0fnu
+_FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to store a weight: endings of the entries' names, their dtypes and their meaning."""
+
+    name: str
+    values: str
+    """Ending of the entry of the elements, ``[out, in / per_byte]``."""
+    dtypes: tuple[torch.dtype, ...]
+    """Of that entry."""
+    format: NumberFormat | None = None
+    """What the weight is, bit for bit; None in high precision."""
+    scale: str = ""
+    """Ending of the scales, ``[out / rows of a block, in / columns of a block]``."""
+    scale_dtypes: tuple[torch.dtype, ...] = ()
+    tensor_scale: str = ""
+    """Ending of the FP32 scale of the matrix."""
+    divides: bool = False
+    """Whether scales are divided by the tensor scale, rather than multiplied."""
+    in_blocks: bool = False
+    """Whether the elements are ``[..., blocks, bytes of a block]``."""
+    unused: tuple[str, ...] = ()
+    """Endings of entries that are read by none: scales of activations, which recipes compute."""
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Of the entries that there must be."""
+        return (self.values, *[e for e in (self.scale, self.tensor_scale) if e])
+
+    def read(self, entries: Mapping[str, Tensor]) -> OperandData:
+        """The weight ``[..., out, in]`` of its entries, by ending.
+
+        Raises:
+            ValueError: entries whose shapes do not go together.
+        """
+        data, fmt = entries[self.values], self.format
+        if fmt is None:
+            return data
+        if self.in_blocks:
+            data = data.flatten(-2)
+        scale, lead = entries[self.scale], data.shape[:-2]
+        if fmt.scale_dtype == torch.float8_e8m0fnu:
+            scale = as_bytes(scale).view(torch.float8_e8m0fnu)
+        elif fmt.scale_dtype == torch.float32 and scale.dtype == torch.float8_e8m0fnu:
+            scale, fmt = SCALES["e8m0_up"].decode(scale), replace(fmt, scale="fp32_power_of_two")
+        else:
+            scale = scale.to(fmt.scale_dtype)
+        if fmt.block is None and scale.numel() == 1:
+            scale = scale.reshape(1).expand(*lead, 1)
+        outer = entries[self.tensor_scale].float() if self.tensor_scale else None
+        if outer is not None:
+            outer = outer.reshape(*(lead if outer.numel() > 1 else ()), 1).expand(*lead, 1)
+            outer = divide(1.0, outer) if self.divides else outer
+        matrix = QuantizedMatrix(data.view(fmt.element.dtype), scale, outer, fmt)
+        matrix.check_sizes()
+        return matrix
+
+
+LAYOUTS = (
+    Layout(
+        "NVFP4 of ModelOpt",
+        ".weight",
+        (torch.uint8,),
+        nvfp4(),
+        ".weight_scale",
+        (torch.float8_e4m3fn,),
+        ".weight_scale_2",
+        unused=(".input_scale",),
+    ),
+    Layout(
+        "NVFP4 of compressed-tensors",
+        ".weight_packed",
+        (torch.uint8,),
+        nvfp4(),
+        ".weight_scale",
+        (torch.float8_e4m3fn,),
+        ".weight_global_scale",
+        divides=True,
+        unused=(".input_global_scale",),
+    ),
+    Layout(
+        "MXFP4 of compressed-tensors",
+        ".weight_packed",
+        (torch.uint8,),
+        MXFP4,
+        ".weight_scale",
+        _BYTES,
+    ),
+    Layout(
+        "MXFP4 of GPT-OSS",
+        "_blocks",
+        (torch.uint8,),
+        MXFP4,
+        "_scales",
+        _BYTES,
+        in_blocks=True,
+    ),
+    Layout(
+        "FP8 blocks of DeepSeek",
+        ".weight",
+        (torch.float8_e4m3fn,),
+        fp8_block(E4M3, (128, 128), power_of_two=False),
+        ".weight_scale_inv",
+        _FLOATS,
+    ),
+    Layout(
+        "MXFP8 of compressed-tensors",
+        ".weight",
+        (torch.float8_e4m3fn,),
+        mxfp8(),
+        ".weight_scale",
+        _BYTES,
+        unused=(".input_scale",),
+    ),
+    Layout(
+        "FP8 per tensor of ModelOpt and compressed-tensors",
+        ".weight",
+        (torch.float8_e4m3fn,),
+        fp8_tensor(),
+        ".weight_scale",
+        (torch.float32, torch.bfloat16),
+        unused=(".input_scale",),
+    ),
+    Layout("high precision", ".weight", HIGH_PRECISION),
+    Layout("high precision", "", HIGH_PRECISION),
+)
+"""The layouts that are known."""
+
+
+def layout_of(checkpoint: Mapping[str, Tensor], base: str) -> tuple[Layout | None, list[str]]:
+    """The layout of the entries of ``base``, and which of its entries are not there.
+
+    That of the dtypes that are there; None if nothing is.
+    """
+    best: tuple[Layout | None, list[str]] = None, [f"{base}.weight"]
+    found = -1
+    for layout in LAYOUTS:
+        values = checkpoint.get(base + layout.values)
+        if values is None or values.dtype not in layout.dtypes:
+            continue
+        there = [e for e in layout.endings if _fits(layout, e, checkpoint.get(base + e))]
+        if len(there) > found:
+            missing = [base + ending for ending in layout.endings if ending not in there]
+            best, found = (layout, missing), len(there)
+    return best
+
+
+def _fits(layout: Layout, ending: str, entry: Tensor | None) -> bool:
+    if entry is None or ending in (layout.values, layout.tensor_scale):
+        return entry is not None
+    return entry.dtype in layout.scale_dtypes
+
+
+def matrix_of(data: Tensor, scale: Tensor) -> QuantizedMatrix:
+    """The weight of these elements and scales, told by their dtypes and shapes.
+
+    Raises:
+        ValueError: no layout without a tensor scale has such.
+    """
+    if data.dtype == torch.int8:  # as DeepSeek-V4 has two E2M1 numbers
+        data = data.view(torch.uint8)
+    for layout in LAYOUTS:
+        dtypes = data.dtype in layout.dtypes and scale.dtype in layout.scale_dtypes
+        if not dtypes or layout.tensor_scale or layout.in_blocks:
+            continue
+        try:
+            made = layout.read({layout.values: data, layout.scale: scale})
+        except (ValueError, RuntimeError):
+            continue
+        assert isinstance(made, QuantizedMatrix)
+        return made
+    raise ValueError(
+        f"elements and scales must be of one of LAYOUTS, got {data.dtype} of shape "
+        f"{tuple(data.shape)} and {scale.dtype} of shape {tuple(scale.shape)}"
+    )
+
+
+def joined(parts: Sequence[OperandData], interleave: int | None) -> OperandData | None:
+    """Weights one below the other, or alternating in blocks of ``interleave`` rows.
+
+    None where no tensor of their format has their values: tensor scales differ, or blocks of
+    several rows would be cut.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if not matrices:
+        return _rows([part for part in parts if isinstance(part, Tensor)], interleave)
+    first = matrices[0]
+    if len(matrices) < len(parts) or any([m.format != first.format for m in matrices]):
+        return None
+    across = 1 if first.format.block is None else first.format.block[0]
+    cut = any([m.shape[-2] % across for m in matrices[:-1]])
+    if across > 1 and (interleave is not None or cut):
+        return None
+    shared = [first.scale] if first.format.block is None else []
+    shared += [] if first.tensor_scale is None else [first.tensor_scale]
+    for scale in shared:
+        name = "scale" if scale is first.scale else "tensor_scale"
+        if not all([torch.equal(scale, getattr(m, name)) for m in matrices[1:]]):
+            return None
+    scale = first.scale
+    if first.format.block is not None:
+        scale = _rows([m.scale for m in matrices], interleave)
+    return first._replace(data=_rows([m.data for m in matrices], interleave), scale=scale)
+
+
+def _rows(parts: Sequence[Tensor], interleave: int | None) -> Tensor:
+    plain = [_plain(part) for part in parts]
+    if interleave is None:
+        return torch.cat(plain, -2).view(parts[0].dtype)
+    blocks = [part.unflatten(-2, (-1, interleave)) for part in plain]
+    return torch.stack(blocks, -3).flatten(-4, -2).view(parts[0].dtype)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """A tensor that every operation takes: the bytes of eight-bit floats."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def stacked(parts: Sequence[OperandData]) -> OperandData:
+    """Weights of one shape, layout and dtype as one with a leading dimension."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.stack([part for part in parts if isinstance(part, Tensor)])
+    matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    data = torch.stack([_plain(m.data) for m in matrices]).view(first.data.dtype)
+    scale = torch.stack([_plain(m.scale) for m in matrices]).view(first.scale.dtype)
+    outer = [m.tensor_scale for m in matrices if m.tensor_scale is not None]
+    tensor_scale = torch.stack(outer) if outer else None
+    return QuantizedMatrix(data, scale, tensor_scale, first.format)
+
+
+def in_format(matrix: QuantizedMatrix, fmt: NumberFormat) -> QuantizedMatrix | None:
+    """The same values in another format, exactly; None where they would be rounded.
+
+    Scales stay. FP32 scales that are powers of two are those of a format that has only such, and
+    E2M1 numbers are E4M3 and E5M2 numbers.
+    """
+    own = matrix.format
+    if own.block != fmt.block or own.scale_dtype != fmt.scale_dtype:
+        return None
+    if fmt.scale == "fp32_power_of_two" and not _are_powers_of_two(matrix.scale):
+        return None
+    data = matrix.data
+    if own.element != fmt.element:
+        if own.element != E2M1:
+            return None
+        data = ENCODERS[fmt.element](DECODERS[E2M1](data))
+    return matrix._replace(data=data, format=fmt)
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    """Whether no FP32 number has a mantissa; only normal ones count."""
+    bits = scale.view(torch.int32)
+    return bool(((bits & 0x7FFFFF) == 0).all() & ((bits & 0x7F800000) != 0).all())
+
+
+def quantized_tensor(
+    matrix: QuantizedMatrix, fmt: NumberFormat, dtype: torch.dtype
+) -> QuantizedTensor:
+    """The tensor of a row-wise matrix, in its format or one of the same bits."""
+    pieces = {n: t for n, t in zip(PIECES, matrix[:3], strict=False) if t is not None}
+    return QuantizedTensor(pieces, fmt, matrix.shape, dtype)
+
+
+def decoded(data: OperandData, dtype: torch.dtype) -> Tensor:
+    """The values, rounded once to ``dtype``."""
+    if isinstance(data, QuantizedMatrix):
+        return dequantize_matrix(data, dtype)
+    return data.to(dtype)

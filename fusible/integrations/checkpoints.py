@@ -1,0 +1,397 @@
+"""Checkpoints as they are published, loaded into linears with the bits that they store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusible.arguments import check_bools
+from fusible.integrations.checkpoint_layouts import (
+    LAYOUTS,
+    Layout,
+    decoded,
+    in_format,
+    joined,
+    layout_of,
+    quantized_tensor,
+    stacked,
+)
+from fusible.ops import GroupedLinear
+from fusible.ops.weights import WeightedOperation, weighted_ops
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.matrix import OperandData, QuantizedMatrix
+from fusible.recipes.sharding import local
+from fusible.recipes.tensor import QuantizedTensor
+
+__all__ = ["LAYOUTS", "load_checkpoint"]
+
+Names = Mapping[str, str | Sequence[str]]
+"""By path of a linear, what its weight is called in a checkpoint, or the parts of it, in order."""
+
+
+def load_checkpoint(
+    module: nn.Module,
+    checkpoint: Mapping[str, Tensor],
+    names: Names,
+    *,
+    prefix: str = "",
+    glu_interleave_size: int | None = None,
+    transposed: bool = False,
+    requantize: bool = False,
+) -> dict[str, str]:
+    """Load weights and biases of linears in ``module`` from a checkpoint in one of ``LAYOUTS``.
+
+    A weight that the module stores quantized gets the elements and scales of the checkpoint as they
+    are, one in high precision their values, rounded once to its dtype. Values that would have to be
+    rounded a second time are an error, unless ``requantize`` allows it. Everything is checked
+    before anything is written.
+
+    Args:
+        module: has the linears: `GroupedLinear`, `Linear` or `BasicLinear`.
+        checkpoint: its entries by name, as ``safetensors.torch.load_file`` returns them; only those
+            of ``names`` are read.
+        names: by the path of each linear in ``module`` (``""`` for itself) the name of its weight
+            in the checkpoint, without its ending: that of a module (``"experts.*.down_proj"``) or
+            of a parameter (``"experts.gate_up_proj"``). ``*`` stands for the number of the expert;
+            without it the weight of a `GroupedLinear` is one entry for all experts. A tuple
+            (``("experts.*.gate_proj", "experts.*.up_proj")``) names the parts of a weight from its
+            first output feature to the last.
+        prefix: of all names.
+        glu_interleave_size: parts alternate in blocks of so many output features, as the activation
+            of that argument reads them; by default one part follows the other.
+        transposed: entries in high precision are ``[..., in, out]``.
+        requantize: round values again where the bits cannot be kept.
+
+    Returns:
+        What was done, by path: the layout, and whether bits were kept, values decoded, ...
+
+    Raises:
+        ValueError: entries are missing, are there beside those of a layout, or have other shapes or
+            dtypes; there is no such linear; values would be rounded a second time.
+        TypeError: a flag is no bool.
+    """
+    check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
+    loads: list[_Load] = []
+    wrong: list[str] = []
+    for path, given in names.items():
+        bases = [prefix + base for base in ([given] if isinstance(given, str) else given)]
+        target = _Target.of(module, path)
+        reader = _Reader(checkpoint, target, bases, glu_interleave_size, transposed)
+        try:
+            loads.append(_Load.of(target, reader.read(), requantize))
+        except _Wrong as error:
+            wrong += error.sentences
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; nothing was loaded")
+    for load in loads:
+        load.run()
+    return {load.target.path: load.what for load in loads}
+
+
+class _Wrong(Exception):
+    """What a load found wrong."""
+
+    def __init__(self, *sentences: str) -> None:
+        self.sentences = sentences
+        super().__init__("; ".join(sentences))
+
+
+class _Target(NamedTuple):
+    """A linear of a module."""
+
+    path: str
+    holder: nn.Module
+    """The module of that path, which has the parameters."""
+    op: WeightedOperation
+
+    @staticmethod
+    def of(module: nn.Module, path: str) -> _Target:
+        """The linear at a path; ValueError if there is none."""
+        holder = dict(module.named_modules()).get(path)
+        ops = [] if holder is None else weighted_ops([holder])
+        if holder is None or len(ops) != 1:
+            known = [n for n, m in module.named_modules() if len(weighted_ops([m])) == 1]
+            raise ValueError(
+                f"names of load_checkpoint must be paths of linears of fusible, got {path!r}, "
+                f"which is none; there are {', '.join(map(repr, known)) or 'none'}"
+            )
+        return _Target(path, holder, ops[0])
+
+    @property
+    def experts(self) -> int | None:
+        """The number of experts of all processes, None of a dense linear."""
+        if not isinstance(self.op, GroupedLinear):
+            return None
+        return self.op.num_groups * (self.op.expert_processes or 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The first parameter that is a weight, or its local part."""
+        return local(self.op.weights()[0])
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias."""
+        if isinstance(self.op, GroupedLinear):
+            return self.op.has_bias
+        return getattr(self.holder, "bias", None) is not None
+
+
+class _Weights(NamedTuple):
+    """What a checkpoint has for a linear."""
+
+    layout: Layout
+    parts: list[OperandData]
+    """From the first output feature to the last, ``[out, in]`` or ``[experts, out, in]``."""
+    interleave: int | None
+    bias: Tensor | None
+
+
+class _Reader:
+    """Reads the entries of one linear."""
+
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Tensor],
+        target: _Target,
+        bases: Sequence[str],
+        interleave: int | None,
+        transposed: bool,
+    ) -> None:
+        self.checkpoint, self.target, self.bases = checkpoint, target, bases
+        self.interleave = interleave if len(bases) > 1 else None
+        self.transposed = transposed
+        self.wrong: list[str] = []
+
+    def read(self) -> _Weights:
+        """The parts of the weight, checked."""
+        parts = [self._part(base) for base in self.bases]
+        self._raise()
+        layouts = {layout for layout, _, _ in parts}
+        if len(layouts) > 1:
+            raise _Wrong(
+                f"parts of {self.target.path} must be of one layout, got {_names(layouts)}"
+            )
+        weights = [weight for _, weight, _ in parts]
+        self._check_shapes(weights)
+        self._raise()
+        biases = [bias for _, _, bias in parts if bias is not None]
+        return _Weights(parts[0][0], weights, self.interleave, self._joined_bias(biases))
+
+    def _raise(self) -> None:
+        if self.wrong:
+            raise _Wrong(*self.wrong)
+
+    def _part(self, base: str) -> tuple[Layout, OperandData, Tensor | None]:
+        """One part of the weight, and of the bias."""
+        experts = self.target.experts
+        if "*" not in base:
+            layout, weight, bias = self._entry(base)
+        else:
+            found = self._expert_numbers(base)
+            if experts is None or found != set(range(experts)):
+                self.wrong.append(
+                    f"{base} must be of {'no experts' if experts is None else f'{experts} experts'}"
+                    f", as {self.target.path or 'the module'} is, got {_numbers(found)}"
+                )
+                self._raise()
+            each = [self._entry(base.replace("*", str(e), 1)) for e in range(experts or 0)]
+            self._raise()
+            layouts = {layout for layout, _, _ in each}
+            shapes = {tuple(weight.shape) for _, weight, _ in each}
+            if len(layouts) > 1 or len(shapes) > 1:
+                got = ", ".join(map(str, sorted(shapes)))
+                raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
+            layout, weight = each[0][0], stacked([weight for _, weight, _ in each])
+            biases = [bias for _, _, bias in each if bias is not None]
+            bias = torch.stack(biases) if biases else None
+        self._raise()
+        return layout, weight, bias
+
+    def _entry(self, base: str) -> tuple[Any, Any, Tensor | None]:
+        """The weight and bias under one name."""
+        layout, missing = layout_of(self.checkpoint, base)
+        of_module = layout is None or layout.values.startswith(".")
+        bias_name = f"{base}{'.' if of_module else '_'}bias"
+        bias = self.checkpoint.get(bias_name)
+        if self.target.has_bias and bias is None:
+            missing = [*missing, bias_name]
+        known = () if layout is None else (*layout.endings, *layout.unused)
+        known = (*known, bias_name.removeprefix(base)) if self.target.has_bias else known
+        extra = [key for key in self._under(base) if key.removeprefix(base) not in known]
+        if layout is None and extra:
+            got = ", ".join(f"{key} of {self.checkpoint[key].dtype}" for key in extra)
+            self.wrong.append(f"{base} must be stored in one of LAYOUTS, got {got}")
+            return None, None, None
+        self.wrong += [f"{name} is missing" for name in missing]
+        self.wrong += [f"{name} must not be there" for name in extra]
+        if layout is None or missing or extra:
+            return None, None, None
+        entries = {ending: self.checkpoint[base + ending] for ending in layout.endings}
+        try:
+            weight = layout.read(entries)
+        except (ValueError, RuntimeError) as error:
+            self.wrong.append(f"{base} is not as {layout.name} has it: {error}")
+            return None, None, None
+        if self.transposed and isinstance(weight, Tensor):
+            weight = weight.mT
+        return layout, weight, bias
+
+    def _under(self, base: str) -> Iterator[str]:
+        """The entries whose names begin with that of a module or a parameter."""
+        for key in self.checkpoint:
+            rest = key.removeprefix(base)
+            if key.startswith(base) and (rest[:1] in ("", ".") or re.fullmatch(r"_\w+", rest)):
+                yield key
+
+    def _expert_numbers(self, base: str) -> set[int]:
+        before, _, after = base.partition("*")
+        pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}(?=[._]|$)")
+        found = map(pattern.match, self.checkpoint)
+        return {int(match[1]) for match in found if match}
+
+    def _check_shapes(self, parts: Sequence[OperandData]) -> None:
+        op, experts = self.target.op, self.target.experts
+        lead = () if experts is None else (experts,)
+        for base, part in zip(self.bases, parts, strict=True):
+            shape = tuple(part.shape)
+            if len(shape) != len(lead) + 2 or shape[:-2] != lead or shape[-1] != op.in_features:
+                self.wrong.append(
+                    f"{base} must be of {(*lead, 'out', op.in_features)}, got {shape}{self._hint()}"
+                )
+        self._raise()
+        rows = [part.shape[-2] for part in parts]
+        if sum(rows) != op.out_features:
+            self.wrong.append(
+                f"{' and '.join(self.bases)} must have {op.out_features} output features, got "
+                f"{' + '.join(map(str, rows))}"
+            )
+        size = self.interleave
+        if size is not None and (len(set(rows)) > 1 or size < 1 or rows[0] % size):
+            self.wrong.append(
+                f"parts of {self.target.path} must have equally many output features, a multiple "
+                f"of glu_interleave_size, to alternate in blocks of {size}, got {rows}"
+            )
+
+    def _hint(self) -> str:
+        return "" if self.transposed else "; transposed=True takes entries [..., in, out]"
+
+    def _joined_bias(self, parts: Sequence[Tensor]) -> Tensor | None:
+        if not parts:
+            return None
+        columns = [part.unsqueeze(-1) for part in parts]
+        bias = joined(columns, self.interleave)
+        assert isinstance(bias, Tensor)
+        bias = bias.squeeze(-1)
+        experts = self.target.experts
+        wanted = (() if experts is None else (experts,)) + (self.target.op.out_features,)
+        if tuple(bias.shape) != wanted:
+            raise _Wrong(f"the bias of {self.target.path} must be of {wanted}, got {bias.shape}")
+        return bias
+
+
+def _names(layouts: set[Layout]) -> str:
+    return ", ".join(sorted(layout.name for layout in layouts))
+
+
+def _numbers(found: set[int]) -> str:
+    return f"the numbers {sorted(found)}" if found else "none"
+
+
+class _Load(NamedTuple):
+    """What a linear gets."""
+
+    target: _Target
+    weight: Tensor
+    bias: Tensor | None
+    what: str
+
+    @staticmethod
+    def of(target: _Target, given: _Weights, requantize: bool) -> _Load:
+        """What the parameters of a linear become."""
+        own, name = target.weight, given.layout.name
+        in_high_precision = isinstance(given.parts[0], Tensor)
+        if not isinstance(own, QuantizedTensor):
+            how = "converted" if in_high_precision else "decoded"
+            weight, what = _values(given, own.dtype), f"{name}, {how} to {own.dtype}"
+        elif in_high_precision:
+            weight = _quantized(_values(given, torch.float32), own)
+            what = f"{name}, quantized to {own.format.name}"
+        else:
+            weight, what = _stored(target, given, own, requantize)
+        return _Load(target, weight, given.bias, what)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Write them, as ``load_state_dict`` does."""
+        state = {"weight": self.weight}
+        if self.bias is not None:
+            state["bias"] = self.bias
+        assign = any([p.is_meta for p in self.target.holder.parameters()])
+        self.target.holder.load_state_dict(state, assign=assign)
+
+
+def _values(given: _Weights, dtype: torch.dtype) -> Tensor:
+    weight = joined([decoded(part, dtype) for part in given.parts], given.interleave)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
+    """FP32 values in the format of a parameter, for its uses."""
+    columnwise = own.columnwise_data is not None
+    made = QuantizedTensor.quantize(values, own.format, columnwise=columnwise)
+    return made.with_pieces(made.pieces(), dtype=own.dtype)
+
+
+def _stored(
+    target: _Target, given: _Weights, own: QuantizedTensor, requantize: bool
+) -> tuple[QuantizedTensor, str]:
+    """The bits of a checkpoint for a parameter that is stored quantized, and what they are."""
+    source, name = given.parts[0].format, given.layout.name  # type: ignore[union-attr]
+    whole = joined(given.parts, given.interleave)
+    kept = in_format(whole, own.format) if isinstance(whole, QuantizedMatrix) else None
+    why = _why_rounded(source, own, whole is None, kept is None)
+    if why and not requantize:
+        raise _Wrong(
+            f"{target.path or 'the weight'} would be rounded a second time: {why}; or pass "
+            "requantize=True"
+        )
+    if kept is None:
+        again = _quantized(_values(given, torch.float32), own)
+        return again, f"{name}, quantized again to {own.format.name}"
+    made = quantized_tensor(kept, own.format, own.dtype)
+    if own.columnwise_data is not None:
+        again = _quantized(_values(given, torch.float32), own)
+        made = made.with_pieces(again.pieces() | made.pieces())
+        return made, f"{name}, bits kept row-wise and quantized again column-wise"
+    if source.element != own.format.element:
+        return made, f"{name}, encoded as {own.format.name} with the same values"
+    return made, f"{name}, bits kept"
+
+
+def _why_rounded(
+    source: NumberFormat, own: QuantizedTensor, is_apart: bool, is_other: bool
+) -> str | None:
+    """Why a weight cannot be stored as a checkpoint has it, and what to do."""
+    if is_apart:
+        return (
+            "its parts have scales of their own for the whole matrix, or blocks that would be cut; "
+            "keep the parts in linears of their own, or the weight in high precision"
+        )
+    if is_other:
+        return (
+            f"the checkpoint has {source.scaling} ({source.name}), the module stores "
+            f"{own.format.scaling} ({own.format.name}); build it with the recipe of the "
+            "checkpoint's format"
+        )
+    if own.columnwise_data is not None and own.format.directional:
+        return (
+            "the module stores a column-wise form too, which the checkpoint has not; store "
+            'weights with usage="inference"'
+        )
+    return None
