@@ -84,9 +84,8 @@ def define(
     _library.define(_schema(name, parameters, types["return"]), tags=tuple(tags))
     _library.impl(name, _of_fields(definition, structs), "CompositeExplicitAutograd")
     _library.impl(name, _of_fields(on_cuda, structs), "CUDA")
-    torch.library.register_fake(
-        f"fusible::{name}", _of_fields(fake or _nothing, structs), lib=_library
-    )
+    of_fakes = _of_fields(fake or _nothing, structs)
+    torch.library.register_fake(f"fusible::{name}", of_fakes, lib=_library)
     if flops is not None:
         count_flops(name, flops)
     op = getattr(torch.ops.fusible, name).default

@@ -78,6 +78,7 @@ def needs_sm100(*linears: Any) -> tuple[Condition, ...]:
         one_of(this.vectors.input, *sm100.VECTORS),
         equal(this.vectors.weight, this.vectors.input),
         equal(this.vectors.grad, this.vectors.input),
+        NO_OVERRIDE,
         equal(linears[0].dtype, sm100.DTYPE),
         *_sizes(sm100.MULTIPLE_OF, *linears),
         at_most(linears[0].num_groups, sm100.MAX_GROUPS),

@@ -199,9 +199,9 @@ class _Planning:
             return schedule
         self.planned.append(planned)
         self._hiding.update(described(made.basic_ops, schedule.forward, schedule.backward))
-        for op, needs in zip(made.basic_ops, made.grad, strict=True):
+        for op, needs, (recipe, _) in zip(made.basic_ops, made.grad, made.recipes, strict=True):
             try:
-                op.check_plan(needs, made.recipe, backward=True)
+                op.check_plan(needs, recipe, backward=True)
             except ValueError as error:
                 self._note(op, error)
         return unfused(schedule, lambda op: partial(self._forward_or_note, op))
@@ -359,7 +359,7 @@ def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
         for i in range(at, fusion.stop):
             lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i), *said[i]])
         lines.extend(_saves(plan, fusion.op, at))
-        lines.extend(_multiplies(plan, fusion.op))
+        lines.extend(_multiplies(plan.recipes[at][1], fusion.op))
         lines.extend(f"  {note}" for note in fusion.op.notes(plan.facts[at].dtype, plan.target))
         blocks.append(lines)
         at = fusion.stop
@@ -374,16 +374,17 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
         for phase, f in plan.fusions
         if phase != "joint" and f.start <= at < f.stop
     ]
-    dtype = "bfloat16" if plan.quantizes else plan.facts[at].dtype  # of the products, on CUDA
+    recipe, quantizes = plan.recipes[at]
+    dtype = "bfloat16" if quantizes else plan.facts[at].dtype  # of the products, on CUDA
     selected = [f for f in plan.kernels if f.start == at]
     notes = [f"  {note}" for note in op.notes(dtype, plan.target) if not (fused or selected)]
-    if plan.recipe is not None:
-        notes.extend(f"  {note}" for note in op.recipe_notes(plan.recipe))
+    if recipe is not None:
+        notes.extend(f"  {note}" for note in op.recipe_notes(recipe))
     saves = "" if fused or not op.is_formula else "what autograd keeps of its formula"
     for chosen in selected:
         saves = getattr(chosen.op, "saves", "")
         notes.insert(0, f"  kernels: {chosen.name}")
-        notes.extend(_multiplies(plan, chosen.op, op))
+        notes.extend(_multiplies(quantizes, chosen.op, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -401,12 +402,12 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
     return [f"  saves {saves}"] if plan.grad[at].requires_grad and saves else []
 
 
-def _multiplies(plan: Plan, kernels: Any, *ops: Any) -> list[str]:
+def _multiplies(quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
     """What kernels, of ``ops`` that they are selected for, multiply under a recipe."""
     says = getattr(kernels, "multiplies", "")
     if ops and says:
         says += kernels.compared(*ops)
-    return [f"  multiplies {says}"] if plan.quantizes and says else []
+    return [f"  multiplies {says}"] if quantizes and says else []
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:

@@ -113,10 +113,12 @@ def _new_contexts(
 ) -> list[OperationContext]:
     plan = schedule.plan
     memo: dict[Any, Any] = {}
-    recipe, autocast, quantizes = plan.recipe, plan.autocast_dtype, plan.quantizes
+    autocast = plan.autocast_dtype
     contexts = [
         OperationContext(needs, recipe, autocast, operands[own], memo, quantizes)
-        for needs, own in zip(plan.grad, schedule.params, strict=True)
+        for needs, own, (recipe, quantizes) in zip(
+            plan.grad, schedule.params, plan.recipes, strict=True
+        )
     ]
     if kwargs is not None:
         for context, of_op in zip(contexts, kwargs, strict=True):

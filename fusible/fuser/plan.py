@@ -192,7 +192,7 @@ class Plan:
         refusals: the rules that fit some ops and did not fire, with the reasons.
         grad: which gradients each basic op has to give.
         recipe, autocast_dtype, target, facts: what the plan was made for.
-        quantizes: whether the recipe quantizes operands of matrix products.
+        recipes: of each basic op the recipe, and whether it quantizes operands of products.
     """
 
     basic_ops: tuple[Any, ...]
@@ -206,30 +206,39 @@ class Plan:
     autocast_dtype: Any
     target: Target
     facts: Facts = field(repr=False)
-    quantizes: bool = field(init=False)
+    recipes: tuple[tuple[Any, bool], ...] = ()
 
     def __post_init__(self) -> None:
-        """Find once whether the recipe quantizes."""
-        quantizes = self.recipe is not None and self.recipe.quantizes
-        object.__setattr__(self, "quantizes", quantizes)
+        """Find once whether each op's recipe quantizes."""
+        if self.recipes:
+            return
+        places = range(len(self.basic_ops))
+        own = [None if self.recipe is None else self.recipe.over(i, i + 1) for i in places]
+        recipes = tuple([(r, r is not None and r.quantizes) for r in own])
+        object.__setattr__(self, "recipes", recipes)
 
     def __repr__(self) -> str:
         """The target, the recipe, and the ops of each pass."""
-        recipe = "none" if self.recipe is None else self.recipe.name
         forward, backward = (
             ", ".join([type(op).__name__ for op, _ in ops])
             for ops in (self.forward_ops, self.backward_ops)
         )
-        return f"Plan({self.target}, recipe {recipe}, forward: {forward}; backward: {backward})"
+        passes = f"forward: {forward}; backward: {backward}"
+        return f"Plan({self.target}, recipe {self.recipe_name}, {passes})"
+
+    @property
+    def recipe_name(self) -> str:
+        """The name of the recipe, or of those of the ops, ``"none"`` in high precision."""
+        names = ["none" if recipe is None else recipe.name for recipe, _ in self.recipes]
+        return " and ".join(dict.fromkeys(names))
 
     @property
     def heading(self) -> str:
         """The target, recipe, dtype and mode that it was made for."""
-        recipe = "none" if self.recipe is None else self.recipe.name
         mode = "training" if any(n.requires_grad for n in self.grad) else "inference"
         autocast = self.autocast_dtype
         dtype = self.facts[0].input.dtype if autocast is None else dtype_name(autocast)
-        return f"{self.target}, recipe {recipe}, {dtype}, {mode}"
+        return f"{self.target}, recipe {self.recipe_name}, {dtype}, {mode}"
 
     def summary(self) -> str:
         """Ops, heading and fusions in one line."""
@@ -351,7 +360,7 @@ def _first_fitting(
         covered = tuple(op for op in bound.values() if op is not None)
         this = facts_of(bound, at)
         for tried in rule.variants:
-            reasons = tried.why_not(bound, this)
+            reasons = tried.why_not(bound, this) if not this.mixed else (_one_recipe(this),)
             if not reasons:
                 return (tried, bound, covered), refused
             refused.append(Refusal(tried, at, covered, reasons, not tried.applies_to_target(this)))
@@ -382,12 +391,15 @@ def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     return op
 
 
-def _facts_reader(facts: Facts, recipe: Any, target: Target, grad: Sequence[GradNeeds]) -> FactsOf:
+def _facts_reader(facts: Facts, given: Any, target: Target, grad: Sequence[GradNeeds]) -> FactsOf:
     def facts_of(bound: dict[str, Any], at: int) -> SimpleNamespace:
+        count = sum(op is not None for op in bound.values())
+        recipe = None if given is None else given.over(at, at + count)
         this = SimpleNamespace(
             recipe="none" if recipe is None else recipe.name,
             quantizes=recipe is not None and recipe.quantizes,
-            backward_override=None if recipe is None else recipe.backward_override,
+            mixed=recipe is not None and recipe.is_mixed,
+            backward_override=_override(recipe),
             fp8_products=recipe is not None and recipe.fp8_products,
             format=_of_formats(recipe, "name"),
             scaling=_of_formats(recipe, "scaling"),
@@ -436,6 +448,18 @@ def check_facts(rule: Rule) -> None:
                 ) from error
 
 
+def _override(recipe: Any) -> str | None:
+    """What the backward multiplies, if not the operands of the forward's formats."""
+    if recipe is None:
+        return None
+    differs = any([recipe.format(r) != recipe.backward_format(r) for r in ("input", "weight")])
+    return recipe.backward_override or ("other formats" if differs else None)
+
+
+def _one_recipe(this: SimpleNamespace) -> str:
+    return f"its ops must run under one recipe, got {this.recipe}"
+
+
 def _of_formats(recipe: Any, attribute: str) -> SimpleNamespace:
     """An attribute of the number format of each operand of a product, ``"none"`` without one."""
     formats = {
@@ -474,6 +498,7 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
         at += len(p.basic_ops)
     return replace(
         plans[0],
+        recipes=tuple(of_op for p in plans for of_op in p.recipes),
         basic_ops=tuple(op for p in plans for op in p.basic_ops),
         forward_ops=tuple(step for p in plans for step in p.forward_ops),
         backward_ops=tuple(step for p in plans for step in p.backward_ops),

@@ -21,6 +21,7 @@ from fusible.fuser.expected import expected_of
 from fusible.fuser.flow import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
+from fusible.fuser.own_recipes import recipe_of_ops
 from fusible.fuser.parts import Division, Part, divided, run_parts
 from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
@@ -32,6 +33,7 @@ from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
 from fusible.logs import log_once
 from fusible.recipes.autocast import Forward, current_recipe
+from fusible.recipes.mixed import ByOp
 from fusible.recipes.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,7 @@ class Run:
         self._divisions: dict[tuple[int, ...], Division] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
+        self._own_recipes: dict[ByOp, Recipe | None] = {}
         self._user: dict[tuple[Any, ...], UserFusions] = {}
         self._read: tuple[int, tuple[int, ...]] = (-1, ())
         # Unlike plans never dropped: at most two per recipe.
@@ -135,8 +138,9 @@ class Run:
     ) -> Any:
         of_ops = [p for of_op in params for p in of_op]
         operands = (*inputs, *of_ops)
-        key = self._key(inputs, of_ops, tuple(map(len, params)), recipe)
         tracing = torch.compiler.is_compiling()
+        own = recipe if tracing else self._own_recipe(recipe)
+        key = self._key(inputs, of_ops, tuple(map(len, params)), own)
         if tracing:
             if of_ops or self.has_user_ops:
                 fix_features(inputs)
@@ -195,6 +199,14 @@ class Run:
     def __repr__(self) -> str:
         """Name the ops."""
         return f"Run({', '.join(type(op).__name__ for op in self.ops)})"
+
+    def _own_recipe(self, recipe: Recipe | None) -> Recipe | None:
+        """The recipe of the ops, or those of each, where a scope gives recipes by op."""
+        if not isinstance(recipe, ByOp):
+            return recipe
+        if recipe not in self._own_recipes:
+            keep(self._own_recipes, recipe, recipe_of_ops(recipe, self.ops), MOST_PLANS)
+        return self._own_recipes[recipe]
 
     def forwards(self) -> set[Forward]:
         """The recipes and gradient modes of the forwards so far."""
@@ -286,9 +298,9 @@ class Run:
 
     def _check(self, plan: Plan) -> None:
         """Raise the ValueError of an op that cannot run a plan, with the op's place."""
-        for op, needs in zip(self.ops, plan.grad, strict=True):
+        for op, needs, (recipe, _) in zip(self.ops, plan.grad, plan.recipes, strict=True):
             try:
-                op.check_plan(needs, plan.recipe)
+                op.check_plan(needs, recipe)
             except ValueError as error:
                 if not torch.compiler.is_compiling():
                     note_op(error, op)
@@ -311,7 +323,8 @@ class Run:
         index into a list, whose length would be guarded: each new schedule would recompile all.
         The recipe as :meth:`Recipe.as_constants`, since it takes constants only.
         """
-        key = (recipe and Recipe.from_constants(recipe), *rest)
+        given = None if recipe is None else Recipe.from_constants(recipe)
+        key = (self._own_recipe(given), *rest)
         name = _traced_names.get(key)
         if name is None:
             name = f"call{next(_name_numbers)}"

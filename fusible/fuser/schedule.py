@@ -256,17 +256,19 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
-    with autocast(recipe=plan.recipe):
-        before = (
-            ops[start - 1].get_grad_output_quantizer()
-            if start
-            else (ops[0].get_grad_input_quantizer())
-        )
-        at_end = stop == len(ops)
-        after = ops[-1].get_output_quantizer() if at_end else ops[stop].get_input_quantizer()
-        if at_end and hasattr(after, "placed"):  # a user's op may have one of another class
+
+    def quantizer(at: int, which: str) -> Any:
+        recipe, _ = plan.recipes[at]
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            return getattr(ops[at], f"get_{which}_quantizer")()
+
+    before = quantizer(start - 1, "grad_output") if start else quantizer(0, "grad_input")
+    if stop == len(ops):
+        after = quantizer(stop - 1, "output")
+        if hasattr(after, "placed"):  # a user's op may have one of another class
             after = after.placed(wiring.sources[-1])
-        return before, after, None if at_end else ops[stop].get_grad_input_quantizer()
+        return before, after, None
+    return before, quantizer(stop, "input"), quantizer(stop, "grad_input")
 
 
 def _place(paths: tuple[str, ...], start: int, stop: int) -> str:

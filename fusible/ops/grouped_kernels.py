@@ -157,7 +157,7 @@ class GroupedKernels:
             return saved[0]
         if not ctx.needs.params[0] or all(t is None for t in saved):
             return None
-        x = Operand.from_saved(saved, ctx.recipe.format("input"))
+        x = Operand.from_saved(saved, ctx.recipe.backward_format("input"))
         return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
 
     def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
@@ -186,7 +186,7 @@ class GroupedKernels:
             return list(saved)
         if not ctx.needs.input:
             return []
-        fmt = ctx.recipe.format("weight")
+        fmt = ctx.recipe.backward_format("weight")
         parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
         compute = compute_dtype(saved[0].device)
         return [

@@ -88,4 +88,4 @@ def format_of_grad(ctx: OperationContext, *, by_group: bool) -> NumberFormat | N
     made = ctx.output_grad_quantizer
     if made is None or isinstance(getattr(made, "quantizer", made), GroupedQuantizer) != by_group:
         return None
-    return ctx.recipe.format("grad")
+    return getattr(getattr(made, "quantizer", made), "format", None)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.tracing import constant_when_traced
 from fusible.ops.distributed import (
@@ -33,7 +34,6 @@ from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import dense_gradient
-from fusible.recipes.autocast import current_recipe
 from fusible.recipes.matrix import SAVED
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
@@ -269,7 +269,7 @@ class Bias(BasicOperation):
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """By this op itself, which sums its values too."""
-        recipe = current_recipe()
+        recipe = own_recipe(self)
         fmt = None if recipe is None else recipe.format("grad")
         return None if fmt is None else Quantizer(fmt, by_receiver=True)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
+from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.tracing import constant_when_traced
 from fusible.fuser.wiring import CALLER
 from fusible.kernels import grouped
 from fusible.ops.handover import hand_over, quantized_values
 from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
-from fusible.recipes.autocast import current_recipe
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.product import is_quantized, values
@@ -144,7 +144,7 @@ class Quantize(BasicOperation):
         return self._quantizer("grad") if self.quantize_backward else None
 
     def _quantizer(self, role: Role) -> _BoundaryQuantizer | None:
-        recipe = current_recipe()
+        recipe = own_recipe(self)
         fmt = None if recipe is None else recipe.format(role)
         if fmt is None:
             return None
@@ -188,6 +188,8 @@ def _quantized(
         reads_values = torch.compiler.is_compiling() or grouped_rows  # of no matrix: none is made
     by_group = isinstance(quantizer, GroupedQuantizer)
     if by_group != (len(sizes) > 0) and (by_group or getattr(quantizer, "by_receiver", False)):
+        reads_values = True
+    if getattr(quantizer, "format", fmt) != fmt:  # a neighbour's, under another recipe
         reads_values = True
     if is_quantized(x):
         return values(x) if reads_values else x

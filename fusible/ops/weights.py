@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from fusible.arguments import check_bools
 from fusible.calls import capturing
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.own_recipes import own_recipe, recipe_of_ops
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
@@ -30,9 +31,9 @@ from fusible.ops.wgrad import (
     main_grads,
     placeholders,
 )
-from fusible.recipes.autocast import current_recipe
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
+from fusible.recipes.mixed import ByOp, check_recipes
 from fusible.recipes.model_init import (
     Usage,
     check_usage,
@@ -42,7 +43,7 @@ from fusible.recipes.model_init import (
 )
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand, quantizer, values
 from fusible.recipes.quantizer import Quantizer
-from fusible.recipes.recipe import Recipe, Role, check_scope
+from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor, attributes_of
 
@@ -136,8 +137,9 @@ class WeightedOperation(CastingOp):
             self._check_sizes(recipe, *roles, *(("grad",) if backward and needs.input else ()))
 
     def _check_sizes(self, recipe: Recipe, *roles: Role) -> None:
-        for role in roles:
-            fmt, size = recipe.format(role), self._columns(role)
+        passes = recipe.format, recipe.backward_format
+        for role, fmt in [(role, format_of(role)) for role in roles for format_of in passes]:
+            size = self._columns(role)
             if fmt is not None and size % fmt.element.per_byte:
                 raise ValueError(
                     f"{'out' if role == 'grad' else 'in'}_features of "
@@ -366,7 +368,7 @@ class WeightedOperation(CastingOp):
         return any(p.requires_grad for name in self._weight_names() for p in self.stored(name))
 
     def _quantizer(self, role: Role, *products: ProductKind) -> Quantizer | None:
-        recipe = current_recipe()
+        recipe = own_recipe(self)
         made = None if recipe is None else quantizer(recipe, role, *products)
         if made is not None and self._columns(role) % made.format.element.per_byte:
             return None  # the op itself refuses it, and is named
@@ -402,9 +404,14 @@ class WeightedOperation(CastingOp):
         """The formats of the products' operands."""
         if not recipe.quantizes:
             return ()
-        formats = {role: recipe.format(role) for role in ("input", "weight", "grad")}
+        roles: tuple[Role, ...] = ("input", "weight", "grad")
+        formats = {role: recipe.format(role) for role in roles}
         names = [f"{role} {fmt.name if fmt else 'as it is'}" for role, fmt in formats.items()]
         notes = [f"products of quantized operands: {', '.join(names)}"]
+        later = {r: recipe.backward_format(r) for r in roles if recipe.backward_override is None}
+        names = [f"{r} {f.name if f else 'as it is'}" for r, f in later.items() if f != formats[r]]
+        if names:
+            notes.append(f"in the backward: {', '.join(names)}, quantized from the original values")
         if self._stored_for_inference():
             notes.append(
                 "weights are stored for inference: a forward whose input needs a gradient "
@@ -454,37 +461,42 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def quantize_(
-    module: _Module, recipe: Recipe | None = None, *, usage: Usage | None = None
+    module: _Module,
+    recipe: Recipe | Mapping[Any, Recipe | None] | None = None,
+    *,
+    usage: Usage | None = None,
 ) -> _Module:
     """Store the weights of all ops in ``module`` in the recipe's weight format; returns ``module``.
 
-    As in ``quantized_model_init``, by default of ``MXFP8BlockScaling()``. ``usage`` says whether
-    the column-wise form is stored too, ``"training"``, or the row-wise one alone, ``"inference"``;
-    None is ``"inference"`` for frozen weights and ``"training"`` for others. Weights that are
-    stored in the format already keep their bits: only the column-wise form comes or goes. Values
-    of those in another format are quantized, with the error of both. Weights become new parameters,
-    which weights that were shared go on to share: make an optimizer afterwards. Computed weights
-    (parametrized) and modules that are no ops of fusible, transformers' experts among them, are
-    left alone.
+    As in ``quantized_model_init``, by default of ``MXFP8BlockScaling()``; a mapping gives recipes
+    by op, as in ``autocast``. ``usage`` says whether the column-wise form is stored too,
+    ``"training"``, or the row-wise one alone, ``"inference"``; None is ``"inference"`` for frozen
+    weights and ``"training"`` for others. Weights that are stored in the format already keep their
+    bits: only the column-wise form comes or goes. Values of those in another format are quantized,
+    with the error of both. Weights become new parameters, which weights that were shared go on to
+    share: make an optimizer afterwards. Computed weights (parametrized) and modules that are no ops
+    of fusible, transformers' experts among them, are left alone.
 
     Raises:
         TypeError: ``recipe`` is none of ``fusible.recipes``.
         ValueError: ``usage`` is neither; a weight is sharded, or its columns do not fill the bytes
             of the format; there is no op with weights. Nothing is changed then.
     """
-    recipe = check_scope("quantize_", True, recipe)
+    recipe = check_recipes("quantize_", True, recipe)
     if usage is not None:
         check_usage("quantize_", usage)
-    ops = _weighted_ops(module.modules())
+    ops = weighted_ops(module.modules())
     if not ops:
         raise ValueError(
             f"module of quantize_ must have linears of fusible, got {type(module).__name__} without"
         )
-    for op in ops:
-        op.check_storable(recipe)
+    own = [recipe_of_ops(recipe, (op,)) if isinstance(recipe, ByOp) else recipe for op in ops]
+    stored = [(op, r) for op, r in zip(ops, own, strict=True) if r is not None]
+    for op, its_recipe in stored:
+        op.check_storable(its_recipe)
     made: dict[Tensor, nn.Parameter] = {}
-    for op in ops:
-        op.store_weights_as(recipe, usage, made)
+    for op, its_recipe in stored:
+        op.store_weights_as(its_recipe, usage, made)
     return module
 
 
@@ -518,7 +530,7 @@ def reuse_quantized_weights(
 
 @contextmanager
 def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
-    ops = _weighted_ops(m for _, m in named_modules(module))
+    ops = weighted_ops(m for _, m in named_modules(module))
     outer = {op: op._reused for op in ops}
     for op in ops:
         if op._reused is None:  # else this scope goes on with what the outer one keeps
@@ -532,7 +544,7 @@ def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
             op._reused = reused
 
 
-def _weighted_ops(modules: Iterable[nn.Module]) -> list[WeightedOperation]:
+def weighted_ops(modules: Iterable[nn.Module]) -> list[WeightedOperation]:
     """The ops among ``modules``, and parts of them, that have weights, each once."""
     parts = [op for m in modules if isinstance(m, FusibleOperation) for op in m.basic_ops]
     return list(dict.fromkeys([op for op in parts if isinstance(op, WeightedOperation)]))

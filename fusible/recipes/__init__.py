@@ -11,6 +11,7 @@ from fusible.recipes.grouped import (
 )
 from fusible.recipes.layout_ops import swizzle_block_scales, unswizzle_block_scales
 from fusible.recipes.matrix import SAVED, Operand, QuantizedMatrix
+from fusible.recipes.mixed import ByOp, ByPass
 from fusible.recipes.model_init import quantized_model_init, weight_parameter
 from fusible.recipes.product import operand_values, quantize_operand
 from fusible.recipes.quantize_ops import random_key
@@ -41,6 +42,8 @@ from fusible.recipes.tensor_dispatch import implicit_dequantizes, no_implicit_de
 
 __all__ = [
     "SAVED",
+    "ByOp",
+    "ByPass",
     "CustomRecipe",
     "DelayedScaling",
     "Float8BlockQuantizer",

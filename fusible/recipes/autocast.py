@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -12,7 +12,8 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from fusible.arguments import check_bools
-from fusible.recipes.recipe import Recipe, check_scope
+from fusible.recipes.mixed import check_recipes
+from fusible.recipes.recipe import Recipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,22 +93,25 @@ def _scope(recipe: Recipe | None) -> Iterator[None]:
 
 def autocast(
     enabled: bool = True,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Mapping[Any, Recipe | None] | None = None,
     *,
     calibrating: bool = False,
     amax_reduction_group: Any = None,
 ) -> AbstractContextManager[None]:
     """Run the ops inside under ``recipe``; ``enabled=False`` switches an outer recipe off.
 
-    Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. Thread-local and re-entrant.
+    Without ``recipe`` it is ``MXFP8BlockScaling()``, on every machine. A mapping gives recipes by
+    op, ``{fusible.GroupedLinear: NVFP4BlockScaling(), model.attention: None}`` (`ByOp`).
+    Thread-local and re-entrant.
     The recipe is recorded with every forward, so a backward that runs after the scope has ended
     uses the recipe of its forward. ``calibrating`` and ``amax_reduction_group`` are Transformer
     Engine's, for delayed scaling, and have no effect.
 
     Raises:
         TypeError: ``enabled`` is not a bool, or ``recipe`` is not a recipe of ``fusible.recipes``.
+        ValueError: the mapping is empty.
     """
-    recipe = check_scope("autocast", enabled, recipe)
+    recipe = check_recipes("autocast", enabled, recipe)
     check_bools("autocast", calibrating=calibrating)
     return _scope(recipe if enabled else None)
 

@@ -99,7 +99,9 @@ def weight_parameter(value: Tensor) -> nn.Parameter:
     if init is None or fmt is None:
         return nn.Parameter(value)
     with torch.no_grad():
-        quantized = _stored(value.detach(), fmt, columnwise=init.usage == "training")
+        # A backward in another format reads a column-wise form of that one.
+        both = init.usage == "training" and init.recipe.backward_format("weight") in (fmt, None)
+        quantized = _stored(value.detach(), fmt, columnwise=both)
     parameter = nn.Parameter(quantized)
     if init.preserve_high_precision_init_val:
         parameter.keep_high_precision_init_val(value)  # type: ignore[attr-defined]

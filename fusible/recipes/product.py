@@ -44,8 +44,15 @@ def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer |
     fmt = recipe.format(role)
     if fmt is None or recipe.backward_override == "high_precision":  # which reads the original
         return None
+    if _mixes_passes(recipe, role) and len(set(products)) > 1:  # which quantize the original apart
+        return None
     rowwise, columnwise = _uses(role, _quantized(products, recipe))
     return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
+
+
+def _mixes_passes(recipe: Recipe, role: Role) -> bool:
+    """Whether the forward and the backward read an operand in different formats."""
+    return role != "grad" and recipe.format(role) != recipe.backward_format(role)
 
 
 def _quantized(products: Sequence[ProductKind], recipe: Recipe) -> Sequence[ProductKind]:
@@ -80,8 +87,13 @@ def quantize_operand(
     Raises what ``quantization.quantize`` raises, and ValueError if ``x`` has another number of
     groups.
     """
-    fmt = recipe.format(role)
     products = tuple(_quantized(products, recipe))
+    later = tuple([product for product in products if product != "forward"])
+    fmt = recipe.backward_format(role) if later else recipe.format(role)
+    if later and len(later) < len(products) and _mixes_passes(recipe, role):
+        first = quantize_operand(x, recipe, role, "forward", ends=ends, as_values=as_values)
+        second = quantize_operand(x, recipe, role, *later, ends=ends, as_values=as_values)
+        return Operand(first.row, second.column, first.row_values, second.column_values)
     if fmt is None:
         x = values(x)
         return Operand(row_values=x, column_values=x)

@@ -86,6 +86,8 @@ class Recipe:
     backward_override: ClassVar[str | None] = None
     fp8_products: ClassVar[bool] = True
     """Whether Hopper's kernels may multiply FP8 operands rather than their dequantized values."""
+    is_mixed: ClassVar[bool] = False
+    """Whether ops of a run have recipes of their own."""
 
     def __post_init__(self) -> None:
         _check_flags(self)
@@ -96,10 +98,19 @@ class Recipe:
             raise ValueError(f"role must be one of {', '.join(_ROLES)}, got {role!r}")
         return None
 
+    def backward_format(self, role: Role) -> NumberFormat | None:
+        """Return the format in which the backward reads an operand, by default ``format``'s."""
+        return self.format(role)
+
+    def over(self, start: int, stop: int) -> Recipe | None:
+        """Return the recipe of ops ``start`` to ``stop`` of a run: this one."""
+        return self
+
     @property
     def quantizes(self) -> bool:
         """Whether any operand is quantized."""
-        return any(self.format(role) is not None for role in _ROLES)
+        formats = (*map(self.format, _ROLES), *map(self.backward_format, _ROLES))
+        return any(fmt is not None for fmt in formats)
 
     @classmethod
     def mxfp8(cls) -> bool:
@@ -135,14 +146,27 @@ class Recipe:
 
     def as_constants(self) -> tuple[Any, ...]:
         """Return the class and its arguments, constants even to ``torch.compile``."""
-        return type(self), *[getattr(self, f.name) for f in fields(self) if f.compare]
+        values = [getattr(self, f.name) for f in fields(self) if f.compare]
+        return type(self), *[v.as_constants() if isinstance(v, Recipe) else v for v in values]
 
     @staticmethod
     def from_constants(constants: tuple[Any, ...]) -> Recipe:
         """Undo ``as_constants``."""
         kind, *values = constants
-        names = [f.name for f in fields(kind) if f.compare]
-        return kind(**dict(zip(names, values, strict=True)))
+        return kind.of_constants(values)
+
+    @classmethod
+    def of_constants(cls, values: list[Any]) -> Recipe:
+        """Make one of its arguments as ``as_constants`` gives them."""
+        names = [f.name for f in fields(cls) if f.compare]
+        made = [Recipe.from_constants(v) if _is_recipe(v) else v for v in values]
+        return cls(**dict(zip(names, made, strict=True)))
+
+
+def _is_recipe(value: Any) -> bool:
+    """Whether it is what ``as_constants`` gives of a recipe that is an argument of another one."""
+    kind = value[0] if isinstance(value, tuple) and value else None
+    return isinstance(kind, type) and issubclass(kind, Recipe)
 
 
 @dataclass(frozen=True, repr=False)

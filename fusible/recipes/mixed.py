@@ -1,0 +1,190 @@
+"""Several recipes at once: one for the forward and one for the backward, or one for each op."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fusible.recipes.formats import NumberFormat
+from fusible.recipes.recipe import Recipe, Role, check_scope
+
+
+@dataclass(frozen=True)
+class ByPass(Recipe):
+    """One recipe for the products of the forward and another one for those of the backward.
+
+    The forward reads the input and the weight in the formats of ``forward``. The data gradient
+    reads the weight, the weight gradient the input, and both the output's gradient in the formats
+    of ``backward``; each is quantized from the original values. With ``backward=None`` the backward
+    multiplies the original operands and quantizes nothing, as under
+    ``backward_override="high_precision"``.
+
+    Raises:
+        TypeError: ``forward`` or ``backward`` is no recipe of one format for each operand.
+        ValueError: one of them has a ``backward_override``.
+    """
+
+    forward: Recipe
+    backward: Recipe | None
+
+    name: ClassVar[str] = "by_pass"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for which, recipe in (("forward", self.forward), ("backward", self.backward)):
+            if recipe is None and which == "backward":
+                continue
+            if not isinstance(recipe, Recipe) or isinstance(recipe, ByPass | ByOp | PerOp):
+                also = " or None" if which == "backward" else ", which is quantized; for a forward "
+                also += "" if which == "backward" else "in high precision leave autocast out"
+                raise TypeError(
+                    f"{which} of ByPass must be a recipe of fusible.recipes{also}, got {recipe!r}"
+                )
+            if recipe.backward_override is not None:
+                raise ValueError(
+                    f"{which} of ByPass must have no backward_override, since ByPass says what the "
+                    f"backward multiplies, got {recipe!r}; pass backward=None"
+                )
+
+    @property
+    def backward_override(self) -> str | None:  # type: ignore[override]
+        """``"high_precision"`` without a recipe of the backward."""
+        return "high_precision" if self.backward is None else None
+
+    @property
+    def fp8_products(self) -> bool:  # type: ignore[override]
+        """Whether both recipes allow them."""
+        both = self.forward, self.forward if self.backward is None else self.backward
+        return all(recipe.fp8_products for recipe in both)
+
+    def format(self, role: Role) -> NumberFormat | None:
+        """That of the forward; of gradients that of the backward."""
+        if role != "grad":
+            return self.forward.format(role)
+        return self.backward_format(role)
+
+    def backward_format(self, role: Role) -> NumberFormat | None:
+        """That of the backward; None without one."""
+        return None if self.backward is None else self.backward.format(role)
+
+
+@dataclass(frozen=True)
+class PerOp(Recipe):
+    """The recipe of each op of a run, None in high precision; what a `ByOp` is there."""
+
+    recipes: tuple[Recipe | None, ...]
+
+    is_mixed: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The names of all."""
+        names = dict.fromkeys("none" if r is None else r.name for r in self.recipes)
+        return " and ".join(names)
+
+    def over(self, start: int, stop: int) -> Recipe | None:
+        """The one recipe of ops ``start`` to ``stop``, or those of each if they differ."""
+        own = self.recipes[start:stop]
+        return own[0] if len(set(own)) == 1 else replace(self, recipes=own)
+
+
+class ByOp(Recipe):
+    """A recipe for each op: that of the first key that fits it, high precision without one.
+
+    Keys are types of ops, which fit instances, and modules, which fit the ops inside. An op without
+    weights that no key fits runs as the op before it, the first ones as the first that has a
+    recipe. ``autocast(recipe={...})`` makes one of a mapping.
+
+    Raises:
+        TypeError: a key is neither, or a value neither a recipe nor None.
+        ValueError: there are no keys.
+    """
+
+    name: ClassVar[str] = "by_op"
+    recipes: tuple[tuple[Any, Recipe | None], ...]
+    """Types, weak references to modules, and their recipes, in order."""
+    number: int
+    """The same for equal mappings, for ``torch.compile``, which takes constants only."""
+
+    def __init__(self, recipes: Mapping[Any, Recipe | None]) -> None:
+        if not recipes:
+            raise ValueError("recipes by op must have keys, got none; pass enabled=False")
+        for key, recipe in recipes.items():
+            of_ops = isinstance(key, type) and hasattr(key, "basic_ops")
+            if not (of_ops or isinstance(key, nn.Module)):
+                raise TypeError(
+                    "keys of recipes by op must be types of ops of fusible, such as GroupedLinear, "
+                    f"or modules, got {key!r:.200}"
+                )
+            if recipe is not None and (
+                not isinstance(recipe, Recipe) or isinstance(recipe, ByOp | PerOp)
+            ):
+                raise TypeError(
+                    f"values of recipes by op must be recipes of fusible.recipes or None, got "
+                    f"{recipe!r:.200}"
+                )
+        given = tuple((_key(key), recipe) for key, recipe in recipes.items())
+        self.__dict__.update(recipes=given, number=_number_of(given))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByOp) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash((ByOp, self.number))
+
+    def __repr__(self) -> str:
+        """The keys' types and their recipes."""
+        items = [(key() if isinstance(key, weakref.ref) else key, r) for key, r in self.recipes]
+        kinds = [(k.__name__ if isinstance(k, type) else type(k).__name__, r) for k, r in items]
+        return f"ByOp({{{', '.join(f'{kind}: {recipe!r}' for kind, recipe in kinds)}}})"
+
+    def as_constants(self) -> tuple[Any, ...]:
+        """The class and the number."""
+        return ByOp, self.number
+
+    @classmethod
+    def of_constants(cls, values: list[Any]) -> Recipe:
+        """The one of a number."""
+        (number,) = values
+        made = ByOp.__new__(ByOp)
+        given = {its: given for given, its in _NUMBERS.copy().items()}.get(number)
+        if given is None:
+            raise RuntimeError(
+                "recipes by op must have modules that exist as keys to be compiled, got one that "
+                "is gone; make the mapping anew"
+            )
+        made.__dict__.update(recipes=given, number=number)
+        return made
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, type) else weakref.ref(key)
+
+
+_NUMBERS: dict[tuple[Any, ...], int] = {}
+"""Of mappings whose modules live."""
+_next_number = itertools.count()
+
+
+def _number_of(given: tuple[Any, ...]) -> int:
+    if given not in _NUMBERS:
+        for old in [old for old in list(_NUMBERS) if any([_is_dead(key) for key, _ in old])]:
+            del _NUMBERS[old]
+        _NUMBERS[given] = next(_next_number)
+    return _NUMBERS[given]
+
+
+def _is_dead(key: Any) -> bool:
+    return isinstance(key, weakref.ref) and key() is None
+
+
+def check_recipes(function: str, enabled: object, recipe: object) -> Recipe:
+    """The recipe of a scope, of a mapping a `ByOp`; raises as ``check_scope`` and `ByOp`."""
+    if isinstance(recipe, Mapping):
+        recipe = ByOp(recipe)
+    return check_scope(function, enabled, recipe)
