@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from grouped_gemm_sm90 import CONFIGS, environment, fusible_calls, measure, tensors
-from sm90_tiles import compile_one
+from sm90_grid import compile_spec
 
 from fusible.kernels.grouped import Glu
 from fusible.kernels.quantize import quantize_k_major
@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     specs = list(dict.fromkeys(spec_of(n, t) for n, k in KINDS.items() for t in tiles_of(k)))
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compile_one, specs, chunksize=1)
+        pool.map(compile_spec, specs, chunksize=1)
     print(f"{len(specs)} kernels compiled", flush=True)
     report: dict[str, Any] = {"environment": environment(), "cells": []}
     for config in options.config:
