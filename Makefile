@@ -39,9 +39,11 @@ site: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(BIN)/python .ci/wheel.py
 
-# The tests of fusible.integrations.torchtitan, in an environment of their own.
+# The tests that need torchtitan or Triton, which torch for CPUs does not bring, in an environment of
+# their own.
 torchtitan: $(BESIDE)/.installed
-	$(BESIDE)/bin/python -m pytest tests/integrations
+	$(BESIDE)/bin/python -m pytest tests/integrations/test_torchtitan.py \
+		tests/kernels/test_portable_products.py
 
 $(BESIDE)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(BESIDE)
