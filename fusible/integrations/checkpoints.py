@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -77,10 +79,11 @@ def load_checkpoint(
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
     loads: list[_Load] = []
     wrong: list[str] = []
+    keys = sorted(checkpoint)
     for path, given in names.items():
         bases = [prefix + base for base in ([given] if isinstance(given, str) else given)]
         target = _Target.of(module, path)
-        reader = _Reader(checkpoint, target, bases, glu_interleave_size, transposed)
+        reader = _Reader(checkpoint, keys, target, bases, glu_interleave_size, transposed)
         try:
             loads.append(_Load.of(target, reader.read(), requantize))
         except _Wrong as error:
@@ -157,12 +160,14 @@ class _Reader:
     def __init__(
         self,
         checkpoint: Mapping[str, Tensor],
+        keys: Sequence[str],
         target: _Target,
         bases: Sequence[str],
         interleave: int | None,
         transposed: bool,
     ) -> None:
         self.checkpoint, self.target, self.bases = checkpoint, target, bases
+        self.keys = keys  # in order: a checkpoint has more than 100000, of which each base has few
         self.interleave = interleave if len(bases) > 1 else None
         self.transposed = transposed
         self.wrong: list[str] = []
@@ -243,15 +248,20 @@ class _Reader:
 
     def _under(self, base: str) -> Iterator[str]:
         """The entries whose names begin with that of a module or a parameter."""
-        for key in self.checkpoint:
+        for key in self._beginning_with(base):
             rest = key.removeprefix(base)
-            if key.startswith(base) and (rest[:1] in ("", ".") or re.fullmatch(r"_\w+", rest)):
+            if rest[:1] in ("", ".") or re.fullmatch(r"_\w+", rest):
                 yield key
+
+    def _beginning_with(self, prefix: str) -> Iterator[str]:
+        first = bisect_left(self.keys, prefix)
+        rest = (self.keys[i] for i in range(first, len(self.keys)))
+        return takewhile(lambda key: key.startswith(prefix), rest)
 
     def _expert_numbers(self, base: str) -> set[int]:
         before, _, after = base.partition("*")
         pattern = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}(?=[._]|$)")
-        found = map(pattern.match, self.checkpoint)
+        found = map(pattern.match, self._beginning_with(before))
         return {int(match[1]) for match in found if match}
 
     def _check_shapes(self, parts: Sequence[OperandData]) -> None:
