@@ -328,7 +328,6 @@ def _results(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-# By page, and by the name between the page's markers.
 def expert_parallel_table() -> str:
     """The estimates of ``benchmarks/expert_parallel_model.py``."""
     sys.path.insert(0, str(RESULTS.parent))
@@ -339,6 +338,7 @@ def expert_parallel_table() -> str:
     return table()
 
 
+# By page, and by the name between the page's markers.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/checkpoints.md": {"layouts": lambda: layouts_table(LAYOUTS)},
     "README.md": {
