@@ -105,11 +105,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     for name, recipe in FORMATS.items():
         moe = block(*sizes).to(device)
         load(moe, layer)
-        weights = [moe[place].weight for place in EXPERTS]
         if recipe is not None:
             for place in EXPERTS:
                 fz.quantize_(moe[place], recipe, usage="inference")
-            weights = [moe[place].weight for place in EXPERTS]
+        weights = [moe[place].weight for place in EXPERTS]
         with torch.no_grad(), fz.autocast(enabled=recipe is not None, recipe=recipe):
             y = moe(x)
             plans = {target: fz.explain(moe, x, target=target) for target in ("sm90", "sm100")}
