@@ -53,12 +53,12 @@ class MoEExperts(FusedOperation):
         self.multiplies = self._mlp.multiplies + (_GATHERS if self._gathers else "")
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
-        """What hides the exchanges of a group."""
+        """What runs during the exchanges of a group."""
         if self._parts[0].process_group is None:
             return ()
         return (
-            "the gradients of the tokens travel while the weight gradient of the first linear is "
-            "computed; nothing hides the tokens",
+            "the gradients of the tokens are sent while the weight gradient of the first linear is "
+            "computed; nothing runs while the tokens are",
         )
 
     def forward_impl(
@@ -94,9 +94,9 @@ class MoEExperts(FusedOperation):
         return y, [outputs, (), (), (), ()]
 
     @property
-    def travels(self) -> bool:
+    def communicates(self) -> bool:
         """Over a group, as ``Combine``."""
-        return self._parts[-1].travels
+        return self._parts[-1].communicates
 
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
@@ -135,7 +135,7 @@ class MoEExperts(FusedOperation):
         for grad, given in zip(of_scales, first.gives_scales, strict=True):
             if given and grad is not None:
                 dmoved = grad if dmoved is None else grad + dmoved
-        # Over a group they travel while the first linear's weight gradient is computed.
+        # Over a group they are sent while the first linear's weight gradient is computed.
         finish = dispatch.begin_backward(first, drows, None, dmoved, None)
         del drows
         x = second.saved.x

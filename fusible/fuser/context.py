@@ -54,8 +54,9 @@ class OperationContext:
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
             of the run needs it (``writes_extra_inputs``, ``writes_grads``), never while compiling.
         writable_grad_output: whether its backward may write to ``grad_output``, in the same cases.
-        deferred: in the forward, whether an op that ``travels`` may leave its output to be filled
-            later (:func:`fusible.fuser.overlap.defer`); for the last op that a fused op covers.
+        deferred: in the forward, whether an op that ``communicates`` may leave its output to be
+            filled later (:func:`fusible.fuser.overlap.defer`); of a fused op, for the last op that
+            it covers.
     """
 
     requires_grad: bool

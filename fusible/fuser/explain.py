@@ -26,7 +26,7 @@ from fusible.fuser import svg
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
 from fusible.fuser.fakes import leaving_alone
-from fusible.fuser.overlap import described
+from fusible.fuser.overlap import overlap_notes
 from fusible.fuser.parts import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
@@ -198,7 +198,7 @@ class _Planning:
             self._divided.append((planned, schedule.division.parts))
             return schedule
         self.planned.append(planned)
-        self._hiding.update(described(made.basic_ops, schedule.forward, schedule.backward))
+        self._hiding.update(overlap_notes(made.basic_ops, schedule.forward, schedule.backward))
         for op, needs, (recipe, _) in zip(made.basic_ops, made.grad, made.recipes, strict=True):
             try:
                 op.check_plan(needs, recipe, backward=True)

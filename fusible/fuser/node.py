@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fusible.fuser.context import OperationContext
 from fusible.fuser.error_notes import note_place
 from fusible.fuser.memory import InputOwner, Owner, check_grad_input, returned_grad
-from fusible.fuser.overlap import complete
+from fusible.fuser.overlap import complete_output
 from fusible.fuser.schedule import Kwargs, Schedule, ScheduledStep, outside_autocast
 from fusible.fuser.tracing import hooks_hold_saved
 from fusible.fuser.wiring import CALLER
@@ -54,7 +54,7 @@ def run_forward(
         if step.overlap is not None:
             own[-1].deferred = not torch.compiler.is_compiling()
         for overlap in step.reads:
-            complete(contexts[overlap.ops.stop - 1])
+            complete_output(contexts[overlap.ops.stop - 1])
         if step.is_users:
             x, inputs = _as_users_see(own, x, inputs, operands)
         if owner is not None:

@@ -1,4 +1,4 @@
-"""Ops that run while what an op sends to other processes travels."""
+"""Ops that run while the output of another op, or its gradient, is sent between processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusible.fuser.wiring import Wiring
 
 
 class Overlap(NamedTuple):
-    """What an op (``travels``) returns over processes is read only after the ops in between.
+    """The output of an op that ``communicates`` is read only after the ops in between.
 
     In the forward its output is completed before the step that reads it. In the backward its
     gradient is sent as soon as that step's backward has made it.
@@ -24,8 +24,8 @@ class Overlap(NamedTuple):
     """What the op covers."""
     output: tuple[int, int]
     """The extra output that passes its output on."""
-    hides: slice
-    """The ops that run meanwhile."""
+    overlapped: slice
+    """The ops that run while it communicates."""
     reader: int
     """The first op of the step that reads it."""
 
@@ -37,7 +37,7 @@ def overlaps(
 
     After the op comes one that passes its input on unread, to one later op. That is how one run
     holds two branches (:class:`fusible.Swap`): the second one, such as a shared expert, needs
-    nothing of what travels.
+    nothing of the first one's output.
     """
     starts = {i: start for _, start, stop in steps for i in range(start, stop)}
     first = {start: op for op, start, _ in steps}
@@ -45,7 +45,7 @@ def overlaps(
         swap = first.get(stop)  # by itself: an op that covers it may read its input
         if swap is None or swap is not ops[stop] or not (swap.passes_input and is_ours(type(swap))):
             continue
-        if not (op.travels and is_ours(type(op))):
+        if not (op.communicates and is_ours(type(op))):
             continue
         output = stop, 0
         readers = wiring.consumers.get(output, ())
@@ -55,10 +55,10 @@ def overlaps(
                 yield Overlap(op, slice(start, stop), output, slice(stop + 1, reader), reader)
 
 
-def described(
+def overlap_notes(
     ops: Sequence[Any], forward: Sequence[Any], backward: Sequence[Any]
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """For each op, sentences of what hides its output and its gradient, if it ``travels``.
+    """For each op, sentences of what runs during its communication, if it ``communicates``.
 
     ``forward`` and ``backward`` are the steps of a schedule.
     """
@@ -69,11 +69,11 @@ def described(
             ("its output's gradient", "the backward of ", backward),
         ):
             found = [s.overlap for s in steps if s.stop == at + 1 and s.overlap is not None]
-            names = ", ".join(type(hidden).__name__ for o in found for hidden in ops[o.hides])
-            said.append(f"{what} travels while {of}{names} runs")
+            names = ", ".join(type(hidden).__name__ for o in found for hidden in ops[o.overlapped])
+            said.append(f"{what} is sent while {of}{names} runs")
             if not found:
-                said[-1] = f"nothing hides {what} on the way; a second branch after a Swap would"
-        yield op, tuple(said) if op.travels else ()
+                said[-1] = f"nothing runs while {what} is sent; a second branch after a Swap would"
+        yield op, tuple(said) if op.communicates else ()
 
 
 def defer(ctx: OperationContext, y: Tensor, complete: Callable[[], Tensor]) -> Tensor:
@@ -82,7 +82,7 @@ def defer(ctx: OperationContext, y: Tensor, complete: Callable[[], Tensor]) -> T
     return y
 
 
-def complete(ctx: OperationContext) -> None:
+def complete_output(ctx: OperationContext) -> None:
     """Fill the output of an op, if it was deferred."""
     if ctx.deferred and ctx in ctx.memo:
         ctx.memo.pop(ctx)()

@@ -50,7 +50,7 @@ class ScheduledStep(NamedTuple):
     label: str
     """The op and its place, as profilers show it."""
     overlap: Overlap | None = None
-    """Ops that run while what this one sends travels."""
+    """Ops that run during the communication of this one."""
     reads: tuple[Overlap, ...] = ()
     """Of earlier ops, whose outputs this one is the first to read."""
 

@@ -141,8 +141,8 @@ def _join(module: FusibleExperts, state: dict[str, Any], prefix: str, *_: Any) -
 class FusibleRoutedExperts(RoutedExperts):
     """torchtitan's ``RoutedExperts``, whose dispatch and combine are ops of its experts.
 
-    In a mesh with a dimension ``ep`` tokens travel over it as ``Dispatch`` says; the config's token
-    dispatcher is not used.
+    In a mesh with a dimension ``ep`` tokens are sent over it as ``Dispatch`` says; the config's
+    token dispatcher is not used.
     """
 
     @dataclass(kw_only=True, slots=True)

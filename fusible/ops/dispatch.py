@@ -219,18 +219,18 @@ class Dispatch(BasicOperation):
         """What is sent, and whether the host reads how much."""
         if self.process_group is None:
             return ()
-        travels = ""
+        sent_as = ""
         if self.quantized_send:
-            travels = f"; tokens, and the sums' gradients, travel in {ctx.sent_as}"
+            sent_as = f"; tokens, and the sums' gradients, are sent in {ctx.sent_as}"
             if ctx.sent_as is None:
-                travels = (
+                sent_as = (
                     "; quantized_send has no effect without a recipe whose formats have scales of "
                     "parts of a row (MXFP8, FP8 block), or with its backward_override"
                 )
         chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
             f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
-            f"{SENT[ctx.send]}{travels}",
+            f"{SENT[ctx.send]}{sent_as}",
         )
 
     def extra_repr(self) -> str:
@@ -564,7 +564,7 @@ class Combine(BasicOperation):
         return defer(ctx, y.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
 
     @property
-    def travels(self) -> bool:
+    def communicates(self) -> bool:
         """Over a group."""
         return self.process_group is not None
 

@@ -178,7 +178,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
         return self._called_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
 
     @property
-    def travels(self) -> bool:
+    def communicates(self) -> bool:
         """Whether other processes send its output, and its gradient is sent to them.
 
         Its forward may then leave the output to be filled later, where its last context is

@@ -233,8 +233,8 @@ def test_a_shared_expert_runs_while_sums_and_their_gradients_travel(tmp_path):
             assert forward[at - 1 : at + 2] == ["begin", "shared", "wait"], forward
             at = backward.index("shared backward")
             assert backward[at - 1 : at + 2] == ["begin", "shared backward", "wait"], backward
-            assert "its output travels while BasicLinear, SwiGLU" in plan
-            assert "its output's gradient travels while the backward of BasicLinear, SwiGLU" in plan
+            assert "its output is sent while BasicLinear, SwiGLU" in plan
+            assert "its output's gradient is sent while the backward of BasicLinear, SwiGLU" in plan
             for two_runs, without, overlapping in triples:
                 torch.testing.assert_close(overlapping, without, rtol=0, atol=0, msg=f"{case}")
                 torch.testing.assert_close(overlapping, two_runs, rtol=0.02, atol=0.02)

@@ -1,4 +1,4 @@
-"""Which ops run while what another one sends travels; how: fused/test_moe_experts_group.py."""
+"""Which ops run during the communication of another one; how: fused/test_moe_experts_group.py."""
 
 import pytest
 
@@ -11,7 +11,7 @@ COMBINE, SWAP, UP, DOWN, ADD = 2, 3, 4, 6, 7
 
 @pytest.fixture
 def ops(monkeypatch):
-    monkeypatch.setattr(fz.Combine, "travels", True)
+    monkeypatch.setattr(fz.Combine, "communicates", True)
     return [
         fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
         fz.Dispatch(4),
@@ -37,7 +37,7 @@ def hidden(ops, *fused):
         stop = next((stop for start, stop in fused if start == at), at + 1)
         steps.append((ops[at] if stop == at + 1 else Fused(ops[at:stop]), at, stop))
         at = stop
-    return [overlap.hides for overlap in overlaps(ops, wire(ops), steps)]
+    return [overlap.overlapped for overlap in overlaps(ops, wire(ops), steps)]
 
 
 def test_the_branch_between_the_swap_and_the_sum(ops):

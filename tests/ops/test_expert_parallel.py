@@ -178,7 +178,7 @@ def sent_bytes(name, group, rank, processes):
     with fz.autocast(recipe=recipe):
         assert "quantized_send has no effect without" in str(fz.explain(module, *inputs))
     with fz.autocast(recipe=fz.recipes.MXFP8BlockScaling()):
-        assert "gradients, travel in mxfp8" in str(fz.explain(module, *inputs))
+        assert "gradients, are sent in mxfp8" in str(fz.explain(module, *inputs))
     with (
         fz.autocast(enabled=rank == 0, recipe=fz.recipes.MXFP8BlockScaling()),
         pytest.raises(ValueError, match=r"format of tokens sent .*\['e4m3, e8m0_up of 32', None\]"),

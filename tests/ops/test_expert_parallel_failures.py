@@ -140,7 +140,7 @@ def test_large_ids_are_no_experts(tmp_path):
 
 def test_explain_needs_no_other_process(tmp_path):
     """It names the mode that is chosen, and what hides an exchange."""
-    hidden = "gradients of the tokens travel while the weight gradient of the first linear"
+    hidden = "gradients of the tokens are sent while the weight gradient of the first linear"
     chosen = {Case(mode): mode for mode in MODES} | {
         Case(None): "all, chosen for top_k 2",
         Case(None, top_k=1): "tokens, chosen for top_k 1",
