@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fusible.recipes.formats import NumberFormat
-from fusible.recipes.recipe import Recipe, Role, check_scope
+from fusible.recipes.recipe import Recipe, Role, check_scope, check_transforms
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ByOp(Recipe):
 
     Raises:
         TypeError: a key is neither, or a value neither a recipe nor None.
-        ValueError: there are no keys.
+        ValueError: there are no keys, or a recipe transforms one operand of a product alone.
     """
 
     name: ClassVar[str] = "by_op"
@@ -128,6 +128,8 @@ class ByOp(Recipe):
                     f"values of recipes by op must be recipes of fusible.recipes or None, got "
                     f"{recipe!r:.200}"
                 )
+            if recipe is not None:
+                check_transforms(recipe)
         given = tuple((_key(key), recipe) for key, recipe in recipes.items())
         self.__dict__.update(recipes=given, number=_number_of(given))
 

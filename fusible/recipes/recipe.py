@@ -423,13 +423,16 @@ def check_scope(function: str, enabled: object, recipe: object) -> Recipe:
             f"recipe of {function} must be a recipe of fusible.recipes, got {recipe!r:.200}; "
             f"pass recipe={_meant(recipe)}"
         )
-    _check_transforms(recipe)
+    check_transforms(recipe)
     return recipe
 
 
-def _check_transforms(recipe: Recipe) -> None:
-    """Raise ValueError unless both operands of each product are transformed, or neither is."""
-    formats = {role: recipe.format(role) for role in _ROLES}
+def check_transforms(recipe: Recipe) -> None:
+    """Raise ValueError unless both operands of each product are transformed, or neither is.
+
+    Only column-wise forms are, which the backward reads.
+    """
+    formats = {role: recipe.backward_format(role) for role in _ROLES}
     x, w, dy = [fmt is not None and fmt.hadamard for fmt in formats.values()]
     if w or (x != dy and recipe.backward_override is None):
         given = ", ".join(f"{fmt.name} of {role}" for role, fmt in formats.items() if fmt)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fusible as fz
 from fusible import recipes
 from fusible.recipes import ByOp, ByPass, QuantizedTensor
+from fusible.recipes.formats import nvfp4
 from fusible.testing import assume_target
 
 BF16 = torch.bfloat16
@@ -18,6 +19,7 @@ CURRENT = recipes.Float8CurrentScaling()
 NVFP4 = recipes.NVFP4BlockScaling(
     disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
 )
+AS_TRAINED = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
 ONE_WEIGHT = {"bias": False, "single_grouped_weight": True}
 
 
@@ -53,7 +55,10 @@ def by_hand(x, w, dy, forward, backward):
     return y, g.double() @ wb.double(), gw.double().T @ xb.double()
 
 
-PASSES = [(NVFP4, MXFP8), (MXFP8, BLOCKS), (BLOCKS, NVFP4), (CURRENT, MXFP8), (NVFP4, None)]
+PASSES = [
+    (NVFP4, MXFP8), (MXFP8, BLOCKS), (BLOCKS, NVFP4), (CURRENT, MXFP8), (NVFP4, None),
+    (AS_TRAINED, MXFP8), (MXFP8, AS_TRAINED), (AS_TRAINED, None),
+]  # fmt: skip
 
 
 def check_passes(forward, backward, kind, compiled):
@@ -455,3 +460,18 @@ def test_wrong_passes():
         op(torch.randn(4, 65))
     with pytest.raises(TypeError, match="recipe of quantized_model_init must be a recipe"):
         fz.quantized_model_init(recipe={fz.Linear: MXFP8})
+
+
+class OneSided(recipes.Recipe):
+    """Transforms one operand of the weight gradient alone, which gives wrong numbers."""
+
+    def format(self, role):
+        return nvfp4(hadamard=role == "input")
+
+
+@pytest.mark.parametrize("given", [OneSided(), {fz.Linear: OneSided()}, ByPass(MXFP8, OneSided())])
+def test_one_transformed_operand_is_refused(given):
+    with pytest.raises(ValueError, match="formats with hadamard must be those of input and grad"):
+        fz.autocast(recipe=given)
+    with fz.autocast(recipe=ByPass(OneSided(), MXFP8)):  # which no product transforms
+        fz.Linear(64, 64)(torch.randn(32, 64)).sum().backward()
