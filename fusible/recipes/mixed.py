@@ -36,20 +36,9 @@ class ByPass(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for which, recipe in (("forward", self.forward), ("backward", self.backward)):
-            if recipe is None and which == "backward":
-                continue
-            if not isinstance(recipe, Recipe) or isinstance(recipe, ByPass | ByOp | PerOp):
-                also = " or None" if which == "backward" else ", which is quantized; for a forward "
-                also += "" if which == "backward" else "in high precision leave autocast out"
-                raise TypeError(
-                    f"{which} of ByPass must be a recipe of fusible.recipes{also}, got {recipe!r}"
-                )
-            if recipe.backward_override is not None:
-                raise ValueError(
-                    f"{which} of ByPass must have no backward_override, since ByPass says what the "
-                    f"backward multiplies, got {recipe!r}; pass backward=None"
-                )
+        _check_pass("forward", self.forward, "; for one in high precision use no recipe")
+        if self.backward is not None:
+            _check_pass("backward", self.backward, " or None")
 
     @property
     def backward_override(self) -> str | None:  # type: ignore[override]
@@ -71,6 +60,18 @@ class ByPass(Recipe):
     def backward_format(self, role: Role) -> NumberFormat | None:
         """That of the backward; None without one."""
         return None if self.backward is None else self.backward.format(role)
+
+
+def _check_pass(which: str, recipe: object, also: str) -> None:
+    if not isinstance(recipe, Recipe) or isinstance(recipe, ByPass | ByOp | PerOp):
+        raise TypeError(
+            f"{which} of ByPass must be a recipe of fusible.recipes{also}, got {recipe!r:.200}"
+        )
+    if recipe.backward_override is not None:
+        raise ValueError(
+            f"{which} of ByPass must have no backward_override, since ByPass says what the "
+            f"backward multiplies, got {recipe!r}; pass backward=None"
+        )
 
 
 @dataclass(frozen=True)
