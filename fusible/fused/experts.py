@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.fused.grouped_mlp import MLP, Activation, GroupedMLP
+from fusible.fused.grouped_mlp import MLP, AnyActivation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
@@ -38,7 +38,7 @@ class MoEExperts(FusedOperation):
         kernels: GroupedKernels,
         dispatch: Dispatch,
         fc1: GroupedLinear,
-        act: Activation,
+        act: AnyActivation,
         fc2: GroupedLinear,
         combine: Combine,
     ) -> None:
@@ -163,7 +163,7 @@ def moe_experts(
     kernels: GroupedKernels,
     dispatch: Dispatch,
     fc1: GroupedLinear,
-    act: Activation,
+    act: AnyActivation,
     fc2: GroupedLinear,
     combine: Combine,
 ) -> MoEExperts:

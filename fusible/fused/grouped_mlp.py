@@ -44,7 +44,7 @@ from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import with_rows_of
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 
-Activation = (
+AnyActivation = (
     ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU | ScaledSReLU
     | GLU | GEGLU | QGEGLU | ReGLU | SReGLU | SwiGLU | ClampedSwiGLU | SiTUGLU
     | GELU | QGELU | ReLU | SReLU | SiLU
@@ -67,7 +67,7 @@ class _FirstLinear(NamedTuple):
 def _linear_glu(
     kernels: GroupedKernels,
     linear: GroupedLinear,
-    act: Activation,
+    act: AnyActivation,
     ctxs: Sequence[OperationContext],
     x: Tensor,
     extra_inputs: ExtraTensors,
@@ -93,7 +93,7 @@ def _linear_glu(
 class GroupedLinearGLU(FusedOperation):
     """Forward of ``GroupedLinear`` and an activation, in the product's epilogue."""
 
-    _basic_ops: tuple[GroupedLinear, Activation]
+    _basic_ops: tuple[GroupedLinear, AnyActivation]
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
         """As a node of its own with the unfused backward, which both ops take part in."""
@@ -128,7 +128,7 @@ class GroupedMLP(FusedOperation):
     """
 
     def __init__(
-        self, kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
+        self, kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
     ) -> None:
         super().__init__([fc1, act, fc2])
         self.kernels = kernels
@@ -265,7 +265,7 @@ MLP = (
 
 @rule(*MLP, kernels=[row.for_mlp for row in KERNELS])
 def grouped_mlp(
-    kernels: GroupedKernels, fc1: GroupedLinear, act: Activation, fc2: GroupedLinear
+    kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
 ) -> GroupedMLP:
     """The activation is in an epilogue, as is its backward, except by FP8 products on Hopper."""
     return GroupedMLP(kernels, fc1, act, fc2)
@@ -281,6 +281,6 @@ def grouped_mlp(
     multiple_of(this.linear.out_features, 2 * this.act.glu_interleave_size),
     phase="forward",
 )
-def grouped_linear_glu_sm90(linear: GroupedLinear, act: Activation) -> GroupedLinearGLU:
+def grouped_linear_glu_sm90(linear: GroupedLinear, act: AnyActivation) -> GroupedLinearGLU:
     """The activation is in the epilogue, on the FP32 accumulators."""
     return GroupedLinearGLU([linear, act])
