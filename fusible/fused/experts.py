@@ -100,7 +100,7 @@ class MoEExperts(FusedOperation):
 
     def begin_sending(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> None:
         """Begin to send the gradients of the sums."""
-        _, sent_map = ctxs[0].saved_tensors
+        sent_map = ctxs[0].saved_tensors[-1]
         self._parts[-1].begin_token_grads(ctxs[-1], grad_output, sent_map)
 
     def backward_impl(

@@ -220,6 +220,11 @@ SHARED = [
     for send in ("tokens", "all")
     for target, in_place in (("sm90", False), ("cpu", False), ("cpu", True))
 ]
+# The fused experts also save the weights that multiply their inputs.
+SHARED += [
+    Case("tokens", BF16, routing="sm90", scale_input=True, recompute=True),
+    Case("all", BF16, routing="sm90", weighted=True),
+]
 
 
 def test_a_shared_expert_runs_while_sums_and_their_gradients_travel(tmp_path):
