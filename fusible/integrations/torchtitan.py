@@ -22,6 +22,7 @@ from fusible.integrations.transformers_experts import ExpertsLinear
 from fusible.ops import Combine, Dispatch, ScaledSwiGLU, Sequential
 from fusible.ops.exchange import Send
 from fusible.recipes.autocast import autocast
+from fusible.recipes.mixed import ByOp, ByPass
 from fusible.recipes.recipe import Recipe
 from fusible.recipes.sharding import local
 
@@ -67,7 +68,7 @@ class FusibleExperts(GroupedExperts):
     def __init__(self, config: FusibleExperts.Config) -> None:
         super().__init__(config)
         self.config = config
-        self.recipe = None if config.recipe is None else getattr(recipes, config.recipe)()
+        self.recipe = None if config.recipe is None else _recipe(config.recipe)
         self.block_size = 32 if config.hidden_dim % 32 == 0 else 1
         blocks = config.hidden_dim // self.block_size, 2, self.block_size
         for name in _HALVES:
@@ -202,8 +203,8 @@ def routed_experts(
             "inner_experts of RoutedExperts must be torchtitan's GroupedExperts, got "
             f"{type(inner).__qualname__}; name the layers that have them by fqns of an own override"
         )
-    if recipe is not None and not issubclass(getattr(recipes, recipe, int), Recipe):
-        raise ValueError(f"recipe must be the name of a class of fusible.recipes, got {recipe!r}")
+    if recipe is not None:
+        _recipe(recipe)
     experts = derive(
         inner,
         FusibleExperts.Config,
@@ -215,6 +216,17 @@ def routed_experts(
         recipe=recipe,
     )
     return derive(config, FusibleRoutedExperts.Config, inner_experts=experts)
+
+
+def _recipe(name: str) -> Recipe:
+    """The recipe of a name, with its defaults."""
+    kind = getattr(recipes, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)) or issubclass(kind, ByOp | ByPass):
+        raise ValueError(
+            "recipe must be the name of a class of fusible.recipes that needs no arguments, such "
+            f"as MXFP8BlockScaling, got {name!r}"
+        )
+    return kind()
 
 
 def _init(stock: Mapping[str, Callable[[Tensor], Any]] | None) -> dict[str, Any] | None:

@@ -165,8 +165,9 @@ def test_refusals():
     from torchtitan.models.gpt_oss import gptoss_configs
 
     config = model_config("qwen3").layers[0].moe
-    with pytest.raises(ValueError, match="recipe must be the name of a class"):
-        overridden(config, recipe="MXFP9")
+    for name in ("MXFP9", "ByPass", "autocast"):
+        with pytest.raises(ValueError, match="recipe must be the name of a class"):
+            overridden(config, recipe=name)
     with pytest.raises(ValueError, match="must be torchtitan's GroupedExperts"):
         overridden(gptoss_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard"))
 
