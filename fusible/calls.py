@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 
 def is_traced() -> bool:
@@ -16,6 +17,11 @@ def is_intercepted() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def is_fake() -> bool:
+    """Whether operations give fake tensors, without values: in ``explain``, and when traced."""
+    return torch._C._len_torch_dispatch_stack() > 0 and active_fake_mode() is not None
 
 
 def capturing() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusible.calls import capturing
+from fusible.calls import capturing, is_fake
 from fusible.recipes.tensor import QuantizedTensor
 from fusible.recipes.tensor_dispatch import UnseenWrites
 
@@ -129,7 +129,7 @@ def kept_copy(weights: Sequence[QuantizedTensor], what: str, make: Callable[[], 
     It needs no promise: whatever operation writes to a quantized tensor, eager or compiled, changes
     its version or those of its pieces, and `UnseenWrites` notes the rest.
     """
-    if torch.compiler.is_compiling() or capturing() or UnseenWrites.captured:
+    if torch.compiler.is_compiling() or capturing() or is_fake() or UnseenWrites.captured:
         return make()
     anchor = next(iter(weights[0].pieces().values()))
     kept = _copies.get(anchor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.calls import capturing
+from fusible.calls import capturing, is_fake
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.own_recipes import own_recipe, recipe_of_ops
@@ -394,7 +394,7 @@ class WeightedOperation(CastingOp):
         products: tuple[ProductKind, ...] = (
             ("forward", "dgrad") if ctx.needs.input else ("forward",)
         )
-        if torch.compiler.is_compiling() or self._reused is None or capturing():
+        if self._reused is None or torch.compiler.is_compiling() or capturing() or is_fake():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
         make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)

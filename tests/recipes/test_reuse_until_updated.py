@@ -421,3 +421,16 @@ def test_the_option_is_a_bool():
         fz.reuse_quantized_weights(linear(), until_updated=1),
     ):
         pass
+
+
+@pytest.mark.parametrize("until_updated", [False, True])
+@pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
+@each_recipe
+def test_explain_leaves_no_fake_weights_to_later_forwards(recipe, target, until_updated):
+    module, _ = mlp("single", torch.bfloat16)
+    x, splits, scales = torch.randn(48, 32).bfloat16(), torch.tensor(SIZES), torch.rand(48)
+    with assume_target(target), fz.autocast(recipe=recipe), torch.no_grad():
+        expected = module(x, splits, scales, splits)
+        with fz.reuse_quantized_weights(module, until_updated=until_updated):
+            fz.explain(module, x, splits, scales, splits)
+            assert torch.equal(module(x, splits, scales, splits), expected)
