@@ -232,7 +232,7 @@ class _Reader:
             got = ", ".join(f"{key} of {self.checkpoint[key].dtype}" for key in extra)
             self.wrong.append(f"{base} must be stored in one of LAYOUTS, got {got}")
             return None, None, None
-        self.wrong += [f"{name} is missing" for name in missing]
+        self.wrong += [self._missing(name, layout) for name in missing]
         self.wrong += [f"{name} must not be there" for name in extra]
         if layout is None or missing or extra:
             return None, None, None
@@ -245,6 +245,14 @@ class _Reader:
         if self.transposed and isinstance(weight, Tensor):
             weight = weight.mT
         return layout, weight, bias
+
+    def _missing(self, name: str, layout: Layout | None) -> str:
+        """What is wrong with an entry that is not there, or not of the layout's dtype."""
+        entry = self.checkpoint.get(name)
+        if entry is None or layout is None:
+            return f"{name} is missing"
+        dtypes = " or ".join(map(str, layout.scale_dtypes))
+        return f"{name} must be of {dtypes} in {layout.name}, got {entry.dtype}"
 
     def _under(self, base: str) -> Iterator[str]:
         """The entries whose names begin with that of a module or a parameter."""

@@ -460,3 +460,11 @@ def test_wrong_names_and_flags():
     with_bias = fz.GroupedLinear(E, INNER, HIDDEN)
     with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.bias is missing"):
         load_checkpoint(with_bias, state, {"": "experts.*.down_proj"})
+
+
+def test_a_scale_of_another_dtype_is_not_called_missing():
+    state, *_ = experts(write.deepseek)
+    name = next(name for name in state if name.endswith("down_proj.weight_scale_inv"))
+    state[name] = state[name].double()
+    with pytest.raises(ValueError, match=r"weight_scale_inv must be of .*, got torch\.float64"):
+        load_checkpoint(mlp(), state, NAMES)
