@@ -452,8 +452,7 @@ def _override(recipe: Any) -> str | None:
     """What the backward multiplies, if not the operands of the forward's formats."""
     if recipe is None:
         return None
-    differs = any([recipe.format(r) != recipe.backward_format(r) for r in ("input", "weight")])
-    return recipe.backward_override or ("other formats" if differs else None)
+    return recipe.backward_override or ("other formats" if recipe.mixed_roles else None)
 
 
 def _one_recipe(this: SimpleNamespace) -> str:

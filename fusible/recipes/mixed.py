@@ -37,8 +37,12 @@ class ByPass(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_pass("forward", self.forward, "; for one in high precision use no recipe")
+        mixed: tuple[Role, ...] = ()
         if self.backward is not None:
             _check_pass("backward", self.backward, " or None")
+            operands: tuple[Role, ...] = ("input", "weight")
+            mixed = tuple([r for r in operands if self.format(r) != self.backward_format(r)])
+        object.__setattr__(self, "mixed_roles", mixed)
 
     @property
     def backward_override(self) -> str | None:  # type: ignore[override]

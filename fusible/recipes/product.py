@@ -44,15 +44,10 @@ def quantizer(recipe: Recipe, role: Role, *products: ProductKind) -> Quantizer |
     fmt = recipe.format(role)
     if fmt is None or recipe.backward_override == "high_precision":  # which reads the original
         return None
-    if _mixes_passes(recipe, role) and len(set(products)) > 1:  # which quantize the original apart
+    if role in recipe.mixed_roles and len(set(products)) > 1:  # which quantize the original apart
         return None
     rowwise, columnwise = _uses(role, _quantized(products, recipe))
     return Quantizer(fmt, rowwise=rowwise, columnwise=columnwise)
-
-
-def _mixes_passes(recipe: Recipe, role: Role) -> bool:
-    """Whether the forward and the backward read an operand in different formats."""
-    return role != "grad" and recipe.format(role) != recipe.backward_format(role)
 
 
 def _quantized(products: Sequence[ProductKind], recipe: Recipe) -> Sequence[ProductKind]:
@@ -90,7 +85,7 @@ def quantize_operand(
     products = tuple(_quantized(products, recipe))
     later = tuple([product for product in products if product != "forward"])
     fmt = recipe.backward_format(role) if later else recipe.format(role)
-    if later and len(later) < len(products) and _mixes_passes(recipe, role):
+    if later and len(later) < len(products) and role in recipe.mixed_roles:
         first = quantize_operand(x, recipe, role, "forward", ends=ends, as_values=as_values)
         second = quantize_operand(x, recipe, role, *later, ends=ends, as_values=as_values)
         return Operand(first.row, second.column, first.row_values, second.column_values)

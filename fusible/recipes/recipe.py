@@ -86,6 +86,8 @@ class Recipe:
     backward_override: ClassVar[str | None] = None
     fp8_products: ClassVar[bool] = True
     """Whether Hopper's kernels may multiply FP8 operands rather than their dequantized values."""
+    mixed_roles: ClassVar[tuple[Role, ...]] = ()
+    """Operands that the forward and the backward read in different formats."""
     is_mixed: ClassVar[bool] = False
     """Whether ops of a run have recipes of their own."""
 

@@ -23,10 +23,8 @@ from fusible.versions import Version
 
 BF16 = torch.bfloat16
 MXFP8, NVFP4 = MX, NV
-RECIPES = [
-    *[pytest.param(r, id="bf16" if r is None else r.name) for r in (None, MXFP8, NVFP4)],
-    pytest.param(NV_RHT_2D, id="nvfp4_rht_2d"),
-]
+RECIPES = {"bf16": None, "mxfp8": MXFP8, "nvfp4": NVFP4, "nvfp4_rht_2d": NV_RHT_2D}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 HIDDEN, INNER, OUT = 128, 64, 192
 
@@ -86,7 +84,7 @@ def run(module, given, recipe, target="sm100", wanted=None, provider=None):
         return [y.detach(), *torch.autograd.grad(y, wanted, few_bits(*y.shape).to(BF16))]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_transposed_weights(recipe):
     """As GPT-OSS stores them: the same bits."""
     module, given = mlp(3), inputs(*SPLITS["ragged"])
@@ -103,7 +101,7 @@ def off(t):
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("splits", ["ragged", "whole tiles"])
 def test_operands_that_begin_anywhere(recipe, splits, single):
     """The kernels read from multiples of 16 bytes."""
@@ -214,7 +212,7 @@ NAMES = ("y", "dx", "dscales", "dw1", "db1", "dw2", "db2")
 
 @pytest.mark.parametrize(
     ("recipe", "act"),
-    [(recipe, act) for recipe in RECIPES for act in ACTS if recipe or act != "situglu"],
+    [(recipe, act) for recipe in RECIPES.values() for act in ACTS if recipe or act != "situglu"],
 )
 @pytest.mark.parametrize("splits", SPLITS)
 def test_values_are_those_of_the_formats(recipe, act, splits):
@@ -235,9 +233,9 @@ def test_values_are_those_of_the_formats(recipe, act, splits):
 @pytest.mark.parametrize(
     ("recipe", "plain", "scaled"),
     [
-        *[(recipe, fz.SwiGLU, fz.ScaledSwiGLU) for recipe in RECIPES],
-        *[(recipe, fz.ClampedSwiGLU, fz.ScaledClampedQGeGLU) for recipe in RECIPES],
-        *[(recipe, fz.SiTUGLU, fz.ScaledSiTUGLU) for recipe in RECIPES if recipe],
+        *[(recipe, fz.SwiGLU, fz.ScaledSwiGLU) for recipe in RECIPES.values()],
+        *[(recipe, fz.ClampedSwiGLU, fz.ScaledClampedQGeGLU) for recipe in RECIPES.values()],
+        *[(recipe, fz.SiTUGLU, fz.ScaledSiTUGLU) for recipe in RECIPES.values() if recipe],
     ],
 )
 def test_without_scales_is_bitwise_with_ones(recipe, plain, scaled):
@@ -322,7 +320,7 @@ def unfused(own_fusions, module, given, recipe):
 DIFFERENCE = {None: 2 * 2**-7, MXFP8: 2**-4, NVFP4: 2**-4}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("splits", ["ragged", "around a tile", "one group", "all empty"])
 def test_differs_from_unfused_by_one_rounding(recipe, splits, own_fusions):
     rows, sizes = SPLITS[splits]
@@ -336,7 +334,7 @@ def test_differs_from_unfused_by_one_rounding(recipe, splits, own_fusions):
     no_tokens(fused, rows, sizes)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_separate_weights_are_bitwise_the_single_one(recipe):
     """Matrices anywhere in memory, read through tables of addresses."""
     rows, sizes = SPLITS["ragged"]
@@ -419,7 +417,7 @@ def rows_of(call):
     return arguments["b_tensor"].shape[0] * (2 if "input_order" in arguments else 1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_promised_alignment_spares_the_padding(recipe):
     rows, sizes = SPLITS["whole tiles"]
     # With rows of no group behind the groups.
@@ -442,7 +440,7 @@ def test_a_broken_promise_is_refused():
         module(*given)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_scaled_bias(recipe, own_fusions):
     rows, sizes = SPLITS["ragged"]
     module, given = mlp(3, fc2={"scale_bias": True}), inputs(rows, sizes, BF16)
@@ -491,7 +489,7 @@ def test_input_quantized_as_a_whole_is_used_as_is_along_its_rows(own_fusions):
         assert distance(a, b) < 2**-4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("frozen", ["input", "fc1", "fc2", "biases", "all but the input"])
 def test_frozen_parts(recipe, frozen):
     rows, sizes = SPLITS["ragged"]
@@ -515,7 +513,7 @@ def test_frozen_parts(recipe, frozen):
     ref.assert_equal(got, [whole[name] for name in ("y", *names)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("delay", [True, False])
@@ -549,7 +547,7 @@ def test_main_grads(recipe, dtype, single, delay):
             assert p.grad is None
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_callers_buffers(recipe, alone, aligned):
@@ -575,7 +573,7 @@ def test_callers_buffers(recipe, alone, aligned):
     ref.assert_equal([output, grad_input], [y, dx])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_inference(recipe):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     with assume_target("sm100"), under(recipe):
@@ -614,7 +612,7 @@ def test_compiled_in_one_graph(recipe, fresh_compiler):
         ref.assert_equal(run(compiled, given, recipe, wanted=wanted), expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_autocast_of_fp32_parameters(recipe):
     module, (x, splits, scales, _) = mlp(3).float(), inputs(*SPLITS["ragged"])
     x = x.detach().float().requires_grad_()
@@ -644,7 +642,7 @@ def test_deterministic_gradients_of_scales_where_the_kernel_can(recipe, bias):
 # --- one grouped linear ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("scale_bias", [True, False])
 def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusions):
@@ -669,7 +667,7 @@ def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusio
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each_recipe
 def test_explain_shows_it_firing_on_a_laptop(recipe):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     with under(recipe):

@@ -156,7 +156,7 @@ def test_opcheck(fmt, grouped):
     for columnwise in (False, True) if fmt.directional else (False,):
         data, scale, top = pieces[3:] if columnwise else pieces[:3]
         top = top if fmt.has_tensor_scale else None
-        arguments = data, scale, top, ends, *constants, columnwise, torch.bfloat16
+        arguments = data, scale, top, *constants, columnwise, ends, torch.bfloat16
         # test_schema compares inputs by arithmetic, which FP8 has not got.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(ops.dequantize.default, arguments, test_utils=checks)

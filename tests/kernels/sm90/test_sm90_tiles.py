@@ -10,7 +10,7 @@ from fusible.kernels.sm90.spec import Spec
 from fusible.kernels.sm90.tiles import FP8_TILES, TILES, choose, microseconds, rows_class, takes
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))  # last: modules of examples have the same names
 
 import grouped_gemm_sm90  # noqa: E402
 import sm90_grid  # noqa: E402
