@@ -317,7 +317,8 @@ def unfused(own_fusions, module, given, recipe):
 # The unfused activation is rounded to BF16 before it is quantized, and so is its gradient: half an
 # ulp of BF16, which turns some roundings to few bits, now and then that of a block's scale. These
 # sums are not exact, so that the products before them may be rounded otherwise by as much.
-DIFFERENCE = {None: 2 * 2**-7, MXFP8: 2**-4, NVFP4: 2**-4}
+# A rounding of one row turns those of 16 that are transformed together.
+DIFFERENCE = {None: 2 * 2**-7, MXFP8: 2**-4, NVFP4: 2**-4, NV_RHT_2D: 2**-3}
 
 
 @each_recipe
@@ -656,7 +657,7 @@ def test_grouped_linear_is_the_unfused_one(recipe, splits, scale_bias, own_fusio
     fused = run(linear, given, recipe)
     assert linear.plan.fired == ("grouped_linear_sm100",)
     plain = unfused(own_fusions, linear, given, recipe)
-    if recipe == NVFP4 or (recipe is None and scale_bias):
+    if recipe in (NVFP4, NV_RHT_2D) or (recipe is None and scale_bias):
         # NVFP4's factors are multiplied in another order; BF16 alone is rounded before the bias.
         for mine, theirs in zip(fused, plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)

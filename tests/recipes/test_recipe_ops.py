@@ -38,10 +38,10 @@ def run(module, recipe, *inputs):
         return module(*inputs)
 
 
-def close(got, want):
+def close(got, want, units=4):
     """Equal but for the order of FP32 sums, or one rounding of a shorter dtype."""
     got, want = got.detach(), want.detach()
-    bound = 4 * torch.finfo(got.dtype).eps * float(want.abs().max())
+    bound = units * torch.finfo(got.dtype).eps * float(want.abs().max())
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=max(bound, 1e-30))
 
 
@@ -80,7 +80,8 @@ def test_linear_is_the_three_quantized_products(recipe, dtype):
     assert y.dtype == x.grad.dtype == dtype
     close(y.flatten(0, 1), want_y)
     close(x.grad.flatten(0, 1), want_dx)
-    close(linear.weight.grad, want_dw)
+    # Terms of transformed operands are larger than the sums.
+    close(linear.weight.grad, want_dw, 16 if recipe.format("grad").hadamard else 4)
     close(linear.bias.grad, drows.sum(0))
 
 
@@ -147,7 +148,7 @@ def test_a_block_of_ops_trains_close_to_high_precision(recipe):
         run(mlp, used, x, splits, torch.ones(70), splits).square().sum().backward()
         assert mlp.plan.recipe == used
         grads.append(all_grads(mlp, x))
-    bound = 0.45 if recipe is NV else 0.12
+    bound = 0.45 if recipe.name == "nvfp4" else 0.12
     for got, want in zip(grads[1], grads[0], strict=True):
         assert 0 < float((got - want).norm() / want.norm()) < bound
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,8 @@ def worker(rank: int, processes: int, folder: str, cases, run_case, timeout, bac
         except Exception:
             results[str(case)] = traceback.format_exc()
     torch.save(results, Path(folder) / f"results{rank}")
+    if backend == "gloo":
+        os._exit(0)  # whose threads may still be in an exchange that failed, and would abort
     dist.destroy_process_group()
 
 
