@@ -141,7 +141,9 @@ def test_quantizers_write_into_what_there_is():
     ref.assert_same_bits(out.pieces(), quantizer(x).pieces())
 
 
-@pytest.mark.parametrize("transformed", [{"input"}, {"grad"}, {"input", "grad", "weight"}], ids=str)
+@pytest.mark.parametrize(
+    "transformed", [("input",), ("grad",), ("input", "grad", "weight")], ids="-".join
+)
 def test_a_recipe_that_transforms_one_operand_of_a_product(transformed):
     class Own(recipes.Recipe):
         def format(self, role):
