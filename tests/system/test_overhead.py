@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).parents[2] / "benchmarks")
+)  # last: names of examples and support come first
 
 import fuser_overhead
 

@@ -10,7 +10,9 @@ import torch
 import fusible as fz
 from fusible.testing import assume_target
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).parents[2] / "benchmarks")
+)  # last: names of examples and support come first
 
 import recipe_parity
 
