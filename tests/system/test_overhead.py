@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(
-    str(Path(__file__).parents[2] / "benchmarks")
-)  # last: names of examples and support come first
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # last: others have such names
 
 import fuser_overhead
 

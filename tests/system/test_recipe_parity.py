@@ -10,9 +10,7 @@ import torch
 import fusible as fz
 from fusible.testing import assume_target
 
-sys.path.append(
-    str(Path(__file__).parents[2] / "benchmarks")
-)  # last: names of examples and support come first
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # last: others have such names
 
 import recipe_parity
 
