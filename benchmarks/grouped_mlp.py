@@ -272,6 +272,7 @@ def errors(problem: Problem) -> dict[str, list[float]]:
 _SCOPES = contextlib.ExitStack()
 RECIPES = {
     "fp8_block": fz.recipes.Float8BlockScaling(),
+    "fp8_block_decoded": fz.recipes.Float8BlockScaling(fp8_products=False),
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
     "fp8_current": fz.recipes.Float8CurrentScaling(),
     "nvfp4": fz.recipes.NVFP4BlockScaling(

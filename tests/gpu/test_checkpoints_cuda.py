@@ -87,5 +87,7 @@ def test_mixed_recipes_have_the_values_of_the_cpu(recipe):
     )
     expected = step(module, recipe, "cpu")
     for got, want in zip(step(module, recipe, "cuda"), expected, strict=True):
-        # Values next to a rounding boundary of four bits may fall on its other side.
-        assert ((got - want).norm() <= 0.03 * want.norm()).item()
+        # Where the devices round to BF16 differently, by 2**-8, a value may fall on the other side
+        # of a boundary of four bits, a third of it apart: a share of 3 * 2**-8, hence a relative
+        # error of (3 * 2**-8 / 9) ** 0.5 of an operand. Three operands at most are behind a result.
+        assert ((got - want).norm() <= 2**-4 * want.norm()).item()

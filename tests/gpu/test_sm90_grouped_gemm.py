@@ -642,5 +642,5 @@ def test_refusals_name_what_is_wrong():
         ValueError, match="scales must have one value for each of the 64 rows, on cuda"
     ):
         grouped.grouped_glu(x, [w], ends, scales.cpu(), Glu())
-    for glu in (Glu(interleave=12), Glu(interleave=-1), Glu("relu")):
+    for glu in (Glu(interleave=12), Glu(interleave=-1)):
         assert ops.grouped_glu(x, [w], ends, scales, glu, None, True) is NotImplemented

@@ -236,7 +236,7 @@ def test_no_rows_and_no_rows_in_use(path, single):
 # --- the caller's buffers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name != "sm90 experts"])
+@pytest.mark.parametrize("name", [name for name in PATHS if PATHS[name].form != "experts"])
 def test_buffers(name):
     path = PATHS[name]
     mlp, given = build(path), inputs(path)

@@ -84,14 +84,17 @@ def takes(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> boo
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
-    weights and narrow stripes. A gated one has columns of whole stripes.
+    weights and narrow stripes. A gated one has columns of whole stripes. Where its gate and linear
+    columns lie apart, each half of a transposed weight's columns fills a row of shared memory, 64.
     """
     spacious = tile.slabs * tile.n <= 256
     if kind != "glu":
         return kind != "store" or spacious or not bias
     width = tile.n // 2
-    stripes = interleave == 0 or width % interleave == 0 or interleave % width == 0
-    return stripes and (spacious or (major == "k" and not bias and interleave not in (1, 2, 4)))
+    paired = interleave % width == 0
+    if not (paired or width % interleave == 0) or (paired and major == "n" and width < 64):
+        return False
+    return spacious or (major == "k" and not bias and interleave not in (1, 2, 4))
 
 
 class Constants(NamedTuple):

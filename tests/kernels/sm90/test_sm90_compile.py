@@ -36,7 +36,9 @@ def variants(kind, tile):
             yield {**SWIGLU, **layout, "save_preact": True}
     elif kind == "glu":
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
-        yield {**SWIGLU, **halves, "save_preact": True, "bias": True, "scale": ""}
+        major = "n" if takes(kind, tile, "n", 0, True) else "k"
+        with_bias = {"bias": True, "scale": "", "weight_major": major}
+        yield {**SWIGLU, **halves, "save_preact": True, **with_bias}
         if usual:
             yield {**SWIGLU, **halves, "save_preact": True}
             yield {**SWIGLU, **BLOCKS_OF_16, "save_preact": False, "weight_major": "n"}
