@@ -50,7 +50,8 @@ def load_checkpoint(
     A weight that the module stores quantized gets the elements and scales of the checkpoint as they
     are, one in high precision their values, rounded once to its dtype. Values that would have to be
     rounded a second time are an error, unless ``requantize`` allows it. Everything is checked
-    before anything is written.
+    before anything is written; then linears are read and written one after the other, so that
+    besides ``module`` and ``checkpoint`` there is memory for one weight at a time.
 
     Args:
         module: has the linears: `GroupedLinear`, `Linear` or `BasicLinear`.
@@ -77,22 +78,23 @@ def load_checkpoint(
         TypeError: a flag is no bool.
     """
     check_bools("load_checkpoint", transposed=transposed, requantize=requantize)
-    loads: list[_Load] = []
+    readers: list[_Reader] = []
     wrong: list[str] = []
     keys = sorted(checkpoint)
     for path, given in names.items():
         bases = [prefix + base for base in ([given] if isinstance(given, str) else given)]
         target = _Target.of(module, path)
         reader = _Reader(checkpoint, keys, target, bases, glu_interleave_size, transposed)
+        readers.append(reader)
         try:
-            loads.append(_Load.of(target, reader.read(), requantize))
+            weights = reader.read(on_meta=True)
+            if not requantize:
+                _check_rounding(target, weights)
         except _Wrong as error:
             wrong += error.sentences
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}; nothing was loaded")
-    for load in loads:
-        load.run()
-    return {load.target.path: load.what for load in loads}
+    return {reader.target.path: _load(reader.target, reader.read()) for reader in readers}
 
 
 class _Wrong(Exception):
@@ -170,10 +172,12 @@ class _Reader:
         self.keys = keys  # in order: a checkpoint has more than 100000, of which each base has few
         self.interleave = interleave if len(bases) > 1 else None
         self.transposed = transposed
+        self.on_meta = False
         self.wrong: list[str] = []
 
-    def read(self) -> _Weights:
-        """The parts of the weight, checked."""
+    def read(self, *, on_meta: bool = False) -> _Weights:
+        """The parts of the weight, checked; ``on_meta``, only scales have values."""
+        self.on_meta = on_meta
         parts = [self._part(base) for base in self.bases]
         self._raise()
         layouts = {layout for layout, _, _ in parts}
@@ -242,6 +246,9 @@ class _Reader:
         except (ValueError, RuntimeError) as error:
             self.wrong.append(f"{base} is not as {layout.name} has it: {error}")
             return None, None, None
+        if self.on_meta:
+            weight = _without_values(weight)
+            bias = None if bias is None else bias.to("meta")
         if self.transposed and isinstance(weight, Tensor):
             weight = weight.mT
         return layout, weight, bias
@@ -312,6 +319,13 @@ class _Reader:
         return bias
 
 
+def _without_values(weight: OperandData) -> OperandData:
+    """A weight with its elements on the meta device."""
+    if isinstance(weight, Tensor):
+        return weight.to("meta")
+    return weight._replace(data=weight.data.to("meta"))
+
+
 def _names(layouts: set[Layout]) -> str:
     return ", ".join(sorted(layout.name for layout in layouts))
 
@@ -320,37 +334,23 @@ def _numbers(found: set[int]) -> str:
     return f"the numbers {sorted(found)}" if found else "none"
 
 
-class _Load(NamedTuple):
-    """What a linear gets."""
-
-    target: _Target
-    weight: Tensor
-    bias: Tensor | None
-    what: str
-
-    @staticmethod
-    def of(target: _Target, given: _Weights, requantize: bool) -> _Load:
-        """What the parameters of a linear become."""
-        own, name = target.weight, given.layout.name
-        in_high_precision = isinstance(given.parts[0], Tensor)
-        if not isinstance(own, QuantizedTensor):
-            how = "converted" if in_high_precision else "decoded"
-            weight, what = _values(given, own.dtype), f"{name}, {how} to {own.dtype}"
-        elif in_high_precision:
-            weight = _quantized(_values(given, torch.float32), own)
-            what = f"{name}, quantized to {own.format.name}"
-        else:
-            weight, what = _stored(target, given, own, requantize)
-        return _Load(target, weight, given.bias, what)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Write them, as ``load_state_dict`` does."""
-        state = {"weight": self.weight}
-        if self.bias is not None:
-            state["bias"] = self.bias
-        assign = any([p.is_meta for p in self.target.holder.parameters()])
-        self.target.holder.load_state_dict(state, assign=assign)
+@torch.no_grad()
+def _load(target: _Target, given: _Weights) -> str:
+    """Write a linear's weight and bias, as ``load_state_dict`` does; what was done."""
+    own, name = target.weight, given.layout.name
+    in_high_precision = isinstance(given.parts[0], Tensor)
+    if not isinstance(own, QuantizedTensor):
+        how = "converted" if in_high_precision else "decoded"
+        weight, what = _values(given, own.dtype), f"{name}, {how} to {own.dtype}"
+    elif in_high_precision:
+        weight = _quantized(_values(given, torch.float32), own)
+        what = f"{name}, quantized to {own.format.name}"
+    else:
+        weight, what = _stored(given, own)
+    state = {"weight": weight} if given.bias is None else {"weight": weight, "bias": given.bias}
+    assign = any([p.is_meta for p in target.holder.parameters()])
+    target.holder.load_state_dict(state, assign=assign)
+    return what
 
 
 def _values(given: _Weights, dtype: torch.dtype) -> Tensor:
@@ -366,19 +366,16 @@ def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
     return made.with_pieces(made.pieces(), dtype=own.dtype)
 
 
-def _stored(
-    target: _Target, given: _Weights, own: QuantizedTensor, requantize: bool
-) -> tuple[QuantizedTensor, str]:
+def _kept(given: _Weights, fmt: NumberFormat) -> QuantizedMatrix | None:
+    """The bits of a checkpoint in the format of a parameter, None if values must be rounded."""
+    whole = joined(given.parts, given.interleave)
+    return in_format(whole, fmt) if isinstance(whole, QuantizedMatrix) else None
+
+
+def _stored(given: _Weights, own: QuantizedTensor) -> tuple[QuantizedTensor, str]:
     """The bits of a checkpoint for a parameter that is stored quantized, and what they are."""
     source, name = given.parts[0].format, given.layout.name  # type: ignore[union-attr]
-    whole = joined(given.parts, given.interleave)
-    kept = in_format(whole, own.format) if isinstance(whole, QuantizedMatrix) else None
-    why = _why_rounded(source, own, whole is None, kept is None)
-    if why and not requantize:
-        raise _Wrong(
-            f"{target.path or 'the weight'} would be rounded a second time: {why}; or pass "
-            "requantize=True"
-        )
+    kept = _kept(given, own.format)
     if kept is None:
         again = _quantized(_values(given, torch.float32), own)
         return again, f"{name}, quantized again to {own.format.name}"
@@ -390,6 +387,20 @@ def _stored(
     if source.element != own.format.element:
         return made, f"{name}, encoded as {own.format.name} with the same values"
     return made, f"{name}, bits kept"
+
+
+def _check_rounding(target: _Target, given: _Weights) -> None:
+    """Refuse to round values of a weight a second time; elements may be on the meta device."""
+    own, first = target.weight, given.parts[0]
+    if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):
+        return
+    is_apart = joined(given.parts, given.interleave) is None
+    why = _why_rounded(first.format, own, is_apart, _kept(given, own.format) is None)
+    if why:
+        raise _Wrong(
+            f"{target.path or 'the weight'} would be rounded a second time: {why}; or pass "
+            "requantize=True"
+        )
 
 
 def _why_rounded(

@@ -468,3 +468,34 @@ def test_a_scale_of_another_dtype_is_not_called_missing():
     state[name] = state[name].double()
     with pytest.raises(ValueError, match=r"weight_scale_inv must be of .*, got torch\.float64"):
         load_checkpoint(mlp(), state, NAMES)
+
+
+def largest_allocation(call):
+    """The largest sum of bytes that a call holds at a time besides what there was."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as p:
+        call()
+    held = largest = 0
+    events = p.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            largest = max(largest, held)
+    return largest
+
+
+@pytest.mark.parametrize("recipe", [None, NVFP4], ids=["decoded", "stored"])
+def test_memory_for_one_weight_at_a_time(recipe):
+    state, _, _ = experts(write.nvfp4_modelopt)
+    layers = 8
+    module = fz.Sequential(*[op for _ in range(layers) for op in mlp(recipe)])
+    one = {"0": NAMES["0"]}
+    every = {str(3 * i): NAMES["0"] for i in range(layers)}
+    load_checkpoint(module, state, one)
+    alone = largest_allocation(lambda: load_checkpoint(module, state, one))
+    assert alone >= 2 * INNER * HIDDEN * E / 2
+    together = largest_allocation(lambda: load_checkpoint(module, state, every))
+    assert together <= 1.5 * alone
+    for i in range(layers):
+        assert torch.equal(weight(module[3 * i]), weight(module[0]))
