@@ -47,9 +47,8 @@ _ENDINGS = tuple(dict.fromkeys([e for row in LAYOUTS for e in (*row.endings, *ro
 class CheckpointConfig(QuantizationConfigMixin):
     """What ``config.json`` says in ``quantization_config``; the entries say how they are stored."""
 
-    def __init__(self, quant_method: str = NAME, **given: Any) -> None:
+    def __init__(self, quant_method: str = NAME, **_: Any) -> None:
         self.quant_method: Any = quant_method
-        self.given = given
         self.dequantize = False
 
 
