@@ -54,8 +54,8 @@ def tiles_of(kind: str) -> list[Tile]:
     found += [Tile(m, n, False, *cluster, dynamic=True) for m, n in _COOPERATING
               for cluster in clusters[:2]]  # fmt: skip
     if kind == "wgrad":
-        found += [Tile(128, 128, False, *cluster, dynamic=True, early=early)
-                  for cluster in clusters[:2] for early in (False, True)]  # fmt: skip
+        found += [Tile(128, 128, False, *cluster, dynamic=True)
+                  for cluster in clusters[:2]]  # fmt: skip
     return found
 
 

@@ -30,7 +30,6 @@ class Tile(NamedTuple):
     dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
     ahead: int = 3  # `BACKWARD`: blocks of pre-activations loaded before their epilogue
     stagger: bool = False  # FP8, ping-pong: one epilogue at a time, under the other's products
-    early: bool = False  # FP8 by rows: scales of columns are read while products are computed
 
     @property
     def warpgroups(self) -> int:
@@ -44,7 +43,7 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        more = "d" * self.dynamic + "s" * self.stagger + "e" * self.early
+        more = "d" * self.dynamic + "s" * self.stagger
         return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{more}"
 
 

@@ -112,14 +112,12 @@ OTHER_TILES = (
 
 
 def other_kernels():
-    """Of these tiles, one of each kind; of weight gradients, one that reads scales early."""
+    """Of these tiles, one of each kind."""
     for tile in OTHER_TILES:
         yield Spec("store", tile, **FP8)
         layout = {"paired": True, "stripe": tile.n // 2, "save_preact": True}
         yield Spec("glu", tile, **FP8, **SWIGLU, **layout)
         yield Spec("wgrad", tile, **{**FP8, "scaling": "rows"})
-    tile = Tile(128, 128, False, 1, 2, dynamic=True, early=True)
-    yield Spec("wgrad", tile, **{**FP8, "scaling": "rows"})
 
 
 KERNELS = [

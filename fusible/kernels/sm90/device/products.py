@@ -29,8 +29,6 @@ from fusible.kernels.sm90.device.parts import (
 from fusible.kernels.sm90.device.promotion import (
     Promotion,
     add_scaled,
-    early_registers,
-    load_early,
     load_scales,
     scale_registers,
 )
@@ -247,7 +245,7 @@ def _scaled_mainloop(
     slabs: cutlass.Constexpr,
 ):  # fmt: skip
     """The products of ``steps`` stages of FP8, each times its scales; all are added at the end."""
-    coming, factors = scale_registers(spec), early_registers(spec)
+    coming = scale_registers(spec)
     in_stages = const_expr(spec.scaling == "rows")
     parts = const_expr(spec.tile.n // spec.mma_columns)
     for step in cutlass.range(steps, unroll=1):
@@ -269,14 +267,10 @@ def _scaled_mainloop(
                 wgmma.commit_group()
                 if const_expr(m == 0 and part == 0):
                     load_scales(spec, promotion, coming, coord, step + 1)
-                    if const_expr(factors is not None):
-                        load_early(spec, promotion, factors, scales, at.index)
                 wgmma.wait_group(0)
                 if const_expr(m == slabs - 1 and part == parts - 1 and not in_stages):
                     ring.consumer_release(at)
-                add_scaled(
-                    spec, promotion, accumulator, m, part, products, scales, factors, at.index
-                )
+                add_scaled(spec, promotion, accumulator, m, part, products, scales, at.index)
         if const_expr(in_stages):
             ring.consumer_release(at)
         for i in cutlass.range_constexpr(cute.size(scales)):

@@ -70,32 +70,10 @@ def load_scales(
             values[own + part] = b[group, across, block]
 
 
-def early_registers(spec: Spec):
-    """Registers for what `load_early` reads."""
-    if not spec.tile.early:
-        return None
-    sides, halves = 2, 2 if spec.tile.slabs == 1 else 1
-    return cute.make_rmem_tensor((sides, halves, spec.tile.n // 8), Float32)
-
-
-@cute.jit
-def load_early(spec: cutlass.Constexpr[Spec], promotion: Promotion, factors, values, stage: Int32):
-    """Read the scales of a thread's columns, times those of its rows where it has only two."""
-    within = 2 * (promotion.thread & 3)
-    for eight in cutlass.range_constexpr(spec.tile.n // 8):
-        for side in cutlass.range_constexpr(2):
-            scale = promotion.columns[eight * 8 + within + side, 0, stage]
-            if const_expr(spec.tile.slabs == 1):
-                for half in cutlass.range_constexpr(2):
-                    factors[side, half, eight] = values[half] * scale
-            else:
-                factors[side, 0, eight] = scale
-
-
 @cute.jit
 def add_scaled(
     spec: cutlass.Constexpr[Spec], promotion: Promotion, accumulator, m: cutlass.Constexpr,
-    part: cutlass.Constexpr, products, values, factors, stage: Int32,
+    part: cutlass.Constexpr, products, values, stage: Int32,
 ):  # fmt: skip
     """``accumulator += products * scales`` of the m-th 64 rows, the part-th `Spec.mma_columns`."""
     eights, own = const_expr(spec.mma_columns // 8), const_expr(2 * spec.tile.slabs)
@@ -105,15 +83,10 @@ def add_scaled(
         for side in cutlass.range_constexpr(2):
             if const_expr(spec.scaling == "blocks"):
                 scale = values[own + eight * 8 // spec.scale_columns]
-            elif const_expr(not spec.tile.early):
+            else:
                 scale = promotion.columns[eight * 8 + within + side, 0, stage]
-            elif const_expr(spec.tile.slabs > 1):
-                scale = factors[side, 0, eight]
             for half in cutlass.range_constexpr(2):
-                if const_expr(spec.tile.early and spec.tile.slabs == 1):
-                    factor = factors[side, half, eight]
-                else:
-                    factor = values[2 * m + half] * scale
+                factor = values[2 * m + half] * scale
                 accumulator[(side, half, eight), m, 0] += (
                     factor * products[(side, half, index), 0, 0]
                 )
