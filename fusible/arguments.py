@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from numbers import Real
 
+from torch import Tensor
+
 
 def check_bools(function: str, **flags: object) -> None:
     """Raise TypeError for a flag that is no bool: anything else would count as True or False."""
@@ -20,3 +22,10 @@ def check_numbers(function: str, **values: object) -> None:
                 f"{name} of {function} must be a number, a constant that is not trained, got "
                 f"{value!r:.200}; take .item() of a tensor, or define an op with a parameter"
             )
+
+
+def described(t: object) -> str:
+    """What a message says of a value that is no tensor or not one that fits."""
+    if not isinstance(t, Tensor):
+        return "None" if t is None else type(t).__name__
+    return f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

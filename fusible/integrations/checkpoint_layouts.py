@@ -202,7 +202,7 @@ def matrix_of(data: Tensor, scale: Tensor) -> QuantizedMatrix:
     )
 
 
-def joined(parts: Sequence[OperandData], interleave: int | None) -> OperandData | None:
+def joined_weights(parts: Sequence[OperandData], interleave: int | None) -> OperandData | None:
     """Weights one below the other, or alternating in blocks of ``interleave`` rows.
 
     None where no tensor of their format has their values: tensor scales differ, or blocks of
@@ -245,7 +245,7 @@ def _plain(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
-def stacked(parts: Sequence[OperandData]) -> OperandData:
+def stacked_weights(parts: Sequence[OperandData]) -> OperandData:
     """Weights of one shape, layout and dtype as one with a leading dimension."""
     first = parts[0]
     if isinstance(first, Tensor):

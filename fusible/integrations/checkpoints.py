@@ -17,10 +17,10 @@ from fusible.integrations.checkpoint_layouts import (
     Layout,
     decoded,
     in_format,
-    joined,
+    joined_weights,
     layout_of,
     quantized_tensor,
-    stacked,
+    stacked_weights,
 )
 from fusible.ops import GroupedLinear
 from fusible.ops.weights import WeightedOperation, weighted_ops
@@ -215,7 +215,7 @@ class _Reader:
             if len(layouts) > 1 or len(shapes) > 1:
                 got = ", ".join(map(str, sorted(shapes)))
                 raise _Wrong(f"experts of {base} must be alike, got {got} in {_names(layouts)}")
-            layout, weight = each[0][0], stacked([weight for _, weight, _ in each])
+            layout, weight = each[0][0], stacked_weights([weight for _, weight, _ in each])
             biases = [bias for _, _, bias in each if bias is not None]
             bias = torch.stack(biases) if biases else None
         self._raise()
@@ -309,7 +309,7 @@ class _Reader:
         if not parts:
             return None
         columns = [part.unsqueeze(-1) for part in parts]
-        bias = joined(columns, self.interleave)
+        bias = joined_weights(columns, self.interleave)
         assert isinstance(bias, Tensor)
         bias = bias.squeeze(-1)
         experts = self.target.experts
@@ -354,7 +354,7 @@ def _load(target: _Target, given: _Weights) -> str:
 
 
 def _values(given: _Weights, dtype: torch.dtype) -> Tensor:
-    weight = joined([decoded(part, dtype) for part in given.parts], given.interleave)
+    weight = joined_weights([decoded(part, dtype) for part in given.parts], given.interleave)
     assert isinstance(weight, Tensor)
     return weight
 
@@ -368,7 +368,7 @@ def _quantized(values: Tensor, own: QuantizedTensor) -> QuantizedTensor:
 
 def _kept(given: _Weights, fmt: NumberFormat) -> QuantizedMatrix | None:
     """The bits of a checkpoint in the format of a parameter, None if values must be rounded."""
-    whole = joined(given.parts, given.interleave)
+    whole = joined_weights(given.parts, given.interleave)
     return in_format(whole, fmt) if isinstance(whole, QuantizedMatrix) else None
 
 
@@ -394,7 +394,7 @@ def _check_rounding(target: _Target, given: _Weights) -> None:
     own, first = target.weight, given.parts[0]
     if not isinstance(own, QuantizedTensor) or isinstance(first, Tensor):
         return
-    is_apart = joined(given.parts, given.interleave) is None
+    is_apart = joined_weights(given.parts, given.interleave) is None
     why = _why_rounded(first.format, own, is_apart, _kept(given, own.format) is None)
     if why:
         raise _Wrong(

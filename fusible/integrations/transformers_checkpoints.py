@@ -28,10 +28,10 @@ from fusible.integrations.checkpoint_layouts import (
     LAYOUTS,
     Layout,
     decoded,
-    joined,
+    joined_weights,
     layout_of,
     quantized_tensor,
-    stacked,
+    stacked_weights,
 )
 from fusible.integrations.transformers_experts import NAME
 from fusible.recipes.matrix import OperandData, QuantizedMatrix
@@ -172,8 +172,8 @@ def _whole(parts: Sequence[list[OperandData]]) -> QuantizedMatrix | None:
     """All experts with all parts of their weights; None if no tensor of a format has them."""
     if not all([isinstance(w, QuantizedMatrix) for weights in parts for w in weights]):
         return None
-    experts = [w[0] if w[0].data.dim() == 3 else stacked(w) for w in parts]
-    whole = joined(experts, None)
+    experts = [w[0] if w[0].data.dim() == 3 else stacked_weights(w) for w in parts]
+    whole = joined_weights(experts, None)
     return whole if isinstance(whole, QuantizedMatrix) else None
 
 

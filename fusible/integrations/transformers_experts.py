@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusible.arguments import described
 from fusible.fuser.stand_ins import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
 from fusible.integrations.checkpoint_layouts import matrix_of, quantized_tensor
@@ -39,7 +40,6 @@ from fusible.ops import (
     SReLU,
     SwiGLU,
 )
-from fusible.ops.inputs import described
 from fusible.ops.parameters import stored
 from fusible.recipes.quantization import HIGH_PRECISION
 from fusible.recipes.sharding import local

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusible.ops.inputs import described
+from fusible.arguments import described
 
 NAMES = ("output", "grad_input")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fusible.arguments import check_bools, check_numbers
+from fusible.arguments import check_bools, check_numbers, described
 from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
@@ -37,7 +37,7 @@ from fusible.ops.exchange import (
     sum_copies,
     wire_format,
 )
-from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes, described
+from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
 from fusible.ops.top_k_router import TopKRouter

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusible.arguments import check_bools
+from fusible.arguments import check_bools, described
 from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
@@ -23,7 +23,6 @@ from fusible.ops.inputs import (
     check_features,
     check_row_scales,
     check_sizes,
-    described,
     on_device_of,
     product_dtype,
 )

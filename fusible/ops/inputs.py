@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.arguments import described
 from fusible.calls import capturing
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import autocast_to
@@ -124,10 +125,3 @@ def check_row_scales(scales: Tensor | None, x: Tensor, op_name: str) -> Tensor:
         f"scales of {op_name} must be a floating tensor of shape {tuple(x.shape[:-1])} on "
         f"{x.device}, one value for each row of the input, got {described(scales)}"
     )
-
-
-def described(t: object) -> str:
-    """What a message says of a value that is no tensor or not one that fits."""
-    if not isinstance(t, Tensor):
-        return "None" if t is None else type(t).__name__
-    return f"{t.dtype} of shape {tuple(t.shape)} on {t.device}"

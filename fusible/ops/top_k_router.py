@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import formulas
-from fusible.arguments import check_bools, check_numbers
+from fusible.arguments import check_bools, check_numbers, described
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
@@ -20,7 +20,6 @@ from fusible.ops.inputs import (
     check_dtype,
     check_features,
     check_sizes,
-    described,
 )
 from fusible.ops.op import BasicOperation, Grads, OpGrads
 from fusible.recipes.product import values

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusible.arguments import described
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import as_bytes, shapes_of
 from fusible.recipes.quantization import HIGH_PRECISION
@@ -162,13 +163,6 @@ def _fits(piece: Any, other: Any, dtypes: Sequence[torch.dtype], size: tuple[int
         and piece.device == other.device
         and getattr(piece, "placements", None) == getattr(other, "placements", None)
     )
-
-
-def described(piece: Any) -> str:
-    """A piece in an error message."""
-    if not isinstance(piece, Tensor):
-        return f"a {type(piece).__name__}"
-    return f"{piece.dtype} of shape {tuple(piece.shape)} on {piece.device}"
 
 
 def register_state_hooks(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ def imported(path):
 
 def test_every_source_of_a_kernel_is_told_apart():
     """All that device code imports, however far away."""
-    sources = set(cache.sources())
+    sources = set(cache.source_files())
     waiting = [path for path in sources if path.parent.name == "device"]
     assert len(waiting) > 20
     seen = set()
@@ -51,7 +51,7 @@ def test_a_changed_source_is_another_folder(monkeypatch, tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("1")
     other.write_text("2")
-    monkeypatch.setattr(cache, "sources", lambda: [one, other])
+    monkeypatch.setattr(cache, "source_files", lambda: [one, other])
     before = cache.directory.__wrapped__()
     assert cache.directory.__wrapped__() == before
     other.write_text("3")

@@ -43,7 +43,7 @@ def test_compiled(sm, dtype, name):
 
     from fusible.kernels.grouped.device import products
 
-    kernel, blocks = getattr(products, name), portable.blocks_of(dtype, name)
+    kernel, blocks = getattr(products, name), portable.tile_options(dtype, name)
     warps = {"num_warps": blocks.pop("num_warps")}
     names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     flags = {"has_bias": True, "has_scale": True, "slots": 256}

@@ -47,7 +47,7 @@ def takes(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and is_installed()
 
 
-def blocks_of(dtype: torch.dtype, kernel: str) -> dict[str, Any]:
+def tile_options(dtype: torch.dtype, kernel: str) -> dict[str, Any]:
     """The tile of a program of a kernel, and of how many warps."""
     precision = "ieee"
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
@@ -99,7 +99,7 @@ def grouped_mm_(
 
     weight = stacked(w).mT if transpose_w else stacked(w)
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
-    blocks = blocks_of(x.dtype, "rows_grouped")
+    blocks = tile_options(x.dtype, "rows_grouped")
     down = -(-rows // blocks["block_rows"]) + groups + 1  # a group may end in a part of a tile
     across = -(-columns // blocks["block_columns"])
     if out.numel() == 0:
@@ -132,7 +132,7 @@ def grouped_wgrad(
     # What Triton cannot write is rounded from FP32, as the definition's sums are.
     wide = out_dtype not in (None, *DTYPES)
     out = dy.new_empty(groups, columns, depth, dtype=torch.float32 if wide else out_dtype)
-    blocks = blocks_of(x.dtype, "reduction_grouped")
+    blocks = tile_options(x.dtype, "reduction_grouped")
     tiles = -(-columns // blocks["block_columns"]) * -(-depth // blocks["block_depth"])
     if out.numel():
         with torch.cuda.device_of(out):

@@ -111,12 +111,12 @@ def directory() -> Path:
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
-    for source in sources():
+    for source in source_files():
         digest.update(source.read_bytes())
     return Path.home() / ".cache" / "fusible" / digest.hexdigest()[:16]
 
 
-def sources() -> list[Path]:
+def source_files() -> list[Path]:
     """Every file that a kernel may depend on; a superset, so that none is forgotten."""
     package = Path(__file__).parents[2]
     return [

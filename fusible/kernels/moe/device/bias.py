@@ -5,7 +5,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.kernels.device import bits
-from fusible.kernels.device.overlap import overlaps, wait
+from fusible.kernels.device.dependent_launch import has_pdl, wait
 from fusible.kernels.moe.device.rows import number, put
 
 WARPS = 8
@@ -121,7 +121,7 @@ def group_sums(
     """Launch: addresses of contiguous tensors, as ``grouped.grouped_sum`` names them."""
     chunks = (spec.vectors + LANES - 1) // LANES
     _sums(dy, ends, scales, index, out, spec).launch(
-        grid=[chunks, groups, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=overlaps()
+        grid=[chunks, groups, 1], block=[32 * WARPS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 
 
@@ -142,5 +142,5 @@ def group_dots(
         grid=[(rows + WARPS - 1) // WARPS, 1, 1],
         block=[32 * WARPS, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )

@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from fusible.kernels.device import bits
-from fusible.kernels.device.overlap import overlaps, wait
+from fusible.kernels.device.dependent_launch import has_pdl, wait
 from fusible.kernels.moe.spec import GROUP_BITS
 
 TOGETHER = 4  # loads a thread has in flight
@@ -244,5 +244,5 @@ def permutation(
         block=[spec.threads, 1, 1],
         cluster=[spec.ctas, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )

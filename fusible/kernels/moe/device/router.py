@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
-from fusible.kernels.device.overlap import overlaps, wait
+from fusible.kernels.device.dependent_launch import has_pdl, wait
 
 WARPS = 8
 
@@ -222,7 +222,7 @@ def route(
         grid=[(tokens + WARPS - 1) // WARPS, 1, 1],
         block=[32 * WARPS, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )
 
 
@@ -241,5 +241,5 @@ def route_backward(
         grid=[(tokens + WARPS - 1) // WARPS, 1, 1],
         block=[32 * WARPS, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )

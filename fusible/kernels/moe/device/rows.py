@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
-from fusible.kernels.device.overlap import overlaps, wait
+from fusible.kernels.device.dependent_launch import has_pdl, wait
 
 THREADS = 256
 UNROLL = 4  # tokens a thread has in flight
@@ -254,7 +254,7 @@ def sources(
         grid=[(tokens * spec.top_k + THREADS - 1) // THREADS, 1, 1],
         block=[THREADS, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )
 
 
@@ -272,7 +272,7 @@ def scatter(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them."""
     _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
-        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=overlaps()
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 
 
@@ -290,7 +290,7 @@ def gather(
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.gather_sum`` names them."""
     _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
-        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=overlaps()
+        grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 
 
@@ -311,5 +311,5 @@ def dots(
         grid=[(tokens + warps - 1) // warps, 1, 1],
         block=[THREADS, 1, 1],
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=has_pdl(),
     )
