@@ -105,7 +105,7 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
             facts["element"],
             facts["block"] or (),
             facts["scale"],
-            float(facts["amax_epsilon"]),
+            str(float(facts["amax_epsilon"])),
             facts["hadamard"],
             facts["stochastic"],
         )

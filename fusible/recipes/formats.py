@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -72,6 +72,8 @@ class NumberFormat:
     """The column-wise form is that of ``recipes.hadamard.transform`` of the values."""
     stochastic: bool = False
     """Elements are rounded up or down at random (``recipes.philox``), not to the nearest."""
+    _epsilon: str = field(init=False, repr=False, compare=False)
+    """``amax_epsilon`` as an op takes it: code compiled with dynamic=True makes numbers variables."""
 
     def __post_init__(self) -> None:
         check_bools("NumberFormat", hadamard=self.hadamard, stochastic=self.stochastic)
@@ -91,6 +93,7 @@ class NumberFormat:
             raise ValueError(f"element of a format with stochastic must be E2M1, got {self}")
         if not 0 <= self.amax_epsilon < math.inf:
             raise ValueError(f"amax_epsilon must be finite and not negative, got {self}")
+        object.__setattr__(self, "_epsilon", repr(float(self.amax_epsilon)))
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -120,10 +123,10 @@ class NumberFormat:
         size = "matrix" if self.block is None else self.block[1]
         return f"{self.element.name} with one {self.scale} scale per {size}"
 
-    def as_constants(self) -> tuple[str, str, list[int], ScaleName, float, bool, bool]:
+    def as_constants(self) -> tuple[str, str, list[int], ScaleName, str, bool, bool]:
         """Return the row as arguments of a torch op."""
         block = [] if self.block is None else list(self.block)
-        options = self.amax_epsilon, self.hadamard, self.stochastic
+        options = self._epsilon, self.hadamard, self.stochastic
         return self.name, self.element.name, block, self.scale, *options
 
     @staticmethod
@@ -132,14 +135,14 @@ class NumberFormat:
         element: str,
         block: Sequence[int],
         scale: str,
-        amax_epsilon: float,
+        amax_epsilon: str,
         hadamard: bool,
         stochastic: bool,
     ) -> NumberFormat:
         """Undo ``as_constants``; KeyError for an element or a scale that is not known."""
         across_along = (int(block[0]), int(block[1])) if block else None
         known = check_scale_name(scale)
-        options = amax_epsilon, hadamard, stochastic
+        options = float(amax_epsilon), hadamard, stochastic
         return NumberFormat(name, ELEMENTS[element], across_along, known, *options)
 
 
