@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation that has a tensor of these classes among its arguments."""
     # Operations made of others (``to``, ``reshape``) arrive whole in inference mode, and where
-    # PyTorch itself calls one below autograd.
-    if func not in _OF_QUANTIZED:
+    # PyTorch itself calls one below autograd. Where there is a kernel too (``silu_backward``), it
+    # rounds once, and an ordinary tensor has it.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if func not in _OF_QUANTIZED and not has_kernel(func.name(), "CPU"):
         made_of_others = func.decompose(*args, **kwargs)
         if made_of_others is not NotImplemented:
             return made_of_others

@@ -442,6 +442,15 @@ def test_a_view_that_is_written_shows_it_in_the_tensor():
     assert torch.equal(q[3] + 0, torch.full((64,), 1.5))
 
 
+@pytest.mark.parametrize("activation", [F.silu, F.mish])  # with derivatives made of others, too
+def test_derivatives_are_rounded_once(activation):
+    leaf = nn.Parameter(recipes.MXFP8Quantizer()(SQUARE.bfloat16()))
+    plain = nn.Parameter(leaf.detach().dequantize())
+    for t in (leaf, plain):
+        activation(t).backward(SQUARE.T.bfloat16())
+    assert torch.equal(leaf.grad, plain.grad)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_backward_of_a_sparse_product():
     leaf = nn.Parameter(tensor())
