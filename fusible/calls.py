@@ -10,6 +10,17 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def depend_on_values(*sizes: object) -> bool:
+    """Whether a size, or a place, is one that traced code reads of a tensor when it runs."""
+    symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return False
+    # Imports sympy, which tracing has imported already.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(free_unbacked_symbols(size) for size in symbolic)
+
+
 def is_intercepted() -> bool:
     """Whether something else sees calls: `is_traced`, or a transform of ``torch.func``."""
     return (

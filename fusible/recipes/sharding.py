@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusible.calls import depend_on_values
 from fusible.recipes.formats import NumberFormat
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
         return q.map_pieces(lambda t: t)
     if dim == q.dim() - 1:
         raise NotStorableError(
-            f"a quantized tensor must be cut before its last dimension, got {q!r}"
+            f"a quantized tensor must be cut before its last dimension, got {q!r}; "
+            "call .dequantize()"
         )
     check_layout(q)
     if dim < q.dim() - 2:
@@ -107,7 +109,14 @@ def slice_(
 ) -> QuantizedTensor:
     """``aten.slice`` with step 1; errors as :func:`cut`."""
     if step != 1:
-        raise NotStorableError(f"a slice of a quantized tensor must have step 1, got {step}")
+        raise NotStorableError(
+            f"a slice of a quantized tensor must have step 1, got {step}; call .dequantize()"
+        )
+    if depend_on_values(start, stop):
+        raise NotStorableError(
+            "a slice of a quantized tensor must be between rows that are known when it is "
+            f"compiled, got {start} to {stop}; call .dequantize()"
+        )
     size = q.shape[dim]
     start, stop = start or 0, size if stop is None else stop
     start, stop = (at + size if at < 0 else at for at in (start, stop))

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from fusible.calls import capturing, is_traced
+from fusible.calls import capturing, depend_on_values, is_traced
 from fusible.recipes import sharding
 from fusible.recipes.matrix import as_bytes
 from fusible.recipes.quantization import HIGH_PRECISION
@@ -81,10 +81,12 @@ def _is_whole_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return False
     whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
     view = func(whole, *args[1:], **kwargs)
-    return isinstance(view, Tensor) and (
-        (view.shape, view.dtype, view.stride(), view.storage_offset())
-        == (whole.shape, whole.dtype, whole.stride(), 0)
-    )
+    if not isinstance(view, Tensor):
+        return False
+    place = view.shape, view.dtype, view.stride(), view.storage_offset()
+    if depend_on_values(*view.shape, *view.stride(), view.storage_offset()):
+        return False
+    return place == (whole.shape, whole.dtype, whole.stride(), 0)
 
 
 def _returns_view(func: Any) -> bool:

@@ -77,6 +77,16 @@ def test_each_is_counted_and_can_be_forbidden(name):
     assert recipes.implicit_dequantizes() == before + 1
 
 
+@pytest.mark.parametrize("part", [(slice(None, None, 2),), (slice(None), slice(3))])
+def test_a_forbidden_slice_says_what_to_do(part):
+    q = recipes.MXFP8Quantizer()(torch.randn(64, 64))
+    with (
+        recipes.no_implicit_dequantize(),
+        pytest.raises(ValueError, match=r"call \.dequantize\(\)"),
+    ):
+        q[part]
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_zero_in_transformers(family, recipe):

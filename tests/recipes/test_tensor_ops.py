@@ -408,6 +408,29 @@ def test_views_compiled_for_any_size(view):
         assert torch.equal(compiled(q), view(q.dequantize()) * 2)
 
 
+VALUES_AS_PLACES = {
+    "narrow": lambda t, i: t.narrow(0, i, 2),
+    "narrow rows": lambda t, i: t.narrow(1, i, 2),
+    "to": lambda t, i: t[: i.item()],
+    "from": lambda t, i: t[i.item() :],
+    "columns": lambda t, i: t[..., : i.item()],
+    "expand": lambda t, i: t[:1].expand(i.item() + 2, -1, -1),
+    "of a view": lambda t, i: t[1:].narrow(0, i, 1),
+}
+
+
+@pytest.mark.parametrize("name", VALUES_AS_PLACES)
+def test_compiled_slices_whose_places_are_values(name):
+    def function(t, i):
+        return VALUES_AS_PLACES[name](t, i) * 2
+
+    q, i = recipes.MXFP8Quantizer()(other(4, 6, 32)), torch.tensor(1)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        result = torch.compile(function, fullgraph=True, backend="aot_eager")(q, i)
+    assert torch.equal(result, function(q.dequantize(), i))
+
+
 FORWARD_MODE = {
     "a product": lambda t: t * SQUARE,
     "a slice": lambda t: t[32:] * SQUARE[32:],
