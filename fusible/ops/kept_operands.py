@@ -45,7 +45,7 @@ Uses = frozenset[str]
 
 
 class _Kept(NamedTuple):
-    stored: tuple[ref[Tensor], ...] = ()
+    stored: tuple[ref[Tensor] | int, ...] = ()
     versions: tuple[Any, ...] = ()
     operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - replaced before it is written to
 
@@ -89,7 +89,7 @@ class KeptOperands:
         kept = self._kept
         if kept.versions != versions or not _same(kept.stored, stored):
             # What was kept is freed before more is made.
-            kept = self._kept = _Kept(tuple(map(ref, stored)), versions, {})
+            kept = self._kept = _Kept(tuple(map(_reference, stored)), versions, {})
         key = key, weights[0].dtype, *_stream(weights[0].device)
         uses = frozenset(products)
         found = kept.operands.get(key)
@@ -108,10 +108,20 @@ def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*weights, *[piece for of_weight in pieces for piece in of_weight])
 
 
-def _same(known: Sequence[ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+def _reference(t: Tensor) -> ref[Tensor] | int:
+    """What tells ``t`` from others: of a quantized tensor its id, beside references to its pieces.
+
+    A parametrization, and so an adapter of peft, swaps a parameter of a subclass with itself, which
+    PyTorch refuses where there is a weak reference.
+    """
+    return id(t) if isinstance(t, QuantizedTensor) else ref(t)
+
+
+def _same(known: Sequence[ref[Tensor] | int], tensors: Sequence[Tensor]) -> bool:
     if len(known) != len(tensors):
         return False
-    return all([of() is t for of, t in zip(known, tensors, strict=True)])
+    pairs = zip(known, tensors, strict=True)
+    return all([of == id(t) if isinstance(of, int) else of() is t for of, t in pairs])
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:

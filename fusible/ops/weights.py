@@ -423,6 +423,17 @@ class WeightedOperation(CastingOp):
             notes.append(f"weights are quantized once{again}: reuse_quantized_weights")
         return tuple(notes)
 
+    def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
+        """That weights are computed from stored ones, as with an adapter."""
+        held = [local(p) for name in self._weight_names() for p in self.stored(name)]
+        used = ctx.parameters[: self.num_weights]
+        if all([is_quantized(w) for w in used]) or not any([is_quantized(p) for p in held]):
+            return ()
+        return (
+            "weights are computed from stored ones, which every forward dequantizes; the products "
+            "read ordinary tensors",
+        )
+
     def _stored_for_inference(self) -> bool:
         parts = [local(w) for w in self._held_weights() if w is not None]
         return any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in parts])
