@@ -35,6 +35,7 @@ from fusible.integrations.checkpoint_layouts import (
 )
 from fusible.integrations.transformers_experts import NAME
 from fusible.recipes.matrix import OperandData, QuantizedMatrix
+from fusible.recipes.tensor import QuantizedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,14 @@ class CheckpointQuantizer(HfQuantizer):
     def _kept(self, operations: list[Any]) -> Any:
         merges = all([isinstance(op, MergeModulelist | Concatenate) for op in operations[1:]])
         return Convert(operations, keeps=self.keeps and merges)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Tell peft, and whoever asks, of weights that are stored as ``[experts, out, in]``."""
+        for module in model.modules():
+            weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+            if weights and all([isinstance(p, QuantizedTensor) for p in weights]):
+                module.is_transposed = False
+        return model
 
     def is_serializable(self) -> bool:
         """Not in the layout that was read."""

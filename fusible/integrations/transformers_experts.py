@@ -268,16 +268,23 @@ class ExpertsLinear(GroupedLinear):
 
     def _weight(self) -> Tensor:
         experts, weight = self._experts, getattr(self._experts, self._name, None)
+        held = stored(experts, self._name)  # what an adapter adds to has the layout of its sum
         scale = getattr(experts, f"{self._name}_scale_inv", None)
         if isinstance(weight, Tensor) and isinstance(scale, Tensor):
+            if weight is not held[0]:
+                raise ValueError(
+                    f"{self._name} of {type(experts).__name__} must be a parameter, since it is "
+                    "without its scales, got elements that are computed (by an adapter, a "
+                    'parametrization); load the checkpoint with quant_method "fusible"'
+                )
             weight = self._of_scale(weight, scale)
         if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
             raise ValueError(
                 f"{self._name} of {type(experts).__name__} must be a floating 3-D parameter, got "
                 f'{described(weight)}; use experts_implementation="eager" for this model'
             )
-        stored_out_in = not experts.is_transposed or isinstance(local(weight), QuantizedTensor)
-        return weight if stored_out_in else weight.mT
+        quantized = any([isinstance(local(part), QuantizedTensor) for part in (weight, *held)])
+        return weight if quantized or not experts.is_transposed else weight.mT
 
     def _of_scale(self, data: Tensor, scale: Tensor) -> QuantizedTensor:
         """The weight of elements and scales that the experts hold, in their memory; frozen."""
