@@ -320,9 +320,10 @@ def _unfolded(module: nn.Module) -> Iterator[Unit]:
             ops = tuple(op for unit in inside for op in unit.ops)
             yield Unit(module, ops, why, inside, nested.require)
         return
-    ops = getattr(module, "basic_ops", ())
+    called = _innermost(module)
+    ops = getattr(called, "basic_ops", ())
     if ops and all(isinstance(op, BasicOperation) for op in ops):
-        _check_owns_parameters(module)
+        _check_owns_parameters(called)
         of_parts = [why_called(op) for op in ops]
         if why is None and any(of_parts):
             yield from (Unit(op, (op,), of) for op, of in zip(ops, of_parts, strict=True))
@@ -331,6 +332,15 @@ def _unfolded(module: nn.Module) -> Iterator[Unit]:
     else:
         ops = (Opaque(module),) if hasattr(module, "num_extra_inputs") else ()
         yield Unit(module, ops, why or "is an ordinary module")
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The module that peft's wrappers around it call; they pass no attributes on."""
+    while not hasattr(module, "basic_ops") and isinstance(
+        inner := getattr(module, "base_layer", None), nn.Module
+    ):
+        module = inner
+    return module
 
 
 def _why_called(module: nn.Module) -> str | None:
@@ -342,8 +352,8 @@ def _why_called(module: nn.Module) -> str | None:
         if held:
             return f"has {words}, as all modules"
     if not isinstance(module, FusibleOperation | Sequential):
-        wraps = hasattr(module, "basic_ops") or hasattr(module, "as_sequential")
-        return f"is inside of a {type(module).__name__}" if wraps else "is an ordinary module"
+        wraps = hasattr(_innermost(module), "basic_ops") or hasattr(module, "as_sequential")
+        return "is a wrapper of ops" if wraps else "is an ordinary module"
     why = "has a forward of its own" if _has_own_forward(module) else None
     if isinstance(module, Sequential):
         why = why or ("requires rules" if module.require else None)
@@ -436,7 +446,8 @@ def _by_op(
     by_op: dict[nn.Module, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():
         op = sequential[key] if isinstance(key, int) else key
-        parts: Sequence[Any] = getattr(op, "basic_ops", ()) if isinstance(op, nn.Module) else ()
+        is_module = isinstance(op, nn.Module)
+        parts: Sequence[Any] = getattr(_innermost(op), "basic_ops", ()) if is_module else ()
         op = parts[0] if len(parts) == 1 else op
         if op not in division.ops or not isinstance(op, BasicOperation):
             of = ""
