@@ -73,7 +73,7 @@ class NumberFormat:
     stochastic: bool = False
     """Elements are rounded up or down at random (``recipes.philox``), not to the nearest."""
     _epsilon: str = field(init=False, repr=False, compare=False)
-    """``amax_epsilon`` as an op takes it: code compiled with dynamic=True makes numbers variables."""
+    """``amax_epsilon`` as an op takes it; with dynamic=True compiled numbers are variables."""
 
     def __post_init__(self) -> None:
         check_bools("NumberFormat", hadamard=self.hadamard, stochastic=self.stochastic)

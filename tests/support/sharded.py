@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -271,6 +272,7 @@ def by_expert(t):
 
 
 def worker(rank: int, world: int, device: str, store: str, cases: list[Case], out) -> None:
+    faulthandler.enable()  # where a process died is in what the test prints
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
