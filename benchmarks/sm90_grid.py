@@ -532,12 +532,12 @@ def fit(cells: list[dict], tries: int) -> None:
         for kind, sizes, us in known:
             best = min(us.values())
             near = {tile: t for tile, t in us.items() if t < 1.6 * best}
-            model = {t: tiles.microseconds(kind, t, *sizes, 132, constants) for t in near}
+            model = {t: tiles.microseconds(kind, t, *sizes, 132, constants) for t in us}
             off = {t: math.log(model[t] / near[t]) for t in near}
             mean = statistics.fmean(off.values())
-            taken = min((t for t in near if t in tiles.TILES[kind]), key=model.__getitem__)
-            total += statistics.fmean((o - mean) ** 2 for o in off.values()) + 0.02 * mean**2
-            total += 0.3 * min(near[taken] / best - 1, 0.3)
+            taken = min((t for t in us if t in tiles.TILES[kind]), key=model.__getitem__)
+            total += 0.3 * statistics.fmean((o - mean) ** 2 for o in off.values()) + 0.006 * mean**2
+            total += us[taken] / best - 1
         return total / len(known)
 
     found, generator = tiles.MEASURED, random.Random(0)

@@ -16,6 +16,8 @@ _SMALL = Tile(128, 128, True, 1, 2)
 _DRAWN = _SMALL._replace(dynamic=True)
 _BAND = Tile(128, 128, True, 2, 1, dynamic=True)
 _WIDE = Tile(128, 192, True, 1, 2, dynamic=True)
+_WIDE_BAND = Tile(128, 192, True, 2, 1, dynamic=True)
+_TALL = Tile(192, 128, True, 1, 2)
 _LOW = Tile(64, 64, True, 1, 1), Tile(64, 128, True, 1, 1), Tile(64, 128, True, 1, 2)
 _LARGE = tuple(
     Tile(m, n, False, cluster_m, cluster_n, dynamic=True)
@@ -24,11 +26,11 @@ _LARGE = tuple(
 )
 # By kind, every tile that may be chosen; tests compile and run each.
 TILES = {
-    "store": (*_LOW, _SMALL, _DRAWN, _BAND, Tile(192, 128, True, 1, 2), _LARGE[1]),
+    "store": (*_LOW, _SMALL, _DRAWN, _BAND, _TALL, _TALL._replace(dynamic=True), *_LARGE[:2]),
     "glu": (
         *_LOW,
         Tile(64, 256, True, 1, 2, dynamic=True),
-        *(_SMALL, _DRAWN, _BAND, _WIDE),
+        *(_SMALL, _DRAWN, _BAND, _WIDE, _WIDE_BAND),
         *_LARGE[:2],
     ),
     # Shared memory goes to pre-activations where products are short, else to pipeline stages.
@@ -38,15 +40,17 @@ TILES = {
         Tile(64, 128, True, 1, 2, dynamic=True, ahead=5),
         _SMALL._replace(ahead=5),
         _DRAWN,
+        _DRAWN._replace(ahead=5),
         _BAND,
+        _BAND._replace(ahead=5),
         _WIDE._replace(ahead=2),
     ),
     "wgrad": (
         _DRAWN,
         _BAND,
-        Tile(192, 128, True, 1, 2, dynamic=True),
+        _TALL._replace(dynamic=True),
         _WIDE,
-        Tile(128, 192, True, 2, 1, dynamic=True),
+        _WIDE_BAND,
         *_LARGE,
     ),
     # Of activations that are not gated.
@@ -116,28 +120,31 @@ class Constants(NamedTuple):
     drawn: float  # and where they are
     again: float  # share of a weight's bytes that each further tile down its group reads again
     memory: float  # bytes that the GPU reads or writes in a nanosecond
+    ahead: float  # by which an activation's backward takes longer with the other share of slots
     sharpness: float  # how little what is shorter adds to what is longer
 
 
 MEASURED = Constants(
-    multiply=0.988,
-    load=0.907,
-    begin=236,
-    store=10.1,
-    glu=18.3,
-    dglu=121,
-    wgrad=7.86,
-    apart=0.72,
-    low=1.1,
-    tall=1.22,
-    wide=1.02,
+    multiply=0.977,
+    load=0.912,
+    begin=239,
+    store=10.4,
+    glu=15.5,
+    dglu=43.7,
+    wgrad=6.09,
+    apart=0.69,
+    low=1.17,
+    tall=1.1,
+    wide=1.05,
     shared=0.95,
-    assigned=0.128,
-    drawn=0.0492,
+    assigned=0.154,
+    drawn=0.0295,
     again=0.108,
-    memory=3540,
-    sharpness=4.71,
+    memory=3372,
+    ahead=0.0444,
+    sharpness=4.77,
 )
+_SHORT = 384  # rows of groups for which more slots of pre-activations pay, with fewer stages
 # Sizes of groups, relative to their mean, for which the model averages: often all are equal, else
 # no multiples of a tile.
 _SPREAD = (0.41, 0.67, 0.87, 1.0, 1.0, 1.0, 1.14, 1.33, 1.58)
@@ -162,7 +169,8 @@ def microseconds(
     A tile takes the longer of its products and of its loads from the L2 cache, and its epilogue,
     which in ping-pong runs under the other warpgroup's products; a column of tiles as many of these
     as groups of about this size have. The GPU takes as many rounds of tiles as its clusters need,
-    but no less than reading and writing every matrix once.
+    but no less than reading and writing every matrix once. An activation's backward was measured to
+    want more slots of pre-activations where groups are short, and more stages where they are not.
     """
     c, used = constants, min(groups, rows)
     sizes = [max(rows / used * factor, 1.0) for factor in _SPREAD]
@@ -183,6 +191,8 @@ def microseconds(
     rounds = tiles / (sms // (tile.cluster_m * tile.cluster_n))
     late = c.drawn if tile.dynamic else c.assigned
     computing = (time * (rounds + math.ceil(rounds) + late) / 2 + epilogue) / tiles_down
+    if kind in BACKWARD and (tile.ahead > 3) != (rows <= _SHORT * used):
+        computing *= 1 + c.ahead
     return _longer(computing, 2 * values / c.memory, c) / 1000
 
 

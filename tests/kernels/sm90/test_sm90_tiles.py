@@ -1,6 +1,7 @@
 """The tile that a product gets: a function of sizes that the host knows."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def measured():
 
 
 def test_the_chosen_tile_is_nearly_the_best_that_was_measured():
-    """Within 5 % in 95 % of the cells in which it was measured.
+    """Within 5 % in 80 % of the cells in which it was measured, and 3 % behind it on average.
 
     Weight gradients of a single group with rows are left out, which the host cannot tell from many.
     """
@@ -96,8 +97,9 @@ def test_the_chosen_tile_is_nearly_the_best_that_was_measured():
         regret, name = sm90_grid.regret_of(cell)
         if name in ours and not (cell["op"].startswith("wgrad") and cell["shape"][-1] == "one"):
             regrets.append(regret)
-    assert len(regrets) > 80
-    assert sum(regret <= 0.05 for regret in regrets) >= 0.95 * len(regrets), sorted(regrets)[-12:]
+    assert len(regrets) > 240
+    assert sum(regret <= 0.05 for regret in regrets) >= 0.8 * len(regrets), sorted(regrets)[-12:]
+    assert statistics.fmean(regrets) <= 0.03
 
 
 def test_a_gated_product_gets_only_tiles_that_take_it():
