@@ -1,10 +1,12 @@
-"""Versions of the packages that kernels come from: those installed, and those that are needed."""
+"""Versions of the packages that kernels come from, installed and needed, and of these sources."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -35,3 +37,22 @@ CUTLASS_DSL = Version(4, 8)
 TRITON = Version(3, 6)
 # What the front end's kernels need, and what a GPU that is not here is taken to have.
 CUDA_DRIVER = Version(13, 0)
+
+
+def source_files() -> list[Path]:
+    """Every file that a kernel, or an op on quantized tensors, may depend on; a superset."""
+    package = Path(__file__).parent
+    return [
+        path
+        for pattern in ("*.py", "kernels/**/*.py", "recipes/**/*.py")
+        for path in sorted(package.glob(pattern))
+    ]
+
+
+@cache
+def sources_digest() -> str:
+    """What caches on disk, of kernels and of compiled code, tell versions of the sources by."""
+    digest = hashlib.sha256()
+    for source in source_files():
+        digest.update(source.read_bytes())
+    return digest.hexdigest()

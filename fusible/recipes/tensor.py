@@ -22,6 +22,7 @@ from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix, as_bytes
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
 from fusible.recipes.tensor_dispatch import DispatchedTensor, UnseenWrites, overwrite
+from fusible.versions import sources_digest
 
 PIECES = (
     "rowwise_data",
@@ -286,11 +287,15 @@ class WrapperTensor(DispatchedTensor):
         return names, (self.format, self.dtype, *(getattr(self, name) for name in self.flags))
 
     def _stable_hash_for_caching(self) -> str:
-        """Say what compiled code depends on, by which PyTorch caches it in files."""
+        """Say what compiled code depends on, by which PyTorch caches it in files.
+
+        Among it these sources: such code calls library ops with the arguments that they take now.
+        """
         names, meta = self.__tensor_flatten__()
         pieces = [(name, getattr(self, name)) for name in names]
         inner = [(name, piece.dtype, piece.shape, piece.stride()) for name, piece in pieces]
-        return repr((type(self), self.shape, self.device, self.requires_grad, meta, inner))
+        kind = sources_digest(), type(self), self.shape, self.device, self.requires_grad
+        return repr((*kind, meta, inner))
 
     @classmethod
     def __tensor_unflatten__(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusible
-from fusible import logs
+from fusible import logs, versions
 from fusible.kernels.dense.spec import ActivationBiasSpec, RMSNormSpec
 from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
@@ -33,7 +33,7 @@ def imported(path):
 
 def test_every_source_of_a_kernel_is_told_apart():
     """All that device code imports, however far away."""
-    sources = set(cache.source_files())
+    sources = set(versions.source_files())
     waiting = [path for path in sources if path.parent.name == "device"]
     assert len(waiting) > 20
     seen = set()
@@ -51,7 +51,8 @@ def test_a_changed_source_is_another_folder(monkeypatch, tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("1")
     other.write_text("2")
-    monkeypatch.setattr(cache, "source_files", lambda: [one, other])
+    monkeypatch.setattr(versions, "source_files", lambda: [one, other])
+    monkeypatch.setattr(cache, "sources_digest", versions.sources_digest.__wrapped__)
     before = cache.directory.__wrapped__()
     assert cache.directory.__wrapped__() == before
     other.write_text("3")

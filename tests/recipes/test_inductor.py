@@ -61,6 +61,13 @@ def test_the_cache_of_compiled_code_tells_kinds_of_tensors_apart():
         assert again._stable_hash_for_caching() == key
 
 
+def test_the_cache_of_compiled_code_tells_versions_of_the_sources_apart(monkeypatch):
+    q = tensor(RECIPES["mxfp8"])
+    before = q._stable_hash_for_caching()
+    monkeypatch.setattr("fusible.recipes.tensor.sources_digest", lambda: "of another version")
+    assert q._stable_hash_for_caching() != before
+
+
 OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),

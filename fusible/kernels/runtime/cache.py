@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fusible.logs import log_once
+from fusible.versions import sources_digest
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +111,6 @@ def directory() -> Path:
     """The directory of cached kernels, one for each version of the sources and of the compiler."""
     from importlib.metadata import version
 
-    digest = hashlib.sha256(version("nvidia-cutlass-dsl").encode())
-    for source in source_files():
-        digest.update(source.read_bytes())
+    versions = version("nvidia-cutlass-dsl") + sources_digest()
+    digest = hashlib.sha256(versions.encode())
     return Path.home() / ".cache" / "fusible" / digest.hexdigest()[:16]
-
-
-def source_files() -> list[Path]:
-    """Every file that a kernel may depend on; a superset, so that none is forgotten."""
-    package = Path(__file__).parents[2]
-    return [
-        path
-        for pattern in ("*.py", "kernels/**/*.py", "recipes/**/*.py")
-        for path in sorted(package.glob(pattern))
-    ]
