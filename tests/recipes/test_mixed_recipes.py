@@ -93,28 +93,22 @@ def test_compiled_passes(kind):
 
 def test_formats_that_agree_are_the_recipe_itself():
     op, x = linear("dense"), torch.randn(64, 128, dtype=BF16, requires_grad=True)
-    results = []
-    for recipe in (MXFP8, ByPass(MXFP8, MXFP8)):
+
+    def results(recipe):
         x.grad = op.weight.grad = None
         with fz.autocast(recipe=recipe):
             y = op(x)
         y.backward(torch.ones_like(y))
-        results.append((y.detach(), x.grad, op.weight.grad))
-    assert all(map(torch.equal, *results))
+        return y.detach(), x.grad, op.weight.grad
+
     override = recipes.NVFP4BlockScaling(
         disable_rht=True,
         disable_stochastic_rounding=True,
         disable_2d_quantization=True,
         backward_override="high_precision",
     )
-    results = []
-    for recipe in (override, ByPass(NVFP4, None)):
-        x.grad = op.weight.grad = None
-        with fz.autocast(recipe=recipe):
-            y = op(x)
-        y.backward(torch.ones_like(y))
-        results.append((y.detach(), x.grad, op.weight.grad))
-    assert all(map(torch.equal, *results))
+    for one, other in ((MXFP8, ByPass(MXFP8, MXFP8)), (override, ByPass(NVFP4, None))):
+        assert all(map(torch.equal, results(one), results(other)))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "input", "both"])
