@@ -79,6 +79,16 @@ def test_the_oldest_entry_makes_place():
     assert cache == {2: "again", 3: 3, 4: 4}
 
 
+@pytest.fixture
+def fast_collections():
+    """The collector leaves alone what is alive before the test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("fast_collections")
 def test_groups_without_objects_are_dropped():
     groups = WeakGroups()
     kept = type("Kept", (), {})()
@@ -116,8 +126,8 @@ def test_an_object_that_a_thread_adds_while_others_are_read():
     assert {*groups.others([Member], members[0])} == {*members[1:], added}
 
 
+@pytest.mark.usefixtures("fast_collections")
 def test_classes_that_parametrizations_make_are_forgotten():
-    gc.collect()
     fz.BasicLinear(2, 2)(torch.ones(2))
     before = len(ops._operations._members), len(runs._runs._members)
     for _ in range(20):

@@ -423,10 +423,13 @@ CASTING = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("target", ["cpu", "sm90", "sm100"])
 @pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
-@pytest.mark.parametrize("given", [FP32, FP16])
+@pytest.mark.parametrize(
+    ("given", "compiled"),
+    [(FP32, False), (FP16, False), (FP32, True)],
+    ids=["FP32", "FP16", "FP32 compiled"],
+)
 @pytest.mark.parametrize("case", CASTING)
 def test_an_input_is_cast_to_the_weights_dtype(case, given, recipe, target, compiled, request):
     """As te.ops does: the values of a cast before the op, which autograd differentiates."""

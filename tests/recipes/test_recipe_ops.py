@@ -731,9 +731,20 @@ def test_a_forward_inside_a_backward_of_its_own_follows_the_scope():
 # --- compile, threads, explain -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("stored", [False, True], ids=["quantized in the call", "stored"])
-@pytest.mark.parametrize("recipe", [MX, BLOCK, CURRENT, NV], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    ("recipe", "stored", "dynamic"),
+    [
+        *[
+            (recipe, stored, None)
+            for recipe in (MX, BLOCK, CURRENT, NV)
+            for stored in (False, True)
+        ],
+        (MX, True, True),
+        (BLOCK, False, True),
+        (NV, False, True),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_compiled_blocks_equal_eager_ones(recipe, stored, dynamic, fresh_compiler):
     with fz.quantized_model_init(stored, recipe=recipe):
         mlp = fz.Sequential(

@@ -22,7 +22,7 @@ def variants(kind, tile):
     ``takes`` says which a tile need not have.
     """
     halves = {"paired": True, "stripe": tile.n // 2 if kind == "glu" else 32}
-    usual = (tile.m, tile.n) == (128, 128)
+    usual = str(tile) == "128x128pp12d"
     if kind == "store":
         yield {"weight_major": "n", "table": True}
         half = {"dtype": "float16", "out_dtype": "float16"}
@@ -85,39 +85,25 @@ FP8 = {"dtype": "float8_e4m3fn", "scaling": "blocks", "out_dtype": "bfloat16"}
 def fp8_variants(kind, tile):
     """The same of FP8 operands."""
     halves = {"paired": True, "stripe": tile.n // 2}
+    usual = str(tile) == "128x128pp12d"
     if kind == "store":
-        yield FP8
         yield {**FP8, "b_dtype": "float8_e5m2", "bias": True, "scale": "float32"}
+        if usual:
+            yield FP8
     elif kind == "glu":
-        yield {**FP8, **SWIGLU, **halves, "save_preact": True}
-        yield {**FP8, **SWIGLU, **halves, "save_preact": False}
-        yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
         yield {**FP8, **QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True}
+        yield {**FP8, **SWIGLU, **halves, "save_preact": True}
+        if usual:
+            yield {**FP8, **SWIGLU, **halves, "save_preact": False}
+            yield {**FP8, **QGEGLU, **BLOCKS_OF_16, "save_preact": True, "bias": True}
     elif kind == "act":
         yield {**FP8, "activation": "gelu", "save_preact": True, "scale": "float32"}
     elif kind == "wgrad":
-        yield {**FP8, "scaling": "rows"}
-        yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
         into = {"out_dtype": "float32", "accumulate": True, "table": True}
         yield {**FP8, "scaling": "rows", **into}
-
-
-# Tiles of FP8 products that a measurement compares with the table's.
-OTHER_TILES = (
-    Tile(256, 128, False, 1, 2, dynamic=True),
-    Tile(128, 192, False, 1, 2, dynamic=True),
-    Tile(128, 256, False, 1, 2, dynamic=True),
-    Tile(128, 128, True, 1, 2, dynamic=True, stagger=True),
-)
-
-
-def other_kernels():
-    """Of these tiles, one of each kind."""
-    for tile in OTHER_TILES:
-        yield Spec("store", tile, **FP8)
-        layout = {"paired": True, "stripe": tile.n // 2, "save_preact": True}
-        yield Spec("glu", tile, **FP8, **SWIGLU, **layout)
-        yield Spec("wgrad", tile, **{**FP8, "scaling": "rows"})
+        yield {**FP8, "scaling": "rows", "dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn"}
+        if usual:
+            yield {**FP8, "scaling": "rows"}
 
 
 KERNELS = [
@@ -132,7 +118,7 @@ KERNELS += [
     for tile in choices
     for options in fp8_variants(kind, tile)
 ]
-KERNELS += [*other_kernels(), *other_activations()]
+KERNELS += other_activations()
 
 
 def resources(cubin):
