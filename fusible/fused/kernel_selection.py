@@ -1,4 +1,4 @@
-"""The table of kernels of grouped products, and which of them run a grouped linear on a machine.
+"""The table of kernels of grouped products, and which of them run a linear on a machine.
 
 Kernel selection is not fusion: a row names kernels that run one op, in the place of PyTorch's. The
 rules of grouped MLPs select theirs by the same rows.
@@ -25,7 +25,7 @@ from fusible.fuser.conditions import (
 from fusible.fuser.rules import KernelRow, rule
 from fusible.kernels.sm90 import limits as sm90
 from fusible.kernels.sm100 import limits as sm100
-from fusible.ops import GroupedLinear
+from fusible.ops import BasicLinear, GroupedLinear
 from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels
 from fusible.versions import CUDA_DRIVER, CUDNN_FRONTEND, CUTLASS_DSL
 
@@ -165,6 +165,12 @@ KERNELS = (
     ),
 )
 """In order of priority."""
+
+
+@rule(phase="kernels", kernels=[SM90_FP8_ROW.for_linear])
+def linear(kernels: GroupedKernels, linear: BasicLinear) -> GroupedKernels:
+    """All rows as one group."""
+    return kernels
 
 
 @rule(phase="kernels", kernels=[row.for_linear for row in KERNELS])

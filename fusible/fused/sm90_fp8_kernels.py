@@ -26,7 +26,7 @@ from fusible.kernels.quantize import (
 )
 from fusible.kernels.sm90 import fp8_times
 from fusible.kernels.stacking import side_by_side
-from fusible.ops import GroupedLinear
+from fusible.ops import BasicLinear, GroupedLinear
 from fusible.ops.grouped_kernels import (
     ActivationGrads,
     GroupedKernels,
@@ -35,7 +35,7 @@ from fusible.ops.grouped_kernels import (
     glu_of,
 )
 from fusible.ops.kept_operands import kept_copy
-from fusible.ops.matrices import GatheredRows, source_of
+from fusible.ops.matrices import GatheredRows, as_2d, source_of
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
@@ -55,23 +55,29 @@ class Sm90Fp8Kernels(GroupedKernels):
     """Saves what the gradients read of the input and of the weights, in FP8, transposed."""
 
     saves = (
-        "x as the weight gradient reads it, end rows of the groups, row scales, weights as the "
-        "data gradient reads them, both in FP8 and transposed"
+        "x as the weight gradient reads it and weights as the data gradient reads them, both in "
+        "FP8 and transposed; of groups the end rows, and row scales"
     )
     multiplies = (
         "FP8, in all products: one launch quantizes an input or a gradient for its two products, "
         "one the weights"
     )
     gathers = True
+    prefers_values = True  # one launch quantizes for both products, in their layouts
 
-    def compared(self, *linears: GroupedLinear) -> str:
+    def compared(self, *linears: GroupedLinear | BasicLinear) -> str:
         """See `GroupedKernels`; estimated."""
         sizes = [(linear.in_features, linear.out_features) for linear in linears]
         return f"; {fp8_times.compared(sizes)}"
 
+    def single_group(self, x: Any) -> Tensor:
+        """See `GroupedKernels`."""
+        rows = x.numel() // x.shape[-1]
+        return torch.full((1,), rows, dtype=torch.int32, device=x.device)
+
     def prepare_rows(
         self,
-        linear: GroupedLinear,
+        linear: GroupedLinear | BasicLinear,
         ctx: OperationContext,
         x: Any,
         role: Role,
@@ -85,13 +91,14 @@ class Sm90Fp8Kernels(GroupedKernels):
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None
         if is_quantized(x):
+            ends = None if linear.num_groups is None else groups
             if rows:
-                stored = quantize_operand(x, ctx.recipe, role, *rows, ends=groups).row
+                stored = quantize_operand(x, ctx.recipe, role, *rows, ends=ends).row
                 assert stored is not None
-                row, rows = ScaledMatrix(stored.data, stored.scale), []
+                row, rows = ScaledMatrix(as_2d(stored.data), as_2d(stored.scale)), []
             if columnwise:
-                columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=groups)
-                x = operand_values(columns, "wgrad", role)
+                columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=ends)
+                x = as_2d(operand_values(columns, "wgrad", role))
         later = columnwise and isinstance(x, GatheredRows) and x.again
         if not (rows or columnwise):
             return GroupedOperand(row, None)
@@ -125,7 +132,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         return None if data is None else _Columns(ScaledMatrix(data.t(), scale), None)
 
     def weights(
-        self, linear: GroupedLinear, ctx: OperationContext
+        self, linear: GroupedLinear | BasicLinear, ctx: OperationContext
     ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy."""
         row, column, _ = linear.weight_operands(ctx, k_major_weights)

@@ -256,11 +256,15 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
+    prefer_values = {f.start for f in plan.kernels if getattr(f.op, "prefers_values", False)}
 
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]
         with autocast(enabled=recipe is not None, recipe=recipe):
-            return getattr(ops[at], f"get_{which}_quantizer")()
+            made = getattr(ops[at], f"get_{which}_quantizer")()
+        if made is not None and at in prefer_values:
+            made.by_receiver = True
+        return made
 
     before = quantizer(start - 1, "grad_output") if start else quantizer(0, "grad_input")
     if stop == len(ops):

@@ -1,10 +1,11 @@
-"""What an architecture provides for grouped linears and grouped MLPs.
+"""What an architecture provides for grouped linears and grouped MLPs, and for dense linears.
 
-`GroupedLinear` and the fused grouped MLP are written once, over a `GroupedKernels`. The class
-itself runs the library ops of `fusible.kernels.grouped`: the definition on the CPU, our kernels on
-SM90, PyTorch's grouped product on other GPUs. An architecture whose kernels read operands in a
-layout of their own, such as SM100, is a subclass; which one an op gets is kernel selection
-(`fusible.fused.kernel_selection`).
+`GroupedLinear`, the fused grouped MLP and, under a recipe, `BasicLinear`, whose rows are one group,
+are written once, over a `GroupedKernels`. The class itself runs the library ops of
+`fusible.kernels.grouped` (the definition on the CPU, our kernels on SM90, PyTorch's grouped product
+on other GPUs), and PyTorch's products for dense linears. An architecture whose kernels read
+operands in a layout of their own, such as SM100, is a subclass; which one an op gets is kernel
+selection (`fusible.fused.kernel_selection`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
 from fusible.kernels.grouped import Glu
 from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
-from fusible.ops.matrices import as_rows
-from fusible.ops.wgrad import WeightGradient, grouped_gradient
+from fusible.ops.matrices import as_2d, as_rows
+from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import value_dtype
 from fusible.recipes.matrix import SAVED, Operand
 from fusible.recipes.product import (
@@ -91,12 +92,18 @@ class GroupedKernels:
 
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
+    prefers_values = False
+    """Whether ops before and after should leave it to `prepare_rows` to quantize."""
 
     # --- operands --------------------------------------------------------------------------------
 
     def groups(self, linear: Any, ends: Tensor, num_rows: int) -> Any:
         """The groups as all other methods take them, for rows ``[num_rows, features]``."""
         return ends
+
+    def single_group(self, x: Any) -> Any:
+        """The groups of a dense linear: all rows of ``x``. Here None, for PyTorch's products."""
+        return None
 
     def saved_groups(self, groups: Any) -> Saved:
         """The tensors to save of `groups`, besides ``ends``: ``num_saved_groups`` many."""
@@ -232,6 +239,8 @@ class GroupedKernels:
 
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
+        if groups is None:
+            return dense_gradient(dy, x)
         return grouped_gradient(dy, x, groups, ctx.column_major)
 
     # --- the activation between two linears ------------------------------------------------------
@@ -321,19 +330,23 @@ def _multiplied(
     ctx: OperationContext,
     x: Tensor | ScaledMatrix,
     weights: Sequence[Tensor] | ScaledMatrix,
-    ends: Tensor,
+    ends: Tensor | None,
     linear: Any | None,
     row_scale: Tensor | None,
     output: Tensor | None,
 ) -> Tensor:
     """A product with the bias of ``linear``, or, where that is None, with the weights transposed.
 
-    ``[rows, features]``, in ``output`` ``[..., features]`` if it is given.
+    ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``ends`` is
+    None.
     """
     x, w, x_scale, w_scale = _elements(x, weights)
+    out = as_rows(output)
+    if ends is None:
+        y = as_2d(cast(x @ (w[0] if linear is None else w[0].t()), ctx.dtype))
+        return y if out is None else out.copy_(y)
     transpose_w = linear is None and w_scale is None  # FP8 ones are transposed already
     bias = None if linear is None else linear.stacked_bias(ctx, value_dtype(x.dtype))
-    out = as_rows(output)
     y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out, x_scale, w_scale)
     return cast(y, ctx.dtype)
 

@@ -450,7 +450,7 @@ class GroupedLinear(WeightedOperation):
         return scales.reshape(-1).contiguous()  # type: ignore[union-attr]
 
     def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
-        """The biases as one contiguous ``[num_groups, out_features]``, or None."""
+        """See :class:`WeightedOperation`; contiguous."""
         if not self.has_bias:
             return None
         biases = ctx.parameters[self.num_weights :]

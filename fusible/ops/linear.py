@@ -25,16 +25,15 @@ from fusible.ops.distributed import (
     ReduceScatter,
     all_reduce,
 )
-from fusible.ops.grouped_kernels import LIBRARY
+from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels
 from fusible.ops.handover import format_of_grad, hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
-from fusible.ops.matrices import matrix
-from fusible.ops.op import BasicOperation, FusedOperation, OpGrads
+from fusible.ops.matrices import matrix, with_rows_of
+from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
-from fusible.ops.wgrad import dense_gradient
-from fusible.recipes.matrix import SAVED
+from fusible.ops.wgrad import dense_gradient, is_column_major
 from fusible.recipes.product import values
 from fusible.recipes.quantizer import Quantizer
 
@@ -46,8 +45,7 @@ class BasicLinear(WeightedOperation):
     has too.
 
     Saves ``(x, weight)`` in the dtype of the product, and that as ``ctx.dtype``. Under a recipe
-    each of the two is what ``Operand.saved`` gives of it, ``SAVED`` tensors, all None where no
-    gradient reads it.
+    each of the two is what ``GroupedKernels.saved_rows`` and ``saved_weights`` give of it.
 
     Args:
         in_features: size of the input's last dimension.
@@ -76,6 +74,7 @@ class BasicLinear(WeightedOperation):
         "delay_wgrad_compute",
     )
     parameter_names = ("weight",)
+    kernels_type = GroupedKernels
     saves = "x, weight"
 
     def __init__(
@@ -160,19 +159,20 @@ class BasicLinear(WeightedOperation):
 
     def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)
+        ctx.column_major = is_column_major(ctx.parameters[0])
+        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         output = self.output_buffer(ctx, input_, ctx.kwargs)
-        x = LIBRARY.prepare_rows(
-            self, ctx, matrix(input_, ctx.dtype), "input", self.input_products(ctx), None
-        )
-        (weight,), backward_weights = LIBRARY.weights(self, ctx)
+        rows = matrix(input_, ctx.dtype)
+        group = kernels.single_group(rows)
+        x = kernels.prepare_rows(self, ctx, rows, "input", self.input_products(ctx), group)
+        weights, backward_weights = kernels.weights(self, ctx)
+        y = kernels.product(self, ctx, x.row, weights, group, None, output)
         if ctx.recipe.backward_override is not None:
             ctx.quantizes = False  # for what is saved, and the backward
         ctx.save_for_backward(
-            *LIBRARY.saved_rows(ctx, x.column), *LIBRARY.saved_weights(ctx, backward_weights)
+            *kernels.saved_rows(ctx, x.column), *kernels.saved_weights(ctx, backward_weights)
         )
-        y = x.row @ weight.t()
-        y = y.to(ctx.dtype).view(*input_.shape[:-1], self.out_features)
-        return y if output is None else output.copy_(y)
+        return with_rows_of(y, input_)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
@@ -187,18 +187,25 @@ class BasicLinear(WeightedOperation):
         return dx, *self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
+        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         rows = matrix(grad_output, ctx.dtype)
-        dy = LIBRARY.prepare_rows(self, ctx, rows, "grad", self.grad_products(ctx), None)
-        saved, dx = ctx.saved_tensors, None
+        group = kernels.single_group(rows)
+        dy = kernels.prepare_rows(self, ctx, rows, "grad", self.grad_products(ctx), group)
+        at, saved, dx = kernels.num_saved_rows(ctx), ctx.saved_tensors, None
         if ctx.needs.input:
-            (weight,) = LIBRARY.restored_weights(ctx, saved[SAVED:], None)
-            dx = (dy.row @ weight).to(ctx.dtype).view(*grad_output.shape[:-1], self.in_features)
+            weights = kernels.restored_weights(ctx, saved[at:], group)
             buffer = self.grad_input_buffer(ctx)
-            dx = dx if buffer is None else buffer.copy_(dx)
+            dx = kernels.data_grad(ctx, dy.row, weights, group, buffer)
+            dx = with_rows_of(dx, grad_output)
         if not ctx.needs.params[0]:
             return dx, None
-        x = LIBRARY.restored_rows(ctx, saved[:SAVED], None)
-        return dx, *self.weight_grads(ctx, dense_gradient(dy.column, x))
+        x = kernels.restored_rows(ctx, saved[:at], group)
+        return dx, *self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, group))
+
+    def as_weight_grads(self, gradient: Tensor | None) -> Grads:
+        """See :class:`WeightedOperation`; kernels of groups give ``[1, out, in]``."""
+        assert gradient is not None
+        return (gradient.view(gradient.shape[-2:]),)
 
 
 def _write_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

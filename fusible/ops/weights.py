@@ -344,6 +344,10 @@ class WeightedOperation(CastingOp):
         products: tuple[ProductKind, ...] = ("dgrad", "wgrad")
         return products[not ctx.needs.input : 1 + ctx.needs.params[0]]
 
+    def stacked_bias(self, ctx: OperationContext, dtype: torch.dtype) -> Tensor | None:
+        """The biases that the product adds, ``[num_groups, out_features]``; None without."""
+        return None
+
     def weights_in(self, ctx: OperationContext, dtype: torch.dtype) -> list[Tensor]:
         """The weights as ordinary tensors of ``dtype``: the parameters themselves if they are."""
         weights = list(ctx.parameters[: self.num_weights])

@@ -134,6 +134,13 @@ FITS = {
         lambda: grouped_case(fz.GroupedLinear(4, 144, 272, **GROUPED)),
         "sm90",
     ),
+    "linear_sm90_fp8": (
+        lambda: (
+            fz.Sequential(fz.BasicLinear(144, 272, dtype=torch.bfloat16)),
+            (dense(6, 144),),
+        ),
+        "sm90",
+    ),
     "grouped_mlp_sm100": (
         lambda: grouped_case(
             fz.GroupedLinear(4, 64, 128, **GROUPED),
