@@ -30,7 +30,7 @@ def variants(kind, tile):
         if usual:
             yield {"weight_major": "k"}
     elif kind == "glu" and not takes("glu", tile, "n", 0, True):
-        for stripe in (0, 8, 32):
+        for stripe in (0, 8, 32) if tile.cluster_m == 1 else (0,):
             layout = {"paired": False, "stripe": stripe} if stripe else halves
             yield {**QGEGLU, **layout, "save_preact": False, "table": True}
             yield {**SWIGLU, **layout, "save_preact": True}
