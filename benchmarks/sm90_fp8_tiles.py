@@ -46,10 +46,9 @@ def tiles_of(kind: str) -> list[Tile]:
     """Every tile worth trying."""
     clusters = (1, 2), (2, 1), (1, 1)
     found = [
-        Tile(128, 128, True, *cluster, dynamic=dynamic, stagger=stagger)
+        Tile(128, 128, True, *cluster, dynamic=dynamic)
         for cluster in clusters
         for dynamic in (False, True)
-        for stagger in (False, True)
     ]
     found += [Tile(m, n, False, *cluster, dynamic=True) for m, n in _COOPERATING
               for cluster in clusters[:2]]  # fmt: skip

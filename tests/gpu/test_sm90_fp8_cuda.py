@@ -123,7 +123,6 @@ TILES = [
     Tile(256, 128, False, 1, 2, dynamic=True),
     Tile(128, 192, False, 2, 1, dynamic=True),
     Tile(128, 256, False, 1, 2, dynamic=True),
-    Tile(128, 128, True, 1, 2, dynamic=True, stagger=True),
 ]
 
 

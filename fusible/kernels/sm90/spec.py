@@ -29,7 +29,6 @@ class Tile(NamedTuple):
     cluster_n: int = 1
     dynamic: bool = False  # tiles are drawn from a counter, not assigned beforehand
     ahead: int = 3  # `BACKWARD`: blocks of pre-activations loaded before their epilogue
-    stagger: bool = False  # FP8, ping-pong: one epilogue at a time, under the other's products
 
     @property
     def warpgroups(self) -> int:
@@ -43,8 +42,7 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         kind = "pp" if self.pingpong else "co"
-        more = "d" * self.dynamic + "s" * self.stagger
-        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{more}"
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{'d' * self.dynamic}"
 
 
 def block_columns(kind: str, tile: Tile, out_dtype: str) -> int:

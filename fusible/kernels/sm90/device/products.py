@@ -108,7 +108,7 @@ def multiply(
         within = thread & (WARPGROUP - 1)
         promotion = Promotion(problem, scales, operands.scales, within, warpgroup)
     turns = const_expr(tile.pingpong and spec.rings == 1)
-    if const_expr(turns or tile.stagger):  # noqa: SIM102 (decided when compiling)
+    if const_expr(turns):  # noqa: SIM102 (decided when compiling)
         if warpgroup == 0:
             give_turn(_MULTIPLY_TURN, Int32(1))
             if const_expr(spec.is_backward):
@@ -175,11 +175,7 @@ def multiply(
                 give_turn(_MULTIPLY_TURN, warpgroup)
             if const_expr(not spec.scaled):
                 _drain(operands.pipeline, state, steps)
-            if const_expr(tile.stagger):
-                take_turn(_MULTIPLY_TURN, warpgroup)
             preact_state = write(accumulator, row_scales, coord, preact_state)
-            if const_expr(tile.stagger):
-                give_turn(_MULTIPLY_TURN, warpgroup)
         else:
             if const_expr(spec.rings == 1):  # noqa: SIM102 (decided when compiling)
                 if steps > 0:
