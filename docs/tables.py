@@ -11,7 +11,7 @@ from typing import Any
 import fusible.fused
 from fusible.fuser.conditions import Condition
 from fusible.fuser.rules import Rule
-from fusible.integrations.checkpoint_layouts import LAYOUTS, Layout
+from fusible.integrations.checkpoint_layouts import LAYOUTS, CheckpointLayout
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -312,7 +312,7 @@ def placed_table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _measured_at(report)])
 
 
-def layouts_table(layouts: Sequence[Layout]) -> str:
+def layouts_table(layouts: Sequence[CheckpointLayout]) -> str:
     """The layouts of checkpoints that are read, one row each, as Markdown."""
     lines = ["| layout | entries of a weight `X` | stored as, bit for bit |", "|---|---|---|"]
     for row in layouts:

@@ -65,7 +65,7 @@ class Sm100Kernels(GroupedKernels):
     def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> _Groups:
         """See `GroupedKernels`."""
         padded_ends, rows = saved
-        size = num_rows if rows is None else padding.padded_size(num_rows, ends.shape[0])
+        size = num_rows if rows is None else padding.padded_rows(num_rows, ends.shape[0])
         return _Groups(ends, padding.PaddedGroups(padded_ends, rows, size))
 
     def prepare_rows(
@@ -279,5 +279,7 @@ def quantized_weights(
     fmt = recipe.format("weight")
     assert fmt is not None
     if operands.in_one_pass(weights, fmt):
-        return [operands.quantize_weights(one_weight(weights, dtype), fmt, "dgrad" in products)]
+        return [
+            operands.quantize_packed_weights(one_weight(weights, dtype), fmt, "dgrad" in products)
+        ]
     return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))

@@ -27,7 +27,7 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """A way to store a weight: endings of the entries' names, their dtypes and their meaning."""
 
     name: str
@@ -84,7 +84,7 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(
+    CheckpointLayout(
         "NVFP4 of ModelOpt",
         ".weight",
         (torch.uint8,),
@@ -94,7 +94,7 @@ LAYOUTS = (
         ".weight_scale_2",
         unused=(".input_scale",),
     ),
-    Layout(
+    CheckpointLayout(
         "NVFP4 of compressed-tensors",
         ".weight_packed",
         (torch.uint8,),
@@ -105,7 +105,7 @@ LAYOUTS = (
         divides=True,
         unused=(".input_global_scale",),
     ),
-    Layout(
+    CheckpointLayout(
         "MXFP4 of compressed-tensors",
         ".weight_packed",
         (torch.uint8,),
@@ -113,7 +113,7 @@ LAYOUTS = (
         ".weight_scale",
         _BYTES,
     ),
-    Layout(
+    CheckpointLayout(
         "MXFP4 of GPT-OSS",
         "_blocks",
         (torch.uint8,),
@@ -122,7 +122,7 @@ LAYOUTS = (
         _BYTES,
         in_blocks=True,
     ),
-    Layout(
+    CheckpointLayout(
         "FP8 blocks of DeepSeek",
         ".weight",
         (torch.float8_e4m3fn,),
@@ -130,7 +130,7 @@ LAYOUTS = (
         ".weight_scale_inv",
         _FLOATS,
     ),
-    Layout(
+    CheckpointLayout(
         "MXFP8 of compressed-tensors",
         ".weight",
         (torch.float8_e4m3fn,),
@@ -139,7 +139,7 @@ LAYOUTS = (
         _BYTES,
         unused=(".input_scale",),
     ),
-    Layout(
+    CheckpointLayout(
         "FP8 per tensor of ModelOpt and compressed-tensors",
         ".weight",
         (torch.float8_e4m3fn,),
@@ -148,18 +148,20 @@ LAYOUTS = (
         (torch.float32, torch.bfloat16),
         unused=(".input_scale",),
     ),
-    Layout("high precision", ".weight", HIGH_PRECISION),
-    Layout("high precision", "", HIGH_PRECISION),
+    CheckpointLayout("high precision", ".weight", HIGH_PRECISION),
+    CheckpointLayout("high precision", "", HIGH_PRECISION),
 )
 """The layouts that are known."""
 
 
-def layout_of(checkpoint: Mapping[str, Tensor], base: str) -> tuple[Layout | None, list[str]]:
+def layout_of(
+    checkpoint: Mapping[str, Tensor], base: str
+) -> tuple[CheckpointLayout | None, list[str]]:
     """The layout of the entries of ``base``, and which of its entries are not there.
 
     That of the dtypes that are there; None if nothing is.
     """
-    best: tuple[Layout | None, list[str]] = None, [f"{base}.weight"]
+    best: tuple[CheckpointLayout | None, list[str]] = None, [f"{base}.weight"]
     found = -1
     for layout in LAYOUTS:
         values = checkpoint.get(base + layout.values)
@@ -172,7 +174,7 @@ def layout_of(checkpoint: Mapping[str, Tensor], base: str) -> tuple[Layout | Non
     return best
 
 
-def _fits(layout: Layout, ending: str, entry: Tensor | None) -> bool:
+def _fits(layout: CheckpointLayout, ending: str, entry: Tensor | None) -> bool:
     if entry is None or ending in (layout.values, layout.tensor_scale):
         return entry is not None
     return entry.dtype in layout.scale_dtypes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusible.arguments import check_bools
 from fusible.integrations.checkpoint_layouts import (
     LAYOUTS,
-    Layout,
+    CheckpointLayout,
     decoded,
     in_format,
     joined_weights,
@@ -149,7 +149,7 @@ class _Target(NamedTuple):
 class _Weights(NamedTuple):
     """What a checkpoint has for a linear."""
 
-    layout: Layout
+    layout: CheckpointLayout
     parts: list[OperandData]
     """From the first output feature to the last, ``[out, in]`` or ``[experts, out, in]``."""
     interleave: int | None
@@ -195,7 +195,7 @@ class _Reader:
         if self.wrong:
             raise _Wrong(*self.wrong)
 
-    def _part(self, base: str) -> tuple[Layout, OperandData, Tensor | None]:
+    def _part(self, base: str) -> tuple[CheckpointLayout, OperandData, Tensor | None]:
         """One part of the weight, and of the bias."""
         experts = self.target.experts
         if "*" not in base:
@@ -253,7 +253,7 @@ class _Reader:
             weight = weight.mT
         return layout, weight, bias
 
-    def _missing(self, name: str, layout: Layout | None) -> str:
+    def _missing(self, name: str, layout: CheckpointLayout | None) -> str:
         """What is wrong with an entry that is not there, or not of the layout's dtype."""
         entry = self.checkpoint.get(name)
         if entry is None or layout is None:
@@ -326,7 +326,7 @@ def _without_values(weight: OperandData) -> OperandData:
     return weight._replace(data=weight.data.to("meta"))
 
 
-def _names(layouts: set[Layout]) -> str:
+def _names(layouts: set[CheckpointLayout]) -> str:
     return ", ".join(sorted(layout.name for layout in layouts))
 
 

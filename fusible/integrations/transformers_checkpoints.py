@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusible.integrations.checkpoint_layouts import (
     LAYOUTS,
-    Layout,
+    CheckpointLayout,
     decoded,
     joined_weights,
     layout_of,
@@ -190,7 +190,7 @@ def _is_transposed(model: Any, name: str) -> bool:
     return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
 
-def _weights(given: Mapping[str, Any]) -> Iterator[tuple[str, Layout, list[OperandData]]]:
+def _weights(given: Mapping[str, Any]) -> Iterator[tuple[str, CheckpointLayout, list[OperandData]]]:
     """By pattern of name, the layout and the weights of entries, one for each that matches."""
     flat = CheckpointQuantizer.serialized_names["weight"]
     entries = {f".{name}" if name in flat else name: _listed(t) for name, t in given.items()}

@@ -48,7 +48,7 @@ def take(
     )
 
 
-def written(buffer: Tensor) -> Tensor:
+def marked_written(buffer: Tensor) -> Tensor:
     """``buffer``, which a kernel is about to write: autograd shall see that it changes."""
     increment_version(buffer)
     return buffer

@@ -22,8 +22,8 @@ from fusible.ops.distributed import check_initialized
 from fusible.ops.exchange import (
     SEND,
     SENT,
+    AgreedOption,
     Exchange,
-    Option,
     Send,
     balanced_sizes,
     begin_return,
@@ -303,19 +303,19 @@ class Dispatch(BasicOperation):
         recipe = ctx.recipe if self.quantized_send else None
         sent_as = wire_format(recipe, "input")
         options = {
-            "send": Option(SEND.index(mode), SEND.__getitem__),
-            "num_experts": Option(self.num_experts),
-            "k (choices of a token)": Option(k),
-            "features of a token": Option(x.shape[1]),
+            "send": AgreedOption(SEND.index(mode), SEND.__getitem__),
+            "num_experts": AgreedOption(self.num_experts),
+            "k (choices of a token)": AgreedOption(k),
+            "features of a token": AgreedOption(x.shape[1]),
             "dtype of the input": _dtype_option(x),
             "dtype of probs": _dtype_option(probs),
-            "scale_input": Option(self.scale_input, bool),
+            "scale_input": AgreedOption(self.scale_input, bool),
             "capacity_factor": _factor_option(self.capacity_factor),
             "receive_factor": _factor_option(self.receive_factor),
             "format of tokens sent": format_option(sent_as),
             "format of gradients sent": format_option(wire_format(recipe, "grad")),
-            "max_tokens": Option(self.max_tokens or 0, lambda n: n or None),
-            "requires_grad of (input, probs)": Option(needs, lambda n: (n > 1, n % 2 == 1)),
+            "max_tokens": AgreedOption(self.max_tokens or 0, lambda n: n or None),
+            "requires_grad of (input, probs)": AgreedOption(needs, lambda n: (n > 1, n % 2 == 1)),
         }
         bounds = self.receive_factor, self.max_tokens
         routed = route_copies(self.process_group, mode, ids, local, options, *bounds)
@@ -441,15 +441,15 @@ def _token_sums(
 _DTYPES = sorted(DTYPES, key=str)
 
 
-def _dtype_option(t: Tensor) -> Option:
-    return Option(_DTYPES.index(t.dtype), _DTYPES.__getitem__)
+def _dtype_option(t: Tensor) -> AgreedOption:
+    return AgreedOption(_DTYPES.index(t.dtype), _DTYPES.__getitem__)
 
 
-def _factor_option(factor: float | None) -> Option:
+def _factor_option(factor: float | None) -> AgreedOption:
     """None, or a positive number in units of 2^-16."""
     parts = 1 << 16
     number = 0 if factor is None else max(1, round(factor * parts))
-    return Option(number, lambda n: n / parts if n else None)
+    return AgreedOption(number, lambda n: n / parts if n else None)
 
 
 def _check_factors(**factors: float | None) -> None:

@@ -48,7 +48,9 @@ class Opaque:
         return f"extra input {slot} of {self.kind}"
 
 
-def divide(units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None) -> Division:
+def division_of(
+    units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None
+) -> Division:
     """Consecutive fusible ops as runs, the other modules as they are.
 
     Args:
@@ -117,7 +119,7 @@ def _call(
     if unit.why is None:
         return Run(ops, [rule for rule in rules if any(rule.places(ops))], wiring), None
     if unit.inside and not _is_wired_alone(ops, wiring):
-        return unit.module, divide(unit.inside, unit.require, wiring)
+        return unit.module, division_of(unit.inside, unit.require, wiring)
     return unit.module, None
 
 

@@ -37,7 +37,7 @@ SENT = {
 """What ``explain`` says of each."""
 
 
-class Option(NamedTuple):
+class AgreedOption(NamedTuple):
     """What must be the same on all processes: as an integer, and how that reads."""
 
     number: int
@@ -196,7 +196,7 @@ def begin_send_as(
     return finish
 
 
-def format_option(fmt: NumberFormat | None) -> Option:
+def format_option(fmt: NumberFormat | None) -> AgreedOption:
     """A format of :func:`wire_format`, as what is sent depends on it."""
     elements, scales = list(ELEMENTS), list(SCALE_DTYPES)
 
@@ -205,9 +205,9 @@ def format_option(fmt: NumberFormat | None) -> Option:
         return f"{elements[rest // 8]}, {scales[rest % 8]} of {block}" if number else None
 
     if fmt is None or fmt.block is None:
-        return Option(0, shown)
+        return AgreedOption(0, shown)
     kind = 8 * elements.index(fmt.element.name) + scales.index(fmt.scale)
-    return Option(64 * fmt.block[1] + kind, shown)
+    return AgreedOption(64 * fmt.block[1] + kind, shown)
 
 
 def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[[], Tensor]:
@@ -286,7 +286,7 @@ def route_copies(
     mode: Send,
     ids: Tensor,
     local: int,
-    options: dict[str, Option],
+    options: dict[str, AgreedOption],
     receive_factor: float | None,
     max_tokens: int | None,
 ) -> Routed:
@@ -385,7 +385,7 @@ def _read(
     mode: Send,
     table: Tensor,
     sent_map: Tensor,
-    options: dict[str, Option],
+    options: dict[str, AgreedOption],
     k: int,
     receive_factor: float | None,
     max_tokens: int | None,
@@ -417,7 +417,7 @@ def _read(
     return Routed(exchange, sent_map, rows[rank], k * sum(tokens))
 
 
-def _check_agreement(options: dict[str, Option], said: Sequence[Sequence[int]]) -> None:
+def _check_agreement(options: dict[str, AgreedOption], said: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless all processes have the same options."""
     for i, (name, option) in enumerate(options.items()):
         numbers = [row[i] for row in said]

@@ -409,7 +409,7 @@ class GroupedLinear(WeightedOperation):
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
         x = matrix_for(ctx, input_)
-        ends = group_ends(split_sizes, x, self.num_groups, ctx.memo)
+        ends = ends_of_groups(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
         return x, ends, scales
 
@@ -567,7 +567,7 @@ def matrix_for(ctx: OperationContext, t: Tensor) -> Tensor:
     return matrix(t if ctx.quantizes else values(t), ctx.dtype)
 
 
-def group_ends(
+def ends_of_groups(
     split_sizes: Tensor | None, x: Tensor, num_groups: int, memo: dict[Any, Any]
 ) -> Tensor:
     """Int32 end rows of the groups on the device of ``x``, from their sizes.

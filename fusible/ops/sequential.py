@@ -19,7 +19,7 @@ from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.channels import channels
-from fusible.ops.division import Opaque, Unit, divide, run_boundaries
+from fusible.ops.division import Opaque, Unit, division_of, run_boundaries
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
@@ -252,7 +252,7 @@ def _captured(
     hooks = [getattr(module, name) for module in called for name in HOOKS]
     hooks.extend(held for held, _ in _GLOBAL_HOOKS)
     if division is None:
-        division = divide(_units(sequential), sequential.require)
+        division = division_of(_units(sequential), sequential.require)
         _name_places(sequential, division)
     return _Captured(
         division,

@@ -194,7 +194,7 @@ class WeightedOperation(CastingOp):
         ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)
         shape = (*x.shape[:-1], self.out_features)
         output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
-        return None if output is None else buffers.written(output)
+        return None if output is None else buffers.marked_written(output)
 
     def grad_input_buffer(self, ctx: OperationContext) -> Tensor | None:
         """The caller's memory for the input's gradient ``[..., in_features]``, or None."""
@@ -203,7 +203,7 @@ class WeightedOperation(CastingOp):
         buffer = vars(ctx.forward).get("grad_input")
         if buffer is None:
             return None
-        return buffers.written(buffer)
+        return buffers.marked_written(buffer)
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def quantize(
     not fill the bytes of packed elements.
     """
     check_input(x, fmt)
-    check_ends(x, fmt, ends)
+    check_group_ends(x, fmt, ends)
     check_key(x, fmt, key)
     inside = None if ends is None else ends.clamp(max=x.shape[0])
     if inside is not None:
@@ -118,7 +118,7 @@ def check_input(x: Tensor, fmt: NumberFormat) -> None:
     check_columns(x.shape[-1], fmt)
 
 
-def check_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
+def check_group_ends(x: Tensor, fmt: NumberFormat, ends: Tensor | None) -> None:
     """Raise ValueError unless ``ends`` can be cumulative end rows of groups of ``x``."""
     if ends is None:
         return

@@ -17,7 +17,7 @@ from fusible.calls import is_direct
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.matrix import Operand, QuantizedMatrix, Uses, as_bytes, shapes_of
-from fusible.recipes.quantization import check_ends, check_input, check_key
+from fusible.recipes.quantization import check_group_ends, check_input, check_key
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -85,7 +85,7 @@ def _empty_values(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 def _check(x: Tensor, ends: Tensor | None, fmt: NumberFormat, key: Tensor | None) -> None:
     """Raise the errors of ``fusible::quantize``, which are those of `quantization.quantize`."""
-    check_ends(x, fmt, ends)
+    check_group_ends(x, fmt, ends)
     check_input(x, fmt)
     check_key(x, fmt, key)
 
@@ -150,7 +150,7 @@ _quantize_op = library.define(_quantize_op_of(_by_formulas), _quantize_op_of(_fa
 _dequantize_op = library.define(_dequantize_op_of(_by_formulas), _dequantize_op_of(_fake))
 
 
-def implement(implementation: Implementation) -> None:
+def implement_quantizers(implementation: Implementation) -> None:
     """Run the ops by ``implementation`` on CUDA."""
     global _on_cuda  # noqa: PLW0603 - set once, where the kernels are imported
     _on_cuda = implementation

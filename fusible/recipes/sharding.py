@@ -24,7 +24,7 @@ class NotStorableError(ValueError):
     """A part or a view of a quantized tensor that its format cannot hold: its values are used."""
 
 
-def check_layout(q: QuantizedTensor) -> None:
+def check_rows_kept(q: QuantizedTensor) -> None:
     """Raise NotStorableError unless the rows of the pieces are the rows of the tensor."""
     data = next(iter(q.pieces().values()))
     if data.shape[:-1] != q.shape[:-1]:
@@ -83,7 +83,7 @@ def cut(q: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor:
             f"a quantized tensor must be cut before its last dimension, got {q!r}; "
             "call .dequantize()"
         )
-    check_layout(q)
+    check_rows_kept(q)
     if dim < q.dim() - 2:
         spans = dict.fromkeys(q.pieces(), (start, stop))
     else:
@@ -131,7 +131,7 @@ def new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor
     dtype, device = options.get("dtype") or q.dtype, options.get("device") or q.device
     if dtype != q.dtype or q.dim() < 2 or len(size) != q.dim() or size[-1] != q.shape[-1]:
         return torch.zeros(size, dtype=dtype, device=device)
-    check_layout(q)
+    check_rows_kept(q)
     rows = {} if size[-2] == q.shape[-2] else _rows_of_pieces(q, 0, size[-2])
 
     def zeros(name: str, piece: Tensor) -> Tensor:

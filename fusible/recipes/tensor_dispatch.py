@@ -580,7 +580,7 @@ def _view(q: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     shape = torch.empty(q.shape, device="meta").view(size).shape
     if len(shape) == 1 or q.dim() == 1 or shape == q.shape:
         return q.with_pieces(q.pieces(), shape)
-    sharding.check_layout(q)
+    sharding.check_rows_kept(q)
     rows, new_rows = q.shape[-2], shape[-2]
     across, along = q.format.block or (1, 1)
     along = along if q.columnwise_data is not None else across

@@ -58,8 +58,8 @@ def test_the_same_bits_as_with_a_pass_of_its_own(splits, special, parts):
     d[sum(sizes) :] = NAN  # rows of no group, which no kernel has computed
     amax = largest_of_groups(d, sizes, parts)
     rest = nvfp4(), ends, padded, True, True, BF16
-    want = quantizer.quantized(d.to(BF16), *rest)
-    mine = quantizer.quantized(d.to(BF16), *rest, amax=amax)
+    want = quantizer.quantize_packed(d.to(BF16), *rest)
+    mine = quantizer.quantize_packed(d.to(BF16), *rest, amax=amax)
     ref.assert_equal(bytes_of(mine), bytes_of(want))
 
 
@@ -143,7 +143,7 @@ class Quantizations(TorchDispatchMode):
 
 
 def without_amax(*args):
-    return quantizer.quantized(*args[:-1])
+    return quantizer.quantize_packed(*args[:-1])
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_the_grouped_mlp_uses_them(splits, act, monkeypatch):
     x = torch.randn(rows, 128, dtype=BF16, requires_grad=True)
     scales, splits = torch.randn(rows, requires_grad=True), torch.tensor(sizes)
     leaves, results = [x, scales, *module.parameters()], []
-    for quantize_ in (quantizer.quantized, without_amax):
-        monkeypatch.setattr(operands, "quantized", quantize_)
+    for quantize_ in (quantizer.quantize_packed, without_amax):
+        monkeypatch.setattr(operands, "quantize_packed", quantize_)
         calls = Quantizations()
         with calls, assume_target("sm100"), fz.autocast(recipe=NV):
             y = module(x, splits, scales, splits)
             results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
         # Input, weight, activation, weight; gradient of the output and of the pre-activation.
         given = [None, None, (groups, 1), None, None, (groups, 2)]
-        assert calls.amax == (given if quantize_ is quantizer.quantized else [None] * 6)
+        assert calls.amax == (given if quantize_ is quantizer.quantize_packed else [None] * 6)
     assert module.plan.fired == ("grouped_mlp_sm100",)
     ref.assert_equal(*results)

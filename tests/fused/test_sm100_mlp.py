@@ -385,7 +385,7 @@ def test_weights_in_one_pass_are_those_quantized_and_then_packed(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
     operand = Operand(*quantize_matrix(w, fmt, rowwise=True, columnwise=True))
     (theirs,) = operands.pack_weights([operand])
-    for a, b in zip(operands.quantize_weights(w, fmt, True)[:2], theirs[:2], strict=True):
+    for a, b in zip(operands.quantize_packed_weights(w, fmt, True)[:2], theirs[:2], strict=True):
         for mine, other in ((a.data, b.data), (a.scale, b.scale)):
             assert torch.equal(mine.view(torch.uint8).flatten(), other.view(torch.uint8).flatten())
         if b.tensor_scale is not None:

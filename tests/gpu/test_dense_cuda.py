@@ -28,7 +28,7 @@ def tensors(count, *shape, dtype, scale=1.0):
 def test_activation_bias(activation, columns, dtype):
     for rows in ROWS:
         dy, x = tensors(2, rows, columns, dtype=dtype, scale=2.0)
-        assert cuda.takes(x, dy)
+        assert cuda.supports_rows(x, dy)
         dx, dbias = dense.activation_bias_backward(dy, x, activation)
         exact, exact_sum = definitions.activation_bias_backward(dy.double(), x.double(), activation)
         ref.assert_accurate(dx, exact, 2)

@@ -5,7 +5,7 @@ import reference as ref
 import torch
 from checks import graph_of, launched, never_waiting, poison_free_memory
 
-from fusible.kernels.quantize import k_major, quantize_k_major, takes, transposed
+from fusible.kernels.quantize import k_major, quantize_k_major, supports_matrix, transposed
 from fusible.recipes.formats import E5M2, fp8_block
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def compare(x, fmt, ends, uses, on_device=None, index=None):
     want = op(x, ends, index, *fmt.as_constants(), *uses)
     x = x.cuda() if on_device is None else on_device
     ends, index = (None if t is None else t.cuda() for t in (ends, index))
-    assert takes(x, x.dtype, ends)
+    assert supports_matrix(x, x.dtype, ends)
     poison_free_memory()
     got = op(x, ends, index, *fmt.as_constants(), *uses)
     same_to_the_padded_end(got, want, fmt, uses)

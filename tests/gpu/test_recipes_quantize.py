@@ -6,7 +6,7 @@ import torch
 from checks import graph_of, launched, never_waiting
 from number_formats import FORMATS, GROUPED, OWN, is_square
 
-from fusible.kernels.quantize import takes
+from fusible.kernels.quantize import supports_matrix
 from fusible.recipes.formats import mxfp8
 from fusible.recipes.matrix import QuantizedMatrix, Uses
 from fusible.recipes.quantization import dequantize
@@ -73,7 +73,7 @@ def compare(x, fmt, ends=None, uses=(True, True), dequantized=(torch.bfloat16,))
     """Bits of every piece, and values dequantized from them."""
     uses = uses if fmt.directional else (True, False)
     on_device = x.cuda(), None if ends is None else ends.cuda()
-    assert takes(on_device[0], x.dtype, on_device[1])
+    assert supports_matrix(on_device[0], x.dtype, on_device[1])
     got = torch.ops.fusible.quantize(*on_device, None, *fmt.as_constants(), *uses)
     want = torch.ops.fusible.quantize(x, ends, None, *fmt.as_constants(), *uses)
     ref.assert_same_bits(got, want)

@@ -11,7 +11,7 @@ from torch import Tensor
 import fusible as fz
 from fusible import recipes
 from fusible.kernels.sm100 import operands, padding, quantizer
-from fusible.kernels.sm100.quantizer import quantized
+from fusible.kernels.sm100.quantizer import quantize_packed
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target, emulator_sm100
@@ -99,12 +99,12 @@ def test_largest_magnitudes_that_a_kernel_gave(splits, special, parts, monkeypat
     check_bytes(FORMATS["nvfp4"], splits, 1088, (True, True), special, parts)
     x, *rest = of_groups(splits, 1088, "cuda", special=False)
     rest = FORMATS["nvfp4"], *rest, True, True
-    own = quantized(x, *rest)
+    own = quantize_packed(x, *rest)
     monkeypatch.setattr(quantizer, "largest_magnitudes", None)
-    given = quantized(x, *rest, amax=given_of(x, splits, parts))
+    given = quantize_packed(x, *rest, amax=given_of(x, splits, parts))
     ref.assert_same_bits(own, given)
     with pytest.raises(TypeError):
-        quantized(x, *rest)
+        quantize_packed(x, *rest)
 
 
 def given_of(x, splits, parts):
@@ -119,7 +119,7 @@ def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
         x, ends, padded = of_groups(splits, columns, device, special)
         amax = given_of(x, splits, parts) if parts else None
         poison(device)
-        pieces = quantized(x, fmt, ends, padded, *uses, amax=amax)
+        pieces = quantize_packed(x, fmt, ends, padded, *uses, amax=amax)
         made.append([piece.cpu() for piece in pieces])
     mine, theirs = (list(pieces[:4]) for pieces in made)
     assert torch.equal(made[0][4].isnan(), made[1][4].isnan())
@@ -156,10 +156,10 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
     scale = torch.rand(len(x), device="cuda", dtype=BF16) if scaled else None
     options = {"rowwise": True, "columnwise": True, "sums": dtype, "row_scale": scale}
     poison("cuda")
-    first = quantized(x, FORMATS[fmt], ends, padded, **options)
-    plain = quantized(x, FORMATS[fmt], ends, padded, rowwise=True, columnwise=True)
+    first = quantize_packed(x, FORMATS[fmt], ends, padded, **options)
+    plain = quantize_packed(x, FORMATS[fmt], ends, padded, rowwise=True, columnwise=True)
     ref.assert_same_bits(first[:5], plain[:5])
-    again = quantized(x, FORMATS[fmt], ends, padded, **options)
+    again = quantize_packed(x, FORMATS[fmt], ends, padded, **options)
     sums = first[5]
     assert torch.equal(sums, again[5])
     assert sums.dtype == dtype
@@ -177,7 +177,9 @@ def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
 @pytest.mark.parametrize("shape", [(3, 128, 64), (2, 384, 1088), (256, 128)])
 def test_weights_in_one_pass_are_those_of_the_host(fmt, shape):
     w = torch.randn(shape, dtype=BF16)
-    mine, theirs = (operands.quantize_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu"))
+    mine, theirs = (
+        operands.quantize_packed_weights(w.to(d), FORMATS[fmt], True) for d in ("cuda", "cpu")
+    )
     for a, b in zip(mine[:2], theirs[:2], strict=True):
         for x, y in ((a.data, b.data), (a.scale, b.scale)):
             assert torch.equal(x.view(torch.uint8).cpu(), y.view(torch.uint8))
@@ -197,9 +199,9 @@ def test_packing_waits_for_nothing_and_is_captured():
         return (
             *padding.packed_rows(row, padded),
             *padding.packed_columns(column, padded),
-            *quantized(x, mxfp8(), ends, padded, **everything),
-            *quantized(x, nvfp4(), ends, padded, **everything),
-            *quantized(x, nvfp4(), ends, padded, **everything, amax=amax),
+            *quantize_packed(x, mxfp8(), ends, padded, **everything),
+            *quantize_packed(x, nvfp4(), ends, padded, **everything),
+            *quantize_packed(x, nvfp4(), ends, padded, **everything, amax=amax),
         )
 
     work()

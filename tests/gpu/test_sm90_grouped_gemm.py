@@ -127,7 +127,7 @@ def gated_tiles(interleave, how="k", bias=False):
     """The tiles that a product with an activation may get."""
     major = "n" if how == "n" else "k"
     choices = tiles.TILES["glu"]
-    return [tile for tile in choices if tiles.takes("glu", tile, major, interleave, bias)]
+    return [tile for tile in choices if tiles.supports_tile("glu", tile, major, interleave, bias)]
 
 
 # A tile of each width that an activation's backward may get.

@@ -186,7 +186,9 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "supports", supports)
     for module in (checked_products, grouped_products):
         patch.setattr(
-            module, "supports_fp8", lambda _, *sizes: operands.limits.takes_fp8(90, *sizes)
+            module,
+            "supports_fp8",
+            lambda _, *sizes: operands.limits.supports_fp8_products(90, *sizes),
         )
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
@@ -195,7 +197,7 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
 
 def supports(_: torch.device, dtype: torch.dtype, *features: int) -> bool:
     """Whether the kernels take matrices."""
-    return operands.limits.takes(90, operands.DTYPE_NAMES[dtype], *features)
+    return operands.limits.supports_products(90, operands.DTYPE_NAMES[dtype], *features)
 
 
 def forget_launches() -> None:

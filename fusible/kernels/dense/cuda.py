@@ -27,7 +27,7 @@ _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
 _MIN_STRIP, _MAX_STRIP = 4, 128  # rows
 
 
-def takes(x: Tensor, *others: Tensor | None) -> bool:
+def supports_rows(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels support ``[rows, features]`` tensors, which must have one dtype."""
     rows, features = x.shape
     return (
@@ -44,7 +44,7 @@ def activation_bias_backward(
     dy: Tensor, x: Tensor, activation: str
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.activation_bias_backward`."""
-    if not takes(x, dy):
+    if not supports_rows(x, dy):
         return NotImplemented
     dy, x = aligned(dy), aligned(x)
     rows, features = x.shape
@@ -68,7 +68,9 @@ def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor, addend: Tensor | None
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.rms_norm_backward`."""
-    fits = takes(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
+    fits = (
+        supports_rows(x, dy, addend) and rstd.dtype == torch.float32 and x.shape[1] <= MAX_FEATURES
+    )
     if not fits:
         return NotImplemented
     dy, x, rstd = aligned(dy), aligned(x), rstd.contiguous()

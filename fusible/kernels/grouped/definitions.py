@@ -48,7 +48,7 @@ def dequantized(elements: Tensor, scale: Tensor) -> Tensor:
     return elements.float() * scale
 
 
-def check_scales(first: Tensor | None, second: Tensor | None) -> None:
+def check_scale_pair(first: Tensor | None, second: Tensor | None) -> None:
     """Raise ValueError unless both operands have scales, or neither."""
     if (first is None) != (second is None):
         raise ValueError(
@@ -92,7 +92,7 @@ def grouped_mm_(
     w_scale: Tensor | None = None,
 ) -> None:
     """`grouped_mm` into ``out``."""
-    check_scales(x_scale, w_scale)
+    check_scale_pair(x_scale, w_scale)
     if x_scale is not None and w_scale is not None:
         x, w = dequantized(x, x_scale), [dequantized(stacked(w), w_scale)]
         bias = None if bias is None else bias.float()
@@ -191,7 +191,7 @@ def grouped_wgrad(
     Rounded once, to ``out_dtype``. FP8 operands are column-major, with scales ``[rows / 128, N]``
     and ``[rows / 128, K]``; groups end at multiples of 128 rows, padded with zeros.
     """
-    check_scales(dy_scale, x_scale)
+    check_scale_pair(dy_scale, x_scale)
     if dy_scale is not None and x_scale is not None:
         out_dtype = out_dtype or value_dtype(dy.dtype)
         dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
@@ -218,7 +218,7 @@ def grouped_wgrad_(
     x_scale: Tensor | None = None,
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    check_scales(dy_scale, x_scale)
+    check_scale_pair(dy_scale, x_scale)
     if dy_scale is not None and x_scale is not None:
         dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.

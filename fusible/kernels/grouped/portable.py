@@ -42,7 +42,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes(dtype: torch.dtype) -> bool:
+def supports_dtype(dtype: torch.dtype) -> bool:
     """Whether the kernels multiply matrices of ``dtype``."""
     return dtype in DTYPES and is_installed()
 
@@ -74,7 +74,7 @@ def grouped_mm(
     w_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
-    if x_scale is not None or not takes(x.dtype):
+    if x_scale is not None or not supports_dtype(x.dtype):
         return NotImplemented
     out = x.new_empty(x.shape[0], w[0].shape[-1 if transpose_w else -2])
     grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w)
@@ -93,7 +93,7 @@ def grouped_mm_(
     w_scale: Tensor | None = None,
 ) -> NotImplementedType | None:
     """`definitions.grouped_mm_`."""
-    if x_scale is not None or not takes(x.dtype):
+    if x_scale is not None or not supports_dtype(x.dtype):
         return NotImplemented
     from fusible.kernels.grouped.device.products import rows_grouped
 
@@ -124,7 +124,7 @@ def grouped_wgrad(
     x_scale: Tensor | None = None,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_wgrad`."""
-    if dy_scale is not None or not takes(x.dtype):
+    if dy_scale is not None or not supports_dtype(x.dtype):
         return NotImplemented
     from fusible.kernels.grouped.device.products import reduction_grouped
 

@@ -1,6 +1,6 @@
 """Quantization on CUDA in one launch: importing this registers the kernels with their ops."""
 
-from fusible.kernels.quantize.cuda import takes
+from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.glu_backward import GluGradients, quantize_glu_backward
 from fusible.kernels.quantize.k_major import (
     KMajor,
@@ -17,6 +17,6 @@ __all__ = [
     "elements_and_scale",
     "quantize_glu_backward",
     "quantize_k_major",
-    "takes",
+    "supports_matrix",
     "transposed",
 ]

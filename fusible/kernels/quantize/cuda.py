@@ -22,14 +22,14 @@ from fusible.recipes.quantize_ops import (
     Implementation,
     dequantize_by_formulas,
     empty,
-    implement,
+    implement_quantizers,
     quantize_by_formulas,
 )
 
 _MIN_SM = 89
 
 
-def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
+def supports_matrix(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
     """Whether the kernels support ``matrix``; otherwise the formulas run, with the same bits.
 
     ``dtype`` is that of the values in high precision.
@@ -46,7 +46,7 @@ def takes(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> bool:
 def _quantize(
     x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses, key: Tensor | None
 ) -> Operand:
-    if not (any(uses) and serves(fmt) and takes(x, x.dtype, ends)):
+    if not (any(uses) and serves(fmt) and supports_matrix(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses, key)
     x = loadable(x)
     made = empty(x, ends, fmt, uses)
@@ -125,7 +125,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     matrix.check_sizes()
     data, scale, tensor_scale, fmt, columnwise, ends = matrix
     *lead, rows, columns = matrix.shape
-    if columns % 8 or not (serves(fmt) and takes(data, dtype, ends)):
+    if columns % 8 or not (serves(fmt) and supports_matrix(data, dtype, ends)):
         return dequantize_by_formulas(matrix, dtype)
     data, scale = aligned(data), aligned(scale)
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
@@ -149,5 +149,5 @@ def _group_offsets(first_dims: Tensor, columns: int) -> tuple[Tensor, Tensor] | 
     return offsets, ends
 
 
-implement(Implementation(_quantize, _dequantize))
+implement_quantizers(Implementation(_quantize, _dequantize))
 library.implement("group_offsets", _group_offsets)

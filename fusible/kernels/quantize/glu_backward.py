@@ -17,7 +17,7 @@ from torch import Tensor
 from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
-from fusible.kernels.quantize.cuda import takes
+from fusible.kernels.quantize.cuda import supports_matrix
 from fusible.kernels.quantize.k_major import KMajor
 from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.launch import aligned, launch
@@ -129,7 +129,7 @@ def _cuda(
         dy.dtype == preact.dtype == torch.bfloat16
         and fmt.directional
         and (stripe in (1, 2, 4) or stripe % _NEIGHBOURS == 0)
-        and takes(preact, preact.dtype, ends)
+        and supports_matrix(preact, preact.dtype, ends)
     )
     if not fits:
         return NotImplemented

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.cuda import loadable, sizes_of, takes
+from fusible.kernels.quantize.cuda import loadable, sizes_of, supports_matrix
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.library import define
 from fusible.recipes.blocks import gather_rows, padded_size, place_rows
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
-from fusible.recipes.quantization import check_ends, check_input, quantize
+from fusible.recipes.quantization import check_group_ends, check_input, quantize
 
 
 class ScaledMatrix(NamedTuple):
@@ -111,7 +111,7 @@ def as_operands(
 
 def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
-    check_ends(x, fmt, ends)
+    check_group_ends(x, fmt, ends)
     check_input(x, fmt)
     if fmt.element.per_byte > 1 or fmt.block not in BLOCKS or fmt.scale_dtype != torch.float32:
         raise ValueError(
@@ -234,7 +234,7 @@ def _cuda(
     check(x, ends, rows, fmt)
     fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
-    if not (some and fills_stores and takes(x, x.dtype, ends)):
+    if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, rows = loadable(x), None if rows is None else rows.contiguous()
     pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)

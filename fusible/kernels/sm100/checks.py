@@ -52,17 +52,17 @@ def check_rows(name: str, x: Tensor, scales: Tensor | None, columnwise: bool = F
     rows, features = x.shape
     if x.dtype == FP4:
         rows, features = (2 * features, rows) if columnwise else (rows, 2 * features)
-    check_layout(name, x)
+    check_aligned(name, x)
     require(
         rows % limits.GROUP_ROWS == 0,
         f"rows of {name} must be a multiple of {limits.GROUP_ROWS}",
         rows,
         "pad its groups first",
     )
-    check_features(f"features of {name}", features)
+    check_multiple(f"features of {name}", features)
     if columnwise and x.dtype in _SCALES:
         shape = (-(-features // 128) * 128, rows // VECTOR[x.dtype])
-        check_tensor(f"scales of {name}", scales, _SCALES[x.dtype], shape, x.device)
+        check_contiguous(f"scales of {name}", scales, _SCALES[x.dtype], shape, x.device)
     else:
         check_scales(name, scales, x.dtype, rows, features)
     return Rows(rows, features, x.dtype)
@@ -73,7 +73,7 @@ def address_unit(dtype: torch.dtype) -> int:
     return limits.FP4_ALIGNMENT if dtype == FP4 else 16
 
 
-def check_layout(name: str, x: Tensor) -> None:
+def check_aligned(name: str, x: Tensor) -> None:
     """Check that a tensor is contiguous and aligned."""
     unit = address_unit(x.dtype)
     require(
@@ -84,7 +84,7 @@ def check_layout(name: str, x: Tensor) -> None:
     )
 
 
-def check_features(what: str, features: int) -> None:
+def check_multiple(what: str, features: int) -> None:
     """Check a number of features."""
     unit = limits.MULTIPLE_OF
     require(features > 0 and features % unit == 0, f"{what} must be a multiple of {unit}", features)
@@ -111,7 +111,7 @@ def check_scales(
         f"scales of {name} must be the {size} bytes of {rows} rows and {blocks} blocks, packed for "
         "the MMA",
         f"{scales.numel()} in {tuple(scales.shape)} with strides {scales.stride()}",
-        "use recipes.layout.swizzle_scales",
+        "use recipes.swizzle_block_scales",
     )
 
 
@@ -159,16 +159,16 @@ def check_weights(
     for i, t in enumerate(w):
         require(t.dtype == x.dtype, f"w must have the dtype of x, {x.dtype}", t.dtype)
         require(t.device == device, f"w must be on {device}", t.device)
-        check_layout("w" if dense else f"w[{i}]", t)
+        check_aligned("w" if dense else f"w[{i}]", t)
         check_scales("w", scales[i] if scaled else None, t.dtype, n, k, groups if dense else 1)
     require(k == x.depth, f"x and w must share the reduced dimension {x.depth}", k)
-    check_features("features of w", n)
+    check_multiple("features of w", n)
     return Weights(groups, n, k, dense)
 
 
-def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
+def check_padded_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> None:
     """Check end rows of groups of whole 256 rows; values on a device only under `checking`."""
-    check_tensor("ends", ends, torch.int32, (groups,), device)
+    check_contiguous("ends", ends, torch.int32, (groups,), device)
     if device.type != "cpu" and not grouped.checks_enabled():
         return
     values = ends.tolist()
@@ -182,7 +182,7 @@ def check_ends(ends: Tensor, groups: int, rows: int, device: torch.device) -> No
     require(values[-1] <= rows, f"groups must end within the {rows} rows", values[-1])
 
 
-def check_tensor(
+def check_contiguous(
     name: str, t: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     """Check that a tensor is given, contiguous, of this dtype and shape and on this device."""
@@ -198,5 +198,5 @@ def check_tensor(
 def check_bias(bias: Tensor | None, weights: Weights, device: torch.device) -> None:
     """Check a bias, BF16 ``[E, n]``."""
     if bias is not None:
-        check_tensor("bias", bias, torch.bfloat16, (weights.groups, weights.n), device)
-        check_layout("bias", bias)
+        check_contiguous("bias", bias, torch.bfloat16, (weights.groups, weights.n), device)
+        check_aligned("bias", bias)

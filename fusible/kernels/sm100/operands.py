@@ -20,7 +20,7 @@ from fusible.kernels.sm100.padding import (
     pad_rows,
     unpad_rows,
 )
-from fusible.kernels.sm100.quantizer import quantized
+from fusible.kernels.sm100.quantizer import quantize_packed
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
 from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix
@@ -68,7 +68,7 @@ def quantize(
     ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
     ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
     """
-    row, row_scales, column, column_scales, of_row, summed, of_column = quantized(
+    row, row_scales, column, column_scales, of_row, summed, of_column = quantize_packed(
         x, fmt, ends, padded, rowwise, columnwise, sums, row_scale, amax
     )
     top = of_row if fmt.has_tensor_scale else None
@@ -81,12 +81,12 @@ def quantize(
 
 
 def in_one_pass(weights: list[Tensor], fmt: NumberFormat) -> bool:
-    """Whether `quantize_weights` supports them: not quantized, each of whole atoms of scales."""
+    """Whether `quantize_packed_weights` supports them: not quantized, whole atoms of scales."""
     whole = fmt.directional and weights[0].shape[-2] % ATOM_ROWS == 0
     return whole and not any(map(is_quantized, weights))
 
 
-def quantize_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
+def quantize_packed_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> Operand:
     """Weights ``[E, N, K]`` or ``[N, K]`` for the forward and, if asked, the data gradient.
 
     ``pack_weights`` of what `fusible.ops.weights.quantize_weights` gives, in one pass: matrices are

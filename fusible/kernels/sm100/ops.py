@@ -28,11 +28,11 @@ from fusible.kernels.sm100.checks import (
     VECTOR,
     Rows,
     Weights,
+    check_aligned,
     check_bias,
-    check_ends,
-    check_layout,
+    check_contiguous,
+    check_padded_ends,
     check_rows,
-    check_tensor,
     check_weights,
     require,
 )
@@ -204,9 +204,9 @@ def _glu_arguments(glu: Glu, dtype: torch.dtype, prefix: str = "") -> dict[str, 
 def _checked(p: ProductOperands, n_major: bool) -> tuple[Rows, Weights]:
     rows = check_rows("x", p.x, p.x_scales)
     weights = check_weights(p.w, p.w_scales, rows, p.x.device, n_major)
-    check_ends(p.ends, weights.groups, rows.rows, p.x.device)
+    check_padded_ends(p.ends, weights.groups, rows.rows, p.x.device)
     if p.alpha is not None:
-        check_tensor("alpha", p.alpha, torch.float32, (weights.groups,), p.x.device)
+        check_contiguous("alpha", p.alpha, torch.float32, (weights.groups,), p.x.device)
     return rows, weights
 
 
@@ -297,7 +297,7 @@ def _glu(
     x = operands.x
     rows, weights = _checked(operands, n_major=False)
     check_bias(bias, weights, x.device)
-    check_tensor("prob", prob, torch.float32, (rows.rows,), x.device)
+    check_contiguous("prob", prob, torch.float32, (rows.rows,), x.device)
     arguments = _glu_arguments(glu, x.dtype)
     if rows.rows == 0:
         return _glu_outputs(x, weights.n, weights.groups)
@@ -342,9 +342,9 @@ def _dglu(
     x, alpha = operands.x, operands.alpha
     n_major = x.dtype != FP4
     rows, weights = _checked(operands, n_major)
-    check_tensor("prob", prob, torch.float32, (rows.rows,), x.device)
-    check_tensor("c", c, torch.bfloat16, (rows.rows, 2 * weights.n), x.device)
-    check_layout("c", c)
+    check_contiguous("prob", prob, torch.float32, (rows.rows,), x.device)
+    check_contiguous("c", c, torch.bfloat16, (rows.rows, 2 * weights.n), x.device)
+    check_aligned("c", c)
     arguments = _glu_arguments(glu, x.dtype, "d")
     if rows.rows == 0:
         return _dglu_outputs(x, weights.n, weights.groups, bias)
@@ -400,7 +400,7 @@ def _gemm(
     check_bias(bias, weights, x.device)
     if row_scale is not None:
         require(bias is not None, "row_scale must come with the bias that it scales", "no bias")
-        check_tensor("row_scale", row_scale, torch.float32, (rows.rows,), x.device)
+        check_contiguous("row_scale", row_scale, torch.float32, (rows.rows,), x.device)
     out = x.new_empty(rows.rows + 1, weights.n, dtype=torch.bfloat16)
     out[-1].zero_()
     if rows.rows == 0:
@@ -462,7 +462,7 @@ def _wgrad_(out: Sequence[Tensor], operands: WgradOperands, accumulate: bool) ->
         f"{left.rows} of {left.dtype} and {right.rows} of {right.dtype}",
     )
     groups, features = ends.shape[0], (left.depth, right.depth)
-    check_ends(ends, groups, left.rows, x.device)
+    check_padded_ends(ends, groups, left.rows, x.device)
     _check_grads(out, features, groups)
     if left.rows == 0:
         # No rows, no valid strides for the kernel: nothing is added.
@@ -508,7 +508,7 @@ def _wgrad_arguments(p: WgradOperands, groups: int) -> dict[str, Any]:
         return {"a_tensor": p.dy.t(), "b_tensor": p.x}
     factors = {"global_scale_a": p.dy_global, "global_scale_b": p.x_global}
     for name, factor in factors.items():
-        check_tensor(name, factor, torch.float32, (groups,), p.x.device)
+        check_contiguous(name, factor, torch.float32, (groups,), p.x.device)
     a, b = _as_element(p.dy), _as_element(p.x).t()
     return {"a_tensor": a, "b_tensor": b, "input_order": "tensor_ragged", **factors}
 
@@ -527,4 +527,4 @@ def _check_grads(out: Sequence[Tensor], shape: tuple[int, int], groups: int) -> 
             "out must be BF16 or FP32 throughout",
             t.dtype,
         )
-        check_layout("out", t)
+        check_aligned("out", t)

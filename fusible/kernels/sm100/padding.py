@@ -46,12 +46,12 @@ def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
     """
     if aligned and rows % limits.GROUP_ROWS == 0:
         return PaddedGroups(ends, None, rows)
-    size = padded_size(rows, ends.shape[0])
+    size = padded_rows(rows, ends.shape[0])
     ends_padded, place = _place_groups_op(ends, rows)
     return PaddedGroups(ends_padded, place, size)
 
 
-def padded_size(rows: int, groups: int) -> int:
+def padded_rows(rows: int, groups: int) -> int:
     """Rows that are enough for ``rows`` rows in any ``groups`` groups of whole 256."""
     return blocks.padded_size(rows, groups, limits.GROUP_ROWS)
 

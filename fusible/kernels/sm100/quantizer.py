@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
-from fusible.kernels.quantize.cuda import largest_magnitudes, takes
+from fusible.kernels.quantize.cuda import largest_magnitudes, supports_matrix
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.sm100.checks import require
@@ -38,7 +38,7 @@ group ``[groups, columns]``, and the factors of transformed columns, if they are
 are not wanted."""
 
 
-def quantized(
+def quantize_packed(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,
@@ -167,7 +167,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
         and x.data_ptr() % 16 == 0
         and ends.dtype == torch.int32
         and sums in (None, torch.bfloat16, torch.float32)
-        and takes(x, x.dtype, ends)
+        and supports_matrix(x, x.dtype, ends)
     )
 
 

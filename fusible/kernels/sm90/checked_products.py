@@ -222,7 +222,7 @@ def grouped_glu(
     found = _operands("x", x, w, ends, False, x_scale, w_scale)
     in_halves = x_scale is not None and glu.interleave == 0 and glu.activation in GATED
     unit = limits.FP8_GLU_UNIT if in_halves else limits.MULTIPLE_OF
-    if found is None or not limits.takes_glu(*glu[:2], found.shape[1], unit):
+    if found is None or not limits.supports_activation(*glu[:2], found.shape[1], unit):
         return NotImplemented
     x, pitch, w, shape, address, table, products, operand_scales, _ = found
     scales = None if scales is None else as_vector("scales", scales, x)
@@ -251,7 +251,7 @@ def grouped_dglu(
     dy, pitch, w, shape, address, table, products, *_ = found
     row = ACTIVATIONS.get(glu.activation)
     columns = 0 if row is None else row.sides * shape[2]
-    if not limits.takes_glu(*glu[:2], columns):
+    if not limits.supports_activation(*glu[:2], columns):
         return NotImplemented
     check_tensor("preact", preact, (dy.shape[0], columns), dy.dtype, dy.device)
     preact, preact_pitch = as_matrix("preact", preact)

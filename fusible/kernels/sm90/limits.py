@@ -22,12 +22,12 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 INTERLEAVES = (0, *(1 << i for i in range(11)))
 
 
-def takes(sm: int, dtype: str, *features: int) -> bool:
+def supports_products(sm: int, dtype: str, *features: int) -> bool:
     """Whether the kernels run on ``sm``, for matrices of ``dtype`` with these features."""
     return sm == ARCHITECTURE and dtype in DTYPES and _are_multiples(features, MULTIPLE_OF)
 
 
-def takes_fp8(sm: int, *features: int) -> bool:
+def supports_fp8_products(sm: int, *features: int) -> bool:
     """Whether the kernels run on ``sm``, for FP8 matrices with scales and these features."""
     return sm == ARCHITECTURE and _are_multiples(features, FP8_MULTIPLE_OF)
 
@@ -37,7 +37,9 @@ def _are_multiples(sizes: Sequence[int], unit: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def takes_glu(activation: str, interleave: int, features: int, unit: int = MULTIPLE_OF) -> bool:
+def supports_activation(
+    activation: str, interleave: int, features: int, unit: int = MULTIPLE_OF
+) -> bool:
     """Whether an epilogue has an activation for ``features`` columns, gate and linear together.
 
     ``unit`` divides the columns of each.

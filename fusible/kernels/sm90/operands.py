@@ -30,13 +30,16 @@ DTYPE_NAMES = {
 @functools.lru_cache(maxsize=4096)
 def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:
     """Whether the kernels run on a device for matrices of ``dtype`` and these features."""
-    return limits.takes(_sm(device), DTYPE_NAMES.get(dtype, ""), *features) and has_cutlass()
+    return (
+        limits.supports_products(_sm(device), DTYPE_NAMES.get(dtype, ""), *features)
+        and has_cutlass()
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def supports_fp8(device: torch.device, *features: int) -> bool:
     """Whether the kernels run on a device for FP8 matrices, which have scales."""
-    return limits.takes_fp8(_sm(device), *features) and has_cutlass()
+    return limits.supports_fp8_products(_sm(device), *features) and has_cutlass()
 
 
 def _sm(device: torch.device) -> int:
@@ -166,7 +169,7 @@ def check_matrices(name: str, w: Sequence[Tensor], x: Tensor) -> None:
             raise ValueError(f"the {groups} tensors of {name} must share shape and dtype")
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How TMA reads E matrices ``[rows, depth]``."""
 
     pitch: int
@@ -183,7 +186,7 @@ def layout(
     strides: tuple[int, ...],
     transpose: bool = False,
     spaced: bool = True,
-) -> Layout | None:
+) -> MatrixLayout | None:
     """The layout of ``[E, N, K]``, None if TMA cannot read it.
 
     ``transpose`` exchanges N and K; without ``spaced`` the matrices are behind a table.
@@ -202,4 +205,4 @@ def layout(
         or (spaced and groups > 1 and group_pitch % limits.MULTIPLE_OF)
     ):
         return None
-    return Layout(pitch, group_pitch, major, rows, depth)
+    return MatrixLayout(pitch, group_pitch, major, rows, depth)

@@ -84,7 +84,7 @@ def rows_class(rows: int, groups: int) -> int:
     return -(-each // step) * step * unit
 
 
-def takes(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
+def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool) -> bool:
     """Whether a kernel of ``kind`` can have a tile, for a weight of that ``major``.
 
     More than 128 sums a thread leave no registers for biases and, of a gated one, transposed
@@ -274,6 +274,6 @@ def choose(
     """The tile of a product, see `microseconds`; ``scaled``: of FP8 operands."""
     candidates = (FP8_TILES if scaled else TILES)[kind]
     return min(
-        (tile for tile in candidates if takes(kind, tile, major, interleave, bias)),
+        (tile for tile in candidates if supports_tile(kind, tile, major, interleave, bias)),
         key=lambda tile: microseconds(kind, tile, rows, groups, columns, depth, sms),
     )

@@ -279,8 +279,8 @@ def test_places_are_whole_tiles_and_cover_every_row(sizes, rows):
 
 def test_the_worst_case_needs_all_places():
     """One row a group: the bound is met."""
-    assert padding.padded_size(4, 4) == 1024
-    assert padding.padded_size(256, 256) == 256 * 256
+    assert padding.padded_rows(4, 4) == 1024
+    assert padding.padded_rows(256, 256) == 256 * 256
 
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()])

@@ -6,7 +6,7 @@ import pytest
 
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm90.spec import BACKWARD, SHARED_BYTES, Spec, Tile
-from fusible.kernels.sm90.tiles import FP8_TILES, TILES, takes
+from fusible.kernels.sm90.tiles import FP8_TILES, TILES, supports_tile
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -19,24 +19,26 @@ SINGLE_COLUMNS = {"paired": False, "stripe": 1}
 def variants(kind, tile):
     """Options that change a kernel's code, each at least once; in most tiles those that need most.
 
-    ``takes`` says which a tile need not have.
+    ``supports_tile`` says which a tile need not have.
     """
     halves = {"paired": True, "stripe": tile.n // 2 if kind == "glu" else 32}
     usual = str(tile) == "128x128pp12d"
     if kind == "store":
         yield {"weight_major": "n", "table": True}
         half = {"dtype": "float16", "out_dtype": "float16"}
-        yield half | ({"bias": True, "scale": "float32"} if takes(kind, tile, "k", 0, True) else {})
+        yield half | (
+            {"bias": True, "scale": "float32"} if supports_tile(kind, tile, "k", 0, True) else {}
+        )
         if usual:
             yield {"weight_major": "k"}
-    elif kind == "glu" and not takes("glu", tile, "n", 0, True):
+    elif kind == "glu" and not supports_tile("glu", tile, "n", 0, True):
         for stripe in (0, 8, 32) if tile.cluster_m == 1 else (0,):
             layout = {"paired": False, "stripe": stripe} if stripe else halves
             yield {**QGEGLU, **layout, "save_preact": False, "table": True}
             yield {**SWIGLU, **layout, "save_preact": True}
     elif kind == "glu":
         yield {**QGEGLU, **SINGLE_COLUMNS, "save_preact": True, "bias": True, "weight_major": "n"}
-        major = "n" if takes(kind, tile, "n", 0, True) else "k"
+        major = "n" if supports_tile(kind, tile, "n", 0, True) else "k"
         with_bias = {"bias": True, "scale": "", "weight_major": major}
         yield {**SWIGLU, **halves, "save_preact": True, **with_bias}
         if usual:
@@ -71,7 +73,7 @@ def other_activations():
         for kind in ("glu", "dglu") if name in ("geglu", "situglu") else ("dglu",):
             sums = max(tile.slabs * tile.n for tile in TILES[kind])
             large = [tile for tile in TILES[kind] if tile.slabs * tile.n == sums]
-            for tile in [tile for tile in large if takes(kind, tile, "k", 0, False)]:
+            for tile in [tile for tile in large if supports_tile(kind, tile, "k", 0, False)]:
                 stripe = tile.n // 2 if kind == "glu" else 32
                 layout = {"paired": True, "stripe": stripe, "save_preact": kind == "glu"}
                 major = "k" if kind == "glu" else "n"

@@ -105,6 +105,8 @@ def test_the_limits_of_an_epilogue():
     for interleave, columns in itertools.product((0, 1, 3, 8, 64, 2048), (4, 8, 64, 72, 4096)):
         fits = columns % 8 == 0 and interleave in limits.INTERLEAVES
         fits = fits and columns % max(interleave, 1) == 0
-        assert limits.takes_glu("swiglu", interleave, 2 * columns) == fits
-        assert limits.takes_glu("srelu", interleave, columns) == (fits and interleave == 0)
-    assert not limits.takes_glu("another", 0, 64)
+        assert limits.supports_activation("swiglu", interleave, 2 * columns) == fits
+        assert limits.supports_activation("srelu", interleave, columns) == (
+            fits and interleave == 0
+        )
+    assert not limits.supports_activation("another", 0, 64)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from fusible.kernels.sm90.spec import Spec
-from fusible.kernels.sm90.tiles import FP8_TILES, TILES, choose, microseconds, rows_class, takes
+from fusible.kernels.sm90.tiles import (
+    FP8_TILES,
+    TILES,
+    choose,
+    microseconds,
+    rows_class,
+    supports_tile,
+)
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: modules of examples have the same names
@@ -105,7 +112,9 @@ def test_the_chosen_tile_is_nearly_the_best_that_was_measured():
 def test_a_gated_product_gets_only_tiles_that_take_it():
     for interleave in (0, 1, 4, 8, 16, 32, 64, 256):
         for major, bias in (("k", False), ("n", False), ("k", True)):
-            tiles = [tile for tile in TILES["glu"] if takes("glu", tile, major, interleave, bias)]
+            tiles = [
+                tile for tile in TILES["glu"] if supports_tile("glu", tile, major, interleave, bias)
+            ]
             assert tiles
             for tile in tiles:
                 width = Spec("glu", tile).width
