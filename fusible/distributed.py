@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusible.ops.distributed import all_gather
+from fusible.ops.collectives import all_gather
 from fusible.ops.grouped_linear import GroupedLinear
 from fusible.recipes.sharding import is_sharded, local
 

@@ -21,8 +21,8 @@ from fusible.ops.activation import (
     SReLU,
     SwiGLU,
 )
+from fusible.ops.collectives import AllGather, AllReduce, AllReduceGrad, ReduceScatter
 from fusible.ops.dispatch import Combine, Dispatch
-from fusible.ops.distributed import AllGather, AllReduce, AllReduceGrad, ReduceScatter
 from fusible.ops.dropout import Dropout
 from fusible.ops.elementary import (
     AddExtraInput,

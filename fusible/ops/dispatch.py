@@ -18,7 +18,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.kernels import moe
-from fusible.ops.distributed import check_initialized
+from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
     SENT,

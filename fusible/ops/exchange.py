@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusible.kernels import moe
-from fusible.ops.distributed import all_gather, begin_all_gather
+from fusible.ops.collectives import all_gather, begin_all_gather
 from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix

@@ -18,7 +18,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.tracing import constant_when_traced
-from fusible.ops.distributed import (
+from fusible.ops.collectives import (
     AllGather,
     AllReduce,
     AllReduceGrad,

@@ -14,7 +14,7 @@ from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.flow import Dtypes, autocast_to
 from fusible.kernels import moe
-from fusible.ops.distributed import all_reduce
+from fusible.ops.collectives import all_reduce
 from fusible.ops.inputs import (
     check_device,
     check_dtype,

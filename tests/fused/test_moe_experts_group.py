@@ -13,7 +13,7 @@ from number_formats import BLOCK_FP8
 import fusible as fz
 from fusible.fused.grouped_mlp import GroupedMLP
 from fusible.fuser import schedule
-from fusible.ops import distributed as collectives
+from fusible.ops import collectives
 from fusible.testing import assume_target
 
 BF16 = torch.bfloat16
