@@ -134,9 +134,11 @@ class Sm90Fp8Kernels(GroupedKernels):
     def weights(
         self, linear: GroupedLinear | BasicLinear, ctx: OperationContext
     ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
-        """See `GroupedKernels`; the second one is a transposed copy."""
+        """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
         row, column, _ = linear.weight_operands(ctx, k_major_weights)
-        return row, column
+        if linear.num_groups is not None:
+            return row, column
+        return _first(row), None if column is None else _first(column)
 
     def saved_weights(self, ctx: OperationContext, weights: ScaledMatrix | None) -> Saved:
         """The transposed copy, if the input needs its gradient."""
@@ -204,6 +206,10 @@ class Sm90Fp8Kernels(GroupedKernels):
 
 
 SM90_FP8 = Sm90Fp8Kernels()
+
+
+def _first(weights: ScaledMatrix) -> ScaledMatrix:
+    return ScaledMatrix(weights.data[0], weights.scale[0])
 
 
 def _operand(made: KMajor) -> GroupedOperand:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.kernels import grouped
+from fusible.kernels.dense import scaled_mm
 from fusible.kernels.grouped import Glu
 from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, as_rows
@@ -338,12 +339,15 @@ def _multiplied(
     """A product with the bias of ``linear``, or, where that is None, with the weights transposed.
 
     ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``ends`` is
-    None.
+    None, or by FP8 weights that are one matrix.
     """
     x, w, x_scale, w_scale = _elements(x, weights)
     out = as_rows(output)
     if ends is None:
         y = as_2d(cast(x @ (w[0] if linear is None else w[0].t()), ctx.dtype))
+        return y if out is None else out.copy_(y)
+    if x_scale is not None and w_scale is not None and w_scale.dim() == 2:
+        y = cast(scaled_mm(x, w[0], ends, x_scale, w_scale), ctx.dtype)
         return y if out is None else out.copy_(y)
     transpose_w = linear is None and w_scale is None  # FP8 ones are transposed already
     bias = None if linear is None else linear.stacked_bias(ctx, value_dtype(x.dtype))

@@ -64,6 +64,16 @@ def test_a_moe_block_counts_as_its_closed_form(target, recipe, single):
     assert backward == 2 * router + (rows + reduced) * mlp
 
 
+def test_a_dense_linear_by_fp8_products_counts_as_its_closed_form():
+    linear = fz.Linear(HIDDEN, INNER, dtype=torch.bfloat16)
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+        assert counted(lambda: linear(x), fused=True) == 2 * TOKENS * HIDDEN * INNER
+        y = linear(x).float().sum()
+        assert linear.plan.fired == ("linear_sm90_fp8",)
+        assert counted(y.backward) == 2 * (TOKENS + 128) * HIDDEN * INNER
+
+
 def test_gradients_that_nobody_needs_are_not_counted():
     linear = fz.GroupedLinear(4, 16, 24, single_grouped_weight=True, bias=False)
     x, splits = torch.randn(10, 16), torch.tensor([5, 0, 3, 2])
@@ -122,7 +132,7 @@ def test_every_op_that_multiplies_is_registered():
     }
     known = {op.__name__ for op in flop_registry if str(op).startswith("fusible.")}
     assert products == known
-    assert len(known) == 11
+    assert len(known) == 12
 
 
 @pytest.mark.parametrize("first", ["fusible", "torch.utils.flop_counter"])

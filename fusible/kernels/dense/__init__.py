@@ -1,12 +1,14 @@
-"""Backwards of dense ops in one pass: an activation with a bias, an RMS norm with a residual."""
+"""Backwards of dense ops in one pass, and dense products of FP8 operands with scales."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from fusible import flops
 from fusible.formulas import math_dtype
 from fusible.kernels.dense import cuda, definitions
 from fusible.library import define
+from fusible.recipes.formats import value_dtype
 
 
 def _activation_bias_backward_fake(dy: Tensor, x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -26,4 +28,16 @@ activation_bias_backward = define(
 )
 rms_norm_backward = define(
     definitions.rms_norm_backward, _rms_norm_backward_fake, [cuda.rms_norm_backward]
+)
+
+
+def _scaled_mm_fake(x: Tensor, w: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=value_dtype(x.dtype))
+
+
+scaled_mm = define(
+    definitions.scaled_mm,
+    _scaled_mm_fake,
+    [cuda.scaled_mm_pytorch, cuda.scaled_mm_grouped],
+    lambda x, w, *_: flops.product(x, [w]),
 )

@@ -1,4 +1,4 @@
-"""CUDA implementations of the dense backwards.
+"""CUDA implementations of the dense backwards and scaled products.
 
 For arguments that the kernels do not support the functions
 return NotImplemented, and the definitions run.
@@ -6,6 +6,7 @@ return NotImplemented, and the definitions run.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import NotImplementedType
 
 import torch
@@ -20,7 +21,8 @@ from fusible.kernels.dense.spec import (
     ActivationBiasSpec,
     RMSNormSpec,
 )
-from fusible.kernels.runtime.gpu import multiprocessors, runs_kernels
+from fusible.kernels.grouped import grouped_mm
+from fusible.kernels.runtime.gpu import capability, multiprocessors, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 
 _STRIPS_PER_MULTIPROCESSOR = 16  # of the activation's kernel: as many warps
@@ -83,3 +85,40 @@ def rms_norm_backward(
     tensors = dy, x, rstd, gain, addend, dx, partial
     launch("dense.rms_norm.rms_norm_backward", (spec,), x.device, *tensors, x.shape[0], blocks)
     return dx, partial.sum(0)
+
+
+@lru_cache(maxsize=64)
+def _has_block_scales(device: torch.device) -> bool:
+    """Whether PyTorch's product on a device has scales of 1x128 and 128x128."""
+    version = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return device.type == "cuda" and capability(device) == (9, 0) and version >= (12, 9)
+
+
+def scaled_mm_pytorch(
+    x: Tensor, w: Tensor, ends: Tensor, x_scale: Tensor, w_scale: Tensor
+) -> Tensor | NotImplementedType:
+    """`definitions.scaled_mm` by cuBLASLt, which has such scales from 12.9 on, on SM90."""
+    (rows, depth), blocks = x.shape, x_scale.shape[1]
+    if not (
+        _has_block_scales(x.device)
+        and x.dtype == w.dtype == torch.float8_e4m3fn
+        and rows > 0
+        and rows % 16 == w.shape[0] % 16 == depth % 16 == 0
+        and blocks % 4 == 0
+        and x_scale.stride() == (1, rows)
+        and x.is_contiguous()
+        and w.is_contiguous()
+    ):
+        return NotImplemented
+    scales = x_scale, w_scale.contiguous().t()
+    try:
+        return torch._scaled_mm(x, w.t(), *scales, out_dtype=torch.bfloat16)
+    except RuntimeError:  # sizes for which cuBLASLt has no kernel
+        return NotImplemented
+
+
+def scaled_mm_grouped(
+    x: Tensor, w: Tensor, ends: Tensor, x_scale: Tensor, w_scale: Tensor
+) -> Tensor:
+    """`definitions.scaled_mm` as the grouped product of one group."""
+    return grouped_mm(x, [w[None]], ends, x_scale=x_scale, w_scale=w_scale[None])
