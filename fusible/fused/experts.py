@@ -111,7 +111,6 @@ class MoEExperts(FusedOperation):
     ) -> FusedGrads:
         """As the parts would, in the order that needs the least memory."""
         first, *middle, last = ctxs
-        ctx1 = middle[0]
         dispatch, fc1, _, _, combine = self._parts
         dy: Any
         kernels = self._mlp.kernels
@@ -126,7 +125,7 @@ class MoEExperts(FusedOperation):
         second = self._mlp.second_backward(middle, dy)
         del dy
         like = grad_output.new_empty(last.num_rows, 1)  # of two dimensions
-        drows = fc1.data_grad(kernels, ctx1, second.dpreact, second.saved, like)
+        drows = fc1.data_grad(second.saved, second.dpreact, like)
         assert drows is not None
         dmoved = None if dispatch.scale_input else grad_extra_outputs[0][1]
         of_scales = [
@@ -142,7 +141,7 @@ class MoEExperts(FusedOperation):
         if dispatch.recompute_rows and not kernels.gathers:
             probs = others[1] if dispatch.scale_input else None
             x, _ = moe.scatter_rows(x, row_map, probs, last.num_rows, dispatch.scale_input)
-        params1, extra1 = self._mlp.first_grads(ctx1, second, x, like)
+        params1, extra1 = self._mlp.first_grads(second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]

@@ -38,7 +38,13 @@ from fusible.ops import (
     SwiGLU,
 )
 from fusible.ops.grouped_direct import DirectGLU, DirectMLP, plan_needs_no_checks
-from fusible.ops.grouped_kernels import LIBRARY, Activated, GroupedKernels, GroupedOperand
+from fusible.ops.grouped_kernels import (
+    LIBRARY,
+    Activated,
+    GroupedKernels,
+    GroupedOperand,
+    LinearCall,
+)
 from fusible.ops.grouped_linear import SavedLinear, matrix_for
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import with_rows_of
@@ -56,8 +62,7 @@ class _FirstLinear(NamedTuple):
     """The first linear of a grouped MLP with its activation, computed."""
 
     activated: Activated
-    groups: Any
-    ends: Tensor
+    call: LinearCall
     scales: Tensor | None
     """Of the activation, as the kernels take them."""
     scales_dtype: torch.dtype | None
@@ -65,7 +70,6 @@ class _FirstLinear(NamedTuple):
 
 
 def _linear_glu(
-    kernels: GroupedKernels,
     linear: GroupedLinear,
     act: AnyActivation,
     ctxs: Sequence[OperationContext],
@@ -79,15 +83,14 @@ def _linear_glu(
         scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
     rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
     linear.output_buffer(ctx, x, ctx.kwargs)  # none: it is not the last op
-    groups = kernels.groups(linear, ends, rows.shape[0])
-    prepared = kernels.row_scales(scales, groups)
-    operand = linear.input_rows(kernels, ctx, rows, groups)
-    weights, backward_weights = kernels.weights(linear, ctx)
-    activated = kernels.glu(
-        linear, ctx, act, operand.row, weights, groups, prepared, ctx_act.requires_grad
-    )
-    linear.save(kernels, ctx, operand.column, ends, None, groups, backward_weights)
-    return _FirstLinear(activated, groups, ends, prepared, None if scales is None else scales.dtype)
+    call = LinearCall.of(linear, ctx, ends, rows.shape[0])
+    kernels = call.kernels
+    prepared = kernels.row_scales(call, scales)
+    operand = kernels.prepare_rows(call, rows, "input", linear.input_products(ctx))
+    weights, backward_weights = kernels.weights(call)
+    activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
+    linear.save(call, operand.column, None, backward_weights)
+    return _FirstLinear(activated, call, prepared, None if scales is None else scales.dtype)
 
 
 class GroupedLinearGLU(FusedOperation):
@@ -111,7 +114,7 @@ class GroupedLinearGLU(FusedOperation):
     ) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
-        made = _linear_glu(LIBRARY, linear, act, ctxs, x, extra_inputs)
+        made = _linear_glu(linear, act, ctxs, x, extra_inputs)
         if ctx_act.requires_grad:
             preact = with_rows_of(made.activated.preact, x)
             act.save_input(ctx_act, preact, *extra_inputs[1])
@@ -151,19 +154,17 @@ class GroupedMLP(FusedOperation):
     ) -> FusedOutputs:
         """Two launches."""
         fc1, act, fc2 = self._parts
-        _, ctx_act, ctx2 = ctxs
+        ctx1, ctx_act, ctx2 = ctxs
+        ctx1.kernels = ctx2.kernels = self.kernels
         split_sizes, *bias_scale = extra_inputs[2]
         fc2.refuse_tracing()
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x, ctx2.kwargs)
-        made = _linear_glu(self.kernels, fc1, act, ctxs[:2], x, extra_inputs[:2])
+        made = _linear_glu(fc1, act, ctxs[:2], x, extra_inputs[:2])
         fc2.check_alignment(split_sizes)
         y = fc2.product(
-            self.kernels,
-            ctx2,
+            made.call._replace(linear=fc2, ctx=ctx2),
             made.activated.output,
-            made.ends,
-            made.groups,
             row_scale,
             output,
             save_x=self.kernels.saves_activation(ctx2, act),
@@ -180,11 +181,10 @@ class GroupedMLP(FusedOperation):
         grad_extra_outputs: ExtraTensors,
     ) -> FusedGrads:
         """FC2's data gradient with the activation's, FC1's, two weight gradients."""
-        ctx1, *_ = ctxs
         fc1, *_ = self._parts
         second = self.second_backward(ctxs, grad_output)
-        dx = fc1.data_grad(self.kernels, ctx1, second.dpreact, second.saved, grad_output)
-        params1, extra1 = self.first_grads(ctx1, second, second.saved.x, grad_output)
+        dx = fc1.data_grad(second.saved, second.dpreact, grad_output)
+        params1, extra1 = self.first_grads(second, second.saved.x, grad_output)
         dscales = [with_rows_of(t, grad_output) for t in second.dscales]
         return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
@@ -195,16 +195,15 @@ class GroupedMLP(FusedOperation):
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = ctxs
         dy = matrix_for(ctx2, grad_output)
-        saved1 = fc1.restored(self.kernels, ctx1, dy.shape[0])
-        saved2 = fc2.restored(self.kernels, ctx2, dy.shape[0])
+        saved1 = fc1.restored(ctx1, dy.shape[0])
+        saved2 = fc2.restored(ctx2, dy.shape[0])
         preact, scales = ctx_act.saved_tensors
-        operand = fc2.grad_rows(self.kernels, ctx2, dy, saved2)
+        operand = fc2.grad_rows(saved2, dy)
         d = self.kernels.dglu(
-            ctx2,
+            saved2.call,
             act,
             operand.row,
             saved2.weights,
-            saved2.groups,
             preact,
             scales,
             products=fc1.grad_products(ctx1),
@@ -212,8 +211,8 @@ class GroupedMLP(FusedOperation):
             overwrite=not (ctx_act.held or keeps_graph()),
         )
         x2 = saved2.x if d.output is None else d.output
-        params, extra = fc2.grads(self.kernels, ctx2, operand, saved2, x2, dy, grad_output)
-        dpreact = fc1.grad_rows(self.kernels, ctx1, d.preact, saved1)
+        params, extra = fc2.grads(saved2, operand, x2, dy, grad_output)
+        dpreact = fc1.grad_rows(saved1, d.preact)
         if d.bias is not None:
             dpreact = dpreact._replace(sums=d.bias)
         plain = d.preact if isinstance(d.preact, Tensor) else None
@@ -222,12 +221,10 @@ class GroupedMLP(FusedOperation):
         return SecondBackward(dpreact, plain, dscales, params, extra, saved1)
 
     def first_grads(
-        self, ctx: OperationContext, second: SecondBackward, x: Any, grad_output: Tensor
+        self, second: SecondBackward, x: Any, grad_output: Tensor
     ) -> tuple[Grads, Grads]:
         """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
-        return self._parts[0].grads(
-            self.kernels, ctx, second.dpreact, second.saved, x, second.values, grad_output
-        )
+        return self._parts[0].grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
 class SecondBackward(NamedTuple):

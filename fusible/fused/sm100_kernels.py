@@ -8,7 +8,7 @@ other kernels wrote, and the last product's rows are gathered back. Nothing wait
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from fusible.fuser.context import OperationContext
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits, operands, padding
+from fusible.kernels.sm100.padding import PaddedGroups
 from fusible.kernels.stacking import write
 from fusible.ops import GroupedLinear
 from fusible.ops.grouped_kernels import (
@@ -23,6 +24,7 @@ from fusible.ops.grouped_kernels import (
     ActivationGrads,
     GroupedKernels,
     GroupedOperand,
+    LinearCall,
     Saved,
     glu_of,
 )
@@ -36,13 +38,6 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
 
-class _Groups(NamedTuple):
-    """The groups as the caller's rows are in, and where the kernels read them."""
-
-    ends: Tensor
-    padded: padding.PaddedGroups
-
-
 class Sm100Kernels(GroupedKernels):
     """Saves what the gradients read of the input and of the weights, in the kernels' layouts."""
 
@@ -53,33 +48,31 @@ class Sm100Kernels(GroupedKernels):
     multiplies = "quantized operands, in all products"
     num_saved_groups = 2
 
-    def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> _Groups:
+    def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> PaddedGroups:
         """Each group padded to whole 256 rows, unless the caller promises that they are."""
         aligned = linear.split_alignment % limits.GROUP_ROWS == 0
-        return _Groups(ends, padding.pad_groups(ends, num_rows, aligned))
+        return padding.pad_groups(ends, num_rows, aligned)
 
-    def saved_groups(self, groups: _Groups) -> Saved:
+    def saved_groups(self, groups: PaddedGroups) -> Saved:
         """The padded end rows, and where each row goes."""
-        return groups.padded.ends, groups.padded.rows
+        return groups.ends, groups.rows
 
-    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> _Groups:
+    def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> PaddedGroups:
         """See `GroupedKernels`."""
         padded_ends, rows = saved
         size = num_rows if rows is None else padding.padded_rows(num_rows, ends.shape[0])
-        return _Groups(ends, padding.PaddedGroups(padded_ends, rows, size))
+        return PaddedGroups(padded_ends, rows, size)
 
     def prepare_rows(
         self,
-        linear: GroupedLinear,
-        ctx: OperationContext,
+        call: LinearCall,
         x: Any,
         role: Role,
         products: Sequence[ProductKind],
-        groups: _Groups,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Padded rows; of a gradient with the sums for the bias, where one pass makes both."""
-        ends, padded = groups
+        _, linear, ctx, ends, padded = call
         if isinstance(x, Operand):  # quantized by the kernel that made it
             return GroupedOperand(x.row, x.column)
         options: dict[str, Any] = {}
@@ -115,16 +108,13 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`."""
         return SAVED
 
-    def restored_rows(
-        self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
-    ) -> OperandData | None:
+    def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> OperandData | None:
         """See `GroupedKernels`."""
-        return restored_data(saved, _recipe(ctx).format("input"))
+        return restored_data(saved, _recipe(call.ctx).format("input"))
 
-    def weights(
-        self, linear: GroupedLinear, ctx: OperationContext
-    ) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
+    def weights(self, call: LinearCall) -> tuple[Sequence[OperandData], Sequence[OperandData]]:
         """See `GroupedKernels`."""
+        linear, ctx = call.linear, call.ctx
         ctx.bias_dtype = ctx.parameters[-1].dtype
         if _recipe(ctx).format("weight") is None:
             plain = [aligned(weight) for weight in linear.weights_in(ctx, ctx.dtype)]
@@ -140,9 +130,7 @@ class Sm100Kernels(GroupedKernels):
             return tuple(weights)  # type: ignore[arg-type]
         return tuple([t for weight in weights for t in saved_data(weight)])
 
-    def restored_weights(
-        self, ctx: OperationContext, saved: Sequence[Any], groups: _Groups
-    ) -> Sequence[Any]:
+    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Sequence[Any]:
         """See `GroupedKernels`."""
         fmt = _recipe(ctx).format("weight")
         if fmt is None:
@@ -151,41 +139,37 @@ class Sm100Kernels(GroupedKernels):
 
     def product(
         self,
-        linear: GroupedLinear,
-        ctx: OperationContext,
+        call: LinearCall,
         x: OperandData,
         weights: Sequence[OperandData],
-        groups: _Groups,
         row_scale: Tensor | None,
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        padded = groups.padded
         return operands.gemm(
             x,
             weights,
-            padded,
-            bias=linear.stacked_bias(ctx, ctx.dtype),
-            row_scale=None if row_scale is None else self.row_scales(row_scale, groups),
+            call.groups,
+            bias=call.linear.stacked_bias(call.ctx, call.ctx.dtype),
+            row_scale=None if row_scale is None else self.row_scales(call, row_scale),
             out=as_rows(output),
         )
 
     def data_grad(
         self,
-        ctx: OperationContext,
+        call: LinearCall,
         dy: OperandData,
         weights: Sequence[OperandData],
-        groups: _Groups,
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return operands.gemm(dy, weights, groups.padded, transpose_w=True, out=as_rows(output))
+        return operands.gemm(dy, weights, call.groups, transpose_w=True, out=as_rows(output))
 
     def weight_grad(
-        self, ctx: OperationContext, dy: OperandData | None, x: OperandData | None, groups: _Groups
+        self, call: LinearCall, dy: OperandData | None, x: OperandData | None
     ) -> WeightGradient:
         """See `GroupedKernels`."""
-        padded = groups.padded
+        padded = call.groups
 
         def gradient(out: Sequence[Tensor] | None, accumulate: bool) -> Tensor | None:
             assert dy is not None
@@ -205,38 +189,35 @@ class Sm100Kernels(GroupedKernels):
         """Always: its kernel quantizes it for both uses."""
         return True
 
-    def row_scales(self, scales: Tensor | None, groups: _Groups) -> Tensor:
+    def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor:
         """One FP32 value per padded row, zero for those of padding; ones where None are given."""
-        ends, padded = groups
+        padded = call.groups
         if scales is None:
             rows = padded.size if padded.rows is None else padded.rows.shape[0]
-            scales = torch.ones(rows, dtype=torch.float32, device=ends.device)
+            scales = torch.ones(rows, dtype=torch.float32, device=padded.ends.device)
         return aligned(padding.pad_rows(scales.reshape(-1).float(), padded))
 
     def glu(
         self,
-        linear: GroupedLinear,
-        ctx: OperationContext,
+        call: LinearCall,
         act: Any,
         x: OperandData,
         weights: Sequence[OperandData],
-        groups: _Groups,
         scales: Tensor | None,
         save_preact: bool,
     ) -> Activated:
         """See `GroupedKernels`; the kernel always gives the pre-activation."""
         assert scales is not None  # of `row_scales`
-        bias = linear.stacked_bias(ctx, ctx.dtype)
-        made = operands.glu(x, weights, groups.padded, scales, bias=bias, glu=glu_of(act))
+        bias = call.linear.stacked_bias(call.ctx, call.ctx.dtype)
+        made = operands.glu(x, weights, call.groups, scales, bias=bias, glu=glu_of(act))
         return Activated(*made)
 
     def dglu(
         self,
-        ctx: OperationContext,
+        call: LinearCall,
         act: Any,
         dy: OperandData,
         weights: Sequence[OperandData],
-        groups: _Groups,
         preact: Tensor,
         scales: Tensor | None,
         *,
@@ -247,7 +228,7 @@ class Sm100Kernels(GroupedKernels):
         """See `GroupedKernels`; the kernel sums the bias's gradient."""
         assert scales is not None
         d, dscales, dbias = operands.dglu(
-            dy, weights, groups.padded, preact, scales, bias=bias, glu=glu_of(act)
+            dy, weights, call.groups, preact, scales, bias=bias, glu=glu_of(act)
         )
         return ActivationGrads(d, None, dscales, dbias if bias else None)
 

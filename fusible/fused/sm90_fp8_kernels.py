@@ -31,6 +31,7 @@ from fusible.ops.grouped_kernels import (
     ActivationGrads,
     GroupedKernels,
     GroupedOperand,
+    LinearCall,
     Saved,
     glu_of,
 )
@@ -77,17 +78,16 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def prepare_rows(
         self,
-        linear: GroupedLinear | BasicLinear,
-        ctx: OperationContext,
+        call: LinearCall,
         x: Any,
         role: Role,
         products: Sequence[ProductKind],
-        groups: Tensor,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """Both uses from one launch; of a quantized ``x``, the row-wise use as it is stored."""
         if isinstance(x, GroupedOperand):  # of `dglu`
             return x
+        _, linear, ctx, groups, _ = call
         rows = [product for product in products if product != "wgrad"]
         columnwise, row = len(rows) < len(products), None
         if is_quantized(x):
@@ -103,7 +103,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         if not (rows or columnwise):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}
-        made = _quantized(x, ctx, role, groups, **uses)
+        made = _quantized(x, call, role, **uses)
         operand = _operand(made)
         return GroupedOperand(operand.row or row, x if later else operand.column)
 
@@ -123,7 +123,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         return 3
 
     def restored_rows(
-        self, ctx: OperationContext, saved: Sequence[Any], groups: Tensor
+        self, call: LinearCall, saved: Sequence[Any]
     ) -> _Columns | GatheredRows | None:
         """See `GroupedKernels`."""
         data, scale, index = saved
@@ -131,12 +131,10 @@ class Sm90Fp8Kernels(GroupedKernels):
             return GatheredRows(data, index)
         return None if data is None else _Columns(ScaledMatrix(data.t(), scale), None)
 
-    def weights(
-        self, linear: GroupedLinear | BasicLinear, ctx: OperationContext
-    ) -> tuple[ScaledMatrix, ScaledMatrix | None]:
+    def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
-        row, column, _ = linear.weight_operands(ctx, k_major_weights)
-        if linear.num_groups is not None:
+        row, column, _ = call.linear.weight_operands(call.ctx, k_major_weights)
+        if call.linear.num_groups is not None:
             return row, column
         return _first(row), None if column is None else _first(column)
 
@@ -144,36 +142,29 @@ class Sm90Fp8Kernels(GroupedKernels):
         """The transposed copy, if the input needs its gradient."""
         return () if weights is None else tuple(weights)
 
-    def restored_weights(
-        self, ctx: OperationContext, saved: Sequence[Any], groups: Tensor
-    ) -> ScaledMatrix | None:
+    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> ScaledMatrix | None:
         """See `GroupedKernels`."""
         return ScaledMatrix(*saved) if saved else None
 
     def weight_grad(
-        self,
-        ctx: OperationContext,
-        dy: _Columns | None,
-        x: _Columns | GatheredRows | None,
-        groups: Tensor,
+        self, call: LinearCall, dy: _Columns | None, x: _Columns | GatheredRows | None
     ) -> WeightGradient:
         """See `GroupedKernels`."""
         if dy is None or x is None:  # not needed
             return WeightGradient(lambda out, accumulate: None, ())
         if isinstance(x, GatheredRows):
-            made = _quantized(x, ctx, "input", groups, rowwise=False, columnwise=True)
+            made = _quantized(x, call, "input", rowwise=False, columnwise=True)
             assert made.column is not None
             x = _Columns(made.column, None)
         assert dy.ends is not None
-        return grouped_gradient(dy.rows, x.rows, dy.ends, ctx.column_major)
+        return grouped_gradient(dy.rows, x.rows, dy.ends, call.ctx.column_major)
 
     def dglu(
         self,
-        ctx: OperationContext,
+        call: LinearCall,
         act: Any,
         dy: ScaledMatrix,
         weights: ScaledMatrix,
-        groups: Tensor,
         preact: Tensor,
         scales: Tensor | None,
         *,
@@ -185,23 +176,24 @@ class Sm90Fp8Kernels(GroupedKernels):
 
         In the product's epilogue the backward would take as long as both, and not quantize.
         """
+        ctx, ends = call.ctx, call.ends
         fmt = ctx.recipe.format("grad")
         assert fmt is not None
         made = quantize_glu_backward(
-            self.data_grad(ctx, dy, weights, groups, None),
+            self.data_grad(call, dy, weights, None),
             preact,
             scales,
-            groups,
+            ends,
             glu_of(act),
             fmt,
             rowwise="dgrad" in products,
             columnwise="wgrad" in products,
             values=bias,
         )
-        sums = None if made.values is None else grouped.grouped_sum(made.values, groups)
+        sums = None if made.values is None else grouped.grouped_sum(made.values, ends)
         again = None
         if ctx.needs.params[0] and not self.saves_activation(ctx, act):
-            again = self._as_saved(ctx, glu_of(act).forward(preact, scales), groups)
+            again = self._as_saved(call, glu_of(act).forward(preact, scales))
         return ActivationGrads(_operand(made.operands), again, made.scales, sums)
 
 
@@ -217,14 +209,12 @@ def _operand(made: KMajor) -> GroupedOperand:
     return GroupedOperand(made.row, column)
 
 
-def _quantized(
-    x: Tensor | GatheredRows, ctx: OperationContext, role: Role, ends: Tensor, **uses: bool
-) -> KMajor:
+def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: bool) -> KMajor:
     """Rows, gathered or as they are, for the products that read them, in one launch."""
     source, index = source_of(x)
-    fmt = ctx.recipe.format(role)
+    fmt = call.ctx.recipe.format(role)
     assert fmt is not None
-    return quantize_k_major(source, fmt, ends=ends, rows=index, **uses)
+    return quantize_k_major(source, fmt, ends=call.ends, rows=index, **uses)
 
 
 def k_major_weights(

@@ -71,15 +71,33 @@ class ActivationGrads(NamedTuple):
     """Gradient ``[E, columns]`` of the first linear's bias, if requested and fused."""
 
 
+class LinearCall(NamedTuple):
+    """What all products of one linear share in a forward, or in a backward."""
+
+    kernels: GroupedKernels
+    linear: Any
+    ctx: OperationContext
+    """Has the recipe, the dtype and which gradients are needed."""
+    ends: Any
+    """End rows of the groups, an int32 tensor ``[E]``; None for a dense linear by PyTorch."""
+    groups: Any
+    """`GroupedKernels.groups`."""
+
+    @classmethod
+    def of(cls, linear: Any, ctx: OperationContext, ends: Tensor, num_rows: int) -> LinearCall:
+        """The call of a grouped linear on ``num_rows`` rows, by the kernels in its context."""
+        kernels = kernels_of(ctx)
+        return cls(kernels, linear, ctx, ends, kernels.groups(linear, ends, num_rows))
+
+
 class GroupedKernels:
     """Grouped products of one architecture, over rows ``[rows, features]`` sorted by group.
 
-    ``ends``, int32 ``[E]``, are the groups' end rows. The methods read the recipe, the dtype and
-    which gradients are needed from the op's context. None may synchronise with the device. An
-    argument or result of type ``Any`` is opaque to the caller, which only passes it to the methods
-    named here: groups, rows, weights and activations in the format of these kernels. A subclass
-    for other formats overrides the methods that make and read them; the products here take FP8
-    operands too (`ScaledMatrix`), of weights one, transposed for the data gradient.
+    None of the methods may synchronise with the device. An argument or result of type ``Any`` is
+    opaque to the caller, which only passes it to the methods named here: groups, rows, weights and
+    activations in the format of these kernels. A subclass for other formats overrides the methods
+    that make and read them; the products here take FP8 operands too (`ScaledMatrix`), of weights
+    one, transposed for the data gradient.
     """
 
     saves = ""
@@ -99,31 +117,31 @@ class GroupedKernels:
     # --- operands --------------------------------------------------------------------------------
 
     def groups(self, linear: Any, ends: Tensor, num_rows: int) -> Any:
-        """The groups as all other methods take them, for rows ``[num_rows, features]``."""
-        return ends
+        """`LinearCall.groups` for rows ``[num_rows, features]``: what these kernels read of the
+        groups besides ``ends``.
+        """
+        return None
 
-    def single_group(self, x: Any) -> Any:
-        """The groups of a dense linear: all rows of ``x``. Here None, for PyTorch's products."""
+    def single_group(self, x: Any) -> Tensor | None:
+        """``ends`` of a dense linear: all rows of ``x``. Here None, for PyTorch's products."""
         return None
 
     def saved_groups(self, groups: Any) -> Saved:
-        """The tensors to save of `groups`, besides ``ends``: ``num_saved_groups`` many."""
+        """The tensors to save of `groups`: ``num_saved_groups`` many."""
         return ()
 
     def restored_groups(self, ends: Tensor, saved: Sequence[Any], num_rows: int) -> Any:
         """The `groups` in the backward, from ``ends`` and the tensors of `saved_groups`."""
-        return ends
+        return None
 
     num_saved_groups = 0
 
     def prepare_rows(
         self,
-        linear: Any,
-        ctx: OperationContext,
+        call: LinearCall,
         x: Any,
         role: Role,
         products: Sequence[ProductKind],
-        groups: Any,
         row_scale: Tensor | None = None,
     ) -> GroupedOperand:
         """``x`` as the operand ``role`` of ``products``, quantized by group if the recipe says so.
@@ -132,12 +150,13 @@ class GroupedKernels:
         `dglu`, or `GatheredRows`. ``row_scale`` ``[rows]`` multiplies the rows of a gradient in the
         sums for the bias.
         """
+        ctx = call.ctx
         if not ctx.quantizes:
             return GroupedOperand(x, x)
         # An input's column-wise form is saved for the backward, quantized.
         as_values = ("forward",) if role == "input" else products
         quantized = quantize_operand(
-            x, ctx.recipe, role, *products, ends=groups, as_values=as_values
+            x, ctx.recipe, role, *products, ends=call.ends, as_values=as_values
         )
         compute, row = compute_dtype(x.device), None
         for product in ("forward", "dgrad"):
@@ -159,8 +178,9 @@ class GroupedKernels:
         """How many tensors `saved_rows` returns."""
         return SAVED if ctx.quantizes else 1
 
-    def restored_rows(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
+    def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> Any:
         """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
+        ctx = call.ctx
         if not ctx.quantizes:
             return saved[0]
         if not ctx.needs.params[0] or all(t is None for t in saved):
@@ -168,8 +188,9 @@ class GroupedKernels:
         x = Operand.from_saved(saved, ctx.recipe.backward_format("input"))
         return operand_values(x, "wgrad", "input", compute_dtype(saved[0].device))
 
-    def weights(self, linear: Any, ctx: OperationContext) -> tuple[Any, Any]:
+    def weights(self, call: LinearCall) -> tuple[Any, Any]:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
+        linear, ctx = call.linear, call.ctx
         if not ctx.quantizes:
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
@@ -188,7 +209,7 @@ class GroupedKernels:
         dgrad = ctx.needs.input
         return tuple([t for w in weights for t in w.saved(needed=dgrad)])
 
-    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any], groups: Any) -> Any:
+    def restored_weights(self, ctx: OperationContext, saved: Sequence[Any]) -> Any:
         """The weights of `data_grad` and `dglu`, from the tensors of `saved_weights`."""
         if not ctx.quantizes:
             return list(saved)
@@ -205,44 +226,35 @@ class GroupedKernels:
 
     def product(
         self,
-        linear: Any,
-        ctx: OperationContext,
+        call: LinearCall,
         x: Any,
         weights: Any,
-        groups: Any,
         row_scale: Tensor | None,
         output: Tensor | None,
     ) -> Tensor:
-        """``x @ w[e].T + bias[e] * row_scale``, ``[rows, out_features]`` in ``ctx.dtype``.
+        """``x @ w[e].T + bias[e] * row_scale``, ``[rows, out_features]`` in the context's dtype.
 
         ``x`` is `GroupedOperand.row`, ``row_scale`` ``[rows]`` or None; the result is written to
         ``output`` ``[..., out_features]`` if that is given.
         """
-        return _multiplied(ctx, x, weights, groups, linear, row_scale, output)
+        return _multiplied(call, x, weights, output, row_scale)
 
-    def data_grad(
-        self,
-        ctx: OperationContext,
-        dy: Any,
-        weights: Any,
-        groups: Any,
-        output: Tensor | None,
-    ) -> Tensor:
-        """``dy @ w[e]``, ``[rows, in_features]`` in ``ctx.dtype``.
+    def data_grad(self, call: LinearCall, dy: Any, weights: Any, output: Tensor | None) -> Tensor:
+        """``dy @ w[e]``, ``[rows, in_features]`` in the context's dtype.
 
         ``dy`` is `GroupedOperand.row`; the result is written to ``output`` ``[..., in_features]``
         if that is given.
         """
-        return _multiplied(ctx, dy, weights, groups, None, None, output)
+        return _multiplied(call, dy, weights, output, data_grad=True)
 
-    def weight_grad(self, ctx: OperationContext, dy: Any, x: Any, groups: Any) -> WeightGradient:
+    def weight_grad(self, call: LinearCall, dy: Any, x: Any) -> WeightGradient:
         """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
 
         ``dy`` is `GroupedOperand.column`, ``x`` of `restored_rows`; each gradient ``[out, in]``.
         """
-        if groups is None:
+        if call.ends is None:
             return dense_gradient(dy, x)
-        return grouped_gradient(dy, x, groups, ctx.column_major)
+        return grouped_gradient(dy, x, call.ends, call.ctx.column_major)
 
     # --- the activation between two linears ------------------------------------------------------
 
@@ -250,20 +262,18 @@ class GroupedKernels:
         """Whether the second linear saves the activation; otherwise `dglu` recomputes it."""
         return ctx.quantizes and not act.activation_recompute_in_mlp
 
-    def row_scales(self, scales: Tensor | None, groups: Any) -> Tensor | None:
+    def row_scales(self, call: LinearCall, scales: Tensor | None) -> Tensor | None:
         """Row scales of the activation, or None, as `glu` and `dglu` take and ops save them."""
         if scales is None or (scales.dim() == 1 and scales.is_contiguous()):
             return scales
-        return _vector(scales)
+        return scales.reshape(-1).contiguous()
 
     def glu(
         self,
-        linear: Any,
-        ctx: OperationContext,
+        call: LinearCall,
         act: Any,
         x: Any,
         weights: Any,
-        groups: Any,
         scales: Tensor | None,
         save_preact: bool,
     ) -> Activated:
@@ -273,19 +283,18 @@ class GroupedKernels:
         no rows without ``save_preact``.
         """
         x, w, x_scale, w_scale = _elements(x, weights)
-        bias = linear.stacked_bias(ctx, value_dtype(x.dtype))
+        bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
         preact, out = grouped.grouped_glu(
-            x, w, groups, scales, glu_of(act), bias, save_preact, x_scale, w_scale
+            x, w, call.ends, scales, glu_of(act), bias, save_preact, x_scale, w_scale
         )
-        return Activated(preact, cast(out, ctx.dtype))
+        return Activated(preact, cast(out, call.ctx.dtype))
 
     def dglu(
         self,
-        ctx: OperationContext,
+        call: LinearCall,
         act: Any,
         dy: Any,
         weights: Any,
-        groups: Any,
         preact: Tensor,
         scales: Tensor | None,
         *,
@@ -293,29 +302,35 @@ class GroupedKernels:
         bias: bool,
         overwrite: bool,
     ) -> ActivationGrads:
-        """The second linear's data gradient, with its ``ctx``, and the activation's backward.
+        """The second linear's data gradient, of its ``call``, and the activation's backward.
 
         ``dy`` ``[rows, out_features]`` is `GroupedOperand.row`, ``preact`` ``[rows, columns]`` and
         ``scales`` those of `glu`. ``products`` will read the gradient of ``preact``. ``bias``
         requests the gradient of the first linear's bias, if these kernels fuse it. ``overwrite``:
         ``preact`` may be written to.
         """
+        ctx = call.ctx
         dpreact, act_again, dscales = grouped.grouped_dglu(
-            dy, weights, groups, preact, scales, glu_of(act), overwrite=overwrite
+            dy, weights, call.ends, preact, scales, glu_of(act), overwrite=overwrite
         )
         again: Any = None if self.saves_activation(ctx, act) else act_again
         if again is not None and ctx.quantizes and ctx.needs.params[0]:
-            again = self._as_saved(ctx, cast(again, ctx.dtype), groups)
+            again = self._as_saved(call, cast(again, ctx.dtype))
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
 
-    def _as_saved(self, ctx: OperationContext, x: Tensor, groups: Any) -> Any:
+    def _as_saved(self, call: LinearCall, x: Tensor) -> Any:
         """An input as `weight_grad` reads it, of the values that the forward had."""
-        column = self.prepare_rows(None, ctx, x, "input", ("wgrad",), groups).column
-        return self.restored_rows(ctx, self.saved_rows(ctx, column), groups)
+        column = self.prepare_rows(call, x, "input", ("wgrad",)).column
+        return self.restored_rows(call, self.saved_rows(call.ctx, column))
 
 
 LIBRARY = GroupedKernels()
 """The default: kernels of the library ops, where kernel selection finds no others."""
+
+
+def kernels_of(ctx: OperationContext) -> GroupedKernels:
+    """The kernels that kernel selection found for an op."""
+    return LIBRARY if ctx.kernels is None else ctx.kernels
 
 
 def glu_of(act: Any) -> Glu:
@@ -323,34 +338,29 @@ def glu_of(act: Any) -> Glu:
     return Glu(act.activation, act.glu_interleave_size or 0, *act.options().values())
 
 
-def _vector(t: Tensor) -> Tensor:
-    return t.reshape(-1).contiguous()
-
-
 def _multiplied(
-    ctx: OperationContext,
+    call: LinearCall,
     x: Tensor | ScaledMatrix,
     weights: Sequence[Tensor] | ScaledMatrix,
-    ends: Tensor | None,
-    linear: Any | None,
-    row_scale: Tensor | None,
     output: Tensor | None,
+    row_scale: Tensor | None = None,
+    data_grad: bool = False,
 ) -> Tensor:
-    """A product with the bias of ``linear``, or, where that is None, with the weights transposed.
+    """A product with the bias, or, for ``data_grad``, with the weights transposed.
 
-    ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``ends`` is
-    None, or by FP8 weights that are one matrix.
+    ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``call.ends``
+    is None, or by FP8 weights that are one matrix.
     """
     x, w, x_scale, w_scale = _elements(x, weights)
-    out = as_rows(output)
+    ctx, ends, out = call.ctx, call.ends, as_rows(output)
     if ends is None:
-        y = as_2d(cast(x @ (w[0] if linear is None else w[0].t()), ctx.dtype))
+        y = as_2d(cast(x @ (w[0] if data_grad else w[0].t()), ctx.dtype))
         return y if out is None else out.copy_(y)
     if x_scale is not None and w_scale is not None and w_scale.dim() == 2:
         y = cast(scaled_mm(x, w[0], ends, x_scale, w_scale), ctx.dtype)
         return y if out is None else out.copy_(y)
-    transpose_w = linear is None and w_scale is None  # FP8 ones are transposed already
-    bias = None if linear is None else linear.stacked_bias(ctx, value_dtype(x.dtype))
+    transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
+    bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
     y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out, x_scale, w_scale)
     return cast(y, ctx.dtype)
 

@@ -17,7 +17,13 @@ from fusible.kernels import grouped
 from fusible.kernels.grouped import portable
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
-from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels, GroupedOperand
+from fusible.ops.grouped_kernels import (
+    LIBRARY,
+    GroupedKernels,
+    GroupedOperand,
+    LinearCall,
+    kernels_of,
+)
 from fusible.ops.handover import format_of_grad, quantized_values
 from fusible.ops.inputs import (
     check_features,
@@ -41,14 +47,12 @@ from fusible.recipes.tensor import stack
 class SavedLinear(NamedTuple):
     """What the backward of a ``GroupedLinear`` reads of its forward."""
 
+    call: LinearCall
+    """Of the backward."""
     x: Any
     """The input, as the weight gradient reads it; None where it was not saved."""
-    ends: Tensor
-    """End rows of the groups, ``[num_groups]``."""
     row_scale: Tensor | None
     """What multiplied the bias of each row, ``[rows]``."""
-    groups: Any
-    """Of the products' kernels."""
     weights: Any
     """As the data gradient reads them."""
 
@@ -325,51 +329,32 @@ class GroupedLinear(WeightedOperation):
         scales: Tensor | None = None,
     ) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
         output = self.output_buffer(ctx, x, ctx.kwargs)
-        groups = kernels.groups(self, ends, rows.shape[0])
-        y = self.product(kernels, ctx, rows, ends, groups, row_scale, output)
-        return with_rows_of(y, x)
+        call = LinearCall.of(self, ctx, ends, rows.shape[0])
+        return with_rows_of(self.product(call, rows, row_scale, output), x)
 
     def product(
         self,
-        kernels: GroupedKernels,
-        ctx: OperationContext,
+        call: LinearCall,
         x: Any,
-        ends: Tensor,
-        groups: Any,
         row_scale: Tensor | None,
         output: Tensor | None,
         *,
         save_x: bool = True,
     ) -> Tensor:
         """The output ``[rows, out_features]``; saves what :meth:`restored` reads."""
-        products = [p for p in self.input_products(ctx) if save_x or p != "wgrad"]
-        operand = kernels.prepare_rows(self, ctx, x, "input", products, groups)
-        weights, backward_weights = kernels.weights(self, ctx)
-        y = kernels.product(self, ctx, operand.row, weights, groups, row_scale, output)
-        column = operand.column if save_x else None
-        self.save(kernels, ctx, column, ends, row_scale, groups, backward_weights)
+        kernels = call.kernels
+        products = [p for p in self.input_products(call.ctx) if save_x or p != "wgrad"]
+        operand = kernels.prepare_rows(call, x, "input", products)
+        weights, backward_weights = kernels.weights(call)
+        y = kernels.product(call, operand.row, weights, row_scale, output)
+        self.save(call, operand.column if save_x else None, row_scale, backward_weights)
         return y
 
-    def input_rows(
-        self, kernels: GroupedKernels, ctx: OperationContext, x: Any, groups: Any
-    ) -> GroupedOperand:
-        """The input for the products that will read it."""
-        return kernels.prepare_rows(self, ctx, x, "input", self.input_products(ctx), groups)
-
-    def save(
-        self,
-        kernels: GroupedKernels,
-        ctx: OperationContext,
-        x: Any,
-        ends: Tensor,
-        row_scale: Tensor | None,
-        groups: Any,
-        weights: Any,
-    ) -> None:
+    def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
         """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
+        kernels, _, ctx, ends, groups = call
         if ctx.quantizes and ctx.recipe.backward_override is not None:
             ctx.quantizes = False  # for what is saved, and the backward
         ctx.save_for_backward(
@@ -381,21 +366,16 @@ class GroupedLinear(WeightedOperation):
             self.scaled_bias(ctx),
         )
 
-    def restored(
-        self, kernels: GroupedKernels, ctx: OperationContext, num_rows: int
-    ) -> SavedLinear:
+    def restored(self, ctx: OperationContext, num_rows: int) -> SavedLinear:
         """What :meth:`save` has saved, as the products of the backward read it."""
+        kernels = kernels_of(ctx)
         at, tensors = kernels.num_saved_rows(ctx), ctx.saved_tensors
         ends, row_scale, *rest = tensors[at:-1]
         count = kernels.num_saved_groups
         groups = kernels.restored_groups(ends, rest[:count], num_rows)
-        return SavedLinear(
-            kernels.restored_rows(ctx, tensors[:at], groups),
-            ends,
-            row_scale,
-            groups,
-            kernels.restored_weights(ctx, rest[count:], groups),
-        )
+        call = LinearCall(kernels, self, ctx, ends, groups)
+        x = kernels.restored_rows(call, tensors[:at])
+        return SavedLinear(call, x, row_scale, kernels.restored_weights(ctx, rest[count:]))
 
     def prepare_input(
         self,
@@ -426,7 +406,7 @@ class GroupedLinear(WeightedOperation):
         """
         x, ends, row_scale = self.prepare_input(ctx, input_, split_sizes, scales)
         weights = self.weights_in(ctx, ctx.dtype)
-        self.save(LIBRARY, ctx, x, ends, row_scale, ends, weights)
+        self.save(LinearCall(LIBRARY, self, ctx, ends, None), x, row_scale, weights)
         return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
 
     def check_alignment(self, split_sizes: Tensor | None) -> None:
@@ -472,42 +452,34 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
-        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         dy = matrix_for(ctx, grad_output)
-        saved = self.restored(kernels, ctx, dy.shape[0])
-        operand = self.grad_rows(kernels, ctx, dy, saved)
-        dx = self.data_grad(kernels, ctx, operand, saved, grad_output)
-        params, extra = self.grads(kernels, ctx, operand, saved, saved.x, dy, grad_output)
+        saved = self.restored(ctx, dy.shape[0])
+        operand = self.grad_rows(saved, dy)
+        dx = self.data_grad(saved, operand, grad_output)
+        params, extra = self.grads(saved, operand, saved.x, dy, grad_output)
         return dx, *params, *extra
 
-    def grad_rows(
-        self, kernels: GroupedKernels, ctx: OperationContext, dy: Any, saved: SavedLinear
-    ) -> GroupedOperand:
+    def grad_rows(self, saved: SavedLinear, dy: Any) -> GroupedOperand:
         """The output's gradient for the products that will read it."""
-        products = self.grad_products(ctx)
-        return kernels.prepare_rows(self, ctx, dy, "grad", products, saved.groups, saved.row_scale)
+        call = saved.call
+        products = self.grad_products(call.ctx)
+        return call.kernels.prepare_rows(call, dy, "grad", products, saved.row_scale)
 
     def data_grad(
-        self,
-        kernels: GroupedKernels,
-        ctx: OperationContext,
-        dy: GroupedOperand,
-        saved: SavedLinear,
-        grad_output: Tensor,
+        self, saved: SavedLinear, dy: GroupedOperand, grad_output: Tensor
     ) -> Tensor | None:
         """The input's gradient with the leading dimensions of ``grad_output``, if it is needed."""
-        if not ctx.needs.input:
+        call = saved.call
+        if not call.ctx.needs.input:
             return None
-        buffer = self.grad_input_buffer(ctx)
-        dx = kernels.data_grad(ctx, dy.row, saved.weights, saved.groups, buffer)
+        buffer = self.grad_input_buffer(call.ctx)
+        dx = call.kernels.data_grad(call, dy.row, saved.weights, buffer)
         return with_rows_of(dx, grad_output)
 
     def grads(
         self,
-        kernels: GroupedKernels,
-        ctx: OperationContext,
-        dy: GroupedOperand,
         saved: SavedLinear,
+        dy: GroupedOperand,
         x: Any,
         dy_matrix: Tensor | None,
         grad_output: Tensor,
@@ -517,7 +489,9 @@ class GroupedLinear(WeightedOperation):
         ``dy_matrix`` is the output's gradient ``[rows, out_features]``, None if ``dy.sums`` has
         what the bias needs of it and no scale multiplies the bias.
         """
-        dweights = self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, saved.groups))
+        call, ends = saved.call, saved.call.ends
+        ctx = call.ctx
+        dweights = self.weight_grads(ctx, call.kernels.weight_grad(call, dy.column, x))
         sums_rows = dy.sums is None and dy_matrix is not None and self.needs_bias_grads(ctx)
         scaled_bias = ctx.saved_tensors[-1] if self.scale_bias else None
         dbias, dscales = dy.sums, None
@@ -526,11 +500,11 @@ class GroupedLinear(WeightedOperation):
             dy_values, index = source_of(values(dy_matrix))
             fmt = format_of_grad(ctx, by_group=True)
             if fmt is not None:
-                dy_values = quantized_values(dy_values, fmt, saved.ends)
+                dy_values = quantized_values(dy_values, fmt, ends)
             if sums_rows:
-                dbias = grouped.grouped_sum(dy_values, saved.ends, saved.row_scale, index)
+                dbias = grouped.grouped_sum(dy_values, ends, saved.row_scale, index)
             if scaled_bias is not None:
-                dscales = grouped.grouped_dots(dy_values, scaled_bias, saved.ends, index)
+                dscales = grouped.grouped_dots(dy_values, scaled_bias, ends, index)
                 dscales = dscales.view(grad_output.shape[:-1])
         extra = (dscales,) if self.scale_bias else ()
         return (*dweights, *self.as_bias_grads(dbias)), (None, *extra)

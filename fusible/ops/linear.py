@@ -25,7 +25,7 @@ from fusible.ops.collectives import (
     ReduceScatter,
     all_reduce,
 )
-from fusible.ops.grouped_kernels import LIBRARY, GroupedKernels
+from fusible.ops.grouped_kernels import GroupedKernels, LinearCall, kernels_of
 from fusible.ops.handover import format_of_grad, hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
@@ -160,13 +160,13 @@ class BasicLinear(WeightedOperation):
     def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)
         ctx.column_major = is_column_major(ctx.parameters[0])
-        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         output = self.output_buffer(ctx, input_, ctx.kwargs)
         rows = matrix(input_, ctx.dtype)
-        group = kernels.single_group(rows)
-        x = kernels.prepare_rows(self, ctx, rows, "input", self.input_products(ctx), group)
-        weights, backward_weights = kernels.weights(self, ctx)
-        y = kernels.product(self, ctx, x.row, weights, group, None, output)
+        call = self._call(ctx, rows)
+        kernels = call.kernels
+        x = kernels.prepare_rows(call, rows, "input", self.input_products(ctx))
+        weights, backward_weights = kernels.weights(call)
+        y = kernels.product(call, x.row, weights, None, output)
         if ctx.recipe.backward_override is not None:
             ctx.quantizes = False  # for what is saved, and the backward
         ctx.save_for_backward(
@@ -187,20 +187,23 @@ class BasicLinear(WeightedOperation):
         return dx, *self.weight_grads(ctx, dense_gradient(dy, ctx.saved_tensors[0]))
 
     def _quantized_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
-        kernels = LIBRARY if ctx.kernels is None else ctx.kernels
         rows = matrix(grad_output, ctx.dtype)
-        group = kernels.single_group(rows)
-        dy = kernels.prepare_rows(self, ctx, rows, "grad", self.grad_products(ctx), group)
+        call = self._call(ctx, rows)
+        kernels = call.kernels
+        dy = kernels.prepare_rows(call, rows, "grad", self.grad_products(ctx))
         at, saved, dx = kernels.num_saved_rows(ctx), ctx.saved_tensors, None
         if ctx.needs.input:
-            weights = kernels.restored_weights(ctx, saved[at:], group)
-            buffer = self.grad_input_buffer(ctx)
-            dx = kernels.data_grad(ctx, dy.row, weights, group, buffer)
+            weights = kernels.restored_weights(ctx, saved[at:])
+            dx = kernels.data_grad(call, dy.row, weights, self.grad_input_buffer(ctx))
             dx = with_rows_of(dx, grad_output)
         if not ctx.needs.params[0]:
             return dx, None
-        x = kernels.restored_rows(ctx, saved[:at], group)
-        return dx, *self.weight_grads(ctx, kernels.weight_grad(ctx, dy.column, x, group))
+        x = kernels.restored_rows(call, saved[:at])
+        return dx, *self.weight_grads(ctx, kernels.weight_grad(call, dy.column, x))
+
+    def _call(self, ctx: OperationContext, rows: Tensor) -> LinearCall:
+        kernels = kernels_of(ctx)
+        return LinearCall(kernels, self, ctx, kernels.single_group(rows), None)
 
     def as_weight_grads(self, gradient: Tensor | None) -> Grads:
         """See :class:`WeightedOperation`; kernels of groups give ``[1, out, in]``."""

@@ -24,32 +24,32 @@ class Batched(GroupedKernels):
     def restored_groups(self, ends, saved, num_rows):
         return self.groups(None, ends, num_rows)
 
-    def prepare_rows(self, linear, ctx, x, role, products, groups, row_scale=None):
-        batch = x * groups[..., None]
+    def prepare_rows(self, call, x, role, products, row_scale=None):
+        batch = x * call.groups[..., None]
         return GroupedOperand(batch, batch)
 
-    def weights(self, linear, ctx):
-        return (linear.weights_in(ctx, ctx.dtype),) * 2
+    def weights(self, call):
+        return (call.linear.weights_in(call.ctx, call.ctx.dtype),) * 2
 
-    def product(self, linear, ctx, x, weights, groups, row_scale, output):
-        y, bias = (x @ weights[0].mT).sum(0), linear.stacked_bias(ctx, ctx.dtype)
-        return y if bias is None else y + (groups[..., None] * bias[:, None]).sum(0)
+    def product(self, call, x, weights, row_scale, output):
+        y, bias = (x @ weights[0].mT).sum(0), call.linear.stacked_bias(call.ctx, x.dtype)
+        return y if bias is None else y + (call.groups[..., None] * bias[:, None]).sum(0)
 
-    def data_grad(self, ctx, dy, weights, groups, output):
+    def data_grad(self, call, dy, weights, output):
         return (dy @ weights[0]).sum(0)
 
-    def weight_grad(self, ctx, dy, x, groups):
+    def weight_grad(self, call, dy, x):
         return WeightGradient(lambda out, accumulate: dy.mT @ x, (dy, x))
 
     def saves_activation(self, ctx, act):
         return True
 
-    def glu(self, linear, ctx, act, x, weights, groups, scales, save_preact):
-        preact = self.product(linear, ctx, x, weights, groups, None, None)
+    def glu(self, call, act, x, weights, scales, save_preact):
+        preact = self.product(call, x, weights, None, None)
         return Activated(preact, act.value(preact, scales))
 
-    def dglu(self, ctx, act, dy, weights, groups, preact, scales, **_):
-        d, dscales = act.grads(self.data_grad(ctx, dy, weights, groups, None), preact, scales)
+    def dglu(self, call, act, dy, weights, preact, scales, **_):
+        d, dscales = act.grads(self.data_grad(call, dy, weights, None), preact, scales)
         return ActivationGrads(d, None, dscales, None)
 
 
