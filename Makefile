@@ -10,12 +10,11 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/moe_block.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not timing"
-	$(BIN)/python -m pytest -m timing
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # What a change breaks most likely, in two minutes; it says what it leaves out.
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --quick -m "not timing" $(OPTIONS)
+	$(BIN)/python -m pytest -n auto --quick $(OPTIONS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

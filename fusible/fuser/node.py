@@ -308,7 +308,8 @@ def _run_backward(
             owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
         _add_to_sources(step, own, step_extra, of_outputs, of_inputs)
-        _begin_sending(step, contexts, of_outputs)
+        if step.reads:
+            _begin_sending(step, contexts, of_outputs)
     return [grad, *of_inputs, *chain(*of_params)]
 
 
