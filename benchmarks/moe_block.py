@@ -358,12 +358,12 @@ def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
     index, _ = moe.row_sources(row_map, probs, count)
     rows, _ = moe.scatter_rows(x, row_map, None, count, False)
     chunks, fmt = -(-shape.hidden // 128), RECIPES["fp8_block"].format("input")
-    chosen = k_major.chunks_together(*x.shape, x.itemsize)
+    chosen = k_major.chunks_per_pass(*x.shape, x.itemsize)
 
     def quantize(
         source: Tensor, index: Tensor | None, columnwise: bool = True, together: int = chosen
     ) -> None:
-        k_major.chunks_together = lambda *_: together
+        k_major.chunks_per_pass = lambda *_: together
         uses = {"rowwise": True, "columnwise": columnwise}
         k_major.quantize_k_major(source, fmt, **uses, ends=ends, rows=index)
 

@@ -9,7 +9,7 @@ from fusible.fuser.rules import rule
 from fusible.kernels.dense import activation_bias_backward
 from fusible.kernels.dense.spec import MIN_SM, VECTOR
 from fusible.ops import GELU, QGELU, Bias, FusedOperation, ReLU, SiLU, SReLU
-from fusible.ops.handover import accept_grad, hand_over
+from fusible.ops.casting import apply_quantizer, cast_grad
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 Activation = GELU | QGELU | ReLU | SReLU | SiLU
@@ -23,11 +23,11 @@ class BackwardActivationBias(FusedOperation):
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
         """One pass over the gradient and the activation's input."""
         (bias, activation), (ctx, ctx_act) = self._basic_ops, ctxs
-        x, dy = activation.saved_input(ctx_act), accept_grad(ctx_act, dy)
+        x, dy = activation.saved_input(ctx_act), cast_grad(ctx_act, dy)
         rows = dy.reshape(-1, bias.size), x.reshape(-1, bias.size)
         dx: Tensor | None
         dx, dbias = activation_bias_backward(*rows, type(activation).__name__.lower())
-        dx = hand_over(dx.view(x.shape), ctx.grad_quantizer) if ctx.needs.input else None
+        dx = apply_quantizer(dx.view(x.shape), ctx.grad_quantizer) if ctx.needs.input else None
         return dx, [(bias.bias_grad(dbias),), ()], [(), ()]
 
 

@@ -10,7 +10,7 @@ from fusible.fuser.rules import rule
 from fusible.kernels.dense import rms_norm_backward
 from fusible.kernels.dense.spec import MAX_FEATURES, MIN_SM, VECTOR
 from fusible.ops import FusedOperation, MakeExtraOutput, RMSNorm
-from fusible.ops.handover import accept_grad
+from fusible.ops.casting import cast_grad
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads
 
 
@@ -23,7 +23,7 @@ class BackwardAddRMSNorm(FusedOperation):
         """One pass over the gradients of both outputs and the norm's input."""
         (_, norm), (_, ctx) = self._basic_ops, ctxs
         x, rstd, weight = ctx.saved_tensors
-        rows = accept_grad(ctx, dy).reshape(x.shape)
+        rows = cast_grad(ctx, dy).reshape(x.shape)
         dextra = dextras[0][0]
         factor = gain(weight.view(-1), rstd.dtype, norm.zero_centered_gamma)
         # Under autocast the branch may be wider than the norm; its gradient stays so.

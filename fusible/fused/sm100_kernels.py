@@ -19,6 +19,7 @@ from fusible.kernels.sm100 import limits, operands, padding
 from fusible.kernels.sm100.padding import PaddedGroups
 from fusible.kernels.stacking import write
 from fusible.ops import GroupedLinear
+from fusible.ops.casting import format_of_grad
 from fusible.ops.grouped_kernels import (
     Activated,
     ActivationGrads,
@@ -28,7 +29,6 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
-from fusible.ops.handover import format_of_grad
 from fusible.ops.matrices import as_rows
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient
@@ -176,7 +176,7 @@ class Sm100Kernels(GroupedKernels):
             assert x is not None
             if out is None:
                 return operands.wgrad(dy, x, padded)
-            if operands.takes_wgrad(out):
+            if operands.supports_wgrad_outputs(out):
                 operands.wgrad_(list(out), dy, x, padded, accumulate)
                 return None
             write(out, operands.wgrad(dy, x, padded, torch.float32), accumulate)

@@ -35,8 +35,8 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
-from fusible.ops.kept_operands import kept_copy
 from fusible.ops.matrices import GatheredRows, as_2d, source_of
+from fusible.ops.operand_cache import cached_copy
 from fusible.ops.weights import one_weight, quantize_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
@@ -235,7 +235,7 @@ def k_major_weights(
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     held = [id(w.rowwise_data) for w in quantized]
     is_held = held == [id(part) for part in parts]  # else made now, from another format
-    copied = partial(kept_copy, quantized) if is_held else lambda _, make: make()
+    copied = partial(cached_copy, quantized) if is_held else lambda _, make: make()
     data = side_by_side(parts) if len(parts) > 1 else _of_groups(parts[0])
     if data is None:
         data = copied("stacked", lambda: torch.stack(parts))

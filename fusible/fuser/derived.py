@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusible.fuser.context import OperationContext
-from fusible.fuser.fakes import leaving_alone
+from fusible.fuser.fakes import restoring
 from fusible.fuser.plan import GradNeeds
 from fusible.fuser.te_ops import call_fuser_forward
 
@@ -45,7 +45,7 @@ def derived_dtypes(
         dict.fromkeys([*sizes, _FEATURES]), (2, 1)[: 1 + bool(extra_dtypes)]
     ):
         try:
-            with leaving_alone(op.modules(), mode, all_attributes=True), torch.no_grad():
+            with restoring(op.modules(), mode, all_attributes=True), torch.no_grad():
                 x, *extra = [
                     torch.empty((_ROWS, size)[:dims], dtype=dtype, device=device)
                     for dims, dtype in ((2, input_dtype), *[(extra_dims, t) for t in extra_dtypes])

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fusible.fuser.context import OperationContext
+from fusible.fuser.module_names import op_names
 from fusible.fuser.schedule import Schedule, ScheduledStep
-from fusible.fuser.stand_ins import op_names
 
 _NOTED = "raised in "
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fusible.fuser.fakes import leaving_alone
+from fusible.fuser.fakes import restoring
 from fusible.fuser.node import run_forward
 from fusible.fuser.schedule import Expected, Kwargs, Schedule, num_saved, unfused
 from fusible.fuser.te_ops import call_fuser_forward
@@ -47,7 +47,7 @@ def expected_of(
             Tensor, lambda t: mode.from_tensor(t.detach()), ([*operands[:count]], kwargs)
         )
         parts = [part for op in schedule.plan.basic_ops for part in op.modules()]
-        with leaving_alone(parts, mode, all_attributes=True), torch.no_grad():
+        with restoring(parts, mode, all_attributes=True), torch.no_grad():
             run_forward(alone, (*fakes, *operands[count:]), fake_kwargs)
     except Exception as error:  # a kernel that takes no fake tensors, or bad inputs
         logger.debug("outputs of users' fused ops are not checked: %r", error)

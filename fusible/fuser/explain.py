@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_map_only
 from fusible.fuser import svg
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
-from fusible.fuser.fakes import leaving_alone
+from fusible.fuser.fakes import restoring
+from fusible.fuser.module_names import named_modules, op_names, path
 from fusible.fuser.overlap import overlap_notes
-from fusible.fuser.parts import Part
+from fusible.fuser.partition import Part
 from fusible.fuser.plan import Plan, Refusal, of_parts
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.run import Run, observed
 from fusible.fuser.schedule import Schedule, unfused
-from fusible.fuser.stand_ins import named_modules, op_names, path
 from fusible.fuser.target import Target, target_of
 from fusible.fuser.te_ops import call_fuser_forward
 
@@ -151,7 +151,7 @@ def explain(
     with (
         _named_errors(module, planning.planned),
         _uncompiled(),
-        leaving_alone(parts, mode),
+        restoring(parts, mode),
         observed(planning.schedule_for),
     ):
         module(*fakes, **fake_kwargs)
@@ -182,7 +182,7 @@ class _Planning:
         self._module, self._target = module, target
         self._names: dict[Any, str] = {}
         self._hiding: dict[Any, tuple[str, ...]] = {}
-        self._divided: list[tuple[PlannedRun, Sequence[Part]]] = []
+        self._partitioned: list[tuple[PlannedRun, Sequence[Part]]] = []
 
     def schedule_for(self, run: Run, call: PlanKey) -> Schedule:
         """What a run executes for a call: basic ops that note what they refuse."""
@@ -194,8 +194,8 @@ class _Planning:
         made = run.plan_for(call, self._target or target_of(call.device))
         schedule = run.scheduled(made, call)
         planned = PlannedRun(where, run, made, self.decided)
-        if schedule.division is not None:  # each part of which is planned in its turn
-            self._divided.append((planned, schedule.division.parts))
+        if schedule.partition is not None:  # each part of which is planned in its turn
+            self._partitioned.append((planned, schedule.partition.parts))
             return schedule
         self.planned.append(planned)
         self._hiding.update(overlap_notes(made.basic_ops, schedule.forward, schedule.backward))
@@ -234,7 +234,7 @@ class _Planning:
 
     def join(self) -> None:
         """Put one plan in the place of those of a run's parts, unless the call left some out."""
-        for whole, parts in reversed(self._divided):  # a part may be divided again
+        for whole, parts in reversed(self._partitioned):  # a part may be divided again
             runs = [part.call for part in parts]
             found = [p for p in self.planned if p.run in runs]
             if len(found) == len(runs):

@@ -58,18 +58,18 @@ def _without_logged_errors() -> Iterator[None]:
     """PyTorch logs each error of an operation on fake tensors, with its stack, and raises it."""
     thread = threading.get_ident()
 
-    def is_elsewhere(record: logging.LogRecord) -> bool:
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
         return record.thread != thread
 
-    _torch_logger.addFilter(is_elsewhere)
+    _torch_logger.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        _torch_logger.removeFilter(is_elsewhere)
+        _torch_logger.removeFilter(is_of_another_thread)
 
 
 @contextmanager
-def leaving_alone(
+def restoring(
     modules: Iterable[nn.Module], mode: FakeTensorMode, *, all_attributes: bool = False
 ) -> Iterator[None]:
     """In ``mode``, where the modules may be given its fake tensors beside their own real ones.

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from fusible.fuser.stand_ins import named_modules
+from fusible.fuser.module_names import named_modules
 from fusible.recipes.autocast import current_recipe
 from fusible.recipes.mixed import ByOp, PerOp
 from fusible.recipes.recipe import Recipe

@@ -18,11 +18,11 @@ from fusible.caches import keep
 from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
-from fusible.fuser.flow import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
+from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
-from fusible.fuser.parts import Division, Part, divided, run_parts
+from fusible.fuser.partition import Part, Partition, partitioned, run_parts
 from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
@@ -96,7 +96,7 @@ class Run:
         self.require = tuple(require)
         self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
-        self._divisions: dict[tuple[int, ...], Division] = {}
+        self._partitions: dict[tuple[int, ...], Partition] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._traced = _Traced()
         self._own_recipes: dict[ByOp, Recipe | None] = {}
@@ -155,8 +155,8 @@ class Run:
                 prepared = schedule.direct.prepared(*operands)
                 if prepared is not None:
                     return run_directly(schedule, prepared, operands)
-        if schedule.division is not None:
-            return self._execute_parts(schedule.division, inputs, kwargs, params, recipe)
+        if schedule.partition is not None:
+            return self._execute_parts(schedule.partition, inputs, kwargs, params, recipe)
         if schedule.is_formula:
             return run_formula(schedule, self.ops[0].formula_of(len(params[0])), operands)
         if not schedule.plan.grad[-1].requires_grad:
@@ -173,7 +173,7 @@ class Run:
 
     def _execute_parts(
         self,
-        division: Division,
+        partition: Partition,
         inputs: tuple[Tensor, ...],
         kwargs: Kwargs | None,
         params: Sequence[tuple[Tensor, ...]],
@@ -185,15 +185,15 @@ class Run:
             of_ops = kwargs and kwargs[part.ops]
             return part.call._execute((x, *extra_inputs), of_ops, params[part.ops], recipe)
 
-        return run_parts(division, inputs, call, self.ops)
+        return run_parts(partition, inputs, call, self.ops)
 
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as; None before the first."""
         if self._schedule is None:
             return None
-        division = self._schedule.division
-        plans = [] if division is None else [part.call.plan for part in division.parts]
+        partition = self._schedule.partition
+        plans = [] if partition is None else [part.call.plan for part in partition.parts]
         return of_parts(self._schedule.plan, plans) if plans and all(plans) else self._schedule.plan
 
     def __repr__(self) -> str:
@@ -290,7 +290,7 @@ class Run:
             made.require(self.require)
             self._check(made)
             schedule = self.scheduled(made, call)
-            if schedule.division is None:
+            if schedule.partition is None:
                 _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
             self._forwards.add(Forward(call.recipe, call.grad_enabled))
@@ -311,7 +311,7 @@ class Run:
     ) -> Schedule:
         """The schedule of a plan key's first call, in which users' fused ops are checked."""
         schedule = self.schedule_for(key)
-        if schedule.division is None:
+        if schedule.partition is None:
             schedule.diagnostics.expected.update(expected_of(schedule, operands, kwargs))
         return schedule
 
@@ -370,20 +370,20 @@ class Run:
             writes_inputs=any(op.writes_extra_inputs for op in self.ops),
             writes_grads=any(op.writes_grads for op, _ in plan.backward_ops),
             is_formula=is_formula,
-            division=None if is_formula else self._divided(formulas),
+            partition=None if is_formula else self._partitioned(formulas),
             accumulating=[i for i, op in enumerate(self.ops) if op.accumulates_grads],
             diagnostics=Diagnostics(outermost_call()),
         )
 
-    def _divided(self, formulas: Sequence[int]) -> Division | None:
+    def _partitioned(self, formulas: Sequence[int]) -> Partition | None:
         """The run in parts, of which each of the ops ``formulas`` is one; None without any."""
         if not formulas:
             return None
         stops = tuple(sorted({len(self.ops), *formulas, *[i + 1 for i in formulas]} - {0}))
-        if stops not in self._divisions:
-            division = divided(self.ops, self.wiring, stops, self._part)
-            keep(self._divisions, stops, division, MOST_PLANS)
-        return self._divisions[stops]
+        if stops not in self._partitions:
+            partition = partitioned(self.ops, self.wiring, stops, self._part)
+            keep(self._partitions, stops, partition, MOST_PLANS)
+        return self._partitions[stops]
 
     def _part(
         self, _: int, ops: slice, wiring: Wiring, outputs: Sequence[Output]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fusible.fuser.conditions import UNKNOWN
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import declares
+from fusible.fuser.op_facts import declares_dtypes
 from fusible.fuser.overlap import Overlap, overlaps
-from fusible.fuser.parts import Division
+from fusible.fuser.partition import Partition
 from fusible.fuser.plan import Plan, Step
 from fusible.fuser.registry import is_ours
 from fusible.fuser.te_ops import call_fuser_backward, call_fuser_forward
@@ -149,7 +149,7 @@ class Schedule(NamedTuple):
     """Whether an op of the backward writes to gradients, if they are the run's own."""
     is_formula: bool
     """Whether it is one op with a formula and nothing else, which autograd differentiates."""
-    division: Division | None
+    partition: Partition | None
     """What runs in the place of all the ops, if so: such formulas, and the runs between them."""
     accumulating: Sequence[int]
     """Indices of the ops that add to their parameters' gradients themselves."""
@@ -224,7 +224,7 @@ def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Calla
 def _derived(plan: Plan, stop: int) -> torch.dtype | None:
     """The dtype of the output of ops[stop - 1] if that was derived, and ops after it are fused."""
     fused_after = any(fusion.start >= stop for _, fusion in plan.fusions)
-    if not fused_after or declares(type(plan.basic_ops[stop - 1])):
+    if not fused_after or declares_dtypes(type(plan.basic_ops[stop - 1])):
         return None
     name = plan.facts[stop].input.dtype
     return None if name == UNKNOWN else getattr(torch, name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import recipes
-from fusible.fuser.stand_ins import ATTRIBUTE
+from fusible.fuser.module_names import ATTRIBUTE
 from fusible.integrations.transformers_experts import ExpertsLinear
 from fusible.ops import Combine, Dispatch, ScaledSwiGLU, Sequential
 from fusible.ops.exchange import Send

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusible.arguments import described
-from fusible.fuser.stand_ins import ATTRIBUTE
+from fusible.fuser.module_names import ATTRIBUTE
 from fusible.fuser.tracing import constant_when_traced
 from fusible.integrations.checkpoint_layouts import matrix_of, quantized_tensor
 from fusible.ops import (

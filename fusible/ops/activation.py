@@ -9,7 +9,7 @@ from torch import Tensor
 from fusible.activations import ACTIVATIONS
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
-from fusible.ops.handover import CastingOp, accept_grad, hand_over
+from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 from fusible.ops.inputs import check_interleaved, check_sizes
 from fusible.recipes.formats import E4M3, fp8_tensor
 from fusible.recipes.matrix import QuantizedMatrix
@@ -84,14 +84,14 @@ class _Unscaled(Activation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The activation."""
-        x = self.accept(ctx, input_)
+        x = self.cast_input(ctx, input_)
         self.save_input(ctx, x)
-        return hand_over(self.value(x), ctx.next_quantizer)
+        return apply_quantizer(self.value(x), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """Its derivative."""
-        dx, _ = self.grads(accept_grad(ctx, grad_output), self.saved_input(ctx))
-        return hand_over(dx, ctx.grad_quantizer)
+        dx, _ = self.grads(cast_grad(ctx, grad_output), self.saved_input(ctx))
+        return apply_quantizer(dx, ctx.grad_quantizer)
 
     def save_input(self, ctx: OperationContext, x: Tensor) -> None:
         """Save the input as the backward expects, also for a fused op that computed it."""

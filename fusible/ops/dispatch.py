@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusible.arguments import check_bools, check_numbers, described
 from fusible.formulas import cast, math_dtype
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.kernels import moe
 from fusible.ops.collectives import check_initialized

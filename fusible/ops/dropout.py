@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusible.arguments import check_numbers
 from fusible.fuser.context import OperationContext
-from fusible.ops.handover import CastingOp, accept_grad, hand_over
+from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 
 
 class Dropout(CastingOp):
@@ -41,19 +41,19 @@ class Dropout(CastingOp):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The input, partly dropped."""
-        x = self.accept(ctx, input_)
+        x = self.cast_input(ctx, input_)
         if self.training and self.p == 1:  # PyTorch draws nothing for it
             x, mask = x * 0, torch.zeros_like(x, dtype=torch.bool)
             ctx.save_for_backward(mask)
         elif self.training and self.p > 0:
             x, mask = torch.native_dropout(x, self.p, True)
             ctx.save_for_backward(mask)
-        return hand_over(x, ctx.next_quantizer)
+        return apply_quantizer(x, ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """The gradient, dropped where the forward did."""
-        dx = accept_grad(ctx, grad_output)
+        dx = cast_grad(ctx, grad_output)
         if ctx.saved_tensors:
             scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
             dx = torch.ops.aten.native_dropout_backward(dx, ctx.saved_tensors[0], scale)
-        return hand_over(dx, ctx.grad_quantizer)
+        return apply_quantizer(dx, ctx.grad_quantizer)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusible.arguments import check_bools, check_numbers
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
+from fusible.fuser.op_facts import Dtypes
 from fusible.ops.op import BasicOperation
 from fusible.recipes.product import values
 

@@ -15,6 +15,7 @@ from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
 from fusible.kernels.grouped import portable
+from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
 from fusible.ops.grouped_kernels import (
@@ -24,7 +25,6 @@ from fusible.ops.grouped_kernels import (
     LinearCall,
     kernels_of,
 )
-from fusible.ops.handover import format_of_grad, quantized_values
 from fusible.ops.inputs import (
     check_features,
     check_row_scales,

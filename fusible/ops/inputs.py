@@ -11,7 +11,7 @@ from torch import Tensor
 from fusible.arguments import described
 from fusible.calls import capturing
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import autocast_to
+from fusible.fuser.op_facts import autocast_to
 
 DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _DTYPE_NAMES = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))

@@ -18,6 +18,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.tracing import constant_when_traced
+from fusible.ops.casting import apply_quantizer, format_of_grad, quantized_values
 from fusible.ops.collectives import (
     AllGather,
     AllReduce,
@@ -26,7 +27,6 @@ from fusible.ops.collectives import (
     all_reduce,
 )
 from fusible.ops.grouped_kernels import GroupedKernels, LinearCall, kernels_of
-from fusible.ops.handover import format_of_grad, hand_over, quantized_values
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
 from fusible.ops.matrices import matrix, with_rows_of
@@ -275,7 +275,7 @@ class Bias(BasicOperation):
         check_features(input_, self.size, "Bias")
         (bias,) = ctx.parameters
         check_device(input_, bias, "Bias")
-        return hand_over(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
+        return apply_quantizer(values(input_) + cast(bias, input_.dtype), ctx.next_quantizer)
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """By this op itself, which sums its values too."""
@@ -297,7 +297,7 @@ class Bias(BasicOperation):
         quantizer = ctx.grad_quantizer
         if quantizer is None or getattr(quantizer, "by_receiver", False):
             return dy, dbias
-        return hand_over(grad_output, quantizer), dbias  # not dy: it would be quantized twice
+        return apply_quantizer(grad_output, quantizer), dbias  # not dy: it would be quantized twice
 
     def bias_grad(self, dbias: Tensor) -> Tensor:
         """The bias' gradient from this process's sum over rows."""

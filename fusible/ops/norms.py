@@ -13,7 +13,7 @@ from fusible import formulas
 from fusible.arguments import check_bools, check_numbers
 from fusible.fuser.context import OperationContext
 from fusible.kernels import normalization as kernels
-from fusible.ops.handover import CastingOp, accept_grad, hand_over
+from fusible.ops.casting import CastingOp, apply_quantizer, cast_grad
 from fusible.ops.inputs import check_device, check_sizes
 from fusible.ops.op import OpGrads
 
@@ -75,7 +75,7 @@ class _Norm(CastingOp):
                 f"{tuple(input_.shape)}"
             )
         check_device(input_, ctx.parameters[0], op_name)
-        return self.accept(ctx, input_).reshape(-1, self.features)
+        return self.cast_input(ctx, input_).reshape(-1, self.features)
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """The normalized input."""
@@ -83,16 +83,16 @@ class _Norm(CastingOp):
         flat = [p.view(-1) for p in parameters]
         y, *statistics = type(self).kernel(x, *flat, self.eps, self.zero_centered_gamma)
         ctx.save_for_backward(x, *statistics, parameters[0])
-        return hand_over(y.view(input_.shape), ctx.next_quantizer)
+        return apply_quantizer(y.view(input_.shape), ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input and of the parameters."""
         x, *statistics, weight = ctx.saved_tensors
-        dy = accept_grad(ctx, grad_output).reshape(x.shape)
+        dy = cast_grad(ctx, grad_output).reshape(x.shape)
         dx, *dparams = type(self).backward_kernel(
             dy, x, *statistics, weight.view(-1), self.zero_centered_gamma
         )
-        dx = hand_over(dx.view(grad_output.shape), ctx.grad_quantizer)
+        dx = apply_quantizer(dx.view(grad_output.shape), ctx.grad_quantizer)
         return dx, *[dparam.view(weight.shape) for dparam in dparams]
 
 
@@ -172,13 +172,13 @@ class L2Normalization(CastingOp):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize`."""
-        x = self.accept(ctx, input_)
+        x = self.cast_input(ctx, input_)
         y, rnorm = formulas.l2_normalize(x, self.eps)
         ctx.save_for_backward(x, rnorm)
-        return hand_over(y, ctx.next_quantizer)
+        return apply_quantizer(y, ctx.next_quantizer)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> Tensor:
         """See :func:`fusible.formulas.l2_normalize_backward`."""
         x, rnorm = ctx.saved_tensors
-        dx = formulas.l2_normalize_backward(accept_grad(ctx, grad_output), x, rnorm)
-        return hand_over(dx, ctx.grad_quantizer)
+        dx = formulas.l2_normalize_backward(cast_grad(ctx, grad_output), x, rnorm)
+        return apply_quantizer(dx, ctx.grad_quantizer)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fusible.fuser.conditions import Unreadable
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes
 from fusible.fuser.node import kind_of
+from fusible.fuser.op_facts import Dtypes
 from fusible.fuser.plan import GradNeeds, Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.fuser.registry import is_ours

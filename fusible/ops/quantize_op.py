@@ -15,7 +15,7 @@ from fusible.fuser.own_recipes import own_recipe
 from fusible.fuser.tracing import constant_when_traced
 from fusible.fuser.wiring import CALLER
 from fusible.kernels import grouped
-from fusible.ops.handover import hand_over, quantized_values
+from fusible.ops.casting import apply_quantizer, quantized_values
 from fusible.ops.inputs import check_sizes, on_device_of
 from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import NumberFormat
@@ -194,6 +194,6 @@ def _quantized(
     if is_quantized(x):
         return values(x) if reads_values else x
     if not reads_values:
-        return hand_over(x, quantizer, *sizes)
+        return apply_quantizer(x, quantizer, *sizes)
     rows = math.prod(x.shape[:-1])
     return quantized_values(x, fmt, grouped.group_ends(sizes[0], rows) if sizes else None)

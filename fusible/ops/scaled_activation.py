@@ -11,7 +11,7 @@ from torch import Tensor
 from fusible.arguments import check_bools
 from fusible.fuser.context import OperationContext
 from fusible.ops.activation import Activation, GatedOp
-from fusible.ops.handover import accept_grad, hand_over
+from fusible.ops.casting import apply_quantizer, cast_grad
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.op import OpGrads
 
@@ -35,11 +35,11 @@ class _Scaled(Activation):
 
     def forward_impl(self, ctx: OperationContext, input_: Tensor, scales: Tensor | None) -> Tensor:
         """The activation, scaled."""
-        x = self.accept(ctx, input_)
+        x = self.cast_input(ctx, input_)
         scales = check_row_scales(scales, x, type(self).__name__)
         self.save_input(ctx, x, scales)
         (y,) = in_pieces(lambda *rows: (self.value(*rows),), x, scales)
-        return hand_over(y, ctx.next_quantizer)
+        return apply_quantizer(y, ctx.next_quantizer)
 
     def save_input(self, ctx: OperationContext, x: Tensor, scales: Tensor | None) -> None:
         """Save the inputs as the backward expects, also for a fused op that computed them."""
@@ -48,9 +48,9 @@ class _Scaled(Activation):
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Gradients of the input and of the scales."""
-        dy = accept_grad(ctx, grad_output)
+        dy = cast_grad(ctx, grad_output)
         dx, dscales = in_pieces(self.grads, dy, *ctx.saved_tensors)
-        return hand_over(dx, ctx.grad_quantizer), dscales
+        return apply_quantizer(dx, ctx.grad_quantizer), dscales
 
 
 PIECE = 1 << 24  # elements

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from fusible.fuser.memory import check_buffers
 from fusible.fuser.node import kind_of
-from fusible.fuser.parts import Division, Part, run_parts
+from fusible.fuser.partition import Part, Partition, run_parts
 from fusible.fuser.plan import Plan, joined
 from fusible.fuser.registry import registry
 from fusible.fuser.run import Run
@@ -19,10 +19,10 @@ from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import by_name
 from fusible.ops import buffers
 from fusible.ops.channels import channels
-from fusible.ops.division import Opaque, Unit, division_of, run_boundaries
 from fusible.ops.hooks import HOOKS, PatchesCounted, patches, why_called
 from fusible.ops.linear import Linear
 from fusible.ops.op import BasicOperation, FusibleOperation, check_kwargs
+from fusible.ops.sequential_partition import Opaque, Unit, partition_of, run_boundaries
 
 OpKwargs = Mapping[nn.Module | int, dict[str, Any]]
 
@@ -71,7 +71,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         input: Tensor,
         *extra_inputs: Any,
         op_kwargs: OpKwargs | None = None,
-        _division: Division | None = None,
+        _partition: Partition | None = None,
         **named: Any,
     ) -> Any:
         """Run the modules in order.
@@ -95,47 +95,47 @@ class Sequential(PatchesCounted, nn.Sequential):
                 ``op_kwargs`` for no op of this module or that an op does not take, or a buffer for
                 an op whose result may stay inside of a fusion.
         """
-        division = self._divided() if _division is None else _division
+        partition = self._partitioned() if _partition is None else _partition
         if named:
             op_name = type(self).__name__
-            extra_inputs = by_name(division.wiring.names, extra_inputs, named, op_name)
-        kwargs = None if op_kwargs is None else _by_op(self, division, op_kwargs)
-        if division.only is not None:
-            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in division.ops]
-            return division.only(input, *extra_inputs, kwargs=of_ops)
-        if len(extra_inputs) != len(division.wiring.names):
-            division.wiring.check_number(division.ops, len(extra_inputs))
-        modules = tuple(self) if kwargs or division.written else ()
+            extra_inputs = by_name(partition.wiring.names, extra_inputs, named, op_name)
+        kwargs = None if op_kwargs is None else _by_op(self, partition, op_kwargs)
+        if partition.only is not None:
+            of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in partition.ops]
+            return partition.only(input, *extra_inputs, kwargs=of_ops)
+        if len(extra_inputs) != len(partition.wiring.names):
+            partition.wiring.check_number(partition.ops, len(extra_inputs))
+        modules = tuple(self) if kwargs or partition.written else ()
         if kwargs and not torch.compiler.is_compiling():
             check_buffers(tuple(kwargs), (input, *extra_inputs), tuple(kwargs.values()), modules)
 
         def call(part: Part, x: Any, given: list[Any]) -> Any:
-            returned = _call_part(part, division, x, given, kwargs)
+            returned = _call_part(part, partition, x, given, kwargs)
             return _checked(part, returned) if part.num_outputs else returned
 
-        return run_parts(division, (input, *extra_inputs), call, modules)
+        return run_parts(partition, (input, *extra_inputs), call, modules)
 
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs the caller passes."""
-        return len(self._divided().wiring.names)
+        return len(self._partitioned().wiring.names)
 
     @property
     def num_extra_outputs(self) -> int:
         """How many extra outputs the caller gets."""
-        return len(self._divided().wiring.public)
+        return len(self._partitioned().wiring.public)
 
     @property
     def plan(self) -> Plan | None:
         """What the last call ran as, over all runs of ops; None before the first call."""
-        plans = _plans(self._divided())
+        plans = _plans(self._partitioned())
         return joined([p for p in plans if isinstance(p, Plan)])
 
     # --- runs of ops -----------------------------------------------------------------------------
 
     def parts(self) -> tuple[Run | nn.Module, ...]:
         """The runs of ops and the other modules, in order."""
-        return tuple(part.call for part in self._divided().parts)
+        return tuple(part.call for part in self._partitioned().parts)
 
     @property
     def as_sequential(self) -> Sequential:
@@ -144,15 +144,15 @@ class Sequential(PatchesCounted, nn.Sequential):
 
     def run_boundaries(self) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
         """Modules between runs in the last call, why each was called, and the rules it blocked."""
-        return [] if self._captured is None else run_boundaries(self._captured.division)
+        return [] if self._captured is None else run_boundaries(self._captured.partition)
 
-    def _divided(self) -> Division:
+    def _partitioned(self) -> Partition:
         if torch.compiler.is_compiling():
             _read_hooks(self)  # and so guards them
             self._trace_capture()
         elif self._captured is None or not self._captured.holds():
             self._capture()
-        return self._captured.division  # type: ignore[union-attr]
+        return self._captured.partition  # type: ignore[union-attr]
 
     @constant_when_traced
     def _trace_capture(self) -> None:
@@ -168,7 +168,7 @@ class Sequential(PatchesCounted, nn.Sequential):
         form = _form(self)
         known = [c for c in self._known if c.has_same_modules()][-_MAX_KNOWN:]
         same = [c for c in known if c.form == form]
-        captured = _captured(self, form, same[0].division if same else None)
+        captured = _captured(self, form, same[0].partition if same else None)
         self._captured = captured
         self._known = (*[c for c in known if c.form != form], captured)
 
@@ -219,7 +219,7 @@ _GLOBAL_HOOKS = [(vars(torch_module)[f"_global{name}"], words) for name, words i
 class _Captured(NamedTuple):
     """How a Sequential divides, and what that was made from."""
 
-    division: Division
+    partition: Partition
     form: tuple[Any, ...]
     containers: tuple[tuple[Sequential, tuple[nn.Module, ...]], ...]
     hooks: tuple[Any, ...]
@@ -245,17 +245,17 @@ _MAX_KNOWN = 7
 
 
 def _captured(
-    sequential: Sequential, form: tuple[Any, ...], division: Division | None
+    sequential: Sequential, form: tuple[Any, ...], partition: Partition | None
 ) -> _Captured:
     containers = [m for m in sequential.modules() if isinstance(m, Sequential)]
     called = [module for m in containers for child in m for module in _with_parts(child)]
     hooks = [getattr(module, name) for module in called for name in HOOKS]
     hooks.extend(held for held, _ in _GLOBAL_HOOKS)
-    if division is None:
-        division = division_of(_units(sequential), sequential.require)
-        _name_places(sequential, division)
+    if partition is None:
+        partition = partition_of(_units(sequential), sequential.require)
+        _name_places(sequential, partition)
     return _Captured(
-        division,
+        partition,
         form,
         tuple((m, tuple(m)) for m in containers),
         tuple(hooks),
@@ -264,18 +264,18 @@ def _captured(
     )
 
 
-def _name_places(sequential: Sequential, division: Division) -> None:
+def _name_places(sequential: Sequential, partition: Partition) -> None:
     """Tell the runs where their ops are in a Sequential."""
     paths = {
         op: name
         for name, module in sequential.named_modules()
         for op in getattr(module, "basic_ops", ())
     }
-    for part in division.parts:
+    for part in partition.parts:
         if isinstance(part.call, Run):
             part.call.paths = tuple(paths[op] for op in part.call.ops)
-        if part.division is not None:
-            _name_places(sequential, part.division)
+        if part.partition is not None:
+            _name_places(sequential, part.partition)
 
 
 def _read_hooks(sequential: Sequential) -> None:
@@ -385,19 +385,19 @@ def _check_owns_parameters(op: Any) -> None:
 
 def _call_part(
     part: Part,
-    division: Division,
+    partition: Partition,
     x: Any,
     inputs: list[Any],
     kwargs: dict[nn.Module, dict[str, Any]] | None,
 ) -> Any:
     """What a part makes of its input and extra inputs."""
-    ops = division.ops[part.ops]
+    ops = partition.ops[part.ops]
     if isinstance(part.call, Run):
         of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in ops]
         return part.call(x, *inputs, kwargs=of_ops)
     given: dict[str, Any] = {}
-    if part.division is not None:
-        given["_division"] = part.division
+    if part.partition is not None:
+        given["_partition"] = part.partition
     own = {op: kwargs[op] for op in ops if op in kwargs} if kwargs else {}
     if own and part.nested:
         given["op_kwargs"] = own
@@ -417,11 +417,11 @@ def _checked(part: Part, returned: Any) -> Sequence[Any]:
     return returned
 
 
-def _plans(division: Division) -> list[Any]:
+def _plans(partition: Partition) -> list[Any]:
     """The plans of all parts."""
     plans: list[Any] = []
-    for part in division.parts:
-        nested = part.division
+    for part in partition.parts:
+        nested = part.partition
         plans.extend([getattr(part.call, "plan", None)] if nested is None else _plans(nested))
     return plans
 
@@ -433,7 +433,7 @@ def _types(t: Any) -> str:
 
 
 def _by_op(
-    sequential: Sequential, division: Division, op_kwargs: OpKwargs
+    sequential: Sequential, partition: Partition, op_kwargs: OpKwargs
 ) -> dict[nn.Module, dict[str, Any]]:
     """``op_kwargs`` by op, refused for what is no basic op of this module or takes no such."""
     if not isinstance(op_kwargs, Mapping) or not all(
@@ -449,7 +449,7 @@ def _by_op(
         is_module = isinstance(op, nn.Module)
         parts: Sequence[Any] = getattr(_innermost(op), "basic_ops", ()) if is_module else ()
         op = parts[0] if len(parts) == 1 else op
-        if op not in division.ops or not isinstance(op, BasicOperation):
+        if op not in partition.ops or not isinstance(op, BasicOperation):
             of = ""
             if len(parts) > 1:
                 of = f", which is {' + '.join(type(part).__name__ for part in parts)}"
@@ -459,8 +459,8 @@ def _by_op(
             )
         check_kwargs(op, kwargs)
         by_op[op] = kwargs
-    for part in division.parts:
-        run = division.ops[part.ops]
+    for part in partition.parts:
+        run = partition.ops[part.ops]
         if part.nested or not run:
             continue
         for name, at in zip(buffers.NAMES, (run[-1], run[0]), strict=True):

@@ -12,7 +12,7 @@ from fusible import formulas
 from fusible.arguments import check_bools, check_numbers, described
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.kernels import moe
 from fusible.ops.collectives import all_reduce
 from fusible.ops.inputs import (

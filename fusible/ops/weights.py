@@ -16,14 +16,14 @@ from fusible.arguments import check_bools
 from fusible.calls import capturing, is_fake
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
+from fusible.fuser.module_names import named_modules
 from fusible.fuser.own_recipes import own_recipe, recipe_of_ops
 from fusible.fuser.plan import GradNeeds
-from fusible.fuser.stand_ins import named_modules
 from fusible.kernels import grouped
 from fusible.ops import buffers
-from fusible.ops.handover import CastingOp
-from fusible.ops.kept_operands import KeptOperands, counting_steps
+from fusible.ops.casting import CastingOp
 from fusible.ops.op import FusibleOperation, Grads
+from fusible.ops.operand_cache import OperandCache, counting_steps
 from fusible.ops.wgrad import (
     Delayed,
     WeightGradient,
@@ -69,7 +69,7 @@ class WeightedOperation(CastingOp):
     out_features: int
 
     # In reuse_quantized_weights: the weights as operands.
-    _reused: KeptOperands | None = None
+    _reused: OperandCache | None = None
 
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
@@ -550,7 +550,7 @@ def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
     for op in ops:
         if op._reused is None:  # else this scope goes on with what the outer one keeps
             shards = [p for p in op._held_weights() if p is not None and is_sharded(p)]
-            op._reused = KeptOperands(until_updated, shards)
+            op._reused = OperandCache(until_updated, shards)
     try:
         with counting_steps() if until_updated else nullcontext():
             yield

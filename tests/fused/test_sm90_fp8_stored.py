@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
-from fusible.ops import kept_operands
+from fusible.ops import operand_cache
 from fusible.recipes.tensor_dispatch import UnseenWrites
 from fusible.testing import assume_target
 
@@ -160,7 +160,7 @@ def test_a_graph_that_writes_weights_ends_the_keeping(monkeypatch):
 def test_a_capture_makes_copies_of_its_own(monkeypatch):
     op = stored(True)
     step(op)
-    monkeypatch.setattr("fusible.ops.kept_operands.capturing", lambda: True)
+    monkeypatch.setattr("fusible.ops.operand_cache.capturing", lambda: True)
     assert step(op)[1] == (1, 0)
 
 
@@ -184,7 +184,7 @@ def test_a_weight_takes_two_bytes_per_value_and_frees_its_copy(single):
     op = stored(single)
     step(op)
     weights = list(op.parameters())
-    kept = [t for _, t in kept_operands._copies[weights[0].rowwise_data]._kept.operands.values()]
+    kept = [t for _, t in operand_cache._copies[weights[0].rowwise_data]._cached.operands.values()]
     tensors = [*kept, *[piece for w in weights for piece in w.pieces().values()]]
     stored_bytes = sum(t.numel() * t.element_size() for t in tensors)
     assert stored_bytes <= 2.1 * sum(w.numel() for w in weights)

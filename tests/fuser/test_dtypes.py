@@ -10,7 +10,7 @@ from every_op import MAKE, extra_inputs
 
 import fusible as fz
 from fusible import recipes
-from fusible.fuser.flow import Dtypes
+from fusible.fuser.op_facts import Dtypes
 from fusible.kernels.sm100 import ops as sm100_ops
 from fusible.testing import assume_target
 

@@ -117,7 +117,7 @@ def rows_case(dtype, tokens, hidden, k, weights, capacity):
 def test_rows(dtype, weights, k):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
         row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
-        assert kernels.takes_rows(x.cuda(), row_map.cuda(), w)
+        assert kernels.supports_row_copies(x.cuda(), row_map.cuda(), w)
         if w is not None and w.dim() == 2:
             args = (row_map, w, rows)
             same(moe.row_sources(*cuda(*args)), definitions.row_sources(*args))
@@ -153,7 +153,7 @@ def test_what_the_kernels_do_not_take_is_served(case):
     row_map, *_ = moe.permutation(ids, 4, None)
     x = torch.randn(tokens, hidden, dtype=dtype)
     x = x.T.contiguous().T if case == "layout" else x
-    assert kernels.takes_rows(x.cuda(), row_map.cuda()) == (case == "layout")
+    assert kernels.supports_row_copies(x.cuda(), row_map.cuda()) == (case == "layout")
     args = (x, row_map, torch.rand(tokens, k), tokens * k, True)
     same(moe.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
     y = torch.randn(tokens * k, hidden, dtype=dtype)

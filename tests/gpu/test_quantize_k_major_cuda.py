@@ -93,7 +93,7 @@ def test_bits_of_gathered_rows_at_the_edges_of_blocks(rows, columns, tokens):
 @pytest.mark.parametrize("together", [1, 3, 8])
 def test_any_number_of_columns_is_gathered_together(together, monkeypatch):
     x, ends = torch.randn(170, 3072, dtype=torch.bfloat16), torch.tensor([7, 160, 160, 590])
-    monkeypatch.setattr(k_major, "chunks_together", lambda *_: together)
+    monkeypatch.setattr(k_major, "chunks_per_pass", lambda *_: together)
     compare(x, fp8_block(), ends, (True, True), index=index_of(170, 600, ends))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.library import opcheck
 
 from fusible.kernels.quantize import quantize_k_major, transposed
-from fusible.kernels.quantize.k_major import chunks_together
+from fusible.kernels.quantize.k_major import chunks_per_pass
 from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 from fusible.recipes.quantization import quantize
@@ -186,7 +186,7 @@ def test_every_block_has_every_chunk_once(together):
 
 @pytest.mark.parametrize(("rows", "together"), [(10, 16), (8192, 4), (16384, 2), (10**6, 1)])
 def test_gathered_columns_fit_the_cache(rows, together):
-    assert chunks_together(rows, 2048, 2) == together
+    assert chunks_per_pass(rows, 2048, 2) == together
 
 
 def test_no_gradient_passes():

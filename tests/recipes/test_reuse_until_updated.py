@@ -45,7 +45,7 @@ def linear(dtype=torch.float32):
 
 def kept(module):
     (op,) = [op for op in module.basic_ops if hasattr(op, "_reused")]
-    return op._reused._kept.operands
+    return op._reused._cached.operands
 
 
 def mlp(kind, dtype=torch.float32, inner=32):

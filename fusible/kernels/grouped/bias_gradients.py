@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusible.formulas import math_dtype
 from fusible.kernels.grouped.groups import row_groups
-from fusible.kernels.moe.cuda import rows_spec, takes_rows
+from fusible.kernels.moe.cuda import rows_spec, supports_row_copies
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.blocks import gather_rows
 
@@ -46,7 +46,7 @@ def grouped_dots(dy: Tensor, bias: Tensor, ends: Tensor, index: Tensor | None = 
 
 def _takes_bias(dy: Tensor, ends: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels of a bias's gradients support the rows."""
-    return takes_rows(dy, ends[:, None], *others) and ends.shape[0] < _MAX_GRID_Y
+    return supports_row_copies(dy, ends[:, None], *others) and ends.shape[0] < _MAX_GRID_Y
 
 
 def grouped_sum_cuda(

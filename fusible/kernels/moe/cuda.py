@@ -24,7 +24,7 @@ _MIN_SM = 80
 _INDEX = 2**31 - 2**20  # the limit of 32-bit indices, less what a grid may run past the end
 
 
-def takes_rows(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
+def supports_row_copies(t: Tensor, row_map: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels can move rows ``t`` ``[M, H]`` by ``row_map``.
 
     ``others`` are weights or values of the rows, in any dtype that the kernels read.
@@ -112,7 +112,7 @@ def scatter_rows(
     x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.scatter_rows`."""
-    if rows == 0 or not takes_rows(x, row_map, weights):
+    if rows == 0 or not supports_row_copies(x, row_map, weights):
         return NotImplemented
     made = scatter_outputs(x, row_map, weights, rows, scale)
     spec = rows_spec(x, row_map, weights, scale=scale)
@@ -133,7 +133,7 @@ def gather_sum(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.gather_sum`."""
-    if not takes_rows(rows, row_map, weights, values):
+    if not supports_row_copies(rows, row_map, weights, values):
         return NotImplemented
     made = gather_outputs(rows, row_map, weights, values)
     spec = rows_spec(rows, row_map, weights, values="" if values is None else DTYPES[values.dtype])
@@ -150,7 +150,7 @@ def dots_output(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tenso
 
 def row_dots(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor | NotImplementedType:
     """`definitions.row_dots`."""
-    if rows.dtype != x.dtype or not takes_rows(rows, row_map):
+    if rows.dtype != x.dtype or not supports_row_copies(rows, row_map):
         return NotImplemented
     out = dots_output(rows, x, row_map, by_row)
     spec = rows_spec(rows, row_map, out if by_row else None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible import library
-from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, serves
+from fusible.kernels.quantize.spec import DTYPES, DequantizeSpec, QuantizeSpec, supports_format
 from fusible.kernels.runtime.gpu import has_cutlass, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.recipes.formats import NumberFormat
@@ -46,7 +46,7 @@ def supports_matrix(matrix: Tensor, dtype: torch.dtype, ends: Tensor | None) -> 
 def _quantize(
     x: Tensor, ends: Tensor | None, fmt: NumberFormat, uses: Uses, key: Tensor | None
 ) -> Operand:
-    if not (any(uses) and serves(fmt) and supports_matrix(x, x.dtype, ends)):
+    if not (any(uses) and supports_format(fmt) and supports_matrix(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses, key)
     x = loadable(x)
     made = empty(x, ends, fmt, uses)
@@ -55,7 +55,7 @@ def _quantize(
     if spec.has_matrix_scales:
         amax = largest_magnitudes(x, ends, fmt, uses.rowwise, uses.columnwise)
     row, column, *values = made
-    tensors = *(row or _NOWHERE)[:3], *(column or _NOWHERE)[:3], *values
+    tensors = *(row or _NO_TENSORS)[:3], *(column or _NO_TENSORS)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
     key = None if key is None or not fmt.stochastic else key.contiguous()
     given = x, ends, amax, key, *tensors, *sizes_of(x, ends), col_blocks
@@ -63,7 +63,7 @@ def _quantize(
     return made
 
 
-_NOWHERE = None, None, None
+_NO_TENSORS = None, None, None
 
 
 def largest_magnitudes(
@@ -125,7 +125,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     matrix.check_sizes()
     data, scale, tensor_scale, fmt, columnwise, ends = matrix
     *lead, rows, columns = matrix.shape
-    if columns % 8 or not (serves(fmt) and supports_matrix(data, dtype, ends)):
+    if columns % 8 or not (supports_format(fmt) and supports_matrix(data, dtype, ends)):
         return dequantize_by_formulas(matrix, dtype)
     data, scale = aligned(data), aligned(scale)
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()

@@ -24,7 +24,7 @@ from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
 from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 
-_NEIGHBOURS = 8  # columns of a thread
+_THREAD_COLUMNS = 8  # columns of a thread
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """`k_major.Pieces`, the gradient of the scales, and the values."""
 
@@ -128,7 +128,7 @@ def _cuda(
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
         and fmt.directional
-        and (stripe in (1, 2, 4) or stripe % _NEIGHBOURS == 0)
+        and (stripe in (1, 2, 4) or stripe % _THREAD_COLUMNS == 0)
         and supports_matrix(preact, preact.dtype, ends)
     )
     if not fits:
@@ -162,7 +162,7 @@ def _kernel(
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
-    narrow = stripe if stripe < _NEIGHBOURS else 0
+    narrow = stripe if stripe < _THREAD_COLUMNS else 0
     return (GluBackwardSpec(quantize, activation, scaled, narrow, values),)
 
 

@@ -61,7 +61,7 @@ class KMajor(NamedTuple):
     """Int32 ``[groups]``, end rows of the padded groups; None without groups."""
 
 
-_BYTES_TOGETHER = 8 << 20
+_L2_BYTES = 8 << 20
 """Of columns that are gathered before the next ones: what the L2 cache keeps while they are."""
 
 Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -78,7 +78,7 @@ def quantize_k_major(
     ends: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> KMajor:
-    """Quantize ``x`` for FP8 products, in one launch where the kernel serves.
+    """Quantize ``x`` for FP8 products, in one launch where the kernel supports it.
 
     Of 1x128 blocks ``x`` is ``[rows, columns]``, and ``ends`` the end rows of its groups. Rows past
     the last group are zeros in the row-wise use. Of 128x128 blocks ``x`` is ``[..., rows,
@@ -243,17 +243,17 @@ def _cuda(
     sizes, together = sizes_of(x, ends), 0
     if rows is not None:
         sizes = sizes._replace(rows=rows.shape[0], matrix_rows=rows.shape[0])
-        together = chunks_together(*x.shape, x.itemsize)
+        together = chunks_per_pass(*x.shape, x.itemsize)
     more = *sizes, pieces[2].shape[-1], together
     launch("quantize.k_major.quantize", constants, x.device, x, ends, rows, *pieces, *more)
     return pieces
 
 
 @lru_cache(maxsize=1024)
-def chunks_together(rows: int, columns: int, itemsize: int) -> int:
+def chunks_per_pass(rows: int, columns: int, itemsize: int) -> int:
     """How many times 128 columns are gathered of all rows before the next ones are."""
     chunks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    fit = max(1, _BYTES_TOGETHER // (rows * FP8_BLOCK * itemsize))
+    fit = max(1, _L2_BYTES // (rows * FP8_BLOCK * itemsize))
     return max([n for n in range(1, chunks + 1) if chunks % n == 0 and n <= fit])
 
 

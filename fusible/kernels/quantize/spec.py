@@ -28,7 +28,7 @@ _INPUT_WORDS = 128  # registers that hold a thread's part of the input
 _DEQUANTIZED_ROWS = 16
 
 
-def serves(fmt: NumberFormat) -> bool:
+def supports_format(fmt: NumberFormat) -> bool:
     """Whether the kernels support the blocks and scales of a format.
 
     Whole matrices have FP32 scales. Other blocks have at least as many rows or columns as a

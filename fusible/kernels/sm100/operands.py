@@ -252,7 +252,7 @@ def wgrad_(
     ops.wgrad_(out, _columns(dy, x, padded), accumulate)
 
 
-def takes_wgrad(out: Sequence[Tensor]) -> bool:
+def supports_wgrad_outputs(out: Sequence[Tensor]) -> bool:
     """Whether the kernel can write weight gradients to ``out``, or add to it, in place."""
     return all(
         t.dtype in (torch.bfloat16, torch.float32) and t.is_contiguous() and begins_aligned(t)

@@ -1,4 +1,4 @@
-"""Weights as operands of quantized products, kept from one forward to the next."""
+"""A cache of weights as operands of quantized products, from one forward to the next."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ Uses = frozenset[str]
 """The products that operands are for."""
 
 
-class _Kept(NamedTuple):
+class _Entry(NamedTuple):
     stored: tuple[ref[Tensor] | int, ...] = ()
     versions: tuple[Any, ...] = ()
     operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - replaced before it is written to
 
 
-class KeptOperands:
+class OperandCache:
     """What one op's weights are quantized to, while they are the same tensors.
 
     Args:
         until_updated: only while they have the same values, too, as far as versions and memory of
-            tensors and steps of optimizers tell; of weights without a version nothing is kept.
+            tensors and steps of optimizers tell; of weights without a version nothing is cached.
         shards: parameters that the weights are gathered from, whose versions count instead.
     """
 
@@ -63,7 +63,7 @@ class KeptOperands:
         self.until_updated = until_updated
         self._shards = tuple(shards)
         # Replaced as a whole: other threads may run the op.
-        self._kept = _Kept()
+        self._cached = _Entry()
 
     def get(
         self,
@@ -74,7 +74,7 @@ class KeptOperands:
     ) -> Any:
         """What ``make`` gives of ``weights``, or what it once gave for this ``key``.
 
-        That serves any of the ``products`` that it was made for; more of them take its place.
+        An entry is for the ``products`` that it was made for; one for more products replaces it.
         """
         stored = stored_tensors(weights)
         versions: tuple[Any, ...] = ()
@@ -86,17 +86,17 @@ class KeptOperands:
             memory = [(t.untyped_storage(), t.storage_offset()) for t in stored]
             counts = _Steps.count, UnseenWrites.gathers
             versions = (*counts, *[t._version for t in watched], *memory)
-        kept = self._kept
-        if kept.versions != versions or not _same(kept.stored, stored):
-            # What was kept is freed before more is made.
-            kept = self._kept = _Kept(tuple(map(_reference, stored)), versions, {})
+        entry = self._cached
+        if entry.versions != versions or not _same(entry.stored, stored):
+            # The old operands are freed before new ones are made.
+            entry = self._cached = _Entry(tuple(map(_reference, stored)), versions, {})
         key = key, weights[0].dtype, *_stream(weights[0].device)
         uses = frozenset(products)
-        found = kept.operands.get(key)
+        found = entry.operands.get(key)
         if found is None or not uses <= found[0]:
             # Autograd cannot save what inference mode made.
             with torch.inference_mode(False), torch.no_grad():
-                found = kept.operands[key] = uses, make()
+                found = entry.operands[key] = uses, make()
         return found[1]
 
 
@@ -133,7 +133,9 @@ def _stream(device: torch.device) -> tuple[torch.device, int]:
 _copies = WeakIdKeyDictionary()  # of stored weights, by what the first one consists of
 
 
-def kept_copy(weights: Sequence[QuantizedTensor], what: str, make: Callable[[], Tensor]) -> Tensor:
+def cached_copy(
+    weights: Sequence[QuantizedTensor], what: str, make: Callable[[], Tensor]
+) -> Tensor:
     """The copy ``what`` of stored weights, made once for their values; freed with their memory.
 
     It needs no promise: whatever operation writes to a quantized tensor, eager or compiled, changes
@@ -142,7 +144,7 @@ def kept_copy(weights: Sequence[QuantizedTensor], what: str, make: Callable[[], 
     if torch.compiler.is_compiling() or capturing() or is_fake() or UnseenWrites.captured:
         return make()
     anchor = next(iter(weights[0].pieces().values()))
-    kept = _copies.get(anchor)
-    if kept is None:
-        kept = _copies[anchor] = KeptOperands(until_updated=True)
-    return kept.get(weights, what, make)
+    cache = _copies.get(anchor)
+    if cache is None:
+        cache = _copies[anchor] = OperandCache(until_updated=True)
+    return cache.get(weights, what, make)

@@ -1,4 +1,7 @@
-"""Modules of ops that stand in for a module of another project, without being part of its tree."""
+"""Names of modules and ops, also of ops that replace a module of another project.
+
+Such ops are not submodules of the module whose forward they compute.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from typing import Any
 from torch import nn
 
 ATTRIBUTE = "_fusible_block"
-"""Where a module holds what stands in for it: in ``__dict__``, so that its state stays its own."""
+"""Of a module that ops replace: in ``__dict__``, since their state is not the module's."""
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``module.named_modules()``, and after each module what stands in for it, under its name."""
+    """``module.named_modules()``, and after each module the ops that replace it, under its name."""
     for name, part in module.named_modules():
         yield name, part
-        stand_in = vars(part).get(ATTRIBUTE)
-        if stand_in is not None:
-            yield from stand_in.named_modules(prefix=name)
+        replacement = vars(part).get(ATTRIBUTE)
+        if replacement is not None:
+            yield from replacement.named_modules(prefix=name)
 
 
 # Where modules that wrap another one hold it.

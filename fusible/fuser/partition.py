@@ -33,11 +33,11 @@ class Part(NamedTuple):
     """Why a module is called."""
     nested: bool = False
     """Whether it is a Sequential that is called."""
-    division: Division | None = None
+    partition: Partition | None = None
     """That of a nested Sequential whose ops are wired to others outside of it."""
 
 
-class Division(NamedTuple):
+class Partition(NamedTuple):
     """Ops in parts, and their wiring as a whole."""
 
     parts: tuple[Part, ...]
@@ -49,12 +49,12 @@ class Division(NamedTuple):
     """The run of ops that is all there is, if so."""
 
 
-def divided(
+def partitioned(
     ops: tuple[Any, ...],
     wiring: Wiring,
     stops: Iterable[int],
     make: Callable[[int, slice, Wiring, Sequence[Output]], tuple[dict[str, Any], Any]],
-) -> Division:
+) -> Partition:
     """The ops in parts that end before each of ``stops``.
 
     ``make(number, ops, wiring, outputs)`` gives the other fields of a part, and the extra outputs
@@ -79,11 +79,11 @@ def divided(
         places.update({output: k for k, output in enumerate(outputs or (), len(places))})
         start = stop
     only = parts[0].call if len(parts) == 1 and parts[0].why is None else None
-    return Division(tuple(parts), ops, wiring, wiring.written_inputs(ops), only)
+    return Partition(tuple(parts), ops, wiring, wiring.written_inputs(ops), only)
 
 
 def run_parts(
-    division: Division,
+    partition: Partition,
     inputs: Sequence[Any],
     call: Callable[[Part, Any, list[Any]], Any],
     modules: Sequence[Any],
@@ -91,7 +91,7 @@ def run_parts(
     """The output of the last part, with the extra outputs that the caller gets if there are any.
 
     Args:
-        division: the parts, in order.
+        partition: the parts, in order.
         inputs: of the caller.
         call: gives what a part returns for its input and its extra inputs.
         modules: whose parameters and buffers may overlap the inputs. An op that writes to an
@@ -99,11 +99,11 @@ def run_parts(
     """
     x, held = inputs[0], list(inputs[1:])  # torch 2.11 takes those of x, *held for a tuple
     given: list[Any] = []
-    for part in division.parts:
+    for part in partition.parts:
         taken = [held[place] for place in part.inputs]
         read: tuple[int, ...] = ()
-        if division.written and not torch.compiler.is_compiling():
-            read = _read_elsewhere(part, inputs, held, division.written, modules)
+        if partition.written and not torch.compiler.is_compiling():
+            read = _read_elsewhere(part, inputs, held, partition.written, modules)
         for n in (*part.copied, *read):
             taken[n] = taken[n].clone()
         x = call(part, x, taken)

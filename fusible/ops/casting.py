@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
-from fusible.fuser.flow import Dtypes, autocast_to
+from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.ops.inputs import check_dtype
 from fusible.ops.op import BasicOperation
 from fusible.recipes.formats import NumberFormat
@@ -30,7 +30,7 @@ class CastingOp(BasicOperation):
         dtype = given.params[0] if given.params else given.input
         return (None if dtype is None else autocast_to(dtype, given.autocast),)
 
-    def accept(self, ctx: OperationContext, x: Tensor) -> Tensor:
+    def cast_input(self, ctx: OperationContext, x: Tensor) -> Tensor:
         """``x`` in the dtype that the op computes in, dequantized if it is quantized.
 
         Stores the dtype as ``ctx.dtype``, to which the backward casts the gradient.
@@ -45,12 +45,12 @@ class CastingOp(BasicOperation):
         return cast(x, ctx.dtype)
 
 
-def accept_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
+def cast_grad(ctx: OperationContext, grad_output: Tensor) -> Tensor:
     """The output's gradient, dequantized if it is quantized, in the dtype of the forward."""
     return cast(values(grad_output), ctx.dtype)
 
 
-def hand_over(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Tensor:
+def apply_quantizer(x: Tensor, quantizer: Any, first_dims: Tensor | None = None) -> Tensor:
     """``x`` ``[..., features]``, quantized by the ``quantizer`` of the op that reads it, if any.
 
     As one matrix of all rows, as a linear quantizes its own input, with the same bits; for a

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fusible.fuser.parts import Division, Part, divided
+from fusible.fuser.partition import Part, Partition, partitioned
 from fusible.fuser.plan import NotFused
 from fusible.fuser.registry import registry
 from fusible.fuser.rules import Rule
@@ -48,9 +48,9 @@ class Opaque:
         return f"extra input {slot} of {self.kind}"
 
 
-def division_of(
+def partition_of(
     units: Sequence[Unit], require: Sequence[str], wiring: Wiring | None = None
-) -> Division:
+) -> Partition:
     """Consecutive fusible ops as runs, the other modules as they are.
 
     Args:
@@ -72,24 +72,24 @@ def division_of(
         number: int, at: slice, own: Wiring, needed: Sequence[Output]
     ) -> tuple[dict[str, Any], Sequence[Output] | None]:
         first, *_ = groups[number]
-        call, division = _call(first, own, ops[at], rules)
+        call, partition = _call(first, own, ops[at], rules)
         fields = {
             "call": call,
-            "division": division,
+            "partition": partition,
             "why": first.why,
             "nested": bool(first.inside),
         }
         return fields, _outputs(first, needed, ops, at.start)
 
-    division = divided(ops, wiring, stops, make)
-    runs = [part.call for part in division.parts if isinstance(part.call, Run)]
+    partition = partitioned(ops, wiring, stops, make)
+    runs = [part.call for part in partition.parts if isinstance(part.call, Run)]
     for rule in rules:
         if not any(rule in run.require for run in runs):
             raise NotFused(
                 f"{rule.name} is required but no run of ops fits its pattern {rule}; the "
                 f"modules are {', '.join(map(_describe, units))}"
             )
-    return division
+    return partition
 
 
 def _describe(unit: Unit) -> str:
@@ -114,12 +114,12 @@ def _groups(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 def _call(
     unit: Unit, wiring: Wiring, ops: tuple[Any, ...], rules: Sequence[Rule]
-) -> tuple[Run | nn.Module, Division | None]:
-    """What a part that starts with ``unit`` calls, and the division that it is called with."""
+) -> tuple[Run | nn.Module, Partition | None]:
+    """What a part that starts with ``unit`` calls, and the partition that it is called with."""
     if unit.why is None:
         return Run(ops, [rule for rule in rules if any(rule.places(ops))], wiring), None
     if unit.inside and not _is_wired_alone(ops, wiring):
-        return unit.module, division_of(unit.inside, unit.require, wiring)
+        return unit.module, partition_of(unit.inside, unit.require, wiring)
     return unit.module, None
 
 
@@ -148,29 +148,29 @@ def _is_wired_alone(ops: Sequence[Any], wiring: Wiring) -> bool:
         return False
 
 
-def run_boundaries(division: Division) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
+def run_boundaries(partition: Partition) -> list[tuple[nn.Module, str, tuple[str, ...]]]:
     """The modules between runs that are called: each with why, and the rules that it blocked.
 
     These are the rules whose patterns fit some of its ops together with ops of its neighbours.
     """
-    if len(division.parts) < 2:
+    if len(partition.parts) < 2:
         return []
     ends: list[tuple[nn.Module, str, tuple[str, ...]]] = []
-    adjacent = _adjacent_parts(division)
-    for part in division.parts:
+    adjacent = _adjacent_parts(partition)
+    for part in partition.parts:
         if part.why is not None and isinstance(part.call, nn.Module):
             neighbours = next((s for s in adjacent if any(part is of for of in s)), [])
-            ends.append((part.call, part.why, _blocked_rules(part, neighbours, division.ops)))
-        if part.division is not None:
-            ends.extend(run_boundaries(part.division))
+            ends.append((part.call, part.why, _blocked_rules(part, neighbours, partition.ops)))
+        if part.partition is not None:
+            ends.extend(run_boundaries(part.partition))
     return ends
 
 
-def _adjacent_parts(division: Division) -> list[list[Part]]:
+def _adjacent_parts(partition: Partition) -> list[list[Part]]:
     """Neighbouring parts of basic ops, with no other module between them."""
     adjacent: list[list[Part]] = [[]]
-    for part in division.parts:
-        ops = division.ops[part.ops]
+    for part in partition.parts:
+        ops = partition.ops[part.ops]
         if ops and not isinstance(ops[0], Opaque):
             adjacent[-1].append(part)
         else:

@@ -72,7 +72,7 @@ def _propagated(
     for op, sources, own in zip(ops, wiring.sources, params, strict=True):
         extra = [callers[k] if p == CALLER else made[p][k] for p, k in sources]
         given = Dtypes(x, tuple(extra), tuple(own), call.autocast_dtype)
-        if declares(type(op)):
+        if declares_dtypes(type(op)):
             x, *outputs = op.output_dtypes(given)
         elif derive:
             x, *outputs = derived_dtypes(op, x, extra, call.autocast_dtype)
@@ -119,7 +119,7 @@ def features_read(ops: Sequence[Any], wiring: Wiring, rules: Iterable[Rule]) -> 
     return tuple(sorted(read))
 
 
-def declares(kind: type) -> bool:
+def declares_dtypes(kind: type) -> bool:
     """Whether ``output_dtypes`` is about this class: not where a user's own computes otherwise."""
     classes = kind.__mro__
     first = next(i for i, c in enumerate(classes) if is_ours(c))
