@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -135,8 +136,16 @@ def compared(
     case: Case, group, rank: int, processes: int, device: str = "cpu"
 ) -> list[tuple[Tensor, Tensor]]:
     """What this process computes of a case, beside its part of what one process does."""
+    given = on(device, tensors(case, rank, processes))
+    mine = run(block(case, group, rank, processes).to(device), case, *given)
+    wanted = alone(replace(case, send=None, max_tokens=None), processes, device)[rank]
+    return [(a.reshape(b.shape), b) for a, b in zip(mine, wanted, strict=True)]
+
+
+@cache
+def alone(case: Case, processes: int, device: str) -> list[list[Tensor]]:
+    """Of each process, its part of what one process computes, however tokens are sent."""
     of_ranks = [tensors(case, r, processes) for r in range(processes)]
-    mine = run(block(case, group, rank, processes).to(device), case, *on(device, of_ranks[rank]))
     whole = [torch.cat([t[i].detach().flatten(0, -2) for t in of_ranks]) for i in range(4)]
     if case.quantized_send:  # what arrives, quantized before in one process
         recipe = getattr(fz.recipes, case.recipe)()
@@ -144,11 +153,10 @@ def compared(
             made = quantization.quantize(whole[i], recipe.format(role))
             whole[i] = quantization.dequantize(made, case.dtype)
     whole[:2] = [t.requires_grad_() for t in whole[:2]]
-    alone = run(block(case, None, 0, 1).to(device), case, *on(device, whole))
-    counts = [t[0].shape[:-1].numel() for t in of_ranks]
-    local = EXPERTS // processes
-    wanted = [t.split(counts)[rank] for t in alone[:3]] + [t.split(local)[rank] for t in alone[3:]]
-    return [(a.reshape(b.shape), b) for a, b in zip(mine, wanted, strict=True)]
+    results = run(block(case, None, 0, 1).to(device), case, *on(device, whole))
+    sizes = [[t[0].shape[:-1].numel() for t in of_ranks]] * 3 + [EXPERTS // processes] * 2
+    parts = [t.split(size) for t, size in zip(results, sizes, strict=True)]
+    return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
 
 def worker(rank: int, processes: int, folder: str, cases, run_case, timeout, backend) -> None:
