@@ -36,7 +36,7 @@ class OnHost:
             for key, value in arguments.items():
                 if key in ("d_tensor", "dprob_tensor", "wgrad_tensor"):
                     value.copy_(given[key])
-            return {k: None if out[k] is None else out[k].cuda() for k in out.keys()}  # noqa: SIM118
+            return {k: None if v is None else v.cuda() for k, v in out.items()}
 
         return call
 

@@ -24,15 +24,9 @@ def packed(scales: Tensor) -> Tensor:
     )
 
 
-def facing(physical: Tensor, dtype: torch.dtype = E8M0) -> Tensor:
-    """The kernel-facing view (32, 4, R, 4, C, batch) of packed scales."""
-    return physical.view(dtype).permute(3, 4, 1, 5, 2, 0)
-
-
-def flat(view: Tensor) -> Tensor:
-    """The bytes of scales in either layout, in memory order."""
-    physical = view if view.is_contiguous() else view.permute(5, 2, 4, 0, 1, 3)
-    return physical.contiguous().view(torch.uint8).view(-1)
+def flat(scales: Tensor) -> Tensor:
+    """The bytes of packed scales."""
+    return scales.view(torch.uint8).view(-1)
 
 
 def per_group(scales: Tensor, ends: list[int], vec: int = 32) -> Tensor:
@@ -96,11 +90,6 @@ def largest_of_groups(d: Tensor, sizes: Sequence[int], parts: int) -> Tensor:
         if len(rows):
             of_group.copy_(rows.amax((0, 1)))
     return found
-
-
-def tall(x: Tensor, canonical: bool = False) -> Tensor:
-    """(M, X) as the kernels see it: (M, X, 1) with strides (X, 1, M X)."""
-    return x if canonical else x[None].permute(1, 2, 0)
 
 
 def addresses(matrices: Tensor) -> Tensor:

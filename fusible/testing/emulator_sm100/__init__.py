@@ -2,7 +2,8 @@
 
 Written from the wrappers' contracts, a second opinion on the fused op: it shares no code with
 what packs operands and scales for the kernels. It reads packed, swizzled operands, computes in
-FP32, and is as strict as the front end's checks and as what its kernels take for granted.
+FP32, and is as strict as the front end's checks and as what its kernels take for granted. Of what
+the front end takes, it takes what ``fusible.kernels.sm100`` passes.
 """
 
 from fusible.testing.emulator_sm100.wrappers import (

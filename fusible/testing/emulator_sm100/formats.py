@@ -8,21 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP4 = (torch.float4_e2m1fn_x2, torch.uint8)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP4 = torch.float4_e2m1fn_x2
+FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# What one unit of scale stands for: 1 / the largest element. 1/128 for E5M2 is the kernels' choice.
-_RECIPROCAL_LIMIT = {torch.float8_e4m3fn: 1 / 448, torch.float8_e5m2: 1 / 128}
-# A few clamped elements are saturated, as cvt.satfinite does; below torch 2.13 they become NaN.
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LARGEST = 448.0  # of E4M3
 
 
 def bits(dtype: torch.dtype) -> int:
     """Bits of one logical element."""
-    return 4 if dtype in FP4 else 8 * dtype.itemsize
+    return 4 if dtype == FP4 else 8 * dtype.itemsize
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -32,7 +29,7 @@ def round_up(number: int, multiple: int) -> int:
 
 def numbers(elements: Tensor) -> Tensor:
     """FP32 values; packed FP4 gives two along its last dimension, the low nibble first."""
-    if elements.dtype not in FP4:
+    if elements.dtype != FP4:
         return elements.float()
     packed = elements.view(torch.uint8)
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
@@ -61,20 +58,21 @@ def packed_bytes(rows: int, blocks: int) -> int:
     return round_up(rows, 128) * round_up(blocks, 4)
 
 
-def quantized(values: Tensor, dtype: torch.dtype, norm: float) -> tuple[Tensor, Tensor]:
+def quantized(values: Tensor, norm: float) -> tuple[Tensor, Tensor]:
     """FP8 elements and E8M0 bytes of FP32 blocks ``[..., block]``: scales rounded up, RNE data.
 
     The byte is the exponent of ``amax / limit * norm`` rounded up to a power of two, saturating
     at 254; zero gives byte 0, NaN gives 255.
     """
-    scale = values.abs().amax(-1) * torch.tensor(_RECIPROCAL_LIMIT[dtype]) * norm
+    scale = values.abs().amax(-1) * torch.tensor(1 / _LARGEST) * norm
     pattern = scale.view(torch.int32)
     exponent, mantissa = (pattern >> 23) & 255, pattern & 0x7FFFFF
     tiny = (exponent == 0) & (mantissa <= 0x400000)
     byte = exponent + ((mantissa != 0) & (exponent < 254) & ~tiny).int()
     byte = byte.clamp_max(254).masked_fill(scale.isnan(), 255).to(torch.uint8)
     data = values * (norm / scale_numbers(byte, E8M0)).unsqueeze(-1)
-    return data.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype), byte
+    # Beyond the largest, cvt.satfinite saturates; torch below 2.13 makes NaN.
+    return data.clamp(-_LARGEST, _LARGEST).to(FP8), byte
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,6 @@ from fusible.testing.emulator_sm100.formats import (
 )
 
 ROWS = 256  # what M and every group end must be a multiple of
-WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def need(holds: bool, sentence: str) -> None:
@@ -65,42 +64,24 @@ def block_scaled(a: Tensor, sfa: Tensor | None, vec: int) -> bool:
         need(sfa is None, "BF16 operands take no scales, got sfa_tensor")
         need(vec == 16, f"BF16 operands forbid sf_vec_size, got {vec}")
         return False
-    need(a.dtype in FP8 + FP4, f"a_tensor must be BF16, FP8 or packed FP4, got {a.dtype}")
+    need(a.dtype in (FP8, FP4), f"a_tensor must be BF16, FP8 or packed FP4, got {a.dtype}")
     need(sfa is not None, "block-scaled operands need sfa_tensor")
     assert sfa is not None
-    expected = (E8M0, 32) if a.dtype in FP8 else (E4M3, 16)
+    expected = (E8M0, 32) if a.dtype == FP8 else (E4M3, 16)
     got = (sfa.dtype, vec)
     need(got == expected, f"{a.dtype} needs scale dtype and block {expected}, got {got}")
     return True
 
 
-def rows_of(x: Tensor, name: str, columns: int | None = None, rows: int | None = None) -> Tensor:
-    """``[M, X]`` of row-major ``(M, X)`` or of ``(M, X, 1)`` with strides ``(X, 1, M * X)``."""
-    tall = x.ndim == 3 and x.shape[2] == 1
-    legal = x.ndim == 2 or tall
-    need(legal, f"{name} must have shape (M, X) or (M, X, 1), got {tuple(x.shape)}")
-    m, width = x.shape[:2]
+def need_rows(x: Tensor, name: str, columns: int | None = None, rows: int | None = None) -> None:
+    """``x`` shall be contiguous ``[M, X]``."""
+    need(x.ndim == 2, f"{name} must have shape (M, X), got {tuple(x.shape)}")
+    m, width = x.shape
     need(columns in (None, width), f"{name} must have {columns} columns, got {width}")
     need(rows in (None, m), f"{name} must have {rows} rows, got {m}")
-    expected = (width, 1, m * width)[: x.ndim]
-    need(m == 0 or x.stride() == expected, f"{name} must have strides {expected}, got {x.stride()}")
-    need_pitch(x.dtype, width * (2 if x.dtype in FP4 else 1), name)
+    need(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}")
+    need_pitch(x.dtype, width * (2 if x.dtype == FP4 else 1), name)
     need_aligned(x, name)
-    return x.as_strided((m, width), (width, 1))
-
-
-def row_vector(
-    x: Tensor | None, name: str, rows: int, *dtypes: torch.dtype, canonical: bool
-) -> Tensor | None:
-    """``[M]``, a view, of a per-row operand ``(M, 1, 1)``, or ``(M,)`` beside canonical rows."""
-    if x is None:
-        return None
-    shapes = ((rows, 1, 1), (rows,)) if canonical else ((rows, 1, 1),)
-    need(x.shape in shapes, f"{name} must have shape {shapes[-1]}, got {tuple(x.shape)}")
-    need(rows < 2 or x.stride(0) == 1, f"{name} must be contiguous, got strides {x.stride()}")
-    need(x.dtype in (dtypes or WIDE), f"{name} must be {dtypes or WIDE}, got {x.dtype}")
-    need_aligned(x, name)
-    return x.as_strided((rows,), (1,))
 
 
 def group_ends(offsets: Tensor, experts: int, rows: int, multiple: int = ROWS) -> list[int]:
@@ -141,14 +122,9 @@ def pointers(table: Tensor | None, name: str, length: int | None = None) -> list
 
 
 def scale_bytes(scales: Tensor, name: str, batches: int, rows: int, blocks: int) -> Tensor:
-    """``[batches, bytes]`` of a contiguous packed buffer or its 6-D view of the MMA."""
+    """``[batches, bytes]`` of contiguous packed scales."""
     need_aligned(scales, name)
-    atoms = (round_up(rows, 128) // 128, round_up(blocks, 4) // 4)
-    if not scales.is_contiguous():
-        view = (32, 4, atoms[0], 4, atoms[1], batches)
-        need(scales.shape == view, f"{name} must have shape {view}, got {tuple(scales.shape)}")
-        scales = scales.permute(5, 2, 4, 0, 1, 3)
-        need(scales.is_contiguous(), f"{name} must be a permuted contiguous buffer")
+    need(scales.is_contiguous(), f"{name} must be contiguous, got strides {scales.stride()}")
     count = batches * packed_bytes(rows, blocks)
     need(scales.numel() == count, f"{name} must hold {count} packed bytes, got {scales.numel()}")
     return scales.view(torch.uint8).reshape(batches, -1)
@@ -191,19 +167,22 @@ class Weights:
         return matrix(self.elements[expert], self.scales[expert], self.scale_dtype, self.vec, "SFB")
 
 
-def weights_of(call: Any, scaled: bool, *, dense_n_major: bool) -> Weights:
+def weights_of(call: Any, scaled: bool) -> Weights:
     """The weights of a call: ``(b_tensor, sfb_tensor)``, or pointers with ``n`` and ``b_dtype``."""
     dense, discrete = call.b_tensor is not None, call.b_ptrs is not None
     need(dense != discrete, "give either b_tensor or b_ptrs")
     need(call.b_major in ("k", "n"), f"b_major must be 'k' or 'n', got {call.b_major!r}")
+    packed = call.a_tensor.dtype == FP4
+    n_major = call.b_major == "n"
+    need(not packed or not n_major, "FP4 weights must be K-major")
     width = call.a_tensor.shape[1]
-    k = width * (2 if call.a_tensor.dtype in FP4 else 1)
-    if dense:
-        need(call.n is None and call.b_dtype is None, "dense weights forbid n and b_dtype")
-        elements = _dense(call, width, dense_n_major)
-    else:
-        elements = _discrete(call, width)
-    n, experts = elements[0].shape[0], len(elements)
+    k = width * (2 if packed else 1)
+    stored = _dense(call) if dense else _discrete(call, width)
+    elements = [weight.t() for weight in stored] if n_major else stored
+    n, depth = elements[0].shape
+    experts = len(elements)
+    need(depth == width, f"b_tensor must have K = {width}, got {depth}")
+    need_pitch(call.a_tensor.dtype, n if n_major else k, "b_tensor" if dense else "b_ptrs")
     need(experts <= 1024, f"at most 1024 experts, got {experts}")
     if not scaled:
         sfb = getattr(call, "sfb_tensor", None), getattr(call, "sfb_ptrs", None)
@@ -222,65 +201,30 @@ def weights_of(call: Any, scaled: bool, *, dense_n_major: bool) -> Weights:
     return Weights(n, k, elements, scales, call.sfa_tensor.dtype, call.sf_vec_size)
 
 
-def _dense(call: Any, width: int, n_major_is_legal: bool) -> list[Tensor]:
-    """Storage elements ``[N, K]`` per expert of kernel-facing (N, K, E) or canonical (E, ., .)."""
+def _dense(call: Any) -> list[Tensor]:
+    """Storage elements of each expert, as they lie in contiguous ``b_tensor``."""
     b = call.b_tensor
+    need(call.n is None and call.b_dtype is None, "dense weights forbid n and b_dtype")
     need(b.ndim == 3, f"b_tensor must have 3 dimensions, got {b.ndim}")
     need(b.dtype == call.a_tensor.dtype, f"b_tensor must be {call.a_tensor.dtype}, got {b.dtype}")
     need_aligned(b, "b_tensor")
-    if b.stride(2) == 1 and 1 not in b.stride()[:2]:
-        need(b.is_contiguous(), f"canonical b_tensor must be contiguous, got {b.stride()}")
-        b = b.permute(2, 1, 0) if call.b_major == "n" else b.permute(1, 2, 0)
-    n, k, _ = b.shape
-    need(k == width, f"b_tensor must have K = {width}, got {k}")
-    n_major = b.stride() == (1, n, n * k) and (n, k) != (1, 1)
-    k_major = b.stride() == (k, 1, n * k)
-    need(n_major or k_major, f"b_tensor (N, K, E) must be dense along N or K, got {b.stride()}")
-    need(not n_major or n_major_is_legal, "these dense weights must be K-major")
-    need_pitch(b.dtype, n if n_major else k * (2 if b.dtype in FP4 else 1), "b_tensor")
-    return list(b.unbind(2))
+    need(b.is_contiguous(), f"b_tensor must be contiguous, got {b.stride()}")
+    return list(b.unbind(0))
 
 
 def _discrete(call: Any, width: int) -> list[Tensor]:
-    """Storage elements ``[N, K]`` per expert behind ``b_ptrs``."""
+    """Storage elements of each expert, as they lie behind ``b_ptrs``."""
     need(call.n is not None and call.b_dtype is not None, "b_ptrs needs n and b_dtype")
     same = call.b_dtype == call.a_tensor.dtype
     need(same, f"b_dtype must be {call.a_tensor.dtype}, got {call.b_dtype}")
-    fp4 = call.b_dtype in FP4
-    need(not fp4 or call.b_major == "k", "FP4 weights must be K-major")
-    k_major = call.b_major == "k"
-    extent = width * (2 if fp4 else 1) if k_major else call.n
-    need_pitch(call.b_dtype, extent, "b_ptrs")
-    shape = (call.n, width) if k_major else (width, call.n)
-    count = shape[0] * shape[1]
+    shape = (call.n, width) if call.b_major == "k" else (width, call.n)
     table = pointers(call.b_ptrs, "b_ptrs")
     need(len(table) > 0, "b_ptrs must not be empty")
-    found = [memory(at, count, call.b_dtype, "b_ptrs").view(shape) for at in table]
-    return found if k_major else [weight.t() for weight in found]
+    count = call.n * width
+    return [memory(at, count, call.b_dtype, "b_ptrs").view(shape) for at in table]
 
 
-def tile_choice(call: Any, *, one_cta: bool = True, n_tiles: tuple[int, ...] = (256,)) -> None:
-    """The tile, cluster and dtype arguments that every kernel shares."""
-    need(call.acc_dtype in (None, torch.float32), f"acc_dtype must be FP32, got {call.acc_dtype}")
-    need(getattr(call, "cd_major", "n") == "n", "cd_major must be 'n'")
-    need(getattr(call, "m_aligned", ROWS) == ROWS, f"m_aligned must be {ROWS}")
-    need(getattr(call, "sf_fp8_dtype_override", None) is None, "E5M3 scales need Rubin (SM107)")
-    tile_m, tile_n = call.mma_tiler_mn
-    legal = tile_m in ((128, 256) if one_cta else (256,)) and tile_n in n_tiles
-    need(legal, f"mma_tiler_mn must be (128 | 256, {n_tiles}), got {call.mma_tiler_mn}")
-    cluster = call.cluster_shape_mn or ((2, 1) if tile_m == 256 else (1, 1))
-    powers = all(extent in (1, 2, 4) for extent in cluster)
-    need(powers and cluster[0] % (tile_m // 128) == 0, f"no such cluster_shape_mn: {cluster}")
-
-
-def output(m: int, columns: int, dtype: torch.dtype, canonical: bool) -> Tensor:
-    """An unwritten ``(M, X)`` or kernel-facing ``(M, X, 1)`` output."""
-    rows = poisoned((m, columns), dtype)
-    return rows if canonical else rows.as_strided((m, columns, 1), (columns, 1, m * columns))
-
-
-def scale_output(rows: int, blocks: int, dtype: torch.dtype, canonical: bool) -> Tensor:
-    """Unwritten packed scales: the contiguous 6-D buffer, or its view of the MMA."""
+def scale_output(rows: int, blocks: int) -> Tensor:
+    """Unwritten packed E8M0 scales."""
     shape = (1, round_up(rows, 128) // 128, round_up(blocks, 4) // 4, 32, 4, 4)
-    physical = poisoned(shape, dtype)
-    return physical if canonical else physical.permute(3, 4, 1, 5, 2, 0)
+    return poisoned(shape, E8M0)
