@@ -28,9 +28,9 @@ _GATHERS = (
 class MoEExperts(FusedOperation):
     """``Dispatch``, the fused grouped MLP and ``Combine``.
 
-    Rows, the ``top_k`` copies of each token, are the largest tensors of a block. Here those of the
-    backward live only as long as they are read, and with ``recompute_rows`` those of the forward
-    are not saved. Kernels that quantize gather them meanwhile: they are not written.
+    Rows, the ``top_k`` copies of each token, are the largest tensors of a block. In the backward
+    they are freed after their last read; with ``recompute_rows`` the forward does not save them.
+    Kernels that quantize gather rows as they read: rows are not written.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MoEExperts(FusedOperation):
         self.saves = f"row map, {self._mlp.saves}"
         if dispatch.recompute_rows:
             self.saves += "; of x only the tokens"
-        # Rows that are multiplied while they are copied are written.
+        # If the copy also scales the rows, they are written.
         self._gathers = kernels.gathers and not (dispatch.scale_input or combine.weighted)
         self.multiplies = self._mlp.multiplies + (_GATHERS if self._gathers else "")
 
@@ -71,7 +71,7 @@ class MoEExperts(FusedOperation):
         first, *middle, last = ctxs
         dispatch, *_, combine = self._parts
         kernels = self._mlp.kernels
-        # Of the dispatch's own groups and row map, whose rows the index names.
+        # Gather only if groups and row map are this dispatch's own.
         gathers = self._gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
         placed = dispatch.place(first, x, *extra_inputs[0])
         rows: Any

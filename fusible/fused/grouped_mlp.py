@@ -180,7 +180,7 @@ class GroupedMLP(FusedOperation):
         grad_output: Tensor,
         grad_extra_outputs: ExtraTensors,
     ) -> FusedGrads:
-        """FC2's data gradient with the activation's, FC1's, two weight gradients."""
+        """FC2's data and weight gradients, the activation's, FC1's two."""
         fc1, *_ = self._parts
         second = self.second_backward(ctxs, grad_output)
         dx = fc1.data_grad(second.saved, second.dpreact, grad_output)

@@ -174,7 +174,7 @@ class Sm90Fp8Kernels(GroupedKernels):
     ) -> ActivationGrads:
         """The data gradient, then the activation's backward, which quantizes what it computes.
 
-        In the product's epilogue the backward would take as long as both, and not quantize.
+        A fused epilogue would take as long as both launches, and not quantize.
         """
         ctx, ends = call.ctx, call.ends
         fmt = ctx.recipe.format("grad")

@@ -92,8 +92,8 @@ class Owner:
 class InputOwner:
     """Which extra inputs the ops of a forward may write to, for those that write to such.
 
-    One of the caller's unless something else would read the sum in its place. One that the run made
-    only if it is its own.
+    A caller's tensor: unless something else reads it afterwards. One that the run made: only if
+    nothing else reads it.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ def check_grad_input(
 def returned_grad(context: OperationContext, grad: Tensor | None, to_leaf: bool) -> Tensor | None:
     """The input's gradient as autograd gets it: noted, if it is in the caller's buffer.
 
-    A reference to a leaf's is also held, which makes autograd copy it into ``.grad``: the next
-    backward would write to the buffer before it adds to ``.grad``.
+    If the input is a leaf, a second reference makes autograd copy the gradient into ``.grad``, so
+    that the next backward does not overwrite it.
     """
     buffer = vars(context.forward).get("grad_input")
     if grad is None or buffer is None or storage_id(grad) != storage_id(buffer):

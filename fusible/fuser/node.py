@@ -492,10 +492,10 @@ def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
     Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code
     must not return two views of one tensor, since it takes the gradient of that tensor for that
-    of each view, nor the same tensor twice. It gets copies of such, and of other outputs aliases
-    that are no views for autograd: torch 2.11 makes each tensor of the forward an output of the
-    function, of which one that a cast to its own dtype returned would be two, one of them without
-    a gradient.
+    of each view, nor the same tensor twice. Those are copied. The other outputs become aliases
+    that autograd does not see as views: torch 2.11 makes each tensor of the forward an output of
+    the function, so a tensor that a no-op cast returned would be two outputs, one
+    without a gradient.
     """
     if not torch.compiler.is_compiling():
         ids = list(map(id, (*inputs, *outputs)))

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     inputs: tuple[int, ...]
     """The places of its extra inputs among the tensors held."""
     copied: tuple[int, ...]
-    """Which of these (0 for the first) it might write to though they are not the caller's."""
+    """Indices in ``inputs`` to copy first: the part may write to them."""
     num_outputs: int | None
     """Of its extra outputs; None: as many as come, all for the caller."""
     public: tuple[int, ...]

@@ -255,7 +255,7 @@ class Plan:
     def require(self, rules: Sequence[Rule | FusionFunction]) -> None:
         """Raise :class:`NotFused` with the reasons unless each of the rules and functions fired.
 
-        Rules for the backward need not where there is none.
+        Backward rules are exempt without a backward.
         """
         backward = any(needs.requires_grad for needs in self.grad)
         for rule in rules:

@@ -54,9 +54,9 @@ def apply_quantizer(x: Tensor, quantizer: Any, first_dims: Tensor | None = None)
     """``x`` ``[..., features]``, quantized by the ``quantizer`` of the op that reads it, if any.
 
     As one matrix of all rows, as a linear quantizes its own input, with the same bits; for a
-    grouped linear in groups of ``first_dims`` rows. ``x`` itself if it is quantized; or for the
-    reader to quantize, where this is compiled, where the groups are not known, and where the reader
-    needs the values too.
+    grouped linear in groups of ``first_dims`` rows. Returns ``x`` if it is quantized; also
+    under torch.compile, if the groups are unknown, or if the reading op needs the values: that op
+    quantizes it then.
     """
     if quantizer is None or is_quantized(x) or torch.compiler.is_compiling():
         return x
@@ -81,9 +81,9 @@ def quantized_values(x: Tensor, fmt: NumberFormat, ends: Tensor | None = None) -
 
 
 def format_of_grad(ctx: OperationContext, *, by_group: bool) -> NumberFormat | None:
-    """That of the output's gradient, if the next op leaves it to this one to quantize its values.
+    """The output gradient's format, if this op and not the next one quantizes it.
 
-    Of each group apart, or of all rows; ``ops.Quantize`` asks the ``by_receiver`` of a quantizer.
+    For each group separately, or for all rows: ``by_group``.
     """
     made = ctx.output_grad_quantizer
     if made is None or isinstance(getattr(made, "quantizer", made), GroupedQuantizer) != by_group:

@@ -1,9 +1,9 @@
 """Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
 This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
-gradient elsewhere than in autograd. Whether a call is one is decided here alone: what the plan key
-and the ops determine by `plan_needs_no_checks`, when the plan is made, and what only the tensors of
-a call can tell by `_Direct._need_no_checks`. All other calls run by the ops.
+gradient elsewhere than in autograd. `Run._direct` selects plans of one op. `plan_needs_no_checks`
+checks the plan key and the ops, when the plan is made. `_Direct._need_no_checks` checks the tensors
+of a call. All other calls run by the ops.
 """
 
 from __future__ import annotations

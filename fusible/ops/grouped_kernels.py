@@ -96,7 +96,7 @@ class GroupedKernels:
     None of the methods may synchronise with the device. An argument or result of type ``Any`` is
     opaque to the caller, which only passes it to the methods named here: groups, rows, weights and
     activations in the format of these kernels. A subclass for other formats overrides the methods
-    that make and read them; the products here take FP8 operands too (`ScaledMatrix`), of weights
+    that make and read them. The products here take FP8 operands too (`ScaledMatrix`): weights as
     one, transposed for the data gradient.
     """
 
@@ -106,7 +106,7 @@ class GroupedKernels:
     """What the products multiply under a recipe, for ``explain``."""
 
     def compared(self, *linears: Any) -> str:
-        """How fast a linear, or two with an activation between, are beside BF16's."""
+        """For ``explain``: estimated time of one or two linears relative to BF16."""
         return ""
 
     gathers = False
@@ -319,7 +319,7 @@ class GroupedKernels:
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
 
     def _as_saved(self, call: LinearCall, x: Tensor) -> Any:
-        """An input as `weight_grad` reads it, of the values that the forward had."""
+        """An input as `weight_grad` reads it, quantized again as in the forward."""
         column = self.prepare_rows(call, x, "input", ("wgrad",)).column
         return self.restored_rows(call, self.saved_rows(call.ctx, column))
 

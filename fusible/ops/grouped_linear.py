@@ -76,8 +76,8 @@ class GroupedLinear(WeightedOperation):
     dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
     ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
-    x and each weight are what ``Operand.saved`` gives of them, ``SAVED`` tensors, all None where
-    no gradient reads them; the weights are one, unless they are stored quantized one by one.
+    x and each weight are saved as the ``SAVED`` tensors of ``Operand.saved``, all None if no
+    gradient reads them; weights count as one unless stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -315,7 +315,7 @@ class GroupedLinear(WeightedOperation):
         return DirectLinear(call, plan.grad, self)
 
     def get_grad_output_quantizer(self) -> Any:
-        """That of the weights; by this op itself if it has a bias, whose gradients sum values."""
+        """As the base class; with a bias this op quantizes, since the bias sums values."""
         made = super().get_grad_output_quantizer()
         if isinstance(made, GroupedQuantizer):
             made.by_receiver = self.has_bias
@@ -444,7 +444,7 @@ class GroupedLinear(WeightedOperation):
         return self.stacked_bias(ctx, ctx.dtype)
 
     def params_needed(self, require_grad: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Those of all weights, or biases, where one is needed: a launch computes all groups'."""
+        """All weights' (or biases') if any is needed: one launch computes all groups."""
         weights, biases = require_grad[: self.num_weights], require_grad[self.num_weights :]
         return (any(weights),) * len(weights) + (any(biases),) * len(biases)
 

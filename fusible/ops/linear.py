@@ -389,8 +389,8 @@ class Linear(FusedOperation):
 
     def _attach(self, part: BasicOperation) -> BasicOperation:
         """Let a part read the parameters of this module."""
-        # The very dictionaries, so that no assignment (load_state_dict(assign=True), FSDP2,
-        # to_empty) can separate them; what is computed is found through the module.
+        # Share the dictionaries, so that no assignment (load_state_dict(assign=True), FSDP2,
+        # to_empty) separates them; parametrized values are read through `_holder`.
         for held in ("_parameters", "_modules", "_buffers"):
             part.__dict__[held] = self.__dict__[held]
         part._holder = weakref.ref(self)

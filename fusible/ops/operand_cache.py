@@ -109,7 +109,7 @@ def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _reference(t: Tensor) -> ref[Tensor] | int:
-    """What tells ``t`` from others: of a quantized tensor its id, beside references to its pieces.
+    """A weak reference to ``t``, or its id if it is quantized (its pieces have references).
 
     A parametrization, and so an adapter of peft, swaps a parameter of a subclass with itself, which
     PyTorch refuses where there is a weak reference.
@@ -138,8 +138,8 @@ def cached_copy(
 ) -> Tensor:
     """The copy ``what`` of stored weights, made once for their values; freed with their memory.
 
-    It needs no promise: whatever operation writes to a quantized tensor, eager or compiled, changes
-    its version or those of its pieces, and `UnseenWrites` notes the rest.
+    The caller promises nothing: every write to a quantized tensor, eager or compiled, changes its
+    version or a piece's, or is counted by `UnseenWrites`.
     """
     if torch.compiler.is_compiling() or capturing() or is_fake() or UnseenWrites.captured:
         return make()

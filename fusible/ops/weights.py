@@ -155,8 +155,8 @@ class WeightedOperation(CastingOp):
     def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
 
-        A stored quantized one is quantized from values that were initialized in high precision. Of
-        a stack that is sharded, every process draws all matrices and keeps its own.
+        A quantized weight is initialized in high precision, then quantized. If the stack is
+        sharded, every process initializes all matrices and keeps its own.
         """
         part = local(weight)
         apart = isinstance(part, QuantizedTensor) or (part is not weight and weight.dim() == 3)
@@ -189,8 +189,8 @@ class WeightedOperation(CastingOp):
         """
         if not kwargs:
             return None
-        # On the context though it is a tensor: its values are none of this run's, and it is written
-        # as often as it is given. Not while compiling.
+        # Kept on the context, not saved: the run never reads its values, and it may be written
+        # more than once. Not under torch.compile.
         ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)
         shape = (*x.shape[:-1], self.out_features)
         output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
@@ -309,8 +309,8 @@ class WeightedOperation(CastingOp):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Call ``hook()`` after every :meth:`backward_dw` that computed a gradient.
 
-        Where a framework does what it otherwise does when autograd has accumulated a gradient;
-        the weights say ``skip_backward_post_hook`` to it.
+        For frameworks that reduce gradients in autograd's post-accumulate hook: the weights
+        have ``skip_backward_post_hook`` set.
         """
         self._wgrad_hooks.append(hook)
 
@@ -548,7 +548,7 @@ def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
     ops = weighted_ops(m for _, m in named_modules(module))
     outer = {op: op._reused for op in ops}
     for op in ops:
-        if op._reused is None:  # else this scope goes on with what the outer one keeps
+        if op._reused is None:  # else the outer scope's cache stays in use
             shards = [p for p in op._held_weights() if p is not None and is_sharded(p)]
             op._reused = OperandCache(until_updated, shards)
     try:

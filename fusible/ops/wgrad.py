@@ -75,8 +75,8 @@ def grouped_gradient(
 ) -> WeightGradient:
     """``dy[rows of e].T @ x[rows of e]`` for each group e, by the library's grouped product.
 
-    In the memory order of the weight, or of where it is written: a ``column_major`` weight, the
-    transpose of a row-major tensor, has a gradient that is: ``x.T @ dy``.
+    In the memory order of ``out``, or else of the weight: for a ``column_major`` one (a transposed
+    row-major tensor) ``x.T @ dy`` is computed and transposed.
     """
     (dy, dy_scale), (x, x_scale) = elements_and_scale(dy), elements_and_scale(x)
 
@@ -237,7 +237,7 @@ class Delayed(NamedTuple):
         return cls(gradient, tuple(weights), same, into, tuple(map(_version, gradient.reads)))
 
     def targets(self, held: Sequence[Tensor | None]) -> list[Tensor]:
-        """The weights, or the shards that the module holds by now of those that it held.
+        """The weights; for one that the module held, its shard if it is sharded now.
 
         ``fully_shard`` gathers them into other parameters for the time of a pass.
         """
@@ -264,9 +264,9 @@ def _version(t: Tensor) -> int | None:
 def accumulate(weights: Sequence[Tensor], grads: Sequence[Any]) -> None:
     """Accumulate into ``.grad`` by autograd itself: in place, and with the weights' hooks.
 
-    Not of weights that are frozen. Where ``fully_shard`` has sharded a weight again by now, the
-    mean over its ranks, as that makes of gradients during the backward: a collective, which all
-    ranks have to call alike.
+    Skips frozen weights. If ``fully_shard`` has resharded a weight, accumulates the mean over its
+    ranks, as ``fully_shard`` does in a backward: a collective, so all ranks must
+    call this.
     """
     pairs = [(w, grad) for w, grad in zip(weights, grads, strict=True) if w.requires_grad]
     grads = [

@@ -62,7 +62,7 @@ class KMajor(NamedTuple):
 
 
 _L2_BYTES = 8 << 20
-"""Of columns that are gathered before the next ones: what the L2 cache keeps while they are."""
+"""Bytes of gathered columns in one pass: what the L2 cache can hold."""
 
 Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Contiguous ``[rows, columns]``, its scales as they are stored, the same of ``[columns, padded]``,
@@ -251,7 +251,7 @@ def _cuda(
 
 @lru_cache(maxsize=1024)
 def chunks_per_pass(rows: int, columns: int, itemsize: int) -> int:
-    """How many times 128 columns are gathered of all rows before the next ones are."""
+    """Chunks of 128 columns that one pass gathers from all rows."""
     chunks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     fit = max(1, _L2_BYTES // (rows * FP8_BLOCK * itemsize))
     return max([n for n in range(1, chunks + 1) if chunks % n == 0 and n <= fit])

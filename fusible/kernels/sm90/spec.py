@@ -230,9 +230,9 @@ class Spec(NamedTuple):
 
     @property
     def _least_out_blocks(self) -> int:
-        """Output blocks that a warpgroup needs; one of a backward, whose gradients need none.
+        """Least output blocks of a warpgroup: 1 in a backward, whose gradients need none, else 2.
 
-        One where FP8 scales are in the stages, so that each warpgroup has three of these.
+        Also 1 if stages hold FP8 scales, which leaves each warpgroup three stages.
         """
         return 1 if self.is_backward or self.scaling == "rows" else 2
 

@@ -121,7 +121,7 @@ class Constants(NamedTuple):
     again: float  # share of a weight's bytes that each further tile down its group reads again
     memory: float  # bytes that the GPU reads or writes in a nanosecond
     ahead: float  # by which an activation's backward takes longer with the other share of slots
-    sharpness: float  # how little what is shorter adds to what is longer
+    sharpness: float  # exponent of the norm that joins overlapping times
 
 
 MEASURED = Constants(
@@ -199,9 +199,8 @@ def microseconds(
 def _grouped_rows(
     kind: str, tile: Tile, rows: float, depth: int, c: Constants
 ) -> tuple[float, float, float]:
-    """Tiles of a column of a group of ``rows`` rows, of one block of a cluster, and their time.
-
-    And that of their epilogues, which is part of it where these hide under no products.
+    """Of one group of ``rows`` rows: tiles down a column, for one block of a cluster; their time;
+    and the time of their epilogues.
     """
     height = tile.m * tile.cluster_m
     tiles = _parts(rows, height)
