@@ -41,7 +41,7 @@ from torch import Tensor
 import fusible as fz
 from fusible.kernels.grouped import Glu
 from fusible.kernels.sm90.grouped_products import cached_products
-from fusible.kernels.sm90.tiles import rows_class
+from fusible.kernels.sm90.tiles import rows_bucket
 from fusible.testing import assume_target
 
 Calls = dict[str, Callable[[], Any]]
@@ -198,7 +198,7 @@ def host_phases(problem: Problem) -> dict[str, float]:
     rows, dy, like = x.shape[0], problem.dy, torch.empty_like(problem.dy)
 
     with torch.no_grad():
-        for_rows = rows_class(rows, w1.shape[0])
+        for_rows = rows_bucket(rows, w1.shape[0])
         first, second = [
             cached_products(w.device, w.dtype, w.shape, w.stride(), False, for_rows)
             for w in (w1, w2)

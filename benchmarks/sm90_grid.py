@@ -144,7 +144,7 @@ def chosen(op: str, shape: Shape, sms: int = 132) -> Tile:
     """The tile that an op gets."""
     kind, (rows, *sizes) = {**OPS, **INFERENCE}[op], problem(op, shape)
     major = "n" if op in ("dglu", "dgrad1") else "k"
-    return tiles.choose(kind, tiles.rows_class(rows, shape.experts), *sizes, sms, major)
+    return tiles.choose(kind, tiles.rows_bucket(rows, shape.experts), *sizes, sms, major)
 
 
 # --- tiles ----------------------------------------------------------------------------------------

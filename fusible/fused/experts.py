@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusible.fused.grouped_mlp import MLP, AnyActivation, GroupedMLP
+from fusible.fused.grouped_mlp import MLP_CONDITIONS, AnyActivation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
 from fusible.fuser.context import OperationContext
@@ -122,7 +122,7 @@ class MoEExperts(FusedOperation):
             dy = GatheredRows(combine.token_grads(last, grad_output, sent_map), index)
         else:
             dy, *of_combine = combine.backward_impl(last, grad_output)  # type: ignore[assignment]
-        second = self._mlp.second_backward(middle, dy)
+        second = self._mlp.fc2_backward(middle, dy)
         del dy
         like = grad_output.new_empty(last.num_rows, 1)  # of two dimensions
         drows = fc1.data_grad(second.saved, second.dpreact, like)
@@ -141,7 +141,7 @@ class MoEExperts(FusedOperation):
         if dispatch.recompute_rows and not kernels.gathers:
             probs = others[1] if dispatch.scale_input else None
             x, _ = moe.scatter_rows(x, row_map, probs, last.num_rows, dispatch.scale_input)
-        params1, extra1 = self._mlp.first_grads(second, x, like)
+        params1, extra1 = self._mlp.fc1_grads(second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]
@@ -155,7 +155,7 @@ _IN_HIGH_PRECISION = replace(
 @rule(
     equal(this.dispatch.processes, this.combine.processes),
     equal(this.dispatch.requires_grad, this.fc1.requires_grad),
-    *MLP,
+    *MLP_CONDITIONS,
     kernels=[SM90_FP8_ROW.for_mlp, _IN_HIGH_PRECISION],
 )
 def moe_experts(

@@ -45,9 +45,9 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
 )
-from fusible.ops.grouped_linear import SavedLinear, matrix_for
+from fusible.ops.grouped_linear import SavedLinear, operand_rows
 from fusible.ops.inputs import check_row_scales
-from fusible.ops.matrices import with_rows_of
+from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
 
 AnyActivation = (
@@ -58,7 +58,7 @@ AnyActivation = (
 """Every activation, with scales or without; the rules' conditions say which ones kernels have."""
 
 
-class _FirstLinear(NamedTuple):
+class _FC1Output(NamedTuple):
     """The first linear of a grouped MLP with its activation, computed."""
 
     activated: Activated
@@ -75,7 +75,7 @@ def _linear_glu(
     ctxs: Sequence[OperationContext],
     x: Tensor,
     extra_inputs: ExtraTensors,
-) -> _FirstLinear:
+) -> _FC1Output:
     """A linear and its activation in one kernel; saves what the linear documents."""
     ctx, ctx_act = ctxs
     scales = None
@@ -90,7 +90,7 @@ def _linear_glu(
     weights, backward_weights = kernels.weights(call)
     activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
     linear.save(call, operand.column, None, backward_weights)
-    return _FirstLinear(activated, call, prepared, None if scales is None else scales.dtype)
+    return _FC1Output(activated, call, prepared, None if scales is None else scales.dtype)
 
 
 class GroupedLinearGLU(FusedOperation):
@@ -116,9 +116,9 @@ class GroupedLinearGLU(FusedOperation):
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
         made = _linear_glu(linear, act, ctxs, x, extra_inputs)
         if ctx_act.requires_grad:
-            preact = with_rows_of(made.activated.preact, x)
+            preact = restore_leading_dims(made.activated.preact, x)
             act.save_input(ctx_act, preact, *extra_inputs[1])
-        return with_rows_of(made.activated.output, x), [(), ()]
+        return restore_leading_dims(made.activated.output, x), [(), ()]
 
 
 class GroupedMLP(FusedOperation):
@@ -137,7 +137,7 @@ class GroupedMLP(FusedOperation):
         self.kernels = kernels
         scales = ", scales" if act.num_extra_inputs else ""
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
-        self.multiplies = kernels.multiplies + kernels.compared(fc1, fc2)
+        self.multiplies = kernels.multiplies + kernels.speed_note(fc1, fc2)
         self._parts = fc1, act, fc2
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
@@ -172,7 +172,7 @@ class GroupedMLP(FusedOperation):
         if ctx_act.requires_grad:
             ctx_act.held, ctx_act.scales_dtype = hooks_hold_saved(), made.scales_dtype
             ctx_act.save_for_backward(made.activated.preact, made.scales)
-        return with_rows_of(y, x), [(), (), ()]
+        return restore_leading_dims(y, x), [(), (), ()]
 
     def backward_impl(
         self,
@@ -182,19 +182,17 @@ class GroupedMLP(FusedOperation):
     ) -> FusedGrads:
         """FC2's data and weight gradients, the activation's, FC1's two."""
         fc1, *_ = self._parts
-        second = self.second_backward(ctxs, grad_output)
+        second = self.fc2_backward(ctxs, grad_output)
         dx = fc1.data_grad(second.saved, second.dpreact, grad_output)
-        params1, extra1 = self.first_grads(second, second.saved.x, grad_output)
-        dscales = [with_rows_of(t, grad_output) for t in second.dscales]
+        params1, extra1 = self.fc1_grads(second, second.saved.x, grad_output)
+        dscales = [restore_leading_dims(t, grad_output) for t in second.dscales]
         return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
-    def second_backward(
-        self, ctxs: Sequence[OperationContext], grad_output: Tensor
-    ) -> SecondBackward:
+    def fc2_backward(self, ctxs: Sequence[OperationContext], grad_output: Tensor) -> FC2Backward:
         """The backward of FC2 and of the activation."""
         fc1, act, fc2 = self._parts
         ctx1, ctx_act, ctx2 = ctxs
-        dy = matrix_for(ctx2, grad_output)
+        dy = operand_rows(ctx2, grad_output)
         saved1 = fc1.restored(ctx1, dy.shape[0])
         saved2 = fc2.restored(ctx2, dy.shape[0])
         preact, scales = ctx_act.saved_tensors
@@ -218,16 +216,14 @@ class GroupedMLP(FusedOperation):
         plain = d.preact if isinstance(d.preact, Tensor) else None
         dtype = ctx_act.scales_dtype
         dscales = () if dtype is None else (d.scales.to(dtype),)
-        return SecondBackward(dpreact, plain, dscales, params, extra, saved1)
+        return FC2Backward(dpreact, plain, dscales, params, extra, saved1)
 
-    def first_grads(
-        self, second: SecondBackward, x: Any, grad_output: Tensor
-    ) -> tuple[Grads, Grads]:
+    def fc1_grads(self, second: FC2Backward, x: Any, grad_output: Tensor) -> tuple[Grads, Grads]:
         """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
         return self._parts[0].grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
-class SecondBackward(NamedTuple):
+class FC2Backward(NamedTuple):
     """What the backward of a grouped MLP has computed when FC1's begins."""
 
     dpreact: GroupedOperand
@@ -244,7 +240,7 @@ class SecondBackward(NamedTuple):
     """What FC1 saved."""
 
 
-MLP = (
+MLP_CONDITIONS = (
     equal(this.fc1.num_groups, this.fc2.num_groups),
     equal(this.fc1.dtype, this.fc2.dtype),
     where(this.act.gated, True, equal(this.fc1.out_features, 2 * this.fc2.in_features)),
@@ -260,7 +256,7 @@ MLP = (
 """What a grouped MLP needs of its ops, whichever kernels run it."""
 
 
-@rule(*MLP, kernels=[row.for_mlp for row in KERNELS])
+@rule(*MLP_CONDITIONS, kernels=[row.for_mlp for row in KERNELS])
 def grouped_mlp(
     kernels: GroupedKernels, fc1: GroupedLinear, act: AnyActivation, fc2: GroupedLinear
 ) -> GroupedMLP:

@@ -90,7 +90,7 @@ def _sizes(unit: int, *linears: Any) -> list[Condition]:
     return [multiple_of(size, unit) for size in sizes]
 
 
-class Kernels(NamedTuple):
+class GroupedKernelsRow(NamedTuple):
     """A row of the table: kernels of grouped products on an architecture, and what they need."""
 
     name: str
@@ -113,21 +113,21 @@ class Kernels(NamedTuple):
         return KernelRow(self.name, self.kernels, needs, self.worth)
 
 
-_GLU_SM90 = (
+_SM90_GLU_CONDITIONS = (
     one_of(this.act.glu_interleave_size, *SM90_INTERLEAVES),
     multiple_of(this.fc2.in_features, this.act.glu_interleave_size),
 )
-_INTERLEAVE = (
+_INTERLEAVE_HINT = (
     "store FC1's weight and bias by fusible.interleave_glu and pass "
     f"glu_interleave_size={sm100.INTERLEAVE}"
 )
-SM90_FP8_ROW = Kernels(
+SM90_FP8_ROW = GroupedKernelsRow(
     "sm90_fp8",
     SM90_FP8,
     needs_sm90_fp8,
     (
         equal(this.fc1.dtype, "bfloat16"),  # which the epilogue rounds to
-        *_GLU_SM90,
+        *_SM90_GLU_CONDITIONS,
         where(
             this.act.gated,
             True,
@@ -140,24 +140,24 @@ SM90_FP8_ROW = Kernels(
     ),
     "The launches multiply in FP8, on rows that one launch quantizes for both uses.",
 )
-SM90_ROW = Kernels(
+SM90_ROW = GroupedKernelsRow(
     "sm90",
     LIBRARY,  # whose CUDA implementation is chosen by the same limits
     needs_sm90,
     # Under a recipe the epilogue rounds to BF16, as operands are dequantized to.
-    (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_GLU_SM90),
+    (where(this.quantizes, True, equal(this.fc1.dtype, "bfloat16")), *_SM90_GLU_CONDITIONS),
     "One launch a product for all groups and the rows past them.",
 )
 KERNELS = (
     SM90_FP8_ROW,
     SM90_ROW,
-    Kernels(
+    GroupedKernelsRow(
         "sm100",
         SM100,
         needs_sm100,
         (
             one_of(this.act.activation, *activations.SM100),
-            equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE),
+            equal(this.act.glu_interleave_size, sm100.INTERLEAVE, _INTERLEAVE_HINT),
             where(this.format.input, "none", one_of(this.act.activation, *sm100.BF16_ACTIVATIONS)),
             where(this.format.input, "none", one_of(this.act.geglu, None, sm100.BF16_GEGLU)),
         ),

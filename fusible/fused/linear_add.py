@@ -18,7 +18,7 @@ from fusible.ops import (
     MakeExtraOutput,
 )
 from fusible.ops.elementary import check_addend, holds_sum
-from fusible.ops.matrices import with_rows_of
+from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import Contexts, ExtraTensors, FusedGrads, FusedOutputs
 from fusible.ops.wgrad import dense_gradient
 
@@ -40,7 +40,7 @@ def _add_product(
         torch.addmm(flat, rows, b, alpha=alpha, out=flat)  # PyTorch does not count addmm_'s FLOPs
         return addend
     total = torch.addmm(addend.reshape(-1, b.shape[1]), rows, b, alpha=alpha)
-    total = with_rows_of(total, a)
+    total = restore_leading_dims(total, a)
     return addend.copy_(total) if in_place else total
 
 

@@ -29,10 +29,16 @@ from fusible.ops.grouped_kernels import (
     Saved,
     glu_of,
 )
-from fusible.ops.matrices import as_rows
-from fusible.ops.weights import one_weight, quantize_weights
+from fusible.ops.matrices import buffer_rows
+from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient
-from fusible.recipes.matrix import SAVED, Operand, OperandData, restored_data, saved_data
+from fusible.recipes.matrix import (
+    TENSORS_PER_OPERAND,
+    Operand,
+    OperandData,
+    restored_data,
+    saved_data,
+)
 from fusible.recipes.product import ProductKind, is_quantized, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -106,7 +112,7 @@ class Sm100Kernels(GroupedKernels):
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """See `GroupedKernels`."""
-        return SAVED
+        return TENSORS_PER_OPERAND
 
     def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> OperandData | None:
         """See `GroupedKernels`."""
@@ -119,7 +125,7 @@ class Sm100Kernels(GroupedKernels):
         if _recipe(ctx).format("weight") is None:
             plain = [aligned(weight) for weight in linear.weights_in(ctx, ctx.dtype)]
             return plain, plain
-        weights = linear.weight_operands(ctx, quantized_weights)
+        weights = linear.weight_operands(ctx, quantize_weights_sm100)
         return [w.row for w in weights], [w.column for w in weights]
 
     def saved_weights(self, ctx: OperationContext, weights: Sequence[OperandData]) -> Saved:
@@ -135,7 +141,10 @@ class Sm100Kernels(GroupedKernels):
         fmt = _recipe(ctx).format("weight")
         if fmt is None:
             return saved
-        return [restored_data(saved[i : i + SAVED], fmt) for i in range(0, len(saved), SAVED)]
+        return [
+            restored_data(saved[i : i + TENSORS_PER_OPERAND], fmt)
+            for i in range(0, len(saved), TENSORS_PER_OPERAND)
+        ]
 
     def product(
         self,
@@ -152,7 +161,7 @@ class Sm100Kernels(GroupedKernels):
             call.groups,
             bias=call.linear.stacked_bias(call.ctx, call.ctx.dtype),
             row_scale=None if row_scale is None else self.row_scales(call, row_scale),
-            out=as_rows(output),
+            out=buffer_rows(output),
         )
 
     def data_grad(
@@ -163,7 +172,7 @@ class Sm100Kernels(GroupedKernels):
         output: Tensor | None,
     ) -> Tensor:
         """See `GroupedKernels`."""
-        return operands.gemm(dy, weights, call.groups, transpose_w=True, out=as_rows(output))
+        return operands.gemm(dy, weights, call.groups, transpose_w=True, out=buffer_rows(output))
 
     def weight_grad(
         self, call: LinearCall, dy: OperandData | None, x: OperandData | None
@@ -253,7 +262,7 @@ def _quantized(
     return columns._replace(row=quantize_operand(x, recipe, role, *others).row)
 
 
-def quantized_weights(
+def quantize_weights_sm100(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
 ) -> list[Operand]:
     """Weights as the kernels read them for the forward and, if asked, the data gradient."""
@@ -261,6 +270,8 @@ def quantized_weights(
     assert fmt is not None
     if operands.in_one_pass(weights, fmt):
         return [
-            operands.quantize_packed_weights(one_weight(weights, dtype), fmt, "dgrad" in products)
+            operands.quantize_packed_weights(
+                stack_weights(weights, dtype), fmt, "dgrad" in products
+            )
         ]
     return operands.pack_weights(quantize_weights(weights, recipe, dtype, products))

@@ -37,14 +37,14 @@ from fusible.ops.grouped_kernels import (
 )
 from fusible.ops.matrices import GatheredRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
-from fusible.ops.weights import one_weight, quantize_weights
+from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
 
 
-class _Columns(NamedTuple):
+class _WgradOperand(NamedTuple):
     """An operand of weight gradients: column-major rows of padded groups."""
 
     rows: ScaledMatrix
@@ -64,12 +64,12 @@ class Sm90Fp8Kernels(GroupedKernels):
         "one the weights"
     )
     gathers = True
-    prefers_values = True  # one launch quantizes for both products, in their layouts
+    quantizes_own_inputs = True  # one launch quantizes for both products, in their layouts
 
-    def compared(self, *linears: GroupedLinear | BasicLinear) -> str:
+    def speed_note(self, *linears: GroupedLinear | BasicLinear) -> str:
         """See `GroupedKernels`; estimated."""
         sizes = [(linear.in_features, linear.out_features) for linear in linears]
-        return f"; {fp8_times.compared(sizes)}"
+        return f"; {fp8_times.speed_note(sizes)}"
 
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""
@@ -107,7 +107,9 @@ class Sm90Fp8Kernels(GroupedKernels):
         operand = _operand(made)
         return GroupedOperand(operand.row or row, x if later else operand.column)
 
-    def saved_rows(self, ctx: OperationContext, column: _Columns | GatheredRows | None) -> Saved:
+    def saved_rows(
+        self, ctx: OperationContext, column: _WgradOperand | GatheredRows | None
+    ) -> Saved:
         """The column-wise use as it lies in memory, if the weight needs its gradient.
 
         Or what it is gathered from once more, and the index.
@@ -124,16 +126,16 @@ class Sm90Fp8Kernels(GroupedKernels):
 
     def restored_rows(
         self, call: LinearCall, saved: Sequence[Any]
-    ) -> _Columns | GatheredRows | None:
+    ) -> _WgradOperand | GatheredRows | None:
         """See `GroupedKernels`."""
         data, scale, index = saved
         if index is not None:
             return GatheredRows(data, index)
-        return None if data is None else _Columns(ScaledMatrix(data.t(), scale), None)
+        return None if data is None else _WgradOperand(ScaledMatrix(data.t(), scale), None)
 
     def weights(self, call: LinearCall) -> tuple[ScaledMatrix, ScaledMatrix | None]:
         """See `GroupedKernels`; the second one is a transposed copy. One matrix if dense."""
-        row, column, _ = call.linear.weight_operands(call.ctx, k_major_weights)
+        row, column, _ = call.linear.weight_operands(call.ctx, quantize_weights_k_major)
         if call.linear.num_groups is not None:
             return row, column
         return _first(row), None if column is None else _first(column)
@@ -147,7 +149,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         return ScaledMatrix(*saved) if saved else None
 
     def weight_grad(
-        self, call: LinearCall, dy: _Columns | None, x: _Columns | GatheredRows | None
+        self, call: LinearCall, dy: _WgradOperand | None, x: _WgradOperand | GatheredRows | None
     ) -> WeightGradient:
         """See `GroupedKernels`."""
         if dy is None or x is None:  # not needed
@@ -155,7 +157,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         if isinstance(x, GatheredRows):
             made = _quantized(x, call, "input", rowwise=False, columnwise=True)
             assert made.column is not None
-            x = _Columns(made.column, None)
+            x = _WgradOperand(made.column, None)
         assert dy.ends is not None
         return grouped_gradient(dy.rows, x.rows, dy.ends, call.ctx.column_major)
 
@@ -193,7 +195,7 @@ class Sm90Fp8Kernels(GroupedKernels):
         sums = None if made.values is None else grouped.grouped_sum(made.values, ends)
         again = None
         if ctx.needs.params[0] and not self.saves_activation(ctx, act):
-            again = self._as_saved(call, glu_of(act).forward(preact, scales))
+            again = self._requantized_input(call, glu_of(act).forward(preact, scales))
         return ActivationGrads(_operand(made.operands), again, made.scales, sums)
 
 
@@ -205,7 +207,7 @@ def _first(weights: ScaledMatrix) -> ScaledMatrix:
 
 
 def _operand(made: KMajor) -> GroupedOperand:
-    column = None if made.column is None else _Columns(made.column, made.padded_ends)
+    column = None if made.column is None else _WgradOperand(made.column, made.padded_ends)
     return GroupedOperand(made.row, column)
 
 
@@ -217,7 +219,7 @@ def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: b
     return quantize_k_major(source, fmt, ends=call.ends, rows=index, **uses)
 
 
-def k_major_weights(
+def quantize_weights_k_major(
     weights: list[Tensor], recipe: Recipe, dtype: torch.dtype, products: Sequence[ProductKind]
 ) -> KMajor:
     """Weights ``[E, N, K]`` for the forward and, if it is taken, transposed for the data gradient.
@@ -227,11 +229,11 @@ def k_major_weights(
     fmt, columnwise = recipe.format("weight"), "dgrad" in products
     assert fmt is not None
     if not any([isinstance(w, QuantizedTensor) for w in weights]):
-        weight = _of_groups(one_weight(weights, dtype))
+        weight = _of_groups(stack_weights(weights, dtype))
         return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
     stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
     parts = [w.data for w in stored if w]
-    scale = _of_groups(one_weight([w.scale for w in stored if w], torch.float32))
+    scale = _of_groups(stack_weights([w.scale for w in stored if w], torch.float32))
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     held = [id(w.rowwise_data) for w in quantized]
     is_held = held == [id(part) for part in parts]  # else made now, from another format

@@ -62,7 +62,7 @@ def _given(
     """The dtypes of what the op's forward returns."""
     params = op.own_parameters()
     needs = GradNeeds(False, False, (False,) * len(params), (False,) * len(extra))
-    ctx = OperationContext(needs, None, None if op.casts_itself else autocast, params)
+    ctx = OperationContext(needs, None, None if op.handles_autocast else autocast, params)
     with ctx.autocast(x.device.type):
         output, (outputs,) = call_fuser_forward(op, [ctx], x, [tuple(extra)])
     return (output.dtype, *[None if t is None else t.dtype for t in outputs])

@@ -192,7 +192,7 @@ class _Planning:
         first, last = names[run.ops[0]], names[run.ops[-1]]
         where = first if first == last else f"{first} to {last}"
         made = run.plan_for(call, self._target or target_of(call.device))
-        schedule = run.scheduled(made, call)
+        schedule = run.make_schedule(made, call)
         planned = PlannedRun(where, run, made, self.decided)
         if schedule.partition is not None:  # each part of which is planned in its turn
             self._partitioned.append((planned, schedule.partition.parts))
@@ -406,7 +406,7 @@ def _multiplies(quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
     """What kernels, of ``ops`` that they are selected for, multiply under a recipe."""
     says = getattr(kernels, "multiplies", "")
     if ops and says:
-        says += kernels.compared(*ops)
+        says += kernels.speed_note(*ops)
     return [f"  multiplies {says}"] if quantizes and says else []
 
 

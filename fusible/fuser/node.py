@@ -220,7 +220,7 @@ class RunFunction(torch.autograd.Function):
         fctx.save_for_backward(*saved)
         checks_memory = slots is None and (schedule.writes_grads or kwargs is not None)
         fctx.call = schedule, slots, states, checks_memory
-        outputs = _distinct(outputs, tensors)
+        outputs = _unaliased_outputs(outputs, tensors)
         if len(outputs) > 1:
             grad = schedule.plan.grad
             fctx.mark_non_differentiable(
@@ -307,7 +307,7 @@ def _run_backward(
         if owner is not None and (step.is_users or step.op.keeps_grads):
             owner.retain(tree_leaves((grad, grad_extra, returned)))
         grad, of_params[start:stop], step_extra = returned
-        _add_to_sources(step, own, step_extra, of_outputs, of_inputs)
+        _accumulate_extra_grads(step, own, step_extra, of_outputs, of_inputs)
         if step.reads:
             _begin_sending(step, contexts, of_outputs)
     return [grad, *of_inputs, *chain(*of_params)]
@@ -331,7 +331,7 @@ def _begin_sending(
             overlap.op.begin_sending(early, grad)
 
 
-def _add_to_sources(
+def _accumulate_extra_grads(
     step: ScheduledStep,
     contexts: Sequence[OperationContext],
     step_extra: Sequence[Sequence[Tensor | None]],
@@ -464,7 +464,7 @@ def run_directly(schedule: Schedule, prepared: Any, operands: Sequence[Tensor]) 
     return _direct_forward(schedule, prepared, operands)[0]
 
 
-def folded(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def deduplicated(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """The distinct tensors, and the index of each tensor among them.
 
     An autograd function under torch.compile does not take a tensor twice.
@@ -487,7 +487,7 @@ def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
     return grad if total is None else total + grad
 
 
-def _distinct(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a run, as tensors that autograd can tell from its inputs and from each other.
 
     Eager, one that is an input or an earlier output becomes a view of it. PyTorch's compiled code

@@ -45,7 +45,7 @@ def facts_of_ops(
     device = inputs[0].device
     made: list[OpFacts] = []
     derive = any(True for rule in rules for _ in rule.places(ops))  # else nothing reads them
-    propagated = _propagated(ops, wiring, call, derive)
+    propagated = _infer_dtypes(ops, wiring, call, derive)
     for i, (op, facts, (given, output)) in enumerate(zip(ops, declared, propagated, strict=True)):
         extra = {}
         for slot, (producer, k) in enumerate(wiring.sources[i]):
@@ -61,7 +61,7 @@ def facts_of_ops(
     return tuple(made)
 
 
-def _propagated(
+def _infer_dtypes(
     ops: Sequence[Any], wiring: Wiring, call: PlanKey, derive: bool
 ) -> Iterator[tuple[Dtypes, torch.dtype | None]]:
     """The dtypes of each op's inputs, and of its output; ``derive`` those that no op declares."""

@@ -23,7 +23,7 @@ class Part(NamedTuple):
     ops: slice
     inputs: tuple[int, ...]
     """The places of its extra inputs among the tensors held."""
-    copied: tuple[int, ...]
+    inputs_to_copy: tuple[int, ...]
     """Indices in ``inputs`` to copy first: the part may write to them."""
     num_outputs: int | None
     """Of its extra outputs; None: as many as come, all for the caller."""
@@ -45,7 +45,7 @@ class Partition(NamedTuple):
     wiring: Wiring
     written: tuple[WrittenInput, ...]
     """What ops write to of the caller's."""
-    only: Callable[..., Any] | None
+    single_run: Callable[..., Any] | None
     """The run of ops that is all there is, if so."""
 
 
@@ -70,7 +70,7 @@ def partitioned(
             Part(
                 ops=slice(start, stop),
                 inputs=tuple([places[source] for source in inputs]),
-                copied=own.copies,
+                inputs_to_copy=own.copies,
                 num_outputs=None if outputs is None else len(outputs),
                 public=tuple([k for k, o in enumerate(outputs or ()) if o in wiring.public]),
                 **fields,
@@ -78,8 +78,8 @@ def partitioned(
         )
         places.update({output: k for k, output in enumerate(outputs or (), len(places))})
         start = stop
-    only = parts[0].call if len(parts) == 1 and parts[0].why is None else None
-    return Partition(tuple(parts), ops, wiring, wiring.written_inputs(ops), only)
+    single_run = parts[0].call if len(parts) == 1 and parts[0].why is None else None
+    return Partition(tuple(parts), ops, wiring, wiring.written_inputs(ops), single_run)
 
 
 def run_parts(
@@ -104,7 +104,7 @@ def run_parts(
         read: tuple[int, ...] = ()
         if partition.written and not torch.compiler.is_compiling():
             read = _read_elsewhere(part, inputs, held, partition.written, modules)
-        for n in (*part.copied, *read):
+        for n in (*part.inputs_to_copy, *read):
             taken[n] = taken[n].clone()
         x = call(part, x, taken)
         if part.num_outputs:

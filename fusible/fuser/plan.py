@@ -162,7 +162,7 @@ class Fusion(NamedTuple):
     rule: Rule | None
     name: str
 
-    def moved(self, places: int) -> Fusion:
+    def shifted(self, places: int) -> Fusion:
         """The same behind as many more ops."""
         return self._replace(start=self.start + places, stop=self.stop + places)
 
@@ -337,18 +337,18 @@ def _scan(
         free = at
         while free < len(ops) and free not in blocked:
             free += 1
-        found, refused = _first_fitting(ops[:free], at, rules, facts_of)
+        found, refused = _first_match(ops[:free], at, rules, facts_of)
         refusals.extend(refused)
         if found is not None:
             rule, bound, covered = found
-            build = _built_kernels if rule.phase == "kernels" else _built
+            build = _build_kernels if rule.phase == "kernels" else _build_op
             op = build(rule, bound, covered)
             yield Fusion(at, at + len(covered), op, rule, rule.name)
             at += len(covered) - 1
         at += 1
 
 
-def _first_fitting(
+def _first_match(
     ops: Sequence[Any], at: int, rules: Sequence[Rule], facts_of: FactsOf
 ) -> tuple[tuple[Rule, dict[str, Any], tuple[Any, ...]] | None, list[Refusal]]:
     """The first rule that applies from ``at`` on, with the ops; and the refusals before it."""
@@ -367,7 +367,7 @@ def _first_fitting(
     return None, refused
 
 
-def _built_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
+def _build_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """What the rule returns; RuntimeError unless it is kernels that the op runs on."""
     (op,), kernels = ops, rule.build(**bound)
     if kernels is None or not isinstance(kernels, op.kernels_type):
@@ -379,7 +379,7 @@ def _built_kernels(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any
     return kernels
 
 
-def _built(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
+def _build_op(rule: Rule, bound: dict[str, Any], ops: Sequence[Any]) -> Any:
     """What the rule makes of the ops; RuntimeError unless it covers exactly these."""
     op = rule.build(**bound)
     covered = getattr(op, "basic_ops", ())
@@ -401,9 +401,9 @@ def _facts_reader(facts: Facts, given: Any, target: Target, grad: Sequence[GradN
             mixed=recipe is not None and recipe.is_mixed,
             backward_override=_override(recipe),
             fp8_products=recipe is not None and recipe.fp8_products,
-            format=_of_formats(recipe, "name"),
-            scaling=_of_formats(recipe, "scaling"),
-            vectors=_of_formats(recipe, "vectors"),
+            format=_format_facts(recipe, "name"),
+            scaling=_format_facts(recipe, "scaling"),
+            vectors=_format_facts(recipe, "vectors"),
             sm=target.sm,
             cudnn_frontend=target.cudnn_frontend,
             cutlass_dsl=target.cutlass_dsl,
@@ -459,7 +459,7 @@ def _one_recipe(this: SimpleNamespace) -> str:
     return f"its ops must run under one recipe, got {this.recipe}"
 
 
-def _of_formats(recipe: Any, attribute: str) -> SimpleNamespace:
+def _format_facts(recipe: Any, attribute: str) -> SimpleNamespace:
     """An attribute of the number format of each operand of a product, ``"none"`` without one."""
     formats = {
         role: None if recipe is None else recipe.format(role)
@@ -491,8 +491,8 @@ def joined(plans: Sequence[Plan]) -> Plan | None:
     refusals: list[Refusal] = []
     at = 0
     for p in plans:
-        fusions.extend((phase, f.moved(at)) for phase, f in p.fusions)
-        kernels.extend(f.moved(at) for f in p.kernels)
+        fusions.extend((phase, f.shifted(at)) for phase, f in p.fusions)
+        kernels.extend(f.shifted(at) for f in p.kernels)
         refusals.extend(replace(r, start=r.start + at) for r in p.refusals)
         at += len(p.basic_ops)
     return replace(

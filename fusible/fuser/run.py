@@ -19,7 +19,7 @@ from fusible.fuser import target as targets
 from fusible.fuser.error_notes import note_op, outermost_call
 from fusible.fuser.expected import expected_of
 from fusible.fuser.memory import check_buffers
-from fusible.fuser.node import RunFunction, folded, run_directly, run_formula, run_forward
+from fusible.fuser.node import RunFunction, deduplicated, run_directly, run_formula, run_forward
 from fusible.fuser.op_facts import facts_of_ops, features_read, gradient_needs
 from fusible.fuser.own_recipes import recipe_of_ops
 from fusible.fuser.partition import Part, Partition, partitioned, run_parts
@@ -27,7 +27,7 @@ from fusible.fuser.plan import Plan, UserFusions, of_parts, plan
 from fusible.fuser.plan_key import PlanKey, first_places, fix_features, slices
 from fusible.fuser.registry import is_ours, registry
 from fusible.fuser.rules import Rule
-from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, scheduled
+from fusible.fuser.schedule import Diagnostics, Direct, Kwargs, Schedule, schedule_steps
 from fusible.fuser.target import Target
 from fusible.fuser.tracing import WeakGroups, constant_when_traced
 from fusible.fuser.wiring import Output, Wiring, wire
@@ -162,7 +162,7 @@ class Run:
         if not schedule.plan.grad[-1].requires_grad:
             outputs = tuple(run_forward(schedule, operands, kwargs)[0])
         elif tracing:
-            tensors, slots = folded(operands)
+            tensors, slots = deduplicated(operands)
             outputs = RunFunction.apply(schedule, slots, kwargs, *tensors)
         else:
             if torch._C._are_functorch_transforms_active():
@@ -289,7 +289,7 @@ class Run:
             made = self.plan_for(call, targets.target_of(call.device))
             made.require(self.require)
             self._check(made)
-            schedule = self.scheduled(made, call)
+            schedule = self.make_schedule(made, call)
             if schedule.partition is None:
                 _log_plan(made)
             keep(self._schedules, key, schedule, MOST_PLANS)
@@ -351,10 +351,10 @@ class Run:
         ]
         return self.wiring, self.require, self._facts, params
 
-    def scheduled(self, plan: Plan, call: PlanKey) -> Schedule:
+    def make_schedule(self, plan: Plan, call: PlanKey) -> Schedule:
         """A plan of a call with all that its execution looks up."""
-        backward = scheduled(plan, self.wiring, self.paths, plan.backward_ops, "backward")
-        forward = scheduled(plan, self.wiring, self.paths, plan.forward_ops, "forward")
+        backward = schedule_steps(plan, self.wiring, self.paths, plan.backward_ops, "backward")
+        forward = schedule_steps(plan, self.wiring, self.paths, plan.forward_ops, "forward")
         own = [{s.start for s in steps if not s.op.is_fused_op} for steps in (forward, backward)]
         formulas = [i for i in sorted(own[0] & own[1]) if self.ops[i].is_formula]
         is_formula = len(formulas) == len(self.ops) == 1

@@ -156,7 +156,7 @@ class Schedule(NamedTuple):
     diagnostics: Diagnostics
 
 
-def scheduled(
+def schedule_steps(
     plan: Plan,
     wiring: Wiring,
     paths: tuple[str, ...],
@@ -210,7 +210,7 @@ def scheduled(
 
 def outside_autocast(plan: Plan, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, outside of the ``torch.autocast`` of a plan's calls if the op casts itself."""
-    if plan.autocast_dtype is None or not op.casts_itself:
+    if plan.autocast_dtype is None or not op.handles_autocast:
         return function
 
     def run(first: Any, *others: Any) -> Any:
@@ -239,12 +239,12 @@ def unfused(schedule: Schedule, wrap: Callable[[Any], Callable[..., Any]]) -> Sc
     steps = [Step(op, (op,)) for op in ops]
     forward = [
         step._replace(run=outside_autocast(plan, step.op, wrap(step.op)))
-        for step in scheduled(plan, wiring, (), steps, "forward")
+        for step in schedule_steps(plan, wiring, (), steps, "forward")
     ]
     return schedule._replace(
         kernels=(),
         forward=tuple(forward),
-        backward=scheduled(plan, wiring, (), steps, "backward")[::-1],
+        backward=schedule_steps(plan, wiring, (), steps, "backward")[::-1],
         direct=None,
         writes_grads=any(op.writes_grads for op in ops),
         is_formula=False,
@@ -256,7 +256,7 @@ def _quantizers(plan: Plan, wiring: Wiring, start: int, stop: int) -> tuple[Any,
     if plan.recipe is None:
         return None
     ops = plan.basic_ops
-    prefer_values = {f.start for f in plan.kernels if getattr(f.op, "prefers_values", False)}
+    prefer_values = {f.start for f in plan.kernels if getattr(f.op, "quantizes_own_inputs", False)}
 
     def quantizer(at: int, which: str) -> Any:
         recipe, _ = plan.recipes[at]

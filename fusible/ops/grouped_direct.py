@@ -83,7 +83,7 @@ class _Linear:
 
     def products(self, rows: int) -> Any:
         """The products for so many rows."""
-        rows = tiles.rows_class(rows, self.op.num_groups)
+        rows = tiles.rows_bucket(rows, self.op.num_groups)
         found = self._products.get(rows)
         if found is None:
             found = self._products[rows] = cached_products(*self._layout, rows)

@@ -21,10 +21,10 @@ from fusible.kernels import grouped
 from fusible.kernels.dense import scaled_mm
 from fusible.kernels.grouped import Glu
 from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
-from fusible.ops.matrices import as_2d, as_rows
+from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import value_dtype
-from fusible.recipes.matrix import SAVED, Operand
+from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand
 from fusible.recipes.product import (
     ProductKind,
     backward_operand,
@@ -105,13 +105,13 @@ class GroupedKernels:
     multiplies = "values of quantized operands, in BF16 on CUDA"
     """What the products multiply under a recipe, for ``explain``."""
 
-    def compared(self, *linears: Any) -> str:
+    def speed_note(self, *linears: Any) -> str:
         """For ``explain``: estimated time of one or two linears relative to BF16."""
         return ""
 
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""
-    prefers_values = False
+    quantizes_own_inputs = False
     """Whether ops before and after should leave it to `prepare_rows` to quantize."""
 
     # --- operands --------------------------------------------------------------------------------
@@ -172,11 +172,15 @@ class GroupedKernels:
         """The tensors to save of an input: its `GroupedOperand.column`, or None to save none."""
         if not ctx.quantizes:
             return (column,)
-        return (None,) * SAVED if column is None else column.saved(needed=ctx.needs.params[0])
+        return (
+            (None,) * TENSORS_PER_OPERAND
+            if column is None
+            else column.saved(needed=ctx.needs.params[0])
+        )
 
     def num_saved_rows(self, ctx: OperationContext) -> int:
         """How many tensors `saved_rows` returns."""
-        return SAVED if ctx.quantizes else 1
+        return TENSORS_PER_OPERAND if ctx.quantizes else 1
 
     def restored_rows(self, call: LinearCall, saved: Sequence[Any]) -> Any:
         """The input ``x`` of `weight_grad`, from the tensors of `saved_rows`."""
@@ -216,7 +220,9 @@ class GroupedKernels:
         if not ctx.needs.input:
             return []
         fmt = ctx.recipe.backward_format("weight")
-        parts = [saved[i : i + SAVED] for i in range(0, len(saved), SAVED)]
+        parts = [
+            saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)
+        ]
         compute = compute_dtype(saved[0].device)
         return [
             operand_values(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts
@@ -237,7 +243,7 @@ class GroupedKernels:
         ``x`` is `GroupedOperand.row`, ``row_scale`` ``[rows]`` or None; the result is written to
         ``output`` ``[..., out_features]`` if that is given.
         """
-        return _multiplied(call, x, weights, output, row_scale)
+        return _matmul(call, x, weights, output, row_scale)
 
     def data_grad(self, call: LinearCall, dy: Any, weights: Any, output: Tensor | None) -> Tensor:
         """``dy @ w[e]``, ``[rows, in_features]`` in the context's dtype.
@@ -245,7 +251,7 @@ class GroupedKernels:
         ``dy`` is `GroupedOperand.row`; the result is written to ``output`` ``[..., in_features]``
         if that is given.
         """
-        return _multiplied(call, dy, weights, output, data_grad=True)
+        return _matmul(call, dy, weights, output, data_grad=True)
 
     def weight_grad(self, call: LinearCall, dy: Any, x: Any) -> WeightGradient:
         """``dy[rows of e].T @ x[rows of e]`` for each group e, not computed yet.
@@ -282,7 +288,7 @@ class GroupedKernels:
         ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`, or None. The pre-activation has
         no rows without ``save_preact``.
         """
-        x, w, x_scale, w_scale = _elements(x, weights)
+        x, w, x_scale, w_scale = _split_scales(x, weights)
         bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
         preact, out = grouped.grouped_glu(
             x, w, call.ends, scales, glu_of(act), bias, save_preact, x_scale, w_scale
@@ -315,10 +321,10 @@ class GroupedKernels:
         )
         again: Any = None if self.saves_activation(ctx, act) else act_again
         if again is not None and ctx.quantizes and ctx.needs.params[0]:
-            again = self._as_saved(call, cast(again, ctx.dtype))
+            again = self._requantized_input(call, cast(again, ctx.dtype))
         return ActivationGrads(cast(dpreact, ctx.dtype), again, dscales, None)
 
-    def _as_saved(self, call: LinearCall, x: Tensor) -> Any:
+    def _requantized_input(self, call: LinearCall, x: Tensor) -> Any:
         """An input as `weight_grad` reads it, quantized again as in the forward."""
         column = self.prepare_rows(call, x, "input", ("wgrad",)).column
         return self.restored_rows(call, self.saved_rows(call.ctx, column))
@@ -338,7 +344,7 @@ def glu_of(act: Any) -> Glu:
     return Glu(act.activation, act.glu_interleave_size or 0, *act.options().values())
 
 
-def _multiplied(
+def _matmul(
     call: LinearCall,
     x: Tensor | ScaledMatrix,
     weights: Sequence[Tensor] | ScaledMatrix,
@@ -351,8 +357,8 @@ def _multiplied(
     ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``call.ends``
     is None, or by FP8 weights that are one matrix.
     """
-    x, w, x_scale, w_scale = _elements(x, weights)
-    ctx, ends, out = call.ctx, call.ends, as_rows(output)
+    x, w, x_scale, w_scale = _split_scales(x, weights)
+    ctx, ends, out = call.ctx, call.ends, buffer_rows(output)
     if ends is None:
         y = as_2d(cast(x @ (w[0] if data_grad else w[0].t()), ctx.dtype))
         return y if out is None else out.copy_(y)
@@ -365,7 +371,7 @@ def _multiplied(
     return cast(y, ctx.dtype)
 
 
-def _elements(
+def _split_scales(
     x: Tensor | ScaledMatrix, weights: Sequence[Tensor] | ScaledMatrix
 ) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
     """Rows and weights of a product, and the scales of both, which FP8 ones have."""

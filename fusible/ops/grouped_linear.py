@@ -32,7 +32,7 @@ from fusible.ops.inputs import (
     on_device_of,
     product_dtype,
 )
-from fusible.ops.matrices import matrix, source_of, with_rows_of
+from fusible.ops.matrices import matrix, restore_leading_dims, source_of
 from fusible.ops.op import Grads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import WeightedOperation
@@ -76,8 +76,8 @@ class GroupedLinear(WeightedOperation):
     dtype as ``ctx.dtype``, and as ``ctx.column_major`` whether the weights are column-major.
     ``ends`` are the int32 end rows of the groups; there is one 3-D weight or ``num_groups`` 2-D
     ones; the bias ``[num_groups, out_features]`` is for the gradient of ``scales``. Under a recipe
-    x and each weight are saved as the ``SAVED`` tensors of ``Operand.saved``, all None if no
-    gradient reads them; weights count as one unless stored quantized one by one.
+    x and each weight are saved as the tensors of ``Operand.saved``, ``TENSORS_PER_OPERAND`` many,
+    all None if no gradient reads them; weights count as one unless stored quantized one by one.
 
     Under a recipe each group of rows is quantized apart. The op takes, as its input and as the
     gradient of its output, a ``GroupedTensor`` of the recipe's format whose groups are those of
@@ -332,7 +332,7 @@ class GroupedLinear(WeightedOperation):
         rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
         output = self.output_buffer(ctx, x, ctx.kwargs)
         call = LinearCall.of(self, ctx, ends, rows.shape[0])
-        return with_rows_of(self.product(call, rows, row_scale, output), x)
+        return restore_leading_dims(self.product(call, rows, row_scale, output), x)
 
     def product(
         self,
@@ -388,7 +388,7 @@ class GroupedLinear(WeightedOperation):
         self.refuse_tracing()
         check_features(input_, self.in_features, "GroupedLinear")
         scales = self.prepare_scales(ctx, input_, scales)
-        x = matrix_for(ctx, input_)
+        x = operand_rows(ctx, input_)
         ends = ends_of_groups(split_sizes, x, self.num_groups, ctx.memo)
         self.check_alignment(split_sizes)
         return x, ends, scales
@@ -452,7 +452,7 @@ class GroupedLinear(WeightedOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Grouped products for the input and the weights, grouped sums for the bias."""
-        dy = matrix_for(ctx, grad_output)
+        dy = operand_rows(ctx, grad_output)
         saved = self.restored(ctx, dy.shape[0])
         operand = self.grad_rows(saved, dy)
         dx = self.data_grad(saved, operand, grad_output)
@@ -474,7 +474,7 @@ class GroupedLinear(WeightedOperation):
             return None
         buffer = self.grad_input_buffer(call.ctx)
         dx = call.kernels.data_grad(call, dy.row, saved.weights, buffer)
-        return with_rows_of(dx, grad_output)
+        return restore_leading_dims(dx, grad_output)
 
     def grads(
         self,
@@ -536,7 +536,7 @@ class GroupedLinear(WeightedOperation):
         )
 
 
-def matrix_for(ctx: OperationContext, t: Tensor) -> Tensor:
+def operand_rows(ctx: OperationContext, t: Tensor) -> Tensor:
     """``t`` as rows in ``ctx.dtype``; under a recipe a quantized one as it is."""
     return matrix(t if ctx.quantizes else values(t), ctx.dtype)
 

@@ -29,7 +29,7 @@ from fusible.ops.collectives import (
 from fusible.ops.grouped_kernels import GroupedKernels, LinearCall, kernels_of
 from fusible.ops.hooks import HOOKS, patches, why_called
 from fusible.ops.inputs import check_device, check_features, check_sizes, product_dtype
-from fusible.ops.matrices import matrix, with_rows_of
+from fusible.ops.matrices import matrix, restore_leading_dims
 from fusible.ops.op import BasicOperation, FusedOperation, Grads, OpGrads
 from fusible.ops.state import State
 from fusible.ops.weights import WeightedOperation
@@ -172,7 +172,7 @@ class BasicLinear(WeightedOperation):
         ctx.save_for_backward(
             *kernels.saved_rows(ctx, x.column), *kernels.saved_weights(ctx, backward_weights)
         )
-        return with_rows_of(y, input_)
+        return restore_leading_dims(y, input_)
 
     def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dy @ weight`` and ``dy.T @ x``, of quantized operands under a recipe."""
@@ -195,7 +195,7 @@ class BasicLinear(WeightedOperation):
         if ctx.needs.input:
             weights = kernels.restored_weights(ctx, saved[at:])
             dx = kernels.data_grad(call, dy.row, weights, self.grad_input_buffer(ctx))
-            dx = with_rows_of(dx, grad_output)
+            dx = restore_leading_dims(dx, grad_output)
         if not ctx.needs.params[0]:
             return dx, None
         x = kernels.restored_rows(call, saved[:at])

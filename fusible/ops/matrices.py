@@ -56,7 +56,7 @@ def as_2d(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 
 
-def as_rows(buffer: Tensor | None) -> Tensor | None:
+def buffer_rows(buffer: Tensor | None) -> Tensor | None:
     """A caller's buffer, contiguous, as ``[rows, features]`` of the same memory."""
     return None if buffer is None else buffer.view(-1, buffer.shape[-1])
 
@@ -68,6 +68,6 @@ def matrix(t: Any, dtype: torch.dtype) -> Any:
     return t if is_quantized(t) else cast(as_2d(t), dtype)
 
 
-def with_rows_of(t: Tensor, like: Tensor) -> Tensor:
+def restore_leading_dims(t: Tensor, like: Tensor) -> Tensor:
     """``t``, whose first dimension counts rows, with the leading dimensions of ``like``."""
     return t if like.dim() == 2 else t.view(*like.shape[:-1], *t.shape[1:])

@@ -45,7 +45,7 @@ class FusibleOperation(ModuleState, PatchesCounted):
 
     num_extra_inputs: int = 0
     saves: str = ""
-    casts_itself: bool = False
+    handles_autocast: bool = False
     """Whether it computes in ``ctx.autocast_dtype`` by itself, with ``torch.autocast`` off around
     it: PyTorch's casts would narrow what it keeps wide."""
 
@@ -581,7 +581,7 @@ class FusedOperation(FusibleOperation):
         if not (self.holds_parameters or is_ours(type(self))):
             self._modules["basic_ops"] = nn.ModuleList(self._basic_ops)
         self.num_extra_inputs = sum(op.num_extra_inputs for op in self._basic_ops)
-        self.casts_itself = any(op.casts_itself for op in self._basic_ops)
+        self.handles_autocast = any(op.handles_autocast for op in self._basic_ops)
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:

@@ -40,14 +40,14 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
-Uses = frozenset[str]
+Products = frozenset[str]
 """The products that operands are for."""
 
 
 class _Entry(NamedTuple):
     stored: tuple[ref[Tensor] | int, ...] = ()
     versions: tuple[Any, ...] = ()
-    operands: dict[Hashable, tuple[Uses, Any]] = {}  # noqa: RUF012 - replaced before it is written to
+    operands: dict[Hashable, tuple[Products, Any]] = {}  # noqa: RUF012 - replaced before it is written to
 
 
 class OperandCache:

@@ -100,9 +100,9 @@ class Sequential(PatchesCounted, nn.Sequential):
             op_name = type(self).__name__
             extra_inputs = by_name(partition.wiring.names, extra_inputs, named, op_name)
         kwargs = None if op_kwargs is None else _by_op(self, partition, op_kwargs)
-        if partition.only is not None:
+        if partition.single_run is not None:
             of_ops = None if kwargs is None else [kwargs.get(op, {}) for op in partition.ops]
-            return partition.only(input, *extra_inputs, kwargs=of_ops)
+            return partition.single_run(input, *extra_inputs, kwargs=of_ops)
         if len(extra_inputs) != len(partition.wiring.names):
             partition.wiring.check_number(partition.ops, len(extra_inputs))
         modules = tuple(self) if kwargs or partition.written else ()

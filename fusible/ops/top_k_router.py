@@ -73,7 +73,7 @@ class TopKRouter(BasicOperation):
     """
 
     saves = "x, weight, logits, expert ids"
-    casts_itself = True
+    handles_autocast = True
     expert_bias: Tensor | None
     fact_names = (
         "hidden_size",

@@ -25,11 +25,11 @@ from fusible.ops.casting import CastingOp
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.operand_cache import OperandCache, counting_steps
 from fusible.ops.wgrad import (
-    Delayed,
+    DelayedWgrad,
     WeightGradient,
     accumulate,
+    dummy_wgrads,
     main_grads,
-    placeholders,
 )
 from fusible.recipes.grouped import GroupedQuantizer
 from fusible.recipes.matrix import Operand
@@ -61,7 +61,7 @@ class WeightedOperation(CastingOp):
 
     keywords = buffers.NAMES
     buffer_keywords = buffers.NAMES
-    casts_itself = True
+    handles_autocast = True
     num_weights = 1
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
@@ -69,7 +69,7 @@ class WeightedOperation(CastingOp):
     out_features: int
 
     # In reuse_quantized_weights: the weights as operands.
-    _reused: OperandCache | None = None
+    _operand_cache: OperandCache | None = None
 
     def __init__(
         self, *, accumulate_into_main_grad: bool = False, delay_wgrad_compute: bool = False
@@ -83,7 +83,7 @@ class WeightedOperation(CastingOp):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         # Weight gradients of backwards so far, oldest first, and where each is to go.
-        self._delayed: deque[Delayed] = deque()
+        self._delayed: deque[DelayedWgrad] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
 
     def weights(self) -> list[Tensor]:
@@ -211,7 +211,7 @@ class WeightedOperation(CastingOp):
         """What the backward returns for the weights; decides where their gradient goes, and when.
 
         One for each weight: the gradients, or dummy gradients for those that are in
-        ``main_grad`` (:func:`fusible.ops.wgrad.placeholders`), or None for delayed ones.
+        ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrads`), or None for delayed ones.
 
         Raises:
             ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``; or
@@ -222,15 +222,15 @@ class WeightedOperation(CastingOp):
             return nothing
         if not self.accumulates_grads:
             return self.as_weight_grads(gradient.compute(None, False))
-        weights, into = self._differentiated(ctx), None
+        weights, into = self._leaf_weights(ctx), None
         if self.accumulate_into_main_grad:
             into = main_grads(weights, type(self).__name__)
         if self.delay_wgrad_compute:
-            self._delayed.append(Delayed.of(gradient, weights, self._held_weights(), into))
+            self._delayed.append(DelayedWgrad.of(gradient, weights, self._held_weights(), into))
         else:
             assert into is not None
             into.take(gradient)
-        return nothing if into is None else placeholders(weights)
+        return nothing if into is None else dummy_wgrads(weights)
 
     def _held_weights(self) -> list[Tensor | None]:
         """What the module holds now under the names of the weights."""
@@ -240,7 +240,7 @@ class WeightedOperation(CastingOp):
     def _weight_names(self) -> tuple[str, ...]:
         return self.own_parameter_names()[: self.num_weights]
 
-    def _differentiated(self, ctx: OperationContext) -> Sequence[Tensor]:
+    def _leaf_weights(self, ctx: OperationContext) -> Sequence[Tensor]:
         """The weights that the forward used, to whose gradients this op adds in autograd's place.
 
         While compiling the module holds them: its backward is traced with its forward.
@@ -398,11 +398,11 @@ class WeightedOperation(CastingOp):
         products: tuple[ProductKind, ...] = (
             ("forward", "dgrad") if ctx.needs.input else ("forward",)
         )
-        if self._reused is None or torch.compiler.is_compiling() or capturing() or is_fake():
+        if self._operand_cache is None or torch.compiler.is_compiling() or capturing() or is_fake():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
         make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
-        return self._reused.get(weights, (ctx.recipe, ctx.dtype, make.func), make, products)
+        return self._operand_cache.get(weights, (ctx.recipe, ctx.dtype, make.func), make, products)
 
     def recipe_notes(self, recipe: Recipe) -> tuple[str, ...]:
         """The formats of the products' operands."""
@@ -422,8 +422,8 @@ class WeightedOperation(CastingOp):
                 "quantizes them again column-wise; "
                 'fusible.quantize_(module, usage="training") stores both'
             )
-        if self._reused is not None:
-            again = ", and again after an update" if self._reused.until_updated else ""
+        if self._operand_cache is not None:
+            again = ", and again after an update" if self._operand_cache.until_updated else ""
             notes.append(f"weights are quantized once{again}: reuse_quantized_weights")
         return tuple(notes)
 
@@ -444,7 +444,7 @@ class WeightedOperation(CastingOp):
 
     def copied_state(self) -> dict[str, Any]:
         """In no scope, with no backward waiting."""
-        return {**super().copied_state(), "_reused": None, "_delayed": deque()}
+        return {**super().copied_state(), "_operand_cache": None, "_delayed": deque()}
 
 
 def quantize_weights(
@@ -461,11 +461,11 @@ def quantize_weights(
     if any([isinstance(w, QuantizedTensor) for w in weights]):  # some may have been replaced
         given = [w if isinstance(w, QuantizedTensor) else cast(w, dtype) for w in weights]
         return [quantize_operand(w, recipe, "weight", *products) for w in given]
-    weight = one_weight(weights, dtype)
+    weight = stack_weights(weights, dtype)
     return [quantize_operand(weight, recipe, "weight", *products, as_values=as_values)]
 
 
-def one_weight(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
+def stack_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The only weight, or ``[E, N, K]`` of one per group, which is a copy unless they abut."""
     # The address of a traced tensor is not known.
     stack = torch.stack if torch.compiler.is_compiling() else grouped.stacked
@@ -546,17 +546,17 @@ def reuse_quantized_weights(
 @contextmanager
 def _reusing(module: nn.Module, until_updated: bool) -> Iterator[None]:
     ops = weighted_ops(m for _, m in named_modules(module))
-    outer = {op: op._reused for op in ops}
+    outer = {op: op._operand_cache for op in ops}
     for op in ops:
-        if op._reused is None:  # else the outer scope's cache stays in use
+        if op._operand_cache is None:  # else the outer scope's cache stays in use
             shards = [p for p in op._held_weights() if p is not None and is_sharded(p)]
-            op._reused = OperandCache(until_updated, shards)
+            op._operand_cache = OperandCache(until_updated, shards)
     try:
         with counting_steps() if until_updated else nullcontext():
             yield
     finally:
         for op, reused in outer.items():
-            op._reused = reused
+            op._operand_cache = reused
 
 
 def weighted_ops(modules: Iterable[nn.Module]) -> list[WeightedOperation]:

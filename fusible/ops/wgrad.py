@@ -191,7 +191,7 @@ def _checked(main_grad: Any, weight: Tensor, op_name: str) -> Tensor:
         ) from error
 
 
-def placeholders(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def dummy_wgrads(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """What autograd gets for weights whose gradient is in ``main_grad``.
 
     Frameworks hang their reductions on autograd's accumulation of the weight's gradient. A weight
@@ -199,10 +199,10 @@ def placeholders(weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     zeros if it also has ``zero_out_wgrad``; the others get None. A compiled backward sets no
     attribute, so there it is zeros, which do no harm if they are added.
     """
-    return tuple([_placeholder(weight) for weight in weights])
+    return tuple([_dummy_wgrad(weight) for weight in weights])
 
 
-def _placeholder(weight: Tensor) -> Tensor | None:
+def _dummy_wgrad(weight: Tensor) -> Tensor | None:
     if not (weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")):
         return None
     zeros = torch.compiler.is_compiling() or getattr(weight, "zero_out_wgrad", False)
@@ -212,7 +212,7 @@ def _placeholder(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-class Delayed(NamedTuple):
+class DelayedWgrad(NamedTuple):
     """A weight gradient that waits for ``backward_dw()``, and where it is to go."""
 
     gradient: WeightGradient
@@ -231,7 +231,7 @@ class Delayed(NamedTuple):
         weights: Sequence[Tensor],
         held: Sequence[Tensor | None],
         into: MainGrads | None,
-    ) -> Delayed:
+    ) -> DelayedWgrad:
         """One of a backward that is running, while the module holds the weights ``held``."""
         same = tuple([w is h for w, h in zip(weights, held, strict=True)])
         return cls(gradient, tuple(weights), same, into, tuple(map(_version, gradient.reads)))

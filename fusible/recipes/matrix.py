@@ -160,7 +160,7 @@ class Operand(NamedTuple):
     def saved(self, *, needed: bool = True) -> tuple[Tensor | None, ...]:
         """Return what the gradients read of an input or a weight, its column-wise use.
 
-        ``SAVED`` tensors, all None if it is not ``needed``.
+        ``TENSORS_PER_OPERAND`` tensors, all None if it is not ``needed``.
         """
         column = self.column_values if self.column is None else self.column
         return saved_data(column if needed else None)
@@ -175,15 +175,15 @@ class Operand(NamedTuple):
 OperandData = QuantizedMatrix | Tensor
 """An operand for one use: the quantized matrix, or values."""
 
-SAVED = 4
+TENSORS_PER_OPERAND = 4
 """The number of tensors that an operand for one use is saved as."""
 
 
 def saved_data(data: OperandData | None) -> tuple[Tensor | None, ...]:
-    """Return an operand as ``SAVED`` tensors: data, scale, tensor scale, ends, or the values."""
+    """Return an operand as tensors, always as many: data, scale, tensor scale, ends; or values."""
     if isinstance(data, QuantizedMatrix):
         return data.data, data.scale, data.tensor_scale, data.ends
-    return data, *(None,) * (SAVED - 1)
+    return data, *(None,) * (TENSORS_PER_OPERAND - 1)
 
 
 def restored_data(saved: Sequence[Tensor | None], fmt: NumberFormat | None) -> OperandData | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 import fusible as fz
 from fusible.extend import equal, rule, this
 from fusible.fused.grouped_mlp import grouped_mlp
-from fusible.fused.kernel_selection import Kernels, grouped_linear
+from fusible.fused.kernel_selection import GroupedKernelsRow, grouped_linear
 from fusible.ops.grouped_kernels import Activated, ActivationGrads, GroupedKernels, GroupedOperand
 from fusible.ops.wgrad import WeightGradient
 from fusible.testing import assume_target
@@ -53,7 +53,7 @@ class Batched(GroupedKernels):
         return ActivationGrads(d, None, dscales, None)
 
 
-BATCHED = Kernels(
+BATCHED = GroupedKernelsRow(
     "batched", Batched(), lambda *linears: (equal(this.sm, 70),), (), "Only an example."
 )
 

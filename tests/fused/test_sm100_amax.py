@@ -116,7 +116,7 @@ def test_the_launches(given, monkeypatch):
     monkeypatch.setattr(quantizer, "capability", lambda _: (10, 0))
     monkeypatch.setattr(quantizer, "launch", lambda kernel, *rest: launched.append((kernel, rest)))
     found = torch.zeros(3, dtype=torch.int32)
-    monkeypatch.setattr(quantizer, "largest_magnitudes", lambda *_: launched.append("a") or found)
+    monkeypatch.setattr(quantizer, "amax_bits", lambda *_: launched.append("a") or found)
     rows, sizes, padded = groups_of("ragged")
     x, ends = torch.randn(rows, COLUMNS, dtype=BF16), torch.tensor(sizes).cumsum(0).int()
     amax = torch.ones(3, 2) if given else None

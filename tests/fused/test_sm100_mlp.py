@@ -590,9 +590,9 @@ def test_weights_are_laid_out_once_while_they_are_reused(recipe, monkeypatch):
     module, given = mlp(3), inputs(*SPLITS["ragged"])
     expected = run(module, given, recipe)
     made = []
-    whole = sm100_kernels.quantized_weights
+    whole = sm100_kernels.quantize_weights_sm100
     monkeypatch.setattr(
-        sm100_kernels, "quantized_weights", lambda *given: made.append(given) or whole(*given)
+        sm100_kernels, "quantize_weights_sm100", lambda *given: made.append(given) or whole(*given)
     )
     with fz.reuse_quantized_weights(module):
         for _ in range(2):

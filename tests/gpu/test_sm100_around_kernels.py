@@ -100,7 +100,7 @@ def test_largest_magnitudes_that_a_kernel_gave(splits, special, parts, monkeypat
     x, *rest = of_groups(splits, 1088, "cuda", special=False)
     rest = FORMATS["nvfp4"], *rest, True, True
     own = quantize_packed(x, *rest)
-    monkeypatch.setattr(quantizer, "largest_magnitudes", None)
+    monkeypatch.setattr(quantizer, "amax_bits", None)
     given = quantize_packed(x, *rest, amax=given_of(x, splits, parts))
     ref.assert_same_bits(own, given)
     with pytest.raises(TypeError):

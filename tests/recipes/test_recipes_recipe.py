@@ -21,7 +21,7 @@ from fusible.recipes.formats import (
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.matrix import SAVED
+from fusible.recipes.matrix import TENSORS_PER_OPERAND
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ def exact_products(x, w, dy, recipe):
 
 def saved_and_restored(x, recipe, role):
     saved = x.saved()
-    assert len(saved) == SAVED
+    assert len(saved) == TENSORS_PER_OPERAND
     return recipes.Operand.from_saved(saved, recipe.format(role))
 
 
@@ -458,7 +458,7 @@ def test_a_recipe_in_high_precision_keeps_operands_as_they_are():
     kept = recipes.quantize_operand(x, recipes.Recipe(), "input", "forward", "wgrad")
     assert recipes.operand_values(kept, "forward", "input", torch.float64) is x
     assert kept.saved()[0] is x
-    assert kept.saved(needed=False) == (None,) * SAVED
+    assert kept.saved(needed=False) == (None,) * TENSORS_PER_OPERAND
     with pytest.raises(ValueError, match="got role 'grad'"):
         recipes.quantize_operand(x, MX, "grad", "forward")
 

@@ -44,8 +44,8 @@ def linear(dtype=torch.float32):
 
 
 def kept(module):
-    (op,) = [op for op in module.basic_ops if hasattr(op, "_reused")]
-    return op._reused._cached.operands
+    (op,) = [op for op in module.basic_ops if hasattr(op, "_operand_cache")]
+    return op._operand_cache._cached.operands
 
 
 def mlp(kind, dtype=torch.float32, inner=32):

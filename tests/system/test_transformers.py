@@ -243,7 +243,7 @@ def test_quantized_weights_are_reused() -> None:
             for _ in range(2):
                 assert torch.equal(logits_and_grads(model, "fusible")[0], expected[0])
             linears = [experts_of(model)._fusible_block.mlp[i] for i in (1, 3)]
-            assert all(len(linear._reused._cached.operands) == 1 for linear in linears)
+            assert all(len(linear._operand_cache._cached.operands) == 1 for linear in linears)
 
 
 @pytest.mark.parametrize(

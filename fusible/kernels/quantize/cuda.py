@@ -48,12 +48,12 @@ def _quantize(
 ) -> Operand:
     if not (any(uses) and supports_format(fmt) and supports_matrix(x, x.dtype, ends)):
         return quantize_by_formulas(x, ends, fmt, uses, key)
-    x = loadable(x)
+    x = with_aligned_rows(x)
     made = empty(x, ends, fmt, uses)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), *uses)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
     amax = None
     if spec.has_matrix_scales:
-        amax = largest_magnitudes(x, ends, fmt, uses.rowwise, uses.columnwise)
+        amax = amax_bits(x, ends, fmt, uses.rowwise, uses.columnwise)
     row, column, *values = made
     tensors = *(row or _NO_TENSORS)[:3], *(column or _NO_TENSORS)[:3], *values
     col_blocks = 0 if column is None else column.scale.numel() // x.shape[-1]
@@ -66,7 +66,7 @@ def _quantize(
 _NO_TENSORS = None, None, None
 
 
-def largest_magnitudes(
+def amax_bits(
     x: Tensor,
     ends: Tensor | None,
     fmt: NumberFormat,
@@ -80,7 +80,7 @@ def largest_magnitudes(
     begin at 16 bytes. One launch, and one that clears.
     """
     uses = (rowwise, columnwise) if fmt.hadamard else (True, True)
-    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, is_wide(ends), *uses)
+    spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
     sizes = sizes_of(x, ends)
     amax = x.new_zeros(*(2,) * fmt.hadamard, sizes.groups, dtype=torch.int32)
     launch("quantize.quantize.amax", (spec,), x.device, x, ends, amax, *sizes)
@@ -106,7 +106,7 @@ def sizes_of(x: Tensor, ends: Tensor | None) -> Sizes:
     return Sizes(matrices * rows, columns, x.stride(-2), groups, rows)
 
 
-def loadable(x: Tensor) -> Tensor:
+def with_aligned_rows(x: Tensor) -> Tensor:
     """``x``, or a copy, whose rows are equally far apart and begin at 16 bytes."""
     *lead, pitch, step = x.stride()
     fits = step == 1 and pitch * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
@@ -116,7 +116,7 @@ def loadable(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def is_wide(ends: Tensor | None) -> bool:
+def has_int64_ends(ends: Tensor | None) -> bool:
     """Whether there are end rows, of 64 bits."""
     return ends is not None and ends.dtype == torch.int64
 
@@ -131,7 +131,7 @@ def _dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     tensor_scale = None if tensor_scale is None else tensor_scale.contiguous()
     out = data.new_empty(*lead, rows, columns, dtype=dtype)
     groups = data.shape[:-2].numel() if ends is None else ends.shape[0]
-    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, is_wide(ends), columnwise)
+    spec = DequantizeSpec(fmt, DTYPES[dtype], ends is not None, has_int64_ends(ends), columnwise)
     given = data, scale, tensor_scale, ends, out, out.numel() // columns, columns, groups, rows
     launch("quantize.dequantize.dequantize", (spec,), data.device, *given)
     return out

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.cuda import loadable, sizes_of, supports_matrix
+from fusible.kernels.quantize.cuda import sizes_of, supports_matrix, with_aligned_rows
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.library import define
@@ -236,7 +236,7 @@ def _cuda(
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
-    x, rows = loadable(x), None if rows is None else rows.contiguous()
+    x, rows = with_aligned_rows(x), None if rows is None else rows.contiguous()
     pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusible.kernels.grouped import grouped_sum
-from fusible.kernels.quantize.cuda import largest_magnitudes, supports_matrix
+from fusible.kernels.quantize.cuda import amax_bits, supports_matrix
 from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.sm100.checks import require
@@ -184,7 +184,7 @@ def _cuda(
     pieces = _outputs(x, ends, padded, fmt, rowwise, columnwise, sums)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
-        amax = largest_magnitudes(x, ends, fmt) if amax is None else amax.contiguous()
+        amax = amax_bits(x, ends, fmt) if amax is None else amax.contiguous()
     scale = None if row_scale is None else row_scale.to(torch.float32).contiguous()
     partial = x.new_empty((size // spec.rows, columns) if spec.sums else 0, dtype=torch.float32)
     sizes = size, columns, x.stride(0), groups, parts

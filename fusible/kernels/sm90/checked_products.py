@@ -127,7 +127,7 @@ def _scaled_operands(
     check_tensor(f"{name}_scale", x_scale, (rows, blocks[1]), torch.float32, x.device)
     check_tensor("w_scale", w_scale, (groups, *blocks), torch.float32, x.device)
     check_ends(ends, groups, x.device)
-    for_rows, layout_of = tiles.rows_class(rows, groups), (shape, weight.stride(), False)
+    for_rows, layout_of = tiles.rows_bucket(rows, groups), (shape, weight.stride(), False)
     products = cached_products(x.device, x.dtype, *layout_of, for_rows, weight.dtype)
     assert products is not None
     scales = x_scale.data_ptr(), w_scale.data_ptr(), *x_scale.stride(), *w_scale.stride()
@@ -167,7 +167,7 @@ def _products(
 ) -> WeightProducts | None:
     """The launches for rows ``x``; ``a_dtype`` is the first operand's if that is another."""
     _, shape, strides, pointers = matrices
-    rows, a_dtype = tiles.rows_class(x.shape[0], shape[0]), a_dtype or x.dtype
+    rows, a_dtype = tiles.rows_bucket(x.shape[0], shape[0]), a_dtype or x.dtype
     b_dtype = None if a_dtype == x.dtype else x.dtype
     return cached_products(x.device, a_dtype, shape, strides, pointers is not None, rows, b_dtype)
 

@@ -30,7 +30,7 @@ def step_times(linears: Sequence[tuple[int, int]]) -> tuple[float, float, float]
     return 6 * elements / _BF16, fp8, 4 * elements / _BYTES
 
 
-def compared(linears: Sequence[tuple[int, int]]) -> str:
+def speed_note(linears: Sequence[tuple[int, int]]) -> str:
     """What ``explain`` says of these times."""
     bf16, fp8, weights = step_times(linears)
     text = f"forward and backward on an H200, estimated: {fp8 / bf16:.2f} of BF16's time"

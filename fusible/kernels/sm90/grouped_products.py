@@ -72,7 +72,7 @@ class WeightProducts:
         shape: ``(groups, N, K)``.
         strides: in elements.
         separate: whether the matrices are behind a table.
-        rows: for which the tiles are chosen: see `tiles.rows_class`.
+        rows: for which the tiles are chosen: see `tiles.rows_bucket`.
         b_dtype: of FP8 weights, or of the second operand of a weight gradient, if another.
     """
 

@@ -179,12 +179,12 @@ class Spec(NamedTuple):
         return WARP_ROWS if self.kind == "wgrad" else WARPGROUP_ROWS
 
     @property
-    def fills(self) -> bool:
+    def zeroes_empty_groups(self) -> bool:
         """Whether a warp of its own writes the zeros of groups without rows (wgrad)."""
-        return self.skips and not self.accumulate
+        return self.skips_empty_groups and not self.accumulate
 
     @property
-    def skips(self) -> bool:
+    def skips_empty_groups(self) -> bool:
         """Whether groups without rows have no tiles: their output stays, or see `fills`."""
         if self.kind != "wgrad":
             return False
@@ -193,10 +193,12 @@ class Spec(NamedTuple):
     @property
     def zero_bytes(self) -> int:
         """Shared memory that holds the zeros of one store."""
-        return self.block_bytes * self.stored_rows // WARPGROUP_ROWS if self.fills else 0
+        return (
+            self.block_bytes * self.stored_rows // WARPGROUP_ROWS if self.zeroes_empty_groups else 0
+        )
 
     @property
-    def fetches_early(self) -> bool:
+    def prefetches_weights(self) -> bool:
         """Whether weights are fetched while the previous kernel ends.
 
         It pays where reading them is most of the work, which is where tiles are not dynamic.

@@ -72,7 +72,7 @@ FP8_TILES = {
 }
 
 
-def rows_class(rows: int, groups: int) -> int:
+def rows_bucket(rows: int, groups: int) -> int:
     """The number of rows for which the tiles of ``rows`` rows in ``groups`` groups are chosen.
 
     Rows of a group, or all rows if there are fewer than groups, rounded up to three binary digits:
@@ -179,10 +179,11 @@ def microseconds(
     tiles_down, time, epilogue = (sum(v) / len(v) for v in zip(*of_group, strict=True))
     width = tile.n // 2 if kind == "glu" else tile.n
     if kind == "wgrad":
-        across = _parts(columns, tile.m * tile.cluster_m) * _parts(depth, width * tile.cluster_n)
+        down = _ceil_div(columns, tile.m * tile.cluster_m)
+        across = down * _ceil_div(depth, width * tile.cluster_n)
         values = groups * columns * depth + rows * (columns + depth)
     else:
-        across = _parts(columns, width * tile.cluster_n)
+        across = _ceil_div(columns, width * tile.cluster_n)
         side = (2 if kind == "glu" else 1) * columns
         out = {"store": 1, "act": 2, "glu": 3, "dact": 3, "dglu": 5}[kind] * columns
         weights = used * side * depth * (1 + c.again * (tiles_down - 1))
@@ -193,7 +194,7 @@ def microseconds(
     computing = (time * (rounds + math.ceil(rounds) + late) / 2 + epilogue) / tiles_down
     if kind in BACKWARD and (tile.ahead > 3) != (rows <= _SHORT * used):
         computing *= 1 + c.ahead
-    return _longer(computing, 2 * values / c.memory, c) / 1000
+    return _overlapped_time(computing, 2 * values / c.memory, c) / 1000
 
 
 def _grouped_rows(
@@ -203,12 +204,12 @@ def _grouped_rows(
     and the time of their epilogues.
     """
     height = tile.m * tile.cluster_m
-    tiles = _parts(rows, height)
+    tiles = _ceil_div(rows, height)
     last = min(rows - (tiles - 1) * height, tile.m)
     slabs = tiles * tile.m / WARPGROUP_ROWS
     if tile.pingpong:  # 64 rows behind a group's end are not multiplied
-        slabs += _parts(last, WARPGROUP_ROWS) - tile.m / WARPGROUP_ROWS
-    steps = _parts(depth, 64)
+        slabs += _ceil_div(last, WARPGROUP_ROWS) - tile.m / WARPGROUP_ROWS
+    steps = _ceil_div(depth, 64)
     multiplying = slabs * steps * _products(tile, c)
     loading = tiles * steps * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
     backward = c.dglu if kind in BACKWARD else c.store
@@ -221,7 +222,7 @@ def _grouped_reduction(
 ) -> tuple[float, float, float]:
     """The same of one tile of a weight gradient of a group of ``rows`` rows."""
     slabs = tile.m / WARPGROUP_ROWS
-    multiplying = slabs * _parts(rows, 16) / 4 * _products(tile, c)
+    multiplying = slabs * _ceil_div(rows, 16) / 4 * _products(tile, c)
     loading = rows / 64 * (tile.m / tile.cluster_n + tile.n / tile.cluster_m) * c.load
     epilogue = slabs * tile.n * c.wgrad
     return 1, _with_epilogue(tile, multiplying, loading, c.begin, epilogue, c), epilogue
@@ -243,18 +244,18 @@ def _with_epilogue(
     tile: Tile, multiplying: float, loading: float, begin: float, epilogue: float, c: Constants
 ) -> float:
     """The time of tiles."""
-    mainloop = _longer(multiplying, loading, c) + begin
+    mainloop = _overlapped_time(multiplying, loading, c) + begin
     if tile.pingpong:
-        return _longer(mainloop, (mainloop + epilogue) / 2, c)
+        return _overlapped_time(mainloop, (mainloop + epilogue) / 2, c)
     return mainloop + epilogue / 2 * c.apart
 
 
-def _longer(one: float, other: float, c: Constants) -> float:
+def _overlapped_time(one: float, other: float, c: Constants) -> float:
     """The longer of two times that overlap, and a little of the other."""
     return float((one**c.sharpness + other**c.sharpness) ** (1 / c.sharpness))
 
 
-def _parts(size: float, step: float) -> float:
+def _ceil_div(size: float, step: float) -> float:
     return -(-size // step)
 
 

@@ -127,7 +127,7 @@ def random(*shape):
 def products(groups, columns, depth, rows, strides=None):
     """The products with a weight in one piece of memory."""
     strides = (columns * depth, *(strides or (depth, 1)))
-    for_rows = tiles.rows_class(rows, groups)
+    for_rows = tiles.rows_bucket(rows, groups)
     return grouped_products.cached_products(
         torch.device("cpu"), torch.bfloat16, (groups, columns, depth), strides, False, for_rows
     )

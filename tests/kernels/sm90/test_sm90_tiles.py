@@ -13,7 +13,7 @@ from fusible.kernels.sm90.tiles import (
     TILES,
     choose,
     microseconds,
-    rows_class,
+    rows_bucket,
     supports_tile,
 )
 
@@ -29,26 +29,26 @@ KINDS = list(TILES)
 
 
 def chosen(kind, rows, groups, columns, depth, sms=SMS, **options):
-    return choose(kind, rows_class(rows, groups), groups, columns, depth, sms, **options)
+    return choose(kind, rows_bucket(rows, groups), groups, columns, depth, sms, **options)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8, 512])
 def test_rows_of_a_class_are_alike(groups):
     classes = set()
     for rows in [*range(600), *range(600, 600 * groups, 97 * groups)]:
-        stands_for = rows_class(rows, groups)
+        stands_for = rows_bucket(rows, groups)
         assert rows <= stands_for
         # A group has at most a quarter more, and one more where the rows are no multiple.
         unit = groups if rows > groups else 1
         assert stands_for <= 1.25 * (rows + unit)
-        assert rows_class(stands_for, groups) == stands_for
+        assert rows_bucket(stands_for, groups) == stands_for
         classes.add(stands_for)
     assert len(classes) < 60
 
 
 def test_no_rows_and_no_groups_are_a_class_too():
-    assert rows_class(0, 8) == rows_class(0, 0) == 1
-    assert rows_class(100, 0) == rows_class(100, 1)
+    assert rows_bucket(0, 8) == rows_bucket(0, 0) == 1
+    assert rows_bucket(100, 0) == rows_bucket(100, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

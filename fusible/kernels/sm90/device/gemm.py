@@ -436,7 +436,7 @@ class GroupedGemm:
         # What is above runs under the end of the kernel before, whose results each role waits for.
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(_LOAD_REGISTERS)
-            if const_expr(spec.fetches_early):  # noqa: SIM102 (decided when compiling)
+            if const_expr(spec.prefetches_weights):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 0:
                     prefetch_weights(spec, problem, operands, first_tile, in_cluster, across)
             cute.arch.griddepcontrol_wait()
@@ -445,7 +445,7 @@ class GroupedGemm:
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
                 scheduler = TileScheduler(
-                    ends, total_rows, groups, across, tile_rows, down, spec.skips
+                    ends, total_rows, groups, across, tile_rows, down, spec.skips_empty_groups
                 )
                 queue.serve(
                     scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)
@@ -460,7 +460,7 @@ class GroupedGemm:
                     load_preacts(spec, problem, tiles, preacts)
                 elif warp_index == 3:
                     store_gradients(spec, problem, tiles, preacts, outputs)
-            if const_expr(spec.fills):  # noqa: SIM102 (decided when compiling)
+            if const_expr(spec.zeroes_empty_groups):  # noqa: SIM102 (decided when compiling)
                 if warp_index == 3:
                     fill_empty(spec, problem, ends, total_rows, columns, store, zeros)
         else:

@@ -39,7 +39,7 @@ class TileScheduler:
 
     def __init__(self, ends, total_rows, groups, columns, tile_rows, down, skips, state=None):
         self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
-        self.tile_rows, self.down, self.skips = tile_rows, down, skips
+        self.tile_rows, self.down, self.skips_empty_groups = tile_rows, down, skips
         if state is None:
             if tile_rows:
                 self._prefetch()
@@ -59,7 +59,14 @@ class TileScheduler:
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
         total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
         return TileScheduler(
-            ends, total_rows, groups, columns, self.tile_rows, down, self.skips, tuple(state)
+            ends,
+            total_rows,
+            groups,
+            columns,
+            self.tile_rows,
+            down,
+            self.skips_empty_groups,
+            tuple(state),
         )
 
     def _with(self, state):
@@ -70,7 +77,7 @@ class TileScheduler:
             self.columns,
             self.tile_rows,
             self.down,
-            self.skips,
+            self.skips_empty_groups,
             state,
         )
 
@@ -86,7 +93,7 @@ class TileScheduler:
     def _level(self, group, rows):
         """The level of a group whose reduction has ``rows`` rows, -1 if it has no tiles."""
         level = 32 - Int32(cute.arch.clz(rows))
-        if ((rows == 0) & self.skips) | (group >= self.groups):
+        if ((rows == 0) & self.skips_empty_groups) | (group >= self.groups):
             level = Int32(-1)
         return level
 
