@@ -82,7 +82,7 @@ def _linear_glu(
     if act.num_extra_inputs:
         scales = check_row_scales(extra_inputs[1][0], x, type(act).__name__)
     rows, ends, _ = linear.prepare_input(ctx, x, *extra_inputs[0])
-    linear.output_buffer(ctx, x, ctx.kwargs)  # none: it is not the last op
+    linear.output_buffer(ctx, x)  # none: it is not the last op
     call = LinearCall.of(linear, ctx, ends, rows.shape[0])
     kernels = call.kernels
     prepared = kernels.row_scales(call, scales)
@@ -159,7 +159,7 @@ class GroupedMLP(FusedOperation):
         split_sizes, *bias_scale = extra_inputs[2]
         fc2.refuse_tracing()
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
-        output = fc2.output_buffer(ctx2, x, ctx2.kwargs)
+        output = fc2.output_buffer(ctx2, x)
         made = _linear_glu(fc1, act, ctxs[:2], x, extra_inputs[:2])
         fc2.check_alignment(split_sizes)
         y = fc2.product(

@@ -75,7 +75,7 @@ class LinearAdd(FusedOperation):
         """One product that starts from the addend."""
         linear, add = self._parts
         x, weight = linear.operands(ctxs[0], input_)
-        linear.output_buffer(ctxs[0], input_, ctxs[0].kwargs)  # none: not the last op
+        linear.output_buffer(ctxs[0], input_)  # none: not the last op
         shape = torch.Size((*x.shape[:-1], weight.shape[0]))
         addend = check_addend(ctxs[-1], extra[-1][0], shape, x)
         own_shape = ctxs[-1].addend_shape is None

@@ -25,7 +25,7 @@ class LinearBiasActivation(FusedOperation):
         linear, _, activation = self._parts
         ctx, ctx_bias = ctxs[:2]
         x, weight = linear.operands(ctx, input_)
-        linear.output_buffer(ctx, input_, ctx.kwargs)  # not the last op: none
+        linear.output_buffer(ctx, input_)  # not the last op: none
         y = F.linear(x, weight, ctx_bias.parameters[0].to(x.dtype))
         if activation is not None:
             y = activation.forward_impl(ctxs[-1], y)

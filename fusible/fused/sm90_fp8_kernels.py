@@ -25,7 +25,7 @@ from fusible.kernels.quantize import (
     transposed,
 )
 from fusible.kernels.sm90 import fp8_times
-from fusible.kernels.stacking import side_by_side
+from fusible.kernels.stacking import side_by_side, stacked
 from fusible.ops import BasicLinear, GroupedLinear
 from fusible.ops.grouped_kernels import (
     ActivationGrads,
@@ -229,23 +229,19 @@ def quantize_weights_k_major(
     fmt, columnwise = recipe.format("weight"), "dgrad" in products
     assert fmt is not None
     if not any([isinstance(w, QuantizedTensor) for w in weights]):
-        weight = _of_groups(stack_weights(weights, dtype))
+        weight = stacked([stack_weights(weights, dtype)])
         return quantize_k_major(weight, fmt, rowwise=True, columnwise=columnwise)
     stored = [w.row for w in quantize_weights(weights, recipe, dtype, ("forward",))]
     parts = [w.data for w in stored if w]
-    scale = _of_groups(stack_weights([w.scale for w in stored if w], torch.float32))
+    scale = stacked([stack_weights([w.scale for w in stored if w], torch.float32)])
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     held = [id(w.rowwise_data) for w in quantized]
     is_held = held == [id(part) for part in parts]  # else made now, from another format
     copied = partial(cached_copy, quantized) if is_held else lambda _, make: make()
-    data = side_by_side(parts) if len(parts) > 1 else _of_groups(parts[0])
+    data = side_by_side(parts) if len(parts) > 1 else stacked(parts)
     if data is None:
         data = copied("stacked", lambda: torch.stack(parts))
     if not columnwise:
         return KMajor(ScaledMatrix(data, scale), None, None)
     column = copied("transposed", lambda: transposed(data))
     return KMajor(ScaledMatrix(data, scale), ScaledMatrix(column, scale.mT), None)
-
-
-def _of_groups(weight: Tensor) -> Tensor:
-    return weight[None] if weight.dim() == 2 else weight

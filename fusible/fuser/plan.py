@@ -360,7 +360,9 @@ def _first_match(
         covered = tuple(op for op in bound.values() if op is not None)
         this = facts_of(bound, at)
         for tried in rule.variants:
-            reasons = tried.why_not(bound, this) if not this.mixed else (_one_recipe(this),)
+            reasons = tried.why_not(bound, this)
+            if this.mixed:
+                reasons = (f"its ops must run under one recipe, got {this.recipe}",)
             if not reasons:
                 return (tried, bound, covered), refused
             refused.append(Refusal(tried, at, covered, reasons, not tried.applies_to_target(this)))
@@ -453,10 +455,6 @@ def _override(recipe: Any) -> str | None:
     if recipe is None:
         return None
     return recipe.backward_override or ("other formats" if recipe.mixed_roles else None)
-
-
-def _one_recipe(this: SimpleNamespace) -> str:
-    return f"its ops must run under one recipe, got {this.recipe}"
 
 
 def _format_facts(recipe: Any, attribute: str) -> SimpleNamespace:

@@ -86,6 +86,7 @@ def format_of_grad(ctx: OperationContext, *, by_group: bool) -> NumberFormat | N
     For each group separately, or for all rows: ``by_group``.
     """
     made = ctx.output_grad_quantizer
-    if made is None or isinstance(getattr(made, "quantizer", made), GroupedQuantizer) != by_group:
+    made = getattr(made, "quantizer", made)
+    if made is None or isinstance(made, GroupedQuantizer) != by_group:
         return None
-    return getattr(getattr(made, "quantizer", made), "format", None)
+    return getattr(made, "format", None)

@@ -330,7 +330,7 @@ class GroupedLinear(WeightedOperation):
     ) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
         rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
-        output = self.output_buffer(ctx, x, ctx.kwargs)
+        output = self.output_buffer(ctx, x)
         call = LinearCall.of(self, ctx, ends, rows.shape[0])
         return restore_leading_dims(self.product(call, rows, row_scale, output), x)
 

@@ -138,7 +138,7 @@ class BasicLinear(WeightedOperation):
         if ctx.quantizes:
             return self._quantized_forward(ctx, input_)
         x, weight = self.operands(ctx, input_)
-        output = self.output_buffer(ctx, input_, ctx.kwargs)
+        output = self.output_buffer(ctx, input_)
         return F.linear(x, weight) if output is None else _write_product(output, x, weight.t())
 
     def operands(self, ctx: OperationContext, input_: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class BasicLinear(WeightedOperation):
     def _quantized_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         self._check(ctx, input_)
         ctx.column_major = is_column_major(ctx.parameters[0])
-        output = self.output_buffer(ctx, input_, ctx.kwargs)
+        output = self.output_buffer(ctx, input_)
         rows = matrix(input_, ctx.dtype)
         call = self._call(ctx, rows)
         kernels = call.kernels

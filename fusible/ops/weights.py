@@ -175,18 +175,17 @@ class WeightedOperation(CastingOp):
 
     # --- the caller's buffers --------------------------------------------------------------------
 
-    def output_buffer(
-        self, ctx: OperationContext, x: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor | None:
+    def output_buffer(self, ctx: OperationContext, x: Tensor) -> Tensor | None:
         """The caller's memory for the output ``[..., out_features]``, or None; after ``ctx.dtype``.
 
-        Also remembers that for the input's gradient. Every forward that covers this op calls this,
-        with the op's ``op_kwargs``, before it computes.
+        Also remembers that for the input's gradient. Every forward that covers this op calls this
+        before it computes.
 
         Raises:
             ValueError: a buffer that does not fit.
             RuntimeError: a buffer while compiling.
         """
+        kwargs = ctx.kwargs
         if not kwargs:
             return None
         # Kept on the context, not saved: the run never reads its values, and it may be written

@@ -95,7 +95,7 @@ def _operands(
     assert products is not None
     assert matrices is not None
     x, pitch = as_matrix(name, x)
-    address, shape, _, pointers = matrices
+    address, shape, *_ = matrices
     groups, *features = shape
     if x.shape[1] != features[not transpose]:
         raise ValueError(
@@ -103,8 +103,7 @@ def _operands(
             f"{features[not transpose]}"
         )
     check_ends(ends, groups, x.device)
-    table = 0 if pointers is None else matrices.table(x.device)
-    return _Operands(x, pitch, w, shape, address, table, products)
+    return _Operands(x, pitch, w, shape, address, matrices.table(x.device), products)
 
 
 def _scaled_operands(
