@@ -291,8 +291,8 @@ def test_mxfp8_is_bitwise_what_the_formats_say(act):
     rows, sizes = SPLITS["around a tile"]
     module, given = mlp(len(sizes), ACTS[act]()), inputs(rows, sizes)
     mine, theirs = run(module, given, MXFP8), explained(module, given, MXFP8)
-    for name, a, b in zip(NAMES, mine, theirs, strict=True):
-        assert torch.equal(a, b) or name in ("dscales", "db1"), name
+    exact = [i for i, name in enumerate(NAMES) if name not in ("dscales", "db1")]
+    ref.assert_equal_elsewhere(*[{NAMES[i]: t[i] for i in exact} for t in (mine, theirs)])
 
 
 def no_tokens(results, rows, sizes):

@@ -3,7 +3,9 @@
 import copy
 
 import checkpoint_writers as write
+import other_cpu
 import pytest
+import reference as ref
 import torch
 from torch import nn
 
@@ -79,10 +81,11 @@ def step(model, *args, **options):
 
 
 def assert_same(got, expected):
-    assert torch.equal(got[0], expected[0])
+    """The output in all bits; some CPUs round a BF16 gradient by where its operands lie."""
+    ref.assert_equal_elsewhere([got[0]], [expected[0]])
     assert got[1].keys() == expected[1].keys()
     for name, grad in expected[1].items():
-        assert torch.equal(got[1][name], grad), name
+        ref.assert_near(got[1][name], grad, 2**-8 if other_cpu.is_nearest() else 2**-4)
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["one weight", "one per group"])
@@ -176,4 +179,4 @@ def test_adapters_of_a_checkpoints_experts_train(layout, tmp_path):
             assert weight.grad is None
     stored.save_pretrained(tmp_path / "adapter")  # the decoded model takes it too
     loaded = peft.PeftModel.from_pretrained(load(ordinary), tmp_path / "adapter")
-    assert torch.equal(logits(loaded), got[0])
+    ref.assert_equal_elsewhere([logits(loaded)], [got[0]])

@@ -2,8 +2,8 @@
 
 import checkpoint_writers as write
 import numpy as np
-import other_cpu
 import pytest
+import reference as ref
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,16 +19,8 @@ from hf_checkpoints import CASES, IDS, assert_same_parameters, experts_of, load,
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 
-def assert_same(got, want):
-    """In all bits; under ``--other-cpu``, whose products round by where weights lie, nearly."""
-    if other_cpu.is_nearest():
-        assert torch.equal(got, want)
-    else:
-        assert (got - want).float().norm() <= 2**-2 * want.float().norm()
-
-
 def assert_same_logits(model, expected):
-    assert_same(logits(model), logits(expected))
+    ref.assert_equal_elsewhere([logits(model)], [logits(expected)])
 
 
 @pytest.mark.parametrize(("family", "writer", "options", "name"), CASES.values(), ids=CASES)
@@ -52,7 +44,7 @@ def test_logits_are_those_of_the_decoded_model(family, writer, options, name, tm
     grads = {n: p.grad for n, p in expected.named_parameters()}
     for parameter, p in stored.named_parameters():
         if p.requires_grad:
-            assert_same(p.grad, grads[parameter])
+            ref.assert_equal_elsewhere([p.grad], [grads[parameter]])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,30 +14,35 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # last: others have such names
 
 import fuser_overhead
+import other_cpu
+import pytest
 
 ADDED_CALLS = {"no grad": 204, "forward": 258, "forward + backward": 454}
 """At most: what was counted with Python 3.11 and torch 2.13, and 5 % for other versions."""
 
 
 def function_calls(run: Callable[[], Any]) -> int:
-    """How many functions a call of ``run`` calls, after some that fill the caches."""
-    calls = 0
+    """How many functions a call of ``run`` calls, when the caches are filled.
+
+    The fewest of some calls: in others the garbage collector may run.
+    """
+    counts: list[int] = []
 
     def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+        counts[-1] += event in ("call", "c_call")
 
-    for _ in range(3):
-        run()
     before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return calls
+    for _ in range(6):
+        counts.append(0)
+        sys.setprofile(count)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+    return min(counts)
 
 
+@pytest.mark.skipif(not other_cpu.is_nearest(), reason="--other-cpu computes sums in Python")
 def test_a_cached_call_adds_few_function_calls_to_its_formulas() -> None:
     calls = {
         name: function_calls(run)
