@@ -51,7 +51,7 @@ def fused_fp8(case, group, rank, processes):
 def overlapped(case, group, rank, processes):
     """What the backward does from the return of gradients on, in order."""
     seen = []
-    all_to_all, grads = dist.all_to_all_single, GroupedMLP.first_grads
+    all_to_all, grads = dist.all_to_all_single, GroupedMLP.fc1_grads
 
     class Waited:
         def __init__(self, work):
@@ -74,11 +74,11 @@ def overlapped(case, group, rank, processes):
         module = block(case, group, rank, processes)
         x, probs, ids, dy = tensors(case, rank, processes)
         y = module(x, probs, ids)[0]
-        dist.all_to_all_single, GroupedMLP.first_grads = begin, weight_grads
+        dist.all_to_all_single, GroupedMLP.fc1_grads = begin, weight_grads
         try:
             y.backward(dy)
         finally:
-            dist.all_to_all_single, GroupedMLP.first_grads = all_to_all, grads
+            dist.all_to_all_single, GroupedMLP.fc1_grads = all_to_all, grads
     return seen
 
 
