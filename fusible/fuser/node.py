@@ -494,8 +494,8 @@ def _unaliased_outputs(outputs: list[Tensor], inputs: Sequence[Tensor]) -> list[
     must not return two views of one tensor, since it takes the gradient of that tensor for that
     of each view, nor the same tensor twice. Those are copied. The other outputs become aliases
     that autograd does not see as views: torch 2.11 makes each tensor of the forward an output of
-    the function, so a tensor that a no-op cast returned would be two outputs, one
-    without a gradient.
+    the function, so a tensor that a no-op cast returned would be two outputs, one without a
+    gradient.
     """
     if not torch.compiler.is_compiling():
         ids = list(map(id, (*inputs, *outputs)))

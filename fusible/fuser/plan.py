@@ -360,9 +360,12 @@ def _first_match(
         covered = tuple(op for op in bound.values() if op is not None)
         this = facts_of(bound, at)
         for tried in rule.variants:
-            reasons = tried.why_not(bound, this)
             if this.mixed:
-                reasons = (f"its ops must run under one recipe, got {this.recipe}",)
+                reasons: tuple[str, ...] = (
+                    f"its ops must run under one recipe, got {this.recipe}",
+                )
+            else:
+                reasons = tried.why_not(bound, this)
             if not reasons:
                 return (tried, bound, covered), refused
             refused.append(Refusal(tried, at, covered, reasons, not tried.applies_to_target(this)))

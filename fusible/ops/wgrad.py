@@ -265,8 +265,7 @@ def accumulate(weights: Sequence[Tensor], grads: Sequence[Any]) -> None:
     """Accumulate into ``.grad`` by autograd itself: in place, and with the weights' hooks.
 
     Skips frozen weights. If ``fully_shard`` has resharded a weight, accumulates the mean over its
-    ranks, as ``fully_shard`` does in a backward: a collective, so all ranks must
-    call this.
+    ranks, as ``fully_shard`` does in a backward: a collective, so all ranks must call this.
     """
     pairs = [(w, grad) for w, grad in zip(weights, grads, strict=True) if w.requires_grad]
     grads = [

@@ -81,11 +81,15 @@ def step(model, *args, **options):
 
 
 def assert_same(got, expected):
-    """The output in all bits; some CPUs round a BF16 gradient by where its operands lie."""
+    """The output in all bits; the gradients but for less than one BF16 rounding of every element.
+
+    Some CPUs round a BF16 product by where its operands lie. The mean square of one rounding is
+    a third of that of the largest, 2^-9.
+    """
     ref.assert_equal_elsewhere([got[0]], [expected[0]])
     assert got[1].keys() == expected[1].keys()
     for name, grad in expected[1].items():
-        ref.assert_near(got[1][name], grad, 2**-8 if other_cpu.is_nearest() else 2**-4)
+        ref.assert_near(got[1][name], grad, 2**-10 if other_cpu.is_nearest() else 2**-4)
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["one weight", "one per group"])

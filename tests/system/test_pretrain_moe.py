@@ -16,9 +16,9 @@ from torch import distributed as dist
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch with gloo")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_moe.py"
-STEPS, TENSORS_PER_OPERAND = 24, 12
+STEPS, SAVED = 24, 12
 SIZES = ("--device=cpu", "--hidden=64", "--inner=64", "--sequence=64", "--batch=8")
-RUN = (*SIZES, f"--steps={STEPS}", f"--save-every={TENSORS_PER_OPERAND}")
+RUN = (*SIZES, f"--steps={STEPS}", f"--save-every={SAVED}")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,10 +95,10 @@ def test_one_process_has_the_losses_of_two(shared, example, tmp_path):
     history, _, folder = shared
     assert max(differences(history, example.main([*RUN, f"--out={tmp_path}"]))) < 5e-6
     saved = shutil.copytree(folder / "saved", tmp_path / "saved")
-    for step in set(saved.iterdir()) - {saved / f"step_{TENSORS_PER_OPERAND:06d}"}:
+    for step in set(saved.iterdir()) - {saved / f"step_{SAVED:06d}"}:
         shutil.rmtree(step)
     resumed = example.main([*RUN, f"--out={tmp_path}", f"--checkpoint={saved}"])
-    assert resumed[:TENSORS_PER_OPERAND] == history[:TENSORS_PER_OPERAND]
+    assert resumed[:SAVED] == history[:SAVED]
     assert max(differences(history, resumed)) < 5e-6
     assert sorted(path.name for path in saved.iterdir()) == ["step_000012", "step_000024"]
 
