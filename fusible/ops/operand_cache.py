@@ -40,14 +40,11 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
-Products = frozenset[str]
-"""The products that operands are for."""
-
-
 class _Entry(NamedTuple):
     stored: tuple[ref[Tensor] | int, ...] = ()
     versions: tuple[Any, ...] = ()
-    operands: dict[Hashable, tuple[Products, Any]] = {}  # noqa: RUF012 - replaced before it is written to
+    operands: dict[Hashable, tuple[frozenset[str], Any]] = {}  # noqa: RUF012 - never written to
+    """By key: the products that operands are for, and the operands."""
 
 
 class OperandCache:
