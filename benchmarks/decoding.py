@@ -4,12 +4,15 @@
 
 The least time of a block is that of reading the weights of the experts that its tokens chose, once,
 at the rate at which this GPU sums up a large tensor. Compared with plain PyTorch in a graph of its
-own; all graphs of a cell run interleaved, each from a flushed L2 cache, timed by CUDA events.
+own, and with blocks whose weights are stored in the formats of recipes; all graphs of a cell run
+interleaved, each from a flushed L2 cache, timed by CUDA events.
 """
 
 import argparse
+import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from grouped_gemm_sm90 import environment
 from grouped_gemm_sm90 import measure as measure_in_turn
 from moe_block import Plain, Shape, fusible_block
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fusible as fz
@@ -27,6 +30,12 @@ MODELS = {
     "qwen3-next": Shape(1, 10, 2048, 512, 512),
     "gpt-oss-20b": Shape(1, 4, 2880, 2880, 32),
     "mixtral-8x7b": Shape(1, 2, 4096, 14336, 8),
+    "llama-4-scout": Shape(1, 1, 5120, 8192, 16),
+}
+STORED = {
+    "MXFP8": fz.recipes.MXFP8BlockScaling(),
+    "FP8 block": fz.recipes.Float8BlockScaling(),
+    "NVFP4": fz.recipes.NVFP4BlockScaling(),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -76,30 +85,38 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float]]:
     return [(e.name[:60], e.device_time) for e in events if e.device_time > 0]
 
 
+def nbytes(weight: nn.Parameter) -> int:
+    """Bytes of a weight, which may be stored quantized."""
+    pieces = weight.pieces().values() if hasattr(weight, "pieces") else [weight]
+    return sum(piece.nbytes for piece in pieces)
+
+
 @torch.no_grad()
-def cell(block: fz.Sequential, shape: Shape, rate: float) -> dict[str, Any]:
-    """Microseconds of a block with so many tokens."""
+def cell(blocks: dict[str, fz.Sequential], shape: Shape, rate: float) -> dict[str, Any]:
+    """Microseconds of a block, and of those with stored weights, with so many tokens."""
     x = torch.randn(shape.tokens, shape.hidden, device="cuda").bfloat16()
-    router, w1, w2 = (block[i].weight for i in (0, 2, 4))
-    plain, experts = Capturable(shape, router, w1, w2), fz.Sequential(*block[2:5])
-    _, probs, ids = block[0](x)
-    rows, splits, scales, _ = block[1](x, probs, ids)
-    off = (block(x).float() - plain(x).float()).norm() / plain(x).float().norm()
-    used = ids.unique().numel()
-    graphs = {
-        "block": graph_of(lambda: block(x)),
-        "experts": graph_of(lambda: experts(rows, splits, scales, splits)),
-        "torch": graph_of(lambda: plain(x)),
-    }
+    router, *weights = (blocks["BF16"][i].weight for i in (0, 2, 4))
+    plain = Capturable(shape, router, *weights)
+    used = blocks["BF16"][0](x)[2].unique().numel()
+    calls: dict[str, Callable[[], Any]] = {"PyTorch": lambda: plain(x)}
+    for name, block in blocks.items():
+        _, probs, ids = block[0](x)
+        rows, splits, scales, _ = block[1](x, probs, ids)
+        experts = fz.Sequential(*block[2:5])
+        calls[name] = partial(block, x)
+        calls[f"{name} experts"] = partial(experts, rows, splits, scales, splits)
+    graphs = {name: graph_of(call) for name, call in calls.items()}
     ms = measure_in_turn({name: graph.replay for name, graph in graphs.items()})
-    least = used * (w1[0].nbytes + w2[0].nbytes) / rate
+    bytes_of = {n: sum(nbytes(b[i].weight) for i in (2, 4)) for n, b in blocks.items()}
+    want = calls["PyTorch"]().float()
+    off = {n: (b(x).float() - want).norm() / want.norm() for n, b in blocks.items()}
     return {
         "tokens": shape.tokens,
         "experts used": used,
-        "difference": round(off.item(), 4),
-        "least": round(least, 2),
+        "least": {n: round(b * used / shape.experts / rate, 2) for n, b in bytes_of.items()},
+        "difference": {name: round(value.item(), 4) for name, value in off.items()},
         "us": {name: round(1000 * t, 2) for name, t in ms.items()},
-        "kernels": {name: kernels_of(graph) for name, graph in graphs.items()},
+        "kernels": {name: kernels_of(graphs[name]) for name in ("PyTorch", *blocks)},
     }
 
 
@@ -111,26 +128,28 @@ def main() -> None:
     options = parser.parse_args()
     rate = read_rate()
     report = {"environment": environment(), "bytes per us": round(rate), "cells": []}
-    print(f"{rate / 1e6:.2f} TB/s. share of the least time: block, experts; torch / block")
+    print(f"{rate / 1e6:.2f} TB/s. us, share of the least time, relative to BF16")
     for model in options.model:
         torch.manual_seed(0)
         block = fusible_block(MODELS[model])
         with torch.no_grad():
             for i in (0, 2, 4):
                 block[i].weight.normal_(std=block[i].weight.shape[-1] ** -0.5)
+        blocks = {"BF16": block}
+        for name, recipe in STORED.items():
+            blocks[name] = fz.quantize_(copy.deepcopy(block), recipe, usage="inference")
         for tokens in TOKENS:
-            found = cell(block, MODELS[model]._replace(tokens=tokens), rate)
+            found = cell(blocks, MODELS[model]._replace(tokens=tokens), rate)
             report["cells"].append({"model": model, **found})
             us, least = found["us"], found["least"]
-            print(
-                f"{model:12s} {tokens:2d} tokens {found['experts used']:3d} experts"
-                f" {us['block']:7.1f} us  {least / us['block']:.2f} {least / us['experts']:.2f}"
-                f"  {us['torch'] / us['block']:.2f}x  off {found['difference']}",
-                flush=True,
-            )
+            line = f"{model:13s} {tokens:2d} tokens {found['experts used']:3d} experts"
+            for name in blocks:
+                share, ratio = least[name] / us[name], us["BF16"] / us[name]
+                line += f"  {name} {us[name]:6.1f} {share:.2f} {ratio:.2f}x"
+            print(f"{line}  PyTorch {us['PyTorch'] / us['BF16']:.2f}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(report) + "\n")
-        del block
+        del block, blocks
         torch.cuda.empty_cache()
 
 

@@ -11,7 +11,7 @@ selection (`fusible.fused.kernel_selection`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -24,15 +24,16 @@ from fusible.kernels.quantize import ScaledMatrix, elements_and_scale
 from fusible.ops.matrices import as_2d, buffer_rows
 from fusible.ops.wgrad import WeightGradient, dense_gradient, grouped_gradient
 from fusible.recipes.formats import value_dtype
-from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand
+from fusible.recipes.matrix import TENSORS_PER_OPERAND, Operand, QuantizedMatrix
 from fusible.recipes.product import (
     ProductKind,
     backward_operand,
     operand_values,
     quantize_operand,
 )
-from fusible.recipes.quantize_ops import compute_dtype
+from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
 from fusible.recipes.recipe import Role
+from fusible.recipes.stored import StoredWeights
 
 Saved = tuple[Tensor | None, ...]
 
@@ -196,15 +197,27 @@ class GroupedKernels:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
         linear, ctx = call.linear, call.ctx
         if not ctx.quantizes:
+            if not ctx.needs.input and (stored := linear.stored_weights(ctx, ctx.dtype)):
+                return stored, ()
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
         quantized = linear.weight_operands(ctx)
+        if self._multiplies_stored(call, quantized):
+            return [w.row for w in quantized], quantized
         compute = compute_dtype(ctx.parameters[0].device)
         made = [operand_values(w, "forward", "weight", compute) for w in quantized]
         override = ctx.recipe.backward_override
         if override == "high_precision":
             return made, linear.weights_in(ctx, ctx.dtype)
         return made, quantized if override is None else [cast(w, ctx.dtype) for w in made]
+
+    @staticmethod
+    def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
+        """Whether weights are stored in the recipe's format, and read by no gradient."""
+        ctx = call.ctx
+        needed = ctx.needs.input or ctx.recipe.backward_override is not None
+        stored = all([w.row is not None and w.row_values is None for w in quantized])
+        return stored and call.ends is not None and not needed
 
     def saved_weights(self, ctx: OperationContext, weights: Any) -> Saved:
         """The tensors to save of the weights, the second result of `weights`."""
@@ -288,6 +301,14 @@ class GroupedKernels:
         ``x`` is `GroupedOperand.row`, ``scales`` of `row_scales`, or None. The pre-activation has
         no rows without ``save_preact``.
         """
+        if _are_stored(weights) and save_preact:
+            weights = [dequantize_matrix(w, x.dtype) for w in weights]
+        if _are_stored(weights):
+            given = StoredWeights.of(weights), weights[0].format, call.ends, scales, glu_of(act)
+            bias = call.linear.stacked_bias(call.ctx, x.dtype)
+            out = grouped.stored_glu(x, *given, bias)
+            preact = x.new_empty(0, weights[0].shape[-2])
+            return Activated(preact, cast(out, call.ctx.dtype))
         x, w, x_scale, w_scale = _split_scales(x, weights)
         bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
         preact, out = grouped.grouped_glu(
@@ -357,8 +378,13 @@ def _matmul(
     ``[rows, features]``, in ``output`` ``[..., features]`` if it is given; dense if ``call.ends``
     is None, or by FP8 weights that are one matrix.
     """
-    x, w, x_scale, w_scale = _split_scales(x, weights)
     ctx, ends, out = call.ctx, call.ends, buffer_rows(output)
+    if _are_stored(weights) and isinstance(x, Tensor):
+        bias = call.linear.stacked_bias(ctx, x.dtype)
+        stored = StoredWeights.of(weights), weights[0].format
+        y = cast(grouped.stored_mm(x, *stored, ends, bias, row_scale), ctx.dtype)
+        return y if out is None else out.copy_(y)
+    x, w, x_scale, w_scale = _split_scales(x, weights)
     if ends is None:
         y = as_2d(cast(x @ (w[0] if data_grad else w[0].t()), ctx.dtype))
         return y if out is None else out.copy_(y)
@@ -369,6 +395,11 @@ def _matmul(
     bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
     y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out, x_scale, w_scale)
     return cast(y, ctx.dtype)
+
+
+def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:
+    """Whether weights are given as they are stored."""
+    return isinstance(weights, list) and isinstance(weights[0], QuantizedMatrix)
 
 
 def _split_scales(

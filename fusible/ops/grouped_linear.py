@@ -14,7 +14,9 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.plan import Plan
 from fusible.fuser.plan_key import PlanKey
 from fusible.kernels import grouped
+from fusible.kernels.few_rows import spec as few_rows
 from fusible.kernels.grouped import portable
+from fusible.kernels.sm90 import limits
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
@@ -39,7 +41,7 @@ from fusible.ops.weights import WeightedOperation
 from fusible.ops.wgrad import is_column_major
 from fusible.recipes.checkpoint_state import load_pieces
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.product import values
+from fusible.recipes.product import is_quantized, values
 from fusible.recipes.sharding import is_sharded, shard_rows
 from fusible.recipes.tensor import stack
 
@@ -293,6 +295,22 @@ class GroupedLinear(WeightedOperation):
                 "PyTorch's grouped product has no FP32 output",
             )
         return ()
+
+    def call_notes(self, ctx: OperationContext) -> tuple[str, ...]:
+        """How stored weights are read without a recipe."""
+        notes = super().call_notes(ctx)
+        if ctx.quantizes or not any([is_quantized(w) for w in ctx.parameters]):
+            return notes
+        reads = "every forward dequantizes the stored weights"
+        if not ctx.needs.input and (stored := self.stored_weights(ctx, ctx.dtype)):
+            sizes = self.num_groups, self.out_features, self.in_features
+            sm90, dtype = limits.ARCHITECTURE, str(ctx.dtype).removeprefix("torch.")
+            if few_rows.supports(sm90, dtype, stored[0].format, *sizes):
+                reads = (
+                    f"on SM {sm90 / 10}, up to {few_rows.MAX_ROWS} rows a group on average are "
+                    "multiplied by weights as they are stored; else they are dequantized"
+                )
+        return (*notes, reads)
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.

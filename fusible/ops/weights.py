@@ -31,8 +31,9 @@ from fusible.ops.wgrad import (
     dummy_wgrads,
     main_grads,
 )
+from fusible.recipes.formats import NumberFormat
 from fusible.recipes.grouped import GroupedQuantizer
-from fusible.recipes.matrix import Operand
+from fusible.recipes.matrix import Operand, QuantizedMatrix
 from fusible.recipes.mixed import ByOp, check_recipes
 from fusible.recipes.model_init import (
     Usage,
@@ -353,6 +354,23 @@ class WeightedOperation(CastingOp):
         if any([is_quantized(weight) or weight.dtype != dtype for weight in weights]):
             return [cast(values(weight), dtype) for weight in weights]
         return weights
+
+    def stored_weights(self, ctx: OperationContext, dtype: torch.dtype) -> list[QuantizedMatrix]:
+        """The weights as they are stored, row-wise; none if not all are, in one format.
+
+        Their values are those of `weights_in` where they are of this nominal ``dtype``.
+        """
+        made = []
+        for w in ctx.parameters[: self.num_weights]:
+            if not isinstance(w, QuantizedTensor) or not w.has_rowwise or w.dtype != dtype:
+                return []
+            fmt = w.format
+            if torch.compiler.is_compiling() and (constants := w.format_constants):
+                fmt = NumberFormat.from_constants(*constants)
+            made.append(QuantizedMatrix(*w.tensors_of(columnwise=False), fmt))
+            if made[-1].shape != w.shape or fmt != made[0].format:
+                return []
+        return made
 
     # --- quantizing ------------------------------------------------------------------------------
 

@@ -12,9 +12,12 @@ SIZES = {"bf16": 2, "f16": 2, "f32": 4}
 """Bytes of a number of high precision, by its PTX name."""
 
 
-def load(address, inside, count):
-    """``count`` words, in pieces of up to four, zeros where not ``inside``."""
-    words = []
+def load(address, inside, count, cached=False):
+    """``count`` words, in pieces of up to four, zeros where not ``inside``.
+
+    Unless ``cached`` they are not kept in the L1 cache.
+    """
+    words, hint = [], "" if cached else ".L1::no_allocate"
     for start in range(0, count, 4):
         size = min(4, count - start)
         zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(size))
@@ -22,7 +25,7 @@ def load(address, inside, count):
         kind, names = (f"v{size}.b32", f"{{{names}}}") if size > 1 else ("b32", names)
         got = inline_ptx(
             f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
-            f"@p ld.global.L1::no_allocate.{kind} {names}, [{{$r0}}]; }}",
+            f"@p ld.global{hint}.{kind} {names}, [{{$r0}}]; }}",
             write_only_types=[Uint32] * size,
             read_only_args=[address + 4 * start, inside],
         )
@@ -50,6 +53,13 @@ def load_index(address, wide):
         )
     return inline_ptx(
         "ld.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+def load_address(address):
+    """An address."""
+    return inline_ptx(
+        "ld.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address]
     )
 
 
@@ -222,3 +232,20 @@ def vector(address, dtype, size):
     """Numbers in global memory."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def load_number(address, index, inside, dtype):
+    """The FP32 number at ``index`` of numbers of ``dtype``, zero where not ``inside``."""
+    at = address + Int64(index) * SIZES[dtype]
+    if dtype == "f32":
+        return to_float(load(at, Int32(inside), 1)[0])
+    return unpack([load_half(at, Int32(inside))], dtype)[0]
+
+
+def store_number(address, index, value, inside, dtype):
+    """Store an FP32 number at ``index`` of numbers of ``dtype``, where ``inside``."""
+    at = address + Int64(index) * SIZES[dtype]
+    if dtype == "f32":
+        store(at, [to_bits(value)], Int32(inside))
+    else:
+        store_half(at, pack([value, Float32(0)], dtype)[0], Int32(inside))

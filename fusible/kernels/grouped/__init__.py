@@ -25,13 +25,22 @@ from torch import Tensor
 
 from fusible import flops
 from fusible.formulas import math_dtype
+from fusible.kernels import few_rows
 from fusible.kernels.glu import Glu
-from fusible.kernels.grouped import bias_gradients, definitions, groups, portable, pytorch
+from fusible.kernels.grouped import (
+    bias_gradients,
+    definitions,
+    groups,
+    portable,
+    pytorch,
+    stored,
+)
 from fusible.kernels.grouped.groups import checking, checks_enabled, row_groups
 from fusible.kernels.sm90 import checked_products as sm90
 from fusible.kernels.stacking import side_by_side, stacked
 from fusible.library import define
 from fusible.recipes.formats import value_dtype
+from fusible.recipes.stored import StoredWeights
 
 __all__ = [
     "Glu",
@@ -49,6 +58,8 @@ __all__ = [
     "row_groups",
     "side_by_side",
     "stacked",
+    "stored_glu",
+    "stored_mm",
 ]
 
 
@@ -144,6 +155,34 @@ grouped_dglu = define(
     _grouped_dglu_fake,
     [sm90.grouped_dglu, partial(definitions.grouped_dglu, product=_grouped_mm)],
     lambda dy, w, ends, preact, *_: dy.numel() * preact.shape[1],
+)
+
+
+# --- products with weights as they are stored -----------------------------------------------------
+
+
+def _stored_mm_fake(x: Tensor, w: StoredWeights, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.data[0].shape[-2])
+
+
+def _stored_glu_fake(x: Tensor, w: StoredWeights, *rest: Any) -> Tensor:
+    *_, glu, _bias = rest
+    return x.new_empty(x.shape[0], w.data[0].shape[-2] // glu.sides)
+
+
+stored_mm = define(
+    stored.grouped_mm,
+    _stored_mm_fake,
+    [few_rows.grouped_mm, partial(stored.grouped_mm, product=_grouped_mm)],
+    flops.stored_product,
+    name="grouped_mm_stored",
+)
+stored_glu = define(
+    stored.grouped_glu,
+    _stored_glu_fake,
+    [few_rows.grouped_glu, partial(stored.grouped_glu, product=grouped_glu)],
+    flops.stored_product,
+    name="grouped_glu_stored",
 )
 
 

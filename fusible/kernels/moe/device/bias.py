@@ -6,7 +6,6 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.device.dependent_launch import has_pdl, wait
-from fusible.kernels.moe.device.rows import number, put
 
 WARPS = 8
 LANES = 8  # of a warp side by side on a row: 128 bytes; the other lanes are on the next rows
@@ -48,7 +47,7 @@ def _sums(
             words = bits.load(dy + (source * spec.vectors + column) * 16, Int32(inside), 4)
             factor = Float32(1)
             if cutlass.const_expr(spec.weights == "row"):
-                factor = number(scales, row, inside, spec.weight_dtype)
+                factor = bits.load_number(scales, row, inside, spec.weight_dtype)
             loaded.append((words, factor))
         for words, factor in loaded:
             for i, value in enumerate(bits.unpack(words, spec.dtype)):
@@ -68,7 +67,7 @@ def _sums(
             total = total + shared[w * per_chunk + thread]
         columns = spec.vectors * spec.per_vector
         at = chunk * per_chunk + thread
-        put(out, Int64(group) * columns + at, total, at < columns, spec.dtype)
+        bits.store_number(out, Int64(group) * columns + at, total, at < columns, spec.dtype)
 
 
 @cute.kernel
@@ -104,7 +103,7 @@ def _dots(
             total = total + left * right
     for step in cutlass.range_constexpr(5):
         total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
-    put(out, row, total, Boolean(exists) & (lane == 0), "f32")
+    bits.store_number(out, row, total, Boolean(exists) & (lane == 0), "f32")
 
 
 @cute.jit

@@ -17,23 +17,6 @@ UNROLL = 4  # tokens a thread has in flight
 TOGETHER = 8  # choices a thread has in flight
 
 
-def number(address, index, inside, dtype):
-    """One number in FP32, zero where not ``inside``."""
-    at = address + Int64(index) * bits.SIZES[dtype]
-    if dtype == "f32":
-        return bits.to_float(bits.load(at, Int32(inside), 1)[0])
-    return bits.unpack([bits.load_half(at, Int32(inside))], dtype)[0]
-
-
-def put(address, index, value, inside, dtype):
-    """Store one number of FP32 where ``inside``."""
-    at = address + Int64(index) * bits.SIZES[dtype]
-    if dtype == "f32":
-        bits.store(at, [bits.to_bits(value)], Int32(inside))
-    else:
-        bits.store_half(at, bits.pack([value, Float32(0)], dtype)[0], Int32(inside))
-
-
 def _row(row_map, index, inside):
     """Entry of the row map, -1 where not ``inside``."""
     found = bits.load(row_map + Int64(index) * 4, Int32(inside), 1)[0]
@@ -78,9 +61,9 @@ def _values_to_rows(
     first, step = _my_choices()
     for choice in cutlass.range(first, tokens * spec.top_k, step, unroll=1):
         entry = _row(row_map, choice, True)
-        value = number(values, choice, entry >= 0, spec.weight_dtype)
+        value = bits.load_number(values, choice, entry >= 0, spec.weight_dtype)
         row = cutlass.max(entry, ~entry)
-        put(out, row, value, row < rows, spec.weight_dtype)
+        bits.store_number(out, row, value, row < rows, spec.weight_dtype)
         if cutlass.const_expr(named):
             token = Uint32(choice // spec.top_k)
             bits.store(sources + Int64(row) * 4, [token], Int32(row < rows))
@@ -94,13 +77,13 @@ def _values_to_choices(
     first, step = _my_choices()
     for choice in cutlass.range(first, choices, step, unroll=1):
         row = _row(row_map, choice, True)
-        put(out, choice, number(values, row, row >= 0, dtype), True, dtype)
+        bits.store_number(out, choice, bits.load_number(values, row, row >= 0, dtype), True, dtype)
 
 
 def _weight(weights, token, j, row, computed, spec):
     """Weight of a choice, zero if it is not computed."""
     index = row if spec.weights == "row" else token * spec.top_k + j
-    return number(weights, index, computed, spec.weight_dtype)
+    return bits.load_number(weights, index, computed, spec.weight_dtype)
 
 
 @cute.kernel
@@ -230,7 +213,7 @@ def _dots(
             if cutlass.const_expr(spec.weights == "row"):
                 index = cutlass.max(entry, ~entry)
                 inside = inside & (index < row_count)
-            put(out, index, total, inside, "f32")
+            bits.store_number(out, index, total, inside, "f32")
 
 
 def _blocks(tokens, spec):

@@ -1,0 +1,1 @@
+"""Device code, traced by the CuTe DSL."""
