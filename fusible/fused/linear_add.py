@@ -12,7 +12,6 @@ from fusible.fuser.rules import rule
 from fusible.ops import (
     AddExtraInput,
     BasicLinear,
-    Bias,
     ConstantScale,
     FusedOperation,
     MakeExtraOutput,
@@ -44,31 +43,14 @@ def _add_product(
     return addend.copy_(total) if in_place else total
 
 
-def _add_in_fp32(
-    addend: Tensor, a: Tensor, b: Tensor, bias: Tensor, alpha: float, *, in_place: bool
-) -> Tensor:
-    """``addend + alpha * (a @ b + bias)`` in FP32 at least, rounded once."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    start = torch.add(addend.to(wide), bias.to(wide), alpha=alpha)
-    total = _add_product(start, a.to(wide), b.to(wide), alpha)
-    if in_place:
-        return addend.copy_(total)
-    return cast(total, torch.promote_types(addend.dtype, a.dtype))
-
-
 class LinearAdd(FusedOperation):
-    """Forward of ``scale * (x @ weight.T + bias) + addend``, with or without scale and bias."""
+    """Forward of ``scale * (x @ weight.T) + addend``, with or without the scale."""
 
     def __init__(
-        self,
-        linear: BasicLinear,
-        bias: Bias | None,
-        scale: ConstantScale | None,
-        add: AddExtraInput,
+        self, linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput
     ) -> None:
-        super().__init__([op for op in (linear, bias, scale, add) if op is not None])
+        super().__init__([op for op in (linear, scale, add) if op is not None])
         self._parts = linear, add
-        self._has_bias = bias is not None
         self._alpha = 1.0 if scale is None else scale.scale
 
     def forward_impl(self, ctxs: Contexts, input_: Tensor, extra: ExtraTensors) -> FusedOutputs:
@@ -80,12 +62,7 @@ class LinearAdd(FusedOperation):
         addend = check_addend(ctxs[-1], extra[-1][0], shape, x)
         own_shape = ctxs[-1].addend_shape is None
         in_place = add.in_place and own_shape and 0 in ctxs[-1].writable_extra
-        given = addend.detach(), x, weight.t()
-        if self._has_bias:
-            bias = cast(ctxs[1].parameters[0], x.dtype)
-            y = _add_in_fp32(*given, bias, self._alpha, in_place=in_place)
-        else:
-            y = _add_product(*given, self._alpha, in_place=in_place)
+        y = _add_product(addend.detach(), x, weight.t(), self._alpha, in_place=in_place)
         return cast(y, addend.dtype) if add.in_place else y, [()] * len(ctxs)
 
 
@@ -118,20 +95,7 @@ class BackwardLinearAdd(FusedOperation):
 )
 def linear_add(linear: BasicLinear, scale: ConstantScale | None, add: AddExtraInput) -> LinearAdd:
     """One or two passes over the output less: the epilogue adds."""
-    return LinearAdd(linear, None, scale, add)
-
-
-@rule(
-    equal(this.recipe, "none"),
-    equal(this.device, "cpu", "PyTorch's products on CUDA add a bias or a tensor, not both"),
-    equal(this.bias.size, this.linear.out_features),
-    phase="forward",
-)
-def linear_bias_add(
-    linear: BasicLinear, bias: Bias, scale: ConstantScale | None, add: AddExtraInput
-) -> LinearAdd:
-    """One rounding: the sum is in FP32."""
-    return LinearAdd(linear, bias, scale, add)
+    return LinearAdd(linear, scale, add)
 
 
 @rule(

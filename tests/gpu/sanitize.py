@@ -25,6 +25,8 @@ from fusible.kernels.sm90 import tiles
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.matrix import Uses
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_for
+from fusible.recipes.stored import StoredWeights
+from fusible.recipes.tensor import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -196,6 +198,23 @@ def quantize() -> None:
     transposed(x.to(torch.float8_e4m3fn))
 
 
+def few_rows() -> None:
+    """`fusible.kernels.few_rows`: each kind of scale, whole and separate weights, a tail."""
+    for fmt in (mxfp8(), nvfp4((16, 16)), fp8_block(block=(128, 128)), fp8_tensor()):
+        for sizes in ((3, 0, 2, 1), (17, 0, 40, 9)):
+            for whole in (True, False):
+                w = random(4, 72, 96)
+                parts = [QuantizedTensor.quantize(t, fmt) for t in ([w] if whole else separate(w))]
+                stored = StoredWeights.of([part.matrix() for part in parts])
+                x, ends = random(sum(sizes) + 2, 96), torch.tensor(sizes, device="cuda").cumsum(0)
+                bias, scales = random(4, 72), torch.rand(len(x), device="cuda")
+                grouped.stored_mm(x, stored, fmt, ends.int(), bias, scales)
+                grouped.stored_glu(x, stored, fmt, ends.int(), scales, Glu("srelu"), bias)
+                w = random(4, 80, 96)
+                stored = StoredWeights.of([QuantizedTensor.quantize(w, fmt).matrix()])
+                grouped.stored_glu(x, stored, fmt, ends.int(), None, Glu("swiglu", 8))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.no_grad():
@@ -203,5 +222,6 @@ if __name__ == "__main__":
         rows()
         dense()
         quantize()
+        few_rows()
     torch.cuda.synchronize()
     print(f"{launches} launches of grouped products, and every other kernel")  # noqa: T201

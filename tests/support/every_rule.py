@@ -53,15 +53,6 @@ FITS = {
         ),
         "cpu",
     ),
-    "linear_bias_add": (
-        lambda: (
-            fz.Sequential(
-                fz.Linear(16, 8, dtype=torch.bfloat16), fz.ConstantScale(0.75), fz.AddExtraInput()
-            ),
-            (dense(6, 16), dense(6, 8)),
-        ),
-        "cpu",
-    ),
     "backward_linear_add": (
         lambda: (
             fz.Sequential(

@@ -67,18 +67,10 @@ def _product(
     scales: Tensor | None,
     glu: Glu | None,
 ) -> Tensor | NotImplementedType:
-    rows, depth = x.shape
-    groups, features = ends.shape[0], w.data[0].shape[-2]
-    sides = 1 if glu is None else glu.sides
-    columns = features // sides
-    if (
-        rows > MAX_ROWS * groups
-        or not _supports(x.device, x.dtype, fmt, groups, features, depth)
-        or (glu is not None and not limits.supports_activation(*glu[:2], features))
-        or not all([t.is_contiguous() for part in w for t in part])
-        or not all([begins_aligned(t) for t in w.data])
-    ):
+    (rows, depth), groups, features = x.shape, ends.shape[0], w.data[0].shape[-2]
+    if not (_reads(x, w, fmt, groups) and (glu is None or _has_activation(glu, features))):
         return NotImplemented
+    columns = features if glu is None else features // glu.sides
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
@@ -86,32 +78,24 @@ def _product(
         scales = None  # it multiplies the bias only
     if scales is not None and scales.dtype not in _DTYPES:
         scales = cast(scales, torch.float32)
-    data, scale, outer = w._replace(tensor_scale=w.scale) if fmt.block is None else w
-    table: Tensor | None = None
-    if separate := len(data) > 1:
-        parts = [[t.data_ptr() for t in part] or [0] * groups for part in (data, scale, outer)]
-        table = pointer_table(tuple(chain(*parts)), x.device)
     spec = FewRowsSpec(
         fmt,
-        separate,
+        len(w.data) > 1,
         bias is not None,
         "" if scales is None else _DTYPES[scales.dtype],
         "" if glu is None else glu.activation,
         0 if glu is None else glu.interleave,
-        sides == 2,
+        glu is not None and glu.sides == 2,
         *_tile(fmt, groups, rows, depth),
     )
-    across = -(-columns // spec.width)
-    tiles = (min(groups, rows) + 1) * across
+    # A group without rows has no tiles; the rows past the last group are one more.
+    tiles = (min(groups, rows) + 1) * -(-columns // spec.width)
     launch(
         "few_rows.product.product",
         (spec,),
         x.device,
         aligned(x),
-        data[0],
-        scale[0],
-        outer[0] if outer else None,
-        table,
+        *_addresses(w, fmt, x.device),
         ends,
         None if bias is None else bias.contiguous(),
         None if scales is None else scales.contiguous(),
@@ -124,6 +108,32 @@ def _product(
         min(tiles, multiprocessors(x.device) * RESIDENT),
     )
     return out
+
+
+def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat, groups: int) -> bool:
+    """Whether the kernels read these operands, and are faster than dequantizing the weights."""
+    (rows, depth), features = x.shape, w.data[0].shape[-2]
+    return (
+        rows <= MAX_ROWS * groups
+        and _supports(x.device, x.dtype, fmt, groups, features, depth)
+        and all([t.is_contiguous() for part in w for t in part])
+        and all([begins_aligned(t) for t in w.data])
+    )
+
+
+def _has_activation(glu: Glu, features: int) -> bool:
+    return limits.supports_activation(glu.activation, glu.interleave, features)
+
+
+def _addresses(
+    w: StoredWeights, fmt: NumberFormat, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """Data, scales and scales of whole matrices of one tensor; or of all, a table of these."""
+    data, scale, outer = w._replace(tensor_scale=w.scale) if fmt.block is None else w
+    if len(data) == 1:
+        return data[0], scale[0], outer[0] if outer else None, None
+    parts = [[t.data_ptr() for t in part] or [0] * len(data) for part in (data, scale, outer)]
+    return None, None, None, pointer_table(tuple(chain(*parts)), device)
 
 
 def _tile(fmt: NumberFormat, groups: int, rows: int, depth: int) -> tuple[int, int]:
