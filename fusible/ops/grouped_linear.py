@@ -17,6 +17,7 @@ from fusible.kernels import grouped
 from fusible.kernels.few_rows import spec as few_rows
 from fusible.kernels.grouped import portable
 from fusible.kernels.sm90 import limits
+from fusible.kernels.sm90.operands import DTYPE_NAMES
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
 from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
@@ -304,7 +305,7 @@ class GroupedLinear(WeightedOperation):
         reads = "every forward dequantizes the stored weights"
         if not ctx.needs.input and (stored := self.stored_weights(ctx, ctx.dtype)):
             sizes = self.num_groups, self.out_features, self.in_features
-            sm90, dtype = limits.ARCHITECTURE, str(ctx.dtype).removeprefix("torch.")
+            sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
             if few_rows.supports(sm90, dtype, stored[0].format, *sizes):
                 reads = (
                     f"on SM {sm90 / 10}, up to {few_rows.MAX_ROWS} rows a group on average are "

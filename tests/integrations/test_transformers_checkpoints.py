@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 import fusible as fz
 from fusible import recipes
 from fusible.integrations.checkpoints import load_checkpoint
+from fusible.kernels import grouped
 
 pytest.importorskip("transformers", minversion="5.23")
 import transformers
@@ -25,7 +26,9 @@ def assert_same_logits(model, expected):
 
 @pytest.mark.parametrize(("family", "writer", "options", "name"), CASES.values(), ids=CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_logits_are_those_of_the_decoded_model(family, writer, options, name, tmp_path):
+def test_logits_are_those_of_the_decoded_model(
+    family, writer, options, name, tmp_path, monkeypatch
+):
     method = "modelopt" if writer is write.nvfp4_modelopt else "fusible"
     quantized, ordinary = save(tmp_path, family, writer, {"quant_method": method}, **options)
     stored, expected = load(quantized), load(ordinary)
@@ -35,7 +38,10 @@ def test_logits_are_those_of_the_decoded_model(family, writer, options, name, tm
             assert weight.format.name == name
             assert weight.columnwise_data is None
             assert not weight.requires_grad
+    product, multiplied = grouped.stored_mm, []
+    monkeypatch.setattr(grouped, "stored_mm", lambda x, *a: multiplied.append(x) or product(x, *a))
     assert_same_logits(stored, expected)
+    assert len(multiplied) == 2 * len(experts_of(stored))  # by the weights as they are stored
     decoded = load(quantized, experts_implementation="eager")
     assert_same_parameters(decoded, expected)
     # The rest trains, and gradients pass through the stored experts.

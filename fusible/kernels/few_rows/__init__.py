@@ -27,9 +27,11 @@ from fusible.kernels.runtime.gpu import capability, has_cutlass, multiprocessors
 from fusible.kernels.runtime.launch import aligned, begins_aligned, launch
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
+from fusible.kernels.sm90.operands import DTYPE_NAMES, as_vector, check_ends, check_tensor
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.stored import StoredWeights
 
+_SCALE_BYTES = 4  # to which scales are aligned, of which a thread loads up to so many
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -67,17 +69,24 @@ def _product(
     scales: Tensor | None,
     glu: Glu | None,
 ) -> Tensor | NotImplementedType:
-    (rows, depth), groups, features = x.shape, ends.shape[0], w.data[0].shape[-2]
-    if not (_reads(x, w, fmt, groups) and (glu is None or _has_activation(glu, features))):
+    groups, features, depth = _shape(w, fmt)
+    if not (_reads(x, w, fmt) and (glu is None or _has_activation(glu, features))):
         return NotImplemented
+    rows = x.shape[0]
+    check_tensor("x", x, (rows, depth), x.dtype, x.device)
+    check_ends(ends, groups, x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (groups, features), x.dtype, x.device)
+        bias = bias.contiguous()
     columns = features if glu is None else features // glu.sides
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
     if glu is None and bias is None:
         scales = None  # it multiplies the bias only
-    if scales is not None and scales.dtype not in _DTYPES:
-        scales = cast(scales, torch.float32)
+    if scales is not None:
+        scales = as_vector("scales", scales, x)
+        scales = scales if scales.dtype in _DTYPES else cast(scales, torch.float32)
     spec = FewRowsSpec(
         fmt,
         len(w.data) > 1,
@@ -97,8 +106,8 @@ def _product(
         aligned(x),
         *_addresses(w, fmt, x.device),
         ends,
-        None if bias is None else bias.contiguous(),
-        None if scales is None else scales.contiguous(),
+        bias,
+        scales,
         out,
         rows,
         columns,
@@ -110,14 +119,22 @@ def _product(
     return out
 
 
-def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat, groups: int) -> bool:
+def _shape(w: StoredWeights, fmt: NumberFormat) -> tuple[int, int, int]:
+    """Groups, rows and columns of the weights."""
+    first = w.data[0]
+    groups = first.shape[0] if first.dim() == 3 else len(w.data)
+    return groups, first.shape[-2], first.shape[-1] * fmt.element.per_byte
+
+
+def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat) -> bool:
     """Whether the kernels read these operands, and are faster than dequantizing the weights."""
-    (rows, depth), features = x.shape, w.data[0].shape[-2]
+    shape = _shape(w, fmt)
     return (
-        rows <= MAX_ROWS * groups
-        and _supports(x.device, x.dtype, fmt, groups, features, depth)
+        x.shape[0] <= MAX_ROWS * shape[0]
+        and _supports(x.device, x.dtype, fmt, *shape)
         and all([t.is_contiguous() for part in w for t in part])
         and all([begins_aligned(t) for t in w.data])
+        and all([begins_aligned(t, _SCALE_BYTES) for t in w.scale])
     )
 
 
@@ -153,5 +170,5 @@ def _supports(
 ) -> bool:
     """Whether the kernels run on a device for rows of ``dtype`` and weights in ``fmt``."""
     major, minor = capability(device) if device.type == "cuda" else (0, 0)
-    fits = supports(10 * major + minor, str(dtype).removeprefix("torch."), fmt, groups, *features)
+    fits = supports(10 * major + minor, DTYPE_NAMES.get(dtype, ""), fmt, groups, *features)
     return fits and has_cutlass()
