@@ -32,7 +32,7 @@ from fusible.recipes.formats import E2M1, E4M3
 
 _ROWS = 4  # of the weight that a thread loads: two of each instruction's 16
 _BIAS = {"e4m3": 120, "e2m1": 126}  # exponents by which bits of elements are too small as BF16
-DTYPE = "bf16"  # of rows, biases and the output
+_DTYPE = "bf16"  # of rows, biases and the output
 _HEADROOM = 16  # by which scaled values are smaller, so that BF16 holds the factor
 
 
@@ -197,7 +197,7 @@ def _multiply(
     words: cute.Tensor,
     scales: cute.Tensor,
     sums: cute.Tensor,
-    lost: cute.Tensor,
+    nans: cute.Tensor,
     along: Int32,
     spec: cutlass.Constexpr,
     tiles: cutlass.Constexpr,
@@ -225,7 +225,7 @@ def _multiply(
             x_next = x_now
             if const_expr(part + 1 < vector // 8):
                 x_next = _load_x(x_rows, tiles, k + 8 * (part + 1), inside)
-            _multiply_part(words, factors, x_now, into, lost, part, spec, tiles)
+            _multiply_part(words, factors, x_now, into, nans, part, spec, tiles)
             x_now = x_next
         if const_expr(spec.scales_sums):
             for i in cutlass.range_constexpr(8 * tiles):
@@ -244,7 +244,7 @@ def _first_number(along, spec):
     return along * spec.chunk + cute.arch.lane_idx() % 4 * spec.vector
 
 
-def _multiply_part(words, factors, x_words, sums, lost, part, spec, tiles):
+def _multiply_part(words, factors, x_words, sums, nans, part, spec, tiles):
     """The products of 8 numbers of each row that a thread has loaded."""
     fmt = spec.format
     count = 4 // (spec.vector // 8)  # words of a row
@@ -254,7 +254,7 @@ def _multiply_part(words, factors, x_words, sums, lost, part, spec, tiles):
         factor = factors[r][part * len(factors[r]) // (spec.vector // 8)]
         if fmt.element == E4M3:
             for word in own:
-                lost[r] = lost[r] | nan_bytes(word)
+                nans[r] = nans[r] | nan_bytes(word)
         pairs.append(_scaled(pairs_of(own, fmt), factor, fmt))
     for n in range(tiles):
         of_x = paired(x_words[n], fmt)
@@ -294,6 +294,8 @@ def _rows_of_thread(column, across, columns, spec):
 
 
 class _Problem(NamedTuple):
+    """The arguments of `product`."""
+
     x: Int64
     data: Int64
     scale: Int64
@@ -333,16 +335,16 @@ def _weights_of(problem, group, column, across, spec):
     return _Weights(data, [row * pitch for row in rows], scale, of_scales, problem.depth), outer
 
 
-def _put_sums(shared, sums, lost, across, along, spec):
+def _put_sums(shared, sums, nans, across, along, spec):
     """Write a warp's sums to shared memory, ``[warps along, rows of x, features]``.
 
     They are NaN where one of the four threads that share a row of the weight loaded a NaN.
     """
     lane = cute.arch.lane_idx()
-    is_lost = [lost[r] for r in range(_ROWS)]
+    found = [nans[r] for r in range(_ROWS)]
     has_nan = spec.format.element == E4M3
     for other in (1, 2) if has_nan else ():
-        is_lost = [word | shuffle_sync_bfly(word, other) for word in is_lost]
+        found = [word | shuffle_sync_bfly(word, other) for word in found]
     for n in range(spec.row_tiles):
         for m in range(2):
             for i in range(4):
@@ -350,7 +352,7 @@ def _put_sums(shared, sums, lost, across, along, spec):
                 feature = WARP_FEATURES * across + 16 * m + lane // 4 + 8 * (i // 2)
                 value = sums[8 * n + 4 * m + i]
                 if has_nan:
-                    nan = is_lost[2 * m + i // 2] != 0
+                    nan = found[2 * m + i // 2] != 0
                     value = bits.to_float(bits.select(nan, bits.NAN, bits.to_bits(value)))
                 shared[along, row, feature] = value
 
@@ -397,7 +399,7 @@ def _write(
                 if const_expr(spec.bias):
                     features = problem.columns * (2 if spec.gated else 1)
                     of_bias = group * features + _weight_row(at, side, problem.columns, spec)
-                    bias = bits.load_number(problem.bias, of_bias, True, DTYPE)
+                    bias = bits.load_number(problem.bias, of_bias, True, _DTYPE)
                     if const_expr(spec.scale != "" and spec.activation == ""):
                         bias = bias * bits.load_number(
                             problem.row_scale, first + row, True, spec.scale
@@ -412,7 +414,7 @@ def _write(
                         problem.row_scale, first + row, True, spec.scale
                     )
             index = Int64(first + row) * problem.columns + at
-            bits.store_number(problem.out, index, result, True, DTYPE)
+            bits.store_number(problem.out, index, result, True, _DTYPE)
 
 
 @cute.jit
@@ -424,7 +426,7 @@ def _fill_zeros(
     for i in cutlass.range(thread, rows * spec.width, THREADS, unroll=1):
         at = column + i % spec.width
         index = Int64(first + i // spec.width) * problem.columns + at
-        bits.store_number(problem.out, index, Float32(0.0), Boolean(at < problem.columns), DTYPE)
+        bits.store_number(problem.out, index, Float32(0.0), Boolean(at < problem.columns), _DTYPE)
 
 
 @cute.jit
@@ -448,7 +450,7 @@ def _multiply_rows(
     words: cute.Tensor,
     scales: cute.Tensor,
     sums: cute.Tensor,
-    lost: cute.Tensor,
+    nans: cute.Tensor,
     group: Int32,
     column: Int32,
     first: Int32,
@@ -465,8 +467,8 @@ def _multiply_rows(
         [cutlass.min(MMA_ROWS * n + lane // 4, count - 1) * pitch for n in range(spec.row_tiles)],
     )
     sums.fill(0.0)
-    lost.fill(0)
-    given = weights, x_rows, words, scales, sums, lost, along, spec
+    nans.fill(0)
+    given = weights, x_rows, words, scales, sums, nans, along, spec
     if const_expr(spec.row_tiles == 1):
         _multiply(*given, 1)
     elif const_expr(spec.row_tiles == 2):
@@ -514,10 +516,10 @@ def _list_groups(problem: _Problem, used: cute.Tensor, counts: cute.Tensor) -> I
 def _rows_of(problem, group):
     """The first row of a group and the one after its last; of the tail after the last group."""
     inside = Boolean(group > 0) & (group <= problem.groups)
-    start = bits.load(problem.ends + Int64(group - 1) * 4, Int32(inside), 1, cached=True)[0]
-    end = bits.load(problem.ends + Int64(group) * 4, Int32(group < problem.groups), 1, cached=True)[
-        0
-    ]
+    (start,) = bits.load(problem.ends + Int64(group - 1) * 4, Int32(inside), 1, cached=True)
+    (end,) = bits.load(
+        problem.ends + Int64(group) * 4, Int32(group < problem.groups), 1, cached=True
+    )
     end = cutlass.select_(group < problem.groups, Int32(end), problem.total_rows)
     return Int32(start), cutlass.min(end, problem.total_rows)
 
@@ -541,7 +543,7 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
     words = cute.make_rmem_tensor((4 * _ROWS,), Uint32)
     scales = cute.make_rmem_tensor((_ROWS,), Uint32)
     sums = cute.make_rmem_tensor((8 * spec.row_tiles,), Float32)
-    lost = cute.make_rmem_tensor((_ROWS,), Uint32)
+    nans = cute.make_rmem_tensor((_ROWS,), Uint32)
     warp = cute.arch.warp_idx()
     start = Int32(0)
     if tile < tiles:
@@ -554,13 +556,13 @@ def _product(problem: _Problem, spec: cutlass.Constexpr):
             next_tile, next_start = tile + blocks, Int32(0)
         if group < problem.groups:
             count = cutlass.min(end - begin, rows)
-            _multiply_rows(problem, words, scales, sums, lost, group, column, begin, count, spec)
+            _multiply_rows(problem, words, scales, sums, nans, group, column, begin, count, spec)
             if next_tile < tiles:  # under the epilogue
                 _load_first(
                     problem, words, scales,
                     used[next_tile // across], next_tile % across * spec.width, spec,
                 )  # fmt: skip
-            _put_sums(shared, sums, lost, warp % spec.warps_across, warp // spec.warps_across, spec)
+            _put_sums(shared, sums, nans, warp % spec.warps_across, warp // spec.warps_across, spec)
             cute.arch.sync_threads()
             _write(problem, shared, group, begin, count, column, spec)
             cute.arch.sync_threads()
