@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 # Each may import itself and those before it; the matching core of the fuser imports none of them.
-LAYERS = ("formulas", "recipes", "kernels", "ops", "fused")
+LAYERS = ("formulas", "recipes", "kernels", "fuser", "ops", "fused")
 MATCHING_CORE = {"conditions", "rules", "plan", "target"}
 KERNEL_PACKAGES = {"cutlass", "cudnn", "cuda", "triton", "tvm_ffi"}
 
@@ -51,7 +51,7 @@ def test_imports_flow_one_way(path: Path) -> None:
         allowed = set(LAYERS[: LAYERS.index(place[0]) + 1])
         assert used <= allowed, f"{path} imports {used - allowed}"
     if place[0] == "fuser" and place[-1] in MATCHING_CORE:
-        assert not used
+        assert used <= {"fuser"}
     packages = {name.split(".")[0] for name in imports(path)}
     if place[0] != "kernels":
         assert not packages & KERNEL_PACKAGES
