@@ -186,6 +186,70 @@ def test_ops_are_those_of_the_values(fmt, separate):
         assert not got[10:].any()
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """What is launched for operands on the CPU, as if it were Hopper."""
+    made = []
+    monkeypatch.setattr(few_rows, "_supports", lambda *_: True)
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(few_rows, "launch", lambda *args: made.append(args))
+    return made
+
+
+def test_what_is_launched(launches):
+    w, _ = stored(nvfp4(), 4, 64, 256, False)
+    x, ends = torch.randn(9, 256).bfloat16(), torch.tensor([3, 3, 8, 9], dtype=torch.int32)
+    bias, scales = torch.randn(4, 64).bfloat16(), torch.rand(9, dtype=torch.float64)
+    out = few_rows.grouped_glu(x, w, nvfp4(), ends, scales, Glu("swiglu", 8, 1.0), bias)
+    ((path, (spec,), device, *args),) = launches
+    assert (path, device) == ("few_rows.product.product", x.device)
+    assert spec == FewRowsSpec(nvfp4(), False, True, "f32", "swiglu", 8, True, 4, 2)
+    assert out.shape == (9, 32)
+    given = [t.data_ptr() if isinstance(t, torch.Tensor) else t for t in args]
+    assert given[:6] == [
+        x.data_ptr(), w.data[0].data_ptr(), w.scale[0].data_ptr(), w.tensor_scale[0].data_ptr(),
+        None, ends.data_ptr(),
+    ]  # fmt: skip
+    assert given[6] == bias.data_ptr()
+    assert torch.equal(args[7], scales.float())
+    assert given[8:] == [out.data_ptr(), 9, 32, 256, 4, 1.0, 0.0, 0.0, 5]
+
+    few_rows.grouped_mm(x, w, nvfp4(), ends, None, scales[:3])  # which nothing reads
+    assert launches[1][1] == (FewRowsSpec(nvfp4(), warps_across=4, row_tiles=2),)
+    assert few_rows.grouped_mm(x[:0], w, nvfp4(), torch.zeros_like(ends)).shape == (0, 64)
+    many = torch.randn(few_rows.MAX_ROWS * 4 + 1, 256).bfloat16()
+    assert few_rows.grouped_mm(many, w, nvfp4(), ends) is NotImplemented
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_weights_that_begin_anywhere_are_not_launched(part, launches):
+    w, _ = stored(mxfp8(), 2, 64, 128, False)
+    at = w[part][0].contiguous().view(torch.uint8)
+    moved = torch.empty(at.numel() + 1, dtype=torch.uint8)[1:].view(at.shape)
+    w[part][0] = moved.copy_(at).view(w[part][0].dtype)
+    x, ends = torch.randn(5, 128).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
+    assert few_rows.grouped_mm(x, w, mxfp8(), ends) is NotImplemented
+    assert not launches
+
+
+def test_operands_that_do_not_fit_raise(launches):
+    w, _ = stored(mxfp8(), 2, 64, 128, False)
+    x, ends = torch.randn(5, 128).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
+    bias, scale = torch.randn(2, 64).bfloat16(), torch.rand(5)
+    few_rows.grouped_mm(x, w, mxfp8(), ends, bias, scale)
+    for wrong, named in (
+        ((x[:, :64], ends, bias, scale), "x must be"),
+        ((x, ends.long(), bias, scale), "ends must be"),
+        ((x, ends[:1], bias, scale), "ends must be"),
+        ((x, ends, bias[:, :32], scale), "bias must be"),
+        ((x, ends, bias, scale[:4]), "scales must have"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            few_rows.grouped_mm(wrong[0], w, mxfp8(), *wrong[1:])
+    assert len(launches) == 1
+
+
 @pytest.mark.parametrize("op", ["grouped_mm_stored", "grouped_glu_stored"])
 def test_ops_pass_opcheck(op):
     w, _ = stored(nvfp4(), 3, 32, 64, True)

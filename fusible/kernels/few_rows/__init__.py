@@ -72,21 +72,13 @@ def _product(
     groups, features, depth = _shape(w, fmt)
     if not (_reads(x, w, fmt) and (glu is None or _has_activation(glu, features))):
         return NotImplemented
-    rows = x.shape[0]
-    check_tensor("x", x, (rows, depth), x.dtype, x.device)
-    check_ends(ends, groups, x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (groups, features), x.dtype, x.device)
-        bias = bias.contiguous()
-    columns = features if glu is None else features // glu.sides
+    rows, columns = x.shape[0], features if glu is None else features // glu.sides
+    if glu is None and bias is None:
+        scales = None  # it multiplies the bias only
+    bias, scales = _checked(x, w, fmt, ends, bias, scales)
     out = x.new_empty(rows, columns)
     if rows == 0:
         return out
-    if glu is None and bias is None:
-        scales = None  # it multiplies the bias only
-    if scales is not None:
-        scales = as_vector("scales", scales, x)
-        scales = scales if scales.dtype in _DTYPES else cast(scales, torch.float32)
     spec = FewRowsSpec(
         fmt,
         len(w.data) > 1,
@@ -117,6 +109,27 @@ def _product(
         min(tiles, multiprocessors(x.device) * RESIDENT),
     )
     return out
+
+
+def _checked(
+    x: Tensor,
+    w: StoredWeights,
+    fmt: NumberFormat,
+    ends: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bias and the scales of rows, contiguous; ValueError for operands that do not fit."""
+    groups, features, depth = _shape(w, fmt)
+    check_tensor("x", x, (x.shape[0], depth), x.dtype, x.device)
+    check_ends(ends, groups, x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (groups, features), x.dtype, x.device)
+        bias = bias.contiguous()
+    if scales is not None:
+        scales = as_vector("scales", scales, x)
+        scales = scales if scales.dtype in _DTYPES else cast(scales, torch.float32)
+    return bias, scales
 
 
 def _shape(w: StoredWeights, fmt: NumberFormat) -> tuple[int, int, int]:
