@@ -4,7 +4,7 @@
 
 Both products of a grouped MLP without gradients, in CUDA graphs that run interleaved, each from a
 flushed L2 cache. Printed is the time relative to BF16's of the tile that `few_rows` chooses, that
-of the fastest one, and that of dequantizing, which is what happens beyond `MAX_ROWS`.
+of the fastest one, and that of dequantizing, which is what happens beyond `max_rows`.
 """
 
 import argparse
@@ -55,9 +55,9 @@ def times(
 
     rows = x.shape[0]
     graphs = {"BF16": graph_of(base)}
-    with mock.patch.object(few_rows, "MAX_ROWS", 0):
+    with mock.patch.object(few_rows, "max_rows", return_value=0):
         graphs["dequantized"] = graph_of(call)
-    with mock.patch.object(few_rows, "MAX_ROWS", rows):
+    with mock.patch.object(few_rows, "max_rows", return_value=rows):
         graphs["chosen"] = graph_of(call)
         for tile in TILES:
             if tile[1] > 1 and (rows <= 8 or (tile[1] == 4 and FewRowsSpec(fmt).scales_sums)):

@@ -197,7 +197,7 @@ class GroupedKernels:
         """The weights ``[E, out, in]`` for `product` and `glu`, and for `saved_weights`."""
         linear, ctx = call.linear, call.ctx
         if not ctx.quantizes:
-            if not ctx.needs.input and (stored := linear.stored_weights(ctx, ctx.dtype)):
+            if not ctx.requires_grad and (stored := linear.stored_weights(ctx, ctx.dtype)):
                 return stored, ()
             plain = linear.weights_in(ctx, ctx.dtype)
             return plain, plain
@@ -213,9 +213,9 @@ class GroupedKernels:
 
     @staticmethod
     def _multiplies_stored(call: LinearCall, quantized: Sequence[Operand]) -> bool:
-        """Whether weights are stored in the recipe's format, and read by no gradient."""
+        """Whether all weights are there quantized row-wise, and there are no gradients."""
         ctx = call.ctx
-        needed = ctx.needs.input or ctx.recipe.backward_override is not None
+        needed = ctx.requires_grad or ctx.recipe.backward_override is not None
         stored = all([w.row is not None and w.row_values is None for w in quantized])
         return stored and call.ends is not None and not needed
 

@@ -302,16 +302,17 @@ class GroupedLinear(WeightedOperation):
         notes = super().call_notes(ctx)
         if ctx.quantizes or not any([is_quantized(w) for w in ctx.parameters]):
             return notes
-        reads = "every forward dequantizes the stored weights"
-        if not ctx.needs.input and (stored := self.stored_weights(ctx, ctx.dtype)):
-            sizes = self.num_groups, self.out_features, self.in_features
-            sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
-            if few_rows.supports(sm90, dtype, stored[0].format, *sizes):
-                reads = (
-                    f"on SM {sm90 / 10}, up to {few_rows.MAX_ROWS} rows a group on average are "
-                    "multiplied by weights as they are stored; else they are dequantized"
-                )
-        return (*notes, reads)
+        stored = self.stored_weights(ctx, ctx.dtype)
+        sizes = self.num_groups, self.out_features, self.in_features
+        sm90, dtype = limits.ARCHITECTURE, DTYPE_NAMES[ctx.dtype]
+        if not stored or not few_rows.supports(sm90, dtype, stored[0].format, *sizes):
+            return (*notes, "every forward dequantizes the stored weights")
+        rows = few_rows.max_rows(stored[0].format)
+        return (
+            *notes,
+            f"on SM {sm90 / 10}, forwards without gradients multiply up to {rows} rows a group on "
+            "average by weights as they are stored; others dequantize them",
+        )
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         # Quantized weights are put together from their pieces first.

@@ -356,7 +356,7 @@ class WeightedOperation(CastingOp):
         return weights
 
     def stored_weights(self, ctx: OperationContext, dtype: torch.dtype) -> list[QuantizedMatrix]:
-        """The weights as they are stored, row-wise; none if not all are, in one format.
+        """The weights as they are stored, row-wise; empty unless all are, in one format.
 
         Their values are those of `weights_in` where they are of this nominal ``dtype``.
         """

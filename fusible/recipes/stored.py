@@ -19,7 +19,7 @@ class StoredWeights(NamedTuple):
     scale: Sequence[Tensor]
     """Of E8M0 scales their bytes."""
     tensor_scale: Sequence[Tensor]
-    """None in formats without."""
+    """Empty in formats without."""
 
     @staticmethod
     def of(matrices: Sequence[QuantizedMatrix]) -> StoredWeights:

@@ -133,7 +133,7 @@ def test_every_element_and_scale():
 
 def test_rows_that_are_many_are_not_multiplied():
     weights, values = stored(torch.randn(2, 64, 128, device="cuda").bfloat16(), nvfp4())
-    x = torch.randn(2 * few_rows.MAX_ROWS + 1, 128, device="cuda").bfloat16()
+    x = torch.randn(2 * few_rows.max_rows(nvfp4()) + 1, 128, device="cuda").bfloat16()
     sizes = (len(x) - 1, 1)
     assert few_rows.grouped_mm(x, weights, nvfp4(), ends_of(sizes)) is NotImplemented
     got = grouped.stored_mm(x, weights, nvfp4(), ends_of(sizes))

@@ -217,7 +217,7 @@ def test_what_is_launched(launches):
     few_rows.grouped_mm(x, w, nvfp4(), ends, None, scales[:3])  # which nothing reads
     assert launches[1][1] == (FewRowsSpec(nvfp4(), warps_across=4, row_tiles=2),)
     assert few_rows.grouped_mm(x[:0], w, nvfp4(), torch.zeros_like(ends)).shape == (0, 64)
-    many = torch.randn(few_rows.MAX_ROWS * 4 + 1, 256).bfloat16()
+    many = torch.randn(few_rows.max_rows(nvfp4()) * 4 + 1, 256).bfloat16()
     assert few_rows.grouped_mm(many, w, nvfp4(), ends) is NotImplemented
     assert len(launches) == 2
 
@@ -239,7 +239,7 @@ def test_operands_that_do_not_fit_raise(launches):
     bias, scale = torch.randn(2, 64).bfloat16(), torch.rand(5)
     few_rows.grouped_mm(x, w, mxfp8(), ends, bias, scale)
     for wrong, named in (
-        ((x[:, :64], ends, bias, scale), "x must be"),
+        ((x[:, :64], ends, bias, scale), "x must have 128 columns"),
         ((x, ends.long(), bias, scale), "ends must be"),
         ((x, ends[:1], bias, scale), "ends must be"),
         ((x, ends, bias[:, :32], scale), "bias must be"),
@@ -247,6 +247,14 @@ def test_operands_that_do_not_fit_raise(launches):
     ):
         with pytest.raises(ValueError, match=named):
             few_rows.grouped_mm(wrong[0], w, mxfp8(), *wrong[1:])
+    for part in (
+        w._replace(scale=[w.scale[0][:, :32].contiguous()]),
+        w._replace(tensor_scale=[torch.ones(2, 1)]),
+        w._replace(data=[w.data[0], w.data[0]]),
+        w._replace(data=[w.data[0].to("meta")]),
+    ):
+        with pytest.raises(ValueError, match="of weights in mxfp8_e4m3 must be"):
+            few_rows.grouped_mm(x, part, mxfp8(), ends)
     assert len(launches) == 1
 
 
@@ -375,15 +383,15 @@ def test_other_nominal_dtypes_are_dequantized(monkeypatch):
 def test_explain_says_how_weights_are_read():
     given = arguments()
     block = mlp(False)
-    stored = "multiplied by weights as they are stored"
-    assert "stored" not in str(fz.explain(block, *given, target="sm90"))
+    read = "by weights as they are stored"
+    assert read not in str(fz.explain(block, *given, target="sm90"))
     fz.quantize_(block, recipes.NVFP4BlockScaling(), usage="inference")
-    with torch.no_grad():
-        assert str(fz.explain(block, *given, target="sm90")).count(stored) == 2
-    # The bias of the first linear is trained.
-    assert str(fz.explain(block, *given, target="sm90")).count(stored) == 1
-    x = given[0].clone().requires_grad_()
-    text = str(fz.explain(block, x, *given[1:], target="sm90"))
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            assert str(fz.explain(block, *given, target="sm90")).count(read) == 2
+    half = mlp(False, torch.float16)
+    fz.quantize_(half, recipes.NVFP4BlockScaling(), usage="inference")
+    text = str(fz.explain(half, *arguments(torch.float16), target="sm90"))
     assert text.count("every forward dequantizes the stored weights") == 2
     with torch.no_grad(), fz.autocast(recipe=recipes.NVFP4BlockScaling()):
-        assert stored not in str(fz.explain(block, *given, target="sm90"))
+        assert read not in str(fz.explain(block, *given, target="sm90"))

@@ -1,7 +1,7 @@
 """Grouped products of few rows on SM90, which read the weights of an inference as they are stored.
 
 The functions have the signatures of `fusible.kernels.grouped.stored`, and return NotImplemented for
-what the kernels do not support.
+what the kernels do not support, and where dequantizing the weights is faster.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from torch import Tensor
 
 from fusible.formulas import cast
 from fusible.kernels.few_rows.spec import (
-    MAX_ROWS,
     MMA_ROWS,
     RESIDENT,
     WARPS,
     FewRowsSpec,
+    max_rows,
     supports,
 )
 from fusible.kernels.glu import Glu
 from fusible.kernels.runtime.gpu import capability, has_cutlass, multiprocessors
-from fusible.kernels.runtime.launch import aligned, begins_aligned, launch
+from fusible.kernels.runtime.launch import aligned, launch
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.operands import DTYPE_NAMES, as_vector, check_ends, check_tensor
 from fusible.recipes.formats import NumberFormat
+from fusible.recipes.matrix import shapes_of
 from fusible.recipes.stored import StoredWeights
 
-_SCALE_BYTES = 4  # to which scales are aligned, of which a thread loads up to so many
+_SCALE_ALIGNMENT = 4  # bytes: the widest load of a scale
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -121,7 +122,16 @@ def _checked(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The bias and the scales of rows, contiguous; ValueError for operands that do not fit."""
     groups, features, depth = _shape(w, fmt)
-    check_tensor("x", x, (x.shape[0], depth), x.dtype, x.device)
+    if x.shape[1] != depth:
+        raise ValueError(f"x must have {depth} columns, as the weights, got {x.shape[1]}")
+    wanted = shapes_of((*w.data[0].shape[:-1], depth), fmt)
+    for name, part, shape in zip(w._fields, w, wanted, strict=True):
+        count = 0 if shape is None else len(w.data)
+        if len(part) != count or any([t.shape != shape or t.device != x.device for t in part]):
+            raise ValueError(
+                f"{name} of weights in {fmt.name} must be {count} tensors of shape {shape} on "
+                f"{x.device}, got {[(tuple(t.shape), str(t.device)) for t in part]!s:.200}"
+            )
     check_ends(ends, groups, x.device)
     if bias is not None:
         check_tensor("bias", bias, (groups, features), x.dtype, x.device)
@@ -143,11 +153,11 @@ def _reads(x: Tensor, w: StoredWeights, fmt: NumberFormat) -> bool:
     """Whether the kernels read these operands, and are faster than dequantizing the weights."""
     shape = _shape(w, fmt)
     return (
-        x.shape[0] <= MAX_ROWS * shape[0]
+        x.shape[0] <= max_rows(fmt) * shape[0]
         and _supports(x.device, x.dtype, fmt, *shape)
         and all([t.is_contiguous() for part in w for t in part])
-        and all([begins_aligned(t) for t in w.data])
-        and all([begins_aligned(t, _SCALE_BYTES) for t in w.scale])
+        and not any([t.data_ptr() % limits.ALIGNMENT_BYTES for t in w.data])
+        and not any([t.data_ptr() % _SCALE_ALIGNMENT for t in w.scale])
     )
 
 
@@ -158,7 +168,10 @@ def _has_activation(glu: Glu, features: int) -> bool:
 def _addresses(
     w: StoredWeights, fmt: NumberFormat, device: torch.device
 ) -> tuple[Tensor | None, ...]:
-    """Data, scales and scales of whole matrices of one tensor; or of all, a table of these."""
+    """Data, scales and scales of whole matrices of one tensor, and no table of the addresses.
+
+    Of several the table ``[3, E]`` alone. Where a matrix has one scale, that is the third.
+    """
     data, scale, outer = w._replace(tensor_scale=w.scale) if fmt.block is None else w
     if len(data) == 1:
         return data[0], scale[0], outer[0] if outer else None, None
@@ -170,10 +183,11 @@ def _tile(fmt: NumberFormat, groups: int, rows: int, depth: int) -> tuple[int, i
     """``warps_across`` and ``row_tiles`` of a `FewRowsSpec`, by measurements on an H100."""
     spec = FewRowsSpec(fmt)
     chunks = -(-depth // spec.chunk)
-    # A warp that divides the reduction has at least four chunks, so that loads overlap.
+    # A warp has at least four chunks of the reduction, so that loads overlap, if it is that long.
     across = next(n for n in (1, 2, 4) if n == 4 or chunks * n >= 4 * WARPS)
     if rows <= MMA_ROWS:
         return across, 1
+    # Sums of blocks need registers of their own.
     return across, 2 if rows <= MMA_ROWS * groups or spec.scales_sums else 4
 
 

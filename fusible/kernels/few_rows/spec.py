@@ -11,11 +11,9 @@ WARPS = 8
 THREADS = 32 * WARPS
 MMA_ROWS = 8  # of x that one matrix instruction multiplies
 WARP_FEATURES = 32  # rows of the weight that a warp multiplies: two instructions of 16
-MAX_ROWS = 64
-"""Rows of a group, on average, up to which dequantizing the weights first is not faster."""
 RESIDENT = 2  # blocks that a multiprocessor has registers for
 MAX_GROUPS = 1024
-_MAX_ELEMENTS = 1 << 31  # of the weight of a group: bytes are counted in 32 bits
+_MAX_OFFSET = 1 << 31  # in a group's weight, in 32 rows of x, and in the biases: 32 bits
 _SHARED_BYTES = 228 * 1024
 _LOAD_BYTES = 16  # of a thread, of one row of the weight
 
@@ -100,6 +98,11 @@ class FewRowsSpec(NamedTuple):
         return max(self.vector // self.format.block[1], 1)
 
 
+def max_rows(fmt: NumberFormat) -> int:
+    """Rows of a group, on average, up to which dequantizing the weights first is not faster."""
+    return 32 if FewRowsSpec(fmt).scales_sums else 64
+
+
 def supports_format(fmt: NumberFormat) -> bool:
     """Whether the kernels read weights of a format: in E4M3 or E2M1, with scales of some blocks.
 
@@ -124,7 +127,8 @@ def supports(
         and dtype == "bfloat16"
         and supports_format(fmt)
         and 0 < groups <= MAX_GROUPS
+        and min(features, depth) > 0
         and features % limits.MULTIPLE_OF == 0
         and depth % FewRowsSpec(fmt).vector == 0
-        and features * depth < _MAX_ELEMENTS
+        and max(features * depth, features * groups, depth * 64) < _MAX_OFFSET
     )

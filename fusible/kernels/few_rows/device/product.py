@@ -1,10 +1,10 @@
 # Device code is traced by the CuTe DSL: its values have no static types, its loops are unrolled.
 """Products of few rows a group with weights as they are stored (CuTe DSL).
 
-Reading the weights is nearly all of the time, so they are read once, by every thread 16 bytes of
-a row at a time, straight to registers, and become BF16 there. ``mma.sync`` multiplies 16 rows of
-the weight by 8 of x. Which 16 numbers of the reduction an instruction takes is free, as long as
-both operands agree: a thread gives those that it has loaded.
+Reading the weights is nearly all of the time, so they are read once for up to 32 rows, by every
+thread 16 bytes of a row at a time, straight to registers, and become BF16 there. ``mma.sync``
+multiplies 16 rows of the weight by 8 of x. Which 16 numbers of the reduction an instruction takes
+is free, as long as both operands agree: a thread gives those that it has loaded.
 
 The warps of a block divide the reduction, and add up through shared memory.
 """
@@ -31,9 +31,9 @@ from fusible.kernels.quantize.device import numbers
 from fusible.recipes.formats import E2M1, E4M3
 
 _ROWS = 4  # of the weight that a thread loads: two of each instruction's 16
-_BIAS = {"e4m3": 120, "e2m1": 126}  # exponents by which bits of elements are too small as BF16
+_BIAS = {"e4m3": 120, "e2m1": 126}  # BF16 of the shifted bits is 2^-this times the element
 _DTYPE = "bf16"  # of rows, biases and the output
-_HEADROOM = 16  # by which scaled values are smaller, so that BF16 holds the factor
+_HEADROOM = 16  # scaled values are 2^-this times too small, so that BF16 holds the factor
 
 
 class _Weights(NamedTuple):
@@ -314,7 +314,7 @@ class _Problem(NamedTuple):
 
 def _weights_of(problem, group, column, across, spec):
     """Addresses of a thread's rows of the weight of a group, and of its scale as a matrix."""
-    fmt, group = spec.format, cutlass.min(group, problem.groups - 1)
+    fmt, group = spec.format, cutlass.min(group, problem.groups - 1)  # also asked of the tail
     features = problem.columns * (2 if spec.gated else 1)
     pitch = problem.depth // fmt.element.per_byte
     scale_pitch, scale_rows, across_block = Int32(0), Int32(0), 1
