@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from stored_weights import FORMATS, stored
 
 import fusible as fz
 from fusible import recipes
@@ -13,29 +14,13 @@ from fusible.kernels import few_rows, grouped
 from fusible.kernels.few_rows.spec import FewRowsSpec, supports, supports_format
 from fusible.kernels.glu import Glu
 from fusible.recipes.formats import (
-    E2M1,
     E4M3,
     E5M2,
     NumberFormat,
-    fp8_block,
-    fp8_tensor,
     mxfp8,
     nvfp4,
 )
-from fusible.recipes.stored import StoredWeights
-from fusible.recipes.tensor import QuantizedTensor
 from fusible.testing import assume_target
-
-FORMATS = [
-    mxfp8(),
-    nvfp4(),
-    nvfp4((16, 16)),
-    NumberFormat("mxfp4", E2M1, (1, 32), "e8m0_floor"),
-    fp8_block(block=(128, 128)),
-    fp8_block(power_of_two=False),
-    fp8_tensor(),
-]
-
 
 # --- numbers, on arrays --------------------------------------------------------------------------
 
@@ -101,12 +86,9 @@ def test_every_nan_element_is_noticed(device_code):
 
 def test_formats_of_weights():
     assert all(supports_format(fmt) for fmt in FORMATS)
-    for fmt in (
-        mxfp8(E5M2),
-        NumberFormat("small_blocks", E4M3, (1, 64), "fp32"),
-        NumberFormat("e4m3_of_256", E4M3, (1, 256), "e8m0_up"),
-    ):
-        assert supports_format(fmt) == (fmt.block == (1, 64))
+    assert supports_format(NumberFormat("fp32_scales_of_64", E4M3, (1, 64), "fp32"))
+    assert not supports_format(mxfp8(E5M2))
+    assert not supports_format(NumberFormat("e8m0_scales_of_256", E4M3, (1, 256), "e8m0_up"))
 
 
 def test_sizes_and_machines():
@@ -161,17 +143,14 @@ def test_kernels_compile_with_few_spills(fmt, row_tiles, gated, capfd, tmp_path)
 # --- the ops -------------------------------------------------------------------------------------
 
 
-def stored(fmt, groups, features, depth, separate):
-    w = torch.randn(groups, features, depth).bfloat16()
-    quantized = [QuantizedTensor.quantize(t, fmt) for t in (w.unbind(0) if separate else [w])]
-    values = torch.cat([q.dequantize().view(-1, features, depth) for q in quantized])
-    return StoredWeights.of([q.matrix() for q in quantized]), values
+def random_stored(fmt, groups, features, depth, separate):
+    return stored(torch.randn(groups, features, depth).bfloat16(), fmt, separate)
 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_ops_are_those_of_the_values(fmt, separate):
-    w, values = stored(fmt, 4, 32, 64, separate)
+    w, values = random_stored(fmt, 4, 32, 64, separate)
     if not separate:
         values = [values]
     x, ends = torch.randn(12, 64).bfloat16(), torch.tensor([3, 3, 9, 10], dtype=torch.int32)
@@ -197,7 +176,7 @@ def launches(monkeypatch):
 
 
 def test_what_is_launched(launches):
-    w, _ = stored(nvfp4(), 4, 64, 256, False)
+    w, _ = random_stored(nvfp4(), 4, 64, 256, False)
     x, ends = torch.randn(9, 256).bfloat16(), torch.tensor([3, 3, 8, 9], dtype=torch.int32)
     bias, scales = torch.randn(4, 64).bfloat16(), torch.rand(9, dtype=torch.float64)
     out = few_rows.grouped_glu(x, w, nvfp4(), ends, scales, Glu("swiglu", 8, 1.0), bias)
@@ -224,7 +203,7 @@ def test_what_is_launched(launches):
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_weights_that_begin_anywhere_are_not_launched(part, launches):
-    w, _ = stored(mxfp8(), 2, 64, 128, False)
+    w, _ = random_stored(mxfp8(), 2, 64, 128, False)
     at = w[part][0].contiguous().view(torch.uint8)
     moved = torch.empty(at.numel() + 1, dtype=torch.uint8)[1:].view(at.shape)
     w[part][0] = moved.copy_(at).view(w[part][0].dtype)
@@ -234,7 +213,7 @@ def test_weights_that_begin_anywhere_are_not_launched(part, launches):
 
 
 def test_operands_that_do_not_fit_raise(launches):
-    w, _ = stored(mxfp8(), 2, 64, 128, False)
+    w, _ = random_stored(mxfp8(), 2, 64, 128, False)
     x, ends = torch.randn(5, 128).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
     bias, scale = torch.randn(2, 64).bfloat16(), torch.rand(5)
     few_rows.grouped_mm(x, w, mxfp8(), ends, bias, scale)
@@ -262,7 +241,7 @@ def test_operands_that_do_not_fit_raise(launches):
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_weights_of_every_format_fit(fmt, separate, launches):
     x, ends = torch.randn(5, 96).bfloat16(), torch.tensor([1, 3, 5], dtype=torch.int32)
-    w, _ = stored(fmt, 3, 72, 96, separate)
+    w, _ = random_stored(fmt, 3, 72, 96, separate)
     assert few_rows._shape(w, fmt) == (3, 72, 96)
     assert few_rows._reads(x, w, fmt)
     few_rows._checked(x, w, fmt, ends, torch.randn(3, 72).bfloat16(), torch.rand(5))
@@ -270,7 +249,7 @@ def test_weights_of_every_format_fit(fmt, separate, launches):
 
 @pytest.mark.parametrize("op", ["grouped_mm_stored", "grouped_glu_stored"])
 def test_ops_pass_opcheck(op):
-    w, _ = stored(nvfp4(), 3, 32, 64, True)
+    w, _ = random_stored(nvfp4(), 3, 32, 64, True)
     x, ends = torch.randn(5, 64).bfloat16(), torch.tensor([1, 3, 5], dtype=torch.int32)
     args = x, *w, *nvfp4().as_constants(), ends, None
     if "glu" in op:
