@@ -26,8 +26,8 @@ from fusible.ops import grouped_direct
 NAMES = (
     "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "counter",
     "rows", "tail_end", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch",
-    "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha", "offset",
-    "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
+    "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha",
+    "offset", "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
     "b_scale_pitch", "b_scale_block", "stream",
 )  # fmt: skip
 
