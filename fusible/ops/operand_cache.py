@@ -80,7 +80,9 @@ class OperandCache:
                 return make()
             watched = (*stored, *self._shards)
             # An assignment to .data changes no version. Held, so that nothing else gets the memory.
-            memory = [(t.untyped_storage(), t.storage_offset()) for t in stored]
+            memory = [
+                (t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in stored
+            ]
             counts = _Steps.count, UnseenWrites.gathers
             versions = (*counts, *[t._version for t in watched], *memory)
         entry = self._cached

@@ -181,6 +181,10 @@ def assigned_where_the_first_was(op):
     op.weight.data = value.float()
 
 
+def assigned_in_the_same_memory(op):
+    op.weight.data = op.weight.data.view(32, 64).t()
+
+
 @torch.no_grad()
 def of_a_vector(op):
     vector_to_parameters(2 * parameters_to_vector(op.parameters()), op.parameters())
@@ -188,7 +192,7 @@ def of_a_vector(op):
 
 UPDATES = [
     changed_view, loaded, replaced, changed_in_inference_mode, master_weights, compiled_step,
-    assigned, assigned_where_the_first_was, of_a_vector,
+    assigned, assigned_where_the_first_was, assigned_in_the_same_memory, of_a_vector,
     lambda op: nn.init.normal_(op.weight),
     lambda op: nn.init.normal_(op.weight.detach()),
     lambda op: op.reset_parameters(),
