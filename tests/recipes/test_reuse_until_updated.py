@@ -219,6 +219,22 @@ def test_an_update_is_seen_by_the_next_forward(update, stored):
     assert dtype == torch.bfloat16 or not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("until_updated", [False, True])
+def test_parameters_can_be_swapped(until_updated):
+    op, x = linear(), torch.randn(48, 32)
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with fz.reuse_quantized_weights(op, until_updated=until_updated):
+            before = output(op, x)
+            op.load_state_dict(linear().state_dict())
+            after = output(op, x)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    assert torch.equal(after, output(op, x)) == until_updated
+    assert not torch.equal(output(op, x), before)
+
+
 def test_writing_the_pieces_of_a_stored_weight_is_seen():
     with fz.quantized_model_init(recipe=BLOCK):
         op = linear()
