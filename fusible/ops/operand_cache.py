@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,8 +40,11 @@ def counting_steps() -> Iterator[None]:
         handle.remove()
 
 
+_Reference = ref[Tensor] | nn.Parameter | int
+
+
 class _Entry(NamedTuple):
-    stored: tuple[ref[Tensor] | int, ...] = ()
+    stored: tuple[_Reference, ...] = ()
     versions: tuple[Any, ...] = ()
     operands: dict[Hashable, tuple[frozenset[str], Any]] = {}  # noqa: RUF012 - never written to
     """By key: the products that operands are for, and the operands."""
@@ -80,7 +83,9 @@ class OperandCache:
                 return make()
             watched = (*stored, *self._shards)
             # An assignment to .data changes no version. Held, so that nothing else gets the memory.
-            memory = [(t.untyped_storage(), t.storage_offset()) for t in stored]
+            memory = [
+                (t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in stored
+            ]
             counts = _Steps.count, UnseenWrites.gathers
             versions = (*counts, *[t._version for t in watched], *memory)
         entry = self._cached
@@ -105,20 +110,28 @@ def stored_tensors(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*weights, *[piece for of_weight in pieces for piece in of_weight])
 
 
-def _reference(t: Tensor) -> ref[Tensor] | int:
+def _reference(t: Tensor) -> _Reference:
     """A weak reference to ``t``, or its id if it is quantized (its pieces have references).
 
-    A parametrization, and so an adapter of peft, swaps a parameter of a subclass with itself, which
-    PyTorch refuses where there is a weak reference.
+    A parameter itself: PyTorch refuses to swap one that has a weak reference, as conversions and
+    loads do under ``torch.__future__.set_swap_module_params_on_conversion``. A parametrization, and
+    so an adapter of peft, swaps a parameter of a subclass with itself.
     """
-    return id(t) if isinstance(t, QuantizedTensor) else ref(t)
+    if isinstance(t, QuantizedTensor):
+        return id(t)
+    return t if isinstance(t, nn.Parameter) else ref(t)
 
 
-def _same(known: Sequence[ref[Tensor] | int], tensors: Sequence[Tensor]) -> bool:
+def _same(known: Sequence[_Reference], tensors: Sequence[Tensor]) -> bool:
     if len(known) != len(tensors):
         return False
-    pairs = zip(known, tensors, strict=True)
-    return all([of == id(t) if isinstance(of, int) else of() is t for of, t in pairs])
+    return all([_refers(of, t) for of, t in zip(known, tensors, strict=True)])
+
+
+def _refers(known: _Reference, t: Tensor) -> bool:
+    if isinstance(known, int):
+        return known == id(t)
+    return known() is t if isinstance(known, ref) else known is t
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:

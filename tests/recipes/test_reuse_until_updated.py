@@ -181,6 +181,10 @@ def assigned_where_the_first_was(op):
     op.weight.data = value.float()
 
 
+def assigned_in_the_same_memory(op):
+    op.weight.data = op.weight.data.view(32, 64).t()
+
+
 @torch.no_grad()
 def of_a_vector(op):
     vector_to_parameters(2 * parameters_to_vector(op.parameters()), op.parameters())
@@ -188,7 +192,7 @@ def of_a_vector(op):
 
 UPDATES = [
     changed_view, loaded, replaced, changed_in_inference_mode, master_weights, compiled_step,
-    assigned, assigned_where_the_first_was, of_a_vector,
+    assigned, assigned_where_the_first_was, assigned_in_the_same_memory, of_a_vector,
     lambda op: nn.init.normal_(op.weight),
     lambda op: nn.init.normal_(op.weight.detach()),
     lambda op: op.reset_parameters(),
@@ -213,6 +217,22 @@ def test_an_update_is_seen_by_the_next_forward(update, stored):
         after = output(op, x.to(dtype))
     assert torch.equal(after, output(op, x.to(dtype)))
     assert dtype == torch.bfloat16 or not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("until_updated", [False, True])
+def test_parameters_can_be_swapped(until_updated):
+    op, x = linear(), torch.randn(48, 32)
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with fz.reuse_quantized_weights(op, until_updated=until_updated):
+            before = output(op, x)
+            op.load_state_dict(linear().state_dict())
+            after = output(op, x)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    assert torch.equal(after, output(op, x)) == until_updated
+    assert not torch.equal(output(op, x), before)
 
 
 def test_writing_the_pieces_of_a_stored_weight_is_seen():
