@@ -198,7 +198,7 @@ def test_no_gradient_passes():
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
 def test_other_formats_are_refused(fmt):
-    with pytest.raises(ValueError, match="FP32 scale for each 1x128 or 128x128"):
+    with pytest.raises(ValueError, match="FP32 scale for each 1x128, 128x128 or matrix"):
         quantize_k_major(torch.randn(4, 32), fmt, rowwise=True, columnwise=True)
 
 

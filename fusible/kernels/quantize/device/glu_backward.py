@@ -3,7 +3,8 @@
 A thread has the same columns of the pre-activation's gradient as in ``k_major``, eight neighbours.
 In stripes of 1, 2 and 4 gate columns it has gates and their linear columns, otherwise gates or
 linear columns, and reads the others as well. An activation that is not gated has but its operand.
-Gradients are rounded to BF16, then quantized.
+Gradients are rounded to BF16, then quantized, unless a scale covers a whole group: then only the
+largest magnitudes are found, and another launch quantizes.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,11 @@ from fusible.kernels.device.activations import evaluate
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
 from fusible.kernels.quantize.device.magnitudes import over_rows
-from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, thread_tile
+from fusible.kernels.quantize.device.quantize import (
+    SHARED_PERCENT,
+    raise_to_largest,
+    thread_tile,
+)
 from fusible.kernels.quantize.spec import THREADS
 
 _BYTES = 2  # of BF16
@@ -125,8 +130,11 @@ def _wide(source, column, start, row_scale, inside, spec):
     return values, bits.select(is_linear, 0, bits.to_bits(total))
 
 
-def quantize_gradients(source, tile, rows, columns, out, partials, values, spec):
-    """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'."""
+def quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec):
+    """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'.
+
+    Or instead of scales and elements the largest magnitudes, where these cover whole groups.
+    """
     words, total = gradients(source, tile, columns, values, spec)
     tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
@@ -135,7 +143,10 @@ def quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
         at = Int64(tile.column // width) * Int64(rows) + Int64(tile.first + own)
         inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
         bits.store(partials + at * 4, [total], Int32(inside))
-    store_block(words, tile, rows, columns, rows, out, spec.quantize)
+    if spec.quantize.has_matrix_scales:
+        raise_to_largest(amax + Int64(tile.group) * 4, words, spec.quantize.dtype)
+    else:
+        store_block(words, tile, rows, columns, rows, out, spec.quantize)
 
 
 @cute.kernel
@@ -144,6 +155,7 @@ def _quantize(
     preact: Int64,
     scales: Int64,
     ends: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -166,13 +178,14 @@ def _quantize(
     block = cta // chunks
     sizes = rows, columns, groups, rows
     tile = thread_tile(block, cta - block * chunks, *sizes, ends, spec.quantize)
-    if cta == 0:
-        quantize = spec.quantize
-        store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
+    quantize = spec.quantize
+    if cutlass.const_expr(not quantize.has_matrix_scales):
+        if cta == 0:
+            store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
     if tile.rows > 0:
         source = Source(dy, preact, scales, glu_block, (limit, alpha, offset))
         out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
-        quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
+        quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec)
 
 
 @cute.jit
@@ -181,6 +194,7 @@ def quantize(
     preact: Int64,
     scales: Int64,
     ends: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -206,8 +220,9 @@ def quantize(
     """
     blocks, chunks = grid_of(rows, columns, groups, rows, spec.quantize)
     _quantize(
-        dy, preact, scales, ends, row_data, row_scale, col_data, col_scale, padded_ends, partials,
-        values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks, spec,
+        dy, preact, scales, ends, amax, row_data, row_scale, col_data, col_scale, padded_ends,
+        partials, values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks,
+        spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,
