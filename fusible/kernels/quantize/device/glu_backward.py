@@ -17,7 +17,7 @@ from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
-from fusible.kernels.quantize.device.magnitudes import over_rows
+from fusible.kernels.quantize.device.magnitudes import largest_of_columns, over_rows
 from fusible.kernels.quantize.device.quantize import (
     SHARED_PERCENT,
     raise_to_largest,
@@ -50,6 +50,7 @@ def _add(a, b):
 def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
+    Where a scale covers a whole group, one row of words of the largest magnitudes instead.
     Also the FP32 bits of the gradient of one row's scale by the columns of its block: in the i-th
     of the threads that share a row, of the thread's i-th row.
     """
@@ -72,11 +73,14 @@ def gradients(source, tile, columns, values_out, spec):
         if spec.scaled:
             row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
         values, total = of_row(source, tile.column, start, row_scale, inside, spec)
-        rows.append(bits.pack(values, spec.quantize.dtype))
+        words = bits.pack(values, spec.quantize.dtype)
+        rows.append(words)
+        if spec.quantize.has_matrix_scales:
+            rows = [largest_of_columns(rows, spec.quantize.dtype)]
         totals.append(total)
         if spec.values:
             written = Int32(Boolean(r < tile.count) & tile.in_columns)
-            bits.store(values_out + (start + Int64(tile.column)) * _BYTES, rows[-1], written)
+            bits.store(values_out + (start + Int64(tile.column)) * _BYTES, words, written)
     return rows, over_rows(totals, spec.quantize.lanes, _add) if spec.scaled else None
 
 

@@ -77,13 +77,20 @@ def _column_factors(words, tile, columns, out, spec):
     return [bits.to_float(factors[thread % spec.lanes, j, 0]) for j in range(spec.vector)]
 
 
-def _matrix_factors(tile, columns, amax, out, spec):
-    """The factors of a thread's columns by the largest magnitude of its group or matrix.
-
-    Those of groups have their scale for both uses stored; of matrices, that of each row is enough.
-    """
+def _matrix_scale(tile, amax, spec):
+    """The scale and the factor of a group or matrix, by its largest magnitude."""
+    if not spec.has_matrix_scales:
+        return None
     (largest,) = bits.load(amax + Int64(tile.group) * 4, tile.live, 1)
-    scale, factor = numbers.encode_scale(largest, None, spec.format)
+    return numbers.encode_scale(largest, None, spec.format)
+
+
+def _matrix_factors(common, tile, columns, out, spec):
+    """The factors of a thread's columns in a group or matrix, whose scale is stored.
+
+    That of groups is stored for both uses; of matrices, that of each row is enough.
+    """
+    scale, factor = common
     own = cute.arch.lane_idx() % spec.lanes
     if spec.rowwise or not spec.grouped:
         first = tile.column < spec.lanes * spec.vector
@@ -166,8 +173,9 @@ def _column_of(tile, columns, matrix_rows, col_pitch, spec):
 
 def quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, amax, out, spec):
     """Scales and elements of a thread's rows."""
+    common = _matrix_scale(tile, amax, spec)  # before the input fills the registers
     words = load_input(x, index, pitch, tile, spec)
-    store_block(words, tile, rows, columns, matrix_rows, out, spec, amax)
+    store_block(words, tile, rows, columns, matrix_rows, out, spec, common)
 
 
 def computed_anew(tile, columns):
@@ -177,11 +185,14 @@ def computed_anew(tile, columns):
     return tile._replace(**anew), bits.opaque(columns)
 
 
-def store_block(words, tile, rows, columns, matrix_rows, out, spec, amax=None):
-    """Scales and elements of a thread's rows, which are in ``words``."""
+def store_block(words, tile, rows, columns, matrix_rows, out, spec, common=None):
+    """Scales and elements of a thread's rows, which are in ``words``.
+
+    ``common`` are the scale and the factor of all of them, if any.
+    """
     of_columns = None
     if spec.has_matrix_scales:
-        of_columns = _matrix_factors(tile, columns, amax, out, spec)
+        of_columns = _matrix_factors(common, tile, columns, out, spec)
     elif not spec.format.directional:
         of_columns = square_factors(words, tile, columns, out.row_scale, spec).to_element
     elif spec.columnwise:
