@@ -78,6 +78,9 @@ class MoEExperts(FusedOperation):
         kernels = self._mlp.kernels
         # Gather only if groups and row map are this dispatch's own.
         gathers = self._gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
+        if all([t is None for extra in extra_inputs[1:] for t in extra]):
+            for ctx in ctxs:  # No other op reads the rows, nor gradients of them.
+                ctx.zero_tail = False
         placed = dispatch.place(first, x, *extra_inputs[0])
         rows: Any
         rows, *outputs = (dispatch.gathered if gathers else dispatch.scattered)(first, placed)
@@ -145,7 +148,8 @@ class MoEExperts(FusedOperation):
         x = second.saved.x
         if dispatch.recompute_rows and not kernels.gathers:
             probs = others[1] if dispatch.scale_input else None
-            x, _ = moe.scatter_rows(x, row_map, probs, last.num_rows, dispatch.scale_input)
+            given = last.num_rows, dispatch.scale_input
+            x, _ = moe.scatter_rows(x, row_map, probs, *given, zero_tail=first.zero_tail)
         params1, extra1 = self._mlp.fc1_grads(second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]

@@ -49,6 +49,8 @@ class OperationContext:
             ``requires_grad`` of the tensors could not say so.
         quantizes: whether the recipe quantizes operands of matrix products.
         kernels: what the op's plan selected for it (``Plan.kernels``), None for its default.
+        zero_tail: whether rows past the last group's end must be zero in what the op makes; False
+            where a fused op covers all that could read them.
         memo: in the forward, values that the ops of this one call share, by what they derive from.
         writable_extra: slots of the extra tensors that the op may write to: in the forward of its
             extra inputs, in the backward of the gradients of its extra outputs. Known where an op
@@ -77,6 +79,7 @@ class OperationContext:
     memo: dict[Any, Any]
     kernels: Any = None
     quantizes: bool
+    zero_tail: bool = True
     writable_extra: frozenset[int] = frozenset()
     writable_grad_output: bool = False
     deferred: bool = False
@@ -125,7 +128,7 @@ class OperationContext:
         context.dtype, context.grad_quantizer = self.dtype, self.grad_quantizer
         context.output_grad_quantizer = self.output_grad_quantizer
         context.recipe, context.quantizes = self.recipe, self.quantizes
-        context.kernels = self.kernels
+        context.kernels, context.zero_tail = self.kernels, self.zero_tail
         context.saved_tensors = saved_tensors
         return context
 

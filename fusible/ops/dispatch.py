@@ -247,7 +247,8 @@ class Dispatch(BasicOperation):
     def scattered(self, ctx: OperationContext, placed: Placed) -> tuple[Tensor, ...]:
         """The outputs, of tokens that were placed."""
         x, probs, row_map = placed.x, placed.probs, placed.row_map
-        y, scales = moe.scatter_rows(x, row_map, probs, placed.rows, self.scale_input)
+        given = placed.rows, self.scale_input
+        y, scales = moe.scatter_rows(x, row_map, probs, *given, zero_tail=ctx.zero_tail)
         saved = (row_map, x, probs) if self.scale_input else (row_map,)
         ctx.save_for_backward(*saved, *placed.of_group[:1])
         return y, *self._extra_outputs(ctx, placed, scales)
@@ -647,7 +648,8 @@ class Combine(BasicOperation):
         scales = weighted[1] if weighted else None
         drows = dscales = None
         if ctx.needs.input:
-            drows, _ = moe.scatter_rows(dy, row_map, scales, ctx.num_rows, self.weighted)
+            given = ctx.num_rows, self.weighted
+            drows, _ = moe.scatter_rows(dy, row_map, scales, *given, zero_tail=ctx.zero_tail)
         if scales is not None and ctx.needs.extra_inputs[-1]:
             rows = weighted[0]
             dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)

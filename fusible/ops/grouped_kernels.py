@@ -311,9 +311,8 @@ class GroupedKernels:
             return Activated(preact, cast(out, call.ctx.dtype))
         x, w, x_scale, w_scale = _split_scales(x, weights)
         bias = call.linear.stacked_bias(call.ctx, value_dtype(x.dtype))
-        preact, out = grouped.grouped_glu(
-            x, w, call.ends, scales, glu_of(act), bias, save_preact, x_scale, w_scale
-        )
+        options = scales, glu_of(act), bias, save_preact, x_scale, w_scale
+        preact, out = grouped.grouped_glu(x, w, call.ends, *options, zero_tail=call.ctx.zero_tail)
         return Activated(preact, cast(out, call.ctx.dtype))
 
     def dglu(
@@ -337,8 +336,9 @@ class GroupedKernels:
         ``preact`` may be written to.
         """
         ctx = call.ctx
+        given, zero_tail = (preact, scales, glu_of(act)), ctx.zero_tail
         dpreact, act_again, dscales = grouped.grouped_dglu(
-            dy, weights, call.ends, preact, scales, glu_of(act), overwrite=overwrite
+            dy, weights, call.ends, *given, overwrite=overwrite, zero_tail=zero_tail
         )
         again: Any = None if self.saves_activation(ctx, act) else act_again
         if again is not None and ctx.quantizes and ctx.needs.params[0]:
@@ -393,8 +393,8 @@ def _matmul(
         return y if out is None else out.copy_(y)
     transpose_w = data_grad and w_scale is None  # FP8 ones are transposed already
     bias = None if data_grad else call.linear.stacked_bias(ctx, value_dtype(x.dtype))
-    y = grouped.grouped_mm(x, w, ends, bias, row_scale, transpose_w, out, x_scale, w_scale)
-    return cast(y, ctx.dtype)
+    given = bias, row_scale, transpose_w, out, x_scale, w_scale
+    return cast(grouped.grouped_mm(x, w, ends, *given, zero_tail=ctx.zero_tail), ctx.dtype)
 
 
 def _are_stored(weights: Any) -> TypeGuard[list[QuantizedMatrix]]:

@@ -98,7 +98,7 @@ def test_more_than_two_to_the_31_elements():
 def rows_case(dtype, tokens, hidden, k, weights, capacity):
     groups = 16
     ids = torch.stack([torch.randperm(groups + 3)[:k] for _ in range(tokens)])
-    row_map, *_ = definitions.permutation(ids, groups, capacity)
+    row_map, _, ends = definitions.permutation(ids, groups, capacity)
     rows = tokens * k if capacity is None else min(tokens * k, groups * capacity)
     given = {
         "none": None,
@@ -107,7 +107,7 @@ def rows_case(dtype, tokens, hidden, k, weights, capacity):
         "row": torch.rand(rows),
     }[weights]
     x, y = torch.randn(tokens, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
-    return row_map, rows, given, x, y
+    return row_map, rows, given, x, y, ends
 
 
 @on_poison
@@ -116,14 +116,19 @@ def rows_case(dtype, tokens, hidden, k, weights, capacity):
 @pytest.mark.parametrize("k", [1, 8, 11])
 def test_rows(dtype, weights, k):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
-        row_map, rows, w, x, y = rows_case(dtype, tokens, hidden, k, weights, capacity)
+        row_map, rows, w, x, y, ends = rows_case(dtype, tokens, hidden, k, weights, capacity)
         assert kernels.supports_row_copies(x.cuda(), row_map.cuda(), w)
         if w is not None and w.dim() == 2:
             args = (row_map, w, rows)
             same(moe.row_sources(*cuda(*args)), definitions.row_sources(*args))
         for scale in (False, True) if w is not None else (False,):
             args = (x, row_map, w, rows, scale)
-            same(moe.scatter_rows(*cuda(*args)), definitions.scatter_rows(*args))
+            want, moved = definitions.scatter_rows(*args)
+            same(moe.scatter_rows(*cuda(*args)), (want, moved))
+            with torch.no_grad():  # as a direct call
+                out, of_weights = moe.scatter_rows(*cuda(*args), zero_tail=False)
+            same((out[: int(ends[-1])], of_weights), (want[: int(ends[-1])], moved))
+            assert out[int(ends[-1]) :].isnan().all()
         for values in (None, torch.randn(rows), torch.randn(rows).half())[: 3 if k == 8 else 2]:
             args = (y, row_map, w, values)
             same(moe.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
@@ -135,7 +140,7 @@ def test_rows(dtype, weights, k):
 @pytest.mark.parametrize("by_row", [False, True])
 def test_row_dots(dtype, k, by_row):
     for tokens, hidden, capacity in ((1, 40, None), (333, 40, None), (64, 2048, 7)):
-        row_map, _, _, x, y = rows_case(dtype, tokens, hidden, k, "none", capacity)
+        row_map, _, _, x, y, _ = rows_case(dtype, tokens, hidden, k, "none", capacity)
         x[0, 0] = torch.inf
         got = moe.row_dots(*cuda(y, x, row_map, by_row)).cpu()
         want = definitions.row_dots(y.double(), x.double(), row_map, by_row)

@@ -416,6 +416,34 @@ def test_extreme_splits(sizes):
     assert_close(wgrad, torch.stack([x[p].float().T @ x[p].float() for _, p in groups(sizes)]))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 0), (5, 0), (31,) * 33, (4000, 1)], ids=str)
+def test_rows_past_the_last_group_are_left_alone(sizes):
+    """Without ``zero_tail``: the bits of the groups' rows, and what was in memory behind them."""
+    x, ends, count = rows(sizes, 1000, 128), ends_of(sizes), sum(sizes)
+    w1, w2 = random(len(sizes), 512, 128, scale=0.1), random(len(sizes), 128, 256, scale=0.1)
+    scales, glu, dy = (
+        torch.rand(len(x), device=DEVICE),
+        Glu("swiglu", 0, 0, 0, 0),
+        rows(sizes, 1000, 128),
+    )
+    preact, _ = ops.grouped_glu(x, [w1], ends, scales, glu)
+
+    def results(zero_tail):
+        y = torch.full((len(x), 256), math.nan, dtype=x.dtype, device=DEVICE)
+        ops.grouped_mm(x, [w1[:, :256]], ends, out=y, zero_tail=zero_tail)
+        forward = ops.grouped_glu(x, [w1], ends, scales, glu, zero_tail=zero_tail)
+        return (
+            y,
+            *forward,
+            *ops.grouped_dglu(dy, [w2], ends, preact, scales, glu, zero_tail=zero_tail),
+        )
+
+    for with_zeros, without in zip(results(True), results(False), strict=True):
+        ref.assert_equal(without[:count], with_zeros[:count])
+        assert not with_zeros[count:].any()
+        assert without[count:].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("groups", [1, 3, 31, 32, 33, 200])
 def test_group_ends(dtype, groups):

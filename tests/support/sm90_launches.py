@@ -25,9 +25,9 @@ from fusible.ops import grouped_direct
 # The kernels' arguments: see GroupedGemm.__call__.
 NAMES = (
     "a", "b", "preact", "out", "d_preact", "ends", "table", "bias", "scales", "partials", "counter",
-    "rows", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch", "preact_pitch",
-    "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha", "offset",
-    "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
+    "rows", "tail_end", "columns", "depth", "groups", "a_pitch", "b_pitch", "group_pitch",
+    "preact_pitch", "out_pitch", "d_preact_pitch", "glu_block", "glu_columns", "limit", "alpha",
+    "offset", "clusters", "a_scales", "b_scales", "a_scale_pitch", "a_scale_block", "b_scale_group",
     "b_scale_pitch", "b_scale_block", "stream",
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ def tensor_at(
 
 
 def run_product(spec: Spec, *arguments: float) -> None:
-    """Do what the kernel does, as the definitions do."""
+    """Do what the kernel does, as the definitions do; NaN where it writes nothing."""
     k = SimpleNamespace(**dict(zip(NAMES, arguments, strict=True)))
     dtype, out_dtype = getattr(torch, spec.dtype), getattr(torch, spec.out_dtype)
     b_dtype, value_dtype = (
@@ -86,16 +86,22 @@ def run_product(spec: Spec, *arguments: float) -> None:
     interleaved = spec.sides == 2 and k.glu_columns == 2 * k.columns
     glu = Glu(spec.activation, k.glu_block if interleaved else 0, k.limit, k.alpha, k.offset)
     shape = k.rows, spec.sides * k.columns
+    assert k.tail_end in (0, k.rows)
+    tail = slice(int(ends[-1]), 0 if k.tail_end else None)  # of what is not written
     if spec.kind == "store":
         definitions.grouped_mm_(out, x, w, ends, bias, scales, False, x_scale, w_scale)
+        out[tail] = math.nan
     elif spec.kind in FORWARD:
         preact, act = definitions.grouped_glu(x, w, ends, scales, glu, bias, True, x_scale, w_scale)
+        preact[tail] = act[tail] = math.nan
         out.copy_(act)
         if spec.save_preact:
             tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(preact)
     else:
         preact = tensor_at(k.preact, shape, value_dtype, (k.preact_pitch, 1))
         found = definitions.grouped_dglu(x, [one.t() for one in w], ends, preact, scales, glu)
+        for made in found[: 2 if scales is None else 3]:
+            made[tail] = math.nan
         tensor_at(k.d_preact, shape, value_dtype, (k.d_preact_pitch, 1)).copy_(found[0])
         out.copy_(found[1])
         assert bool(k.scales) == bool(k.rows and len(found[2]))

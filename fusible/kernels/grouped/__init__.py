@@ -2,9 +2,10 @@
 
 Rows of ``x`` are sorted by group; group e owns rows ``ends[e-1]`` to ``ends[e]``. ``ends`` is
 int32 ``[E]`` on the device of ``x``, non-decreasing and at most the number of rows. Rows past the
-last end (the tail) give zero output and take no part in any gradient; an empty group's weight and
-bias gradients are exactly zero. Weights are one tensor ``[E, N, K]`` or E of ``[N, K]``; operands
-may have any strides.
+last end (the tail) give zero output and take no part in any gradient; without ``zero_tail``, an
+argument of direct calls, their output may be anything. An empty group's weight and bias gradients
+are exactly zero. Weights are one tensor ``[E, N, K]`` or E of ``[N, K]``; operands may have any
+strides.
 
 On the CPU the ops are their definitions (`definitions`, `groups`, `bias_gradients`), of any
 floating dtype. On CUDA they run our kernels for SM90, of BF16 and FP16
@@ -110,12 +111,15 @@ def grouped_mm(
     out: Tensor | None = None,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> Tensor:
     """`definitions.grouped_mm`, in ``out`` if given."""
+    given = bias, row_scale, transpose_w, x_scale, w_scale
     if out is None or out.dtype != value_dtype(x.dtype):
-        y = _grouped_mm(x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
+        y = _grouped_mm(x, w, ends, *given, zero_tail=zero_tail)
         return y if out is None else out.copy_(y)
-    _grouped_mm_(out, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
+    _grouped_mm_(out, x, w, ends, *given, zero_tail=zero_tail)
     return out
 
 

@@ -66,6 +66,8 @@ def grouped_mm(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> Tensor:
     """``x @ w[e].T + bias[e] * row_scale`` for the rows of each group e.
 
@@ -76,7 +78,8 @@ def grouped_mm(
     """
     shape = x.shape[0], w[0].shape[-1 if transpose_w else -2]
     y = x.new_empty(shape, dtype=value_dtype(x.dtype))
-    grouped_mm_(y, x, w, ends, bias, row_scale, transpose_w, x_scale, w_scale)
+    given = bias, row_scale, transpose_w, x_scale, w_scale
+    grouped_mm_(y, x, w, ends, *given, zero_tail=zero_tail)
     return y
 
 
@@ -90,6 +93,8 @@ def grouped_mm_(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> None:
     """`grouped_mm` into ``out``."""
     check_scale_pair(x_scale, w_scale)
@@ -104,7 +109,8 @@ def grouped_mm_(
         matrices = w if transpose_w else [matrix.t() for matrix in w]
     sizes = _sizes(ends)
     xs, ys = _by_group(x, sizes), _by_group(out, sizes)
-    ys[-1].zero_()
+    if zero_tail:
+        ys[-1].zero_()
     scales = None if row_scale is None else _by_group(row_scale, sizes)
     with torch.no_grad():
         for group, size in enumerate(sizes):
@@ -132,6 +138,7 @@ def grouped_glu(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     *,
+    zero_tail: bool = True,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor]:
     """``preact = x @ w[e].T + bias[e]`` and ``glu(preact) * scales``, one scale for each row.
@@ -154,6 +161,7 @@ def grouped_dglu(
     glu: Glu,
     *,
     overwrite: bool = False,
+    zero_tail: bool = True,
     product: Callable[..., Tensor] = grouped_mm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of the activation between two grouped linears, in the second one's data gradient.

@@ -72,6 +72,8 @@ def grouped_mm(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None or not supports_dtype(x.dtype):
@@ -91,6 +93,8 @@ def grouped_mm_(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> NotImplementedType | None:
     """`definitions.grouped_mm_`."""
     if x_scale is not None or not supports_dtype(x.dtype):

@@ -54,6 +54,8 @@ def grouped_mm(
     transpose_w: bool = False,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`."""
     if x_scale is not None and w_scale is not None:
@@ -82,7 +84,9 @@ def grouped_mm(
     return torch.where(live[:, None], y, 0).to(x.dtype)
 
 
-def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> NotImplementedType | None:
+def grouped_mm_(
+    out: Tensor, x: Tensor, *rest: Any, zero_tail: bool = True
+) -> NotImplementedType | None:
     """`definitions.grouped_mm_`, by a copy."""
     y = grouped_mm(x, *rest)
     if y is NotImplemented:

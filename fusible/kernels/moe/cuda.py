@@ -109,15 +109,21 @@ def scatter_outputs(
 
 
 def scatter_rows(
-    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
+    x: Tensor,
+    row_map: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    scale: bool,
+    *,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.scatter_rows`."""
     if rows == 0 or not supports_row_copies(x, row_map, weights):
         return NotImplemented
     made = scatter_outputs(x, row_map, weights, rows, scale)
     spec = rows_spec(x, row_map, weights, scale=scale)
-    given = aligned(x), row_map.contiguous(), _contiguous(weights), *made, x.shape[0], rows
-    launch("moe.rows.scatter", (spec,), x.device, *given)
+    given = aligned(x), row_map.contiguous(), _contiguous(weights), *made
+    launch("moe.rows.scatter", (spec,), x.device, *given, x.shape[0], rows, int(zero_tail))
     return made
 
 

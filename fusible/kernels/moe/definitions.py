@@ -65,12 +65,19 @@ def row_sources(row_map: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Te
 
 
 def scatter_rows(
-    x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int, scale: bool
+    x: Tensor,
+    row_map: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    scale: bool,
+    *,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``out[row_map[t, j]] = x[t]``, times the weight with ``scale``; zero elsewhere.
 
     ``x`` ``[T, H]``, ``row_map`` ``[T, k]``, weights by choice ``[T, k]`` or by row ``[rows]``.
     Also gives weights by choice as ``[rows]``, zero elsewhere (empty where there are none).
+    Without ``zero_tail``, which a direct call takes, ``out`` may be anything elsewhere.
     """
     choice, live = _choices(row_map, rows)
     out = x[choice // row_map.shape[1]]

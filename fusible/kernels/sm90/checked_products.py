@@ -182,6 +182,7 @@ def grouped_mm(
     w_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> Tensor | NotImplementedType:
     """`definitions.grouped_mm`, in ``out`` if given."""
     found = _operands("x", x, w, ends, transpose_w, x_scale, w_scale)
@@ -197,13 +198,18 @@ def grouped_mm(
         check_tensor("out", out, shape, dtype, x.device)
     fits = out is not None and out.is_contiguous() and out.data_ptr() % limits.ALIGNMENT_BYTES == 0
     y = out if fits else None
-    y = products.forward(x, address, ends, bias, row_scale, y, transpose_w, table, pitch, scales)
+    y = products.forward(
+        x, address, ends, bias, row_scale, y, transpose_w, table, pitch, scales, zero_tail
+    )
     return y if out is None or fits else out.copy_(y)
 
 
-def grouped_mm_(out: Tensor, x: Tensor, *rest: Any) -> NotImplementedType | None:
+def grouped_mm_(
+    out: Tensor, x: Tensor, *rest: Any, zero_tail: bool = True
+) -> NotImplementedType | None:
     """`definitions.grouped_mm_`."""
-    return None if grouped_mm(x, *rest, out=out) is not NotImplemented else NotImplemented
+    made = grouped_mm(x, *rest, out=out, zero_tail=zero_tail)
+    return None if made is not NotImplemented else NotImplemented
 
 
 def grouped_glu(
@@ -216,6 +222,8 @@ def grouped_glu(
     save_preact: bool = True,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    *,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_glu`."""
     found = _operands("x", x, w, ends, False, x_scale, w_scale)
@@ -229,7 +237,7 @@ def grouped_glu(
         check_tensor("bias", bias, shape[:2], products.value_dtype, x.device)
         bias = bias.contiguous()
     return products.glu(
-        x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales
+        x, address, ends, scales, glu, bias, save_preact, table, pitch, operand_scales, zero_tail
     )
 
 
@@ -242,6 +250,7 @@ def grouped_dglu(
     glu: Glu,
     *,
     overwrite: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor] | NotImplementedType:
     """`definitions.grouped_dglu`."""
     found = _operands("dy", dy, w, ends, True, None, None)
@@ -257,7 +266,7 @@ def grouped_dglu(
     scales = None if scales is None else as_vector("scales", scales, dy)
     overwrite = overwrite and preact_pitch == 0
     return products.dglu(
-        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch
+        dy, address, ends, preact, scales, glu, overwrite, table, pitch, preact_pitch, zero_tail
     )
 
 

@@ -204,6 +204,7 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
+        zero_tail: bool = True,
     ) -> Tensor:
         """`grouped_mm`, into a contiguous ``out`` if there is one."""
         if bias is None:
@@ -225,6 +226,7 @@ class WeightProducts:
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if row_scale is None else row_scale.data_ptr(),
             operand_scales=operand_scales,
+            zero_tail=zero_tail,
         )
         return y
 
@@ -248,6 +250,7 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
+        zero_tail: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """`grouped_glu`."""
         scale = None if scales is None else scales.dtype
@@ -267,6 +270,7 @@ class WeightProducts:
             bias=0 if bias is None else bias.data_ptr(),
             scales=0 if scales is None else scales.data_ptr(),
             operand_scales=operand_scales,
+            zero_tail=zero_tail,
         )
         return preact, out
 
@@ -282,6 +286,7 @@ class WeightProducts:
         table: int = 0,
         pitch: int = 0,
         preact_pitch: int = 0,
+        zero_tail: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`grouped_dglu`; ``overwrite`` is for a contiguous pre-activation."""
         scale = None if scales is None else scales.dtype
@@ -304,6 +309,7 @@ class WeightProducts:
             table=table,
             scales=0 if scales is None else scales.data_ptr(),
             partials=partials.data_ptr(),
+            zero_tail=zero_tail,
         )
         dscales = partials if scales is None else sum_up(partials, rows, scales.dtype)
         return d_preact, act, dscales

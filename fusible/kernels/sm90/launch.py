@@ -69,10 +69,12 @@ class Launch:
         scales: int = 0,
         partials: int = 0,
         operand_scales: tuple[int, ...] = NO_SCALES,
+        zero_tail: bool = True,
     ) -> None:
         """Launch the kernel on the device's current stream, unless there are no rows.
 
-        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on.
+        ``operand_scales``, of FP8 operands: see `GroupedGemm`, from ``a_scales`` on. Without
+        ``zero_tail`` the rows past the last group are not written.
         """
         if total_rows == 0:
             return
@@ -85,7 +87,8 @@ class Launch:
         counter = tile_counter(index, stream) if self._dynamic else 0
         call_on_device(index, self._function, (
             a, b, preact, out, d_preact, ends, table, bias, scales, partials, counter,
-            total_rows, *self._constant, clusters, *operand_scales, stream,
+            total_rows, total_rows if zero_tail else 0, *self._constant, clusters, *operand_scales,
+            stream,
         ))  # fmt: skip
 
 

@@ -95,6 +95,7 @@ def _scatter(
     moved: Int64,
     tokens: Int32,
     rows: Int32,
+    zero_tail: Int32,
     spec: cutlass.Constexpr,
 ):
     wait()
@@ -111,7 +112,7 @@ def _scatter(
         for j, entry in enumerate(found):
             computed = entry >= 0
             row = cutlass.max(entry, ~entry)
-            inside = Boolean(exists) & (row < rows)
+            inside = Boolean(exists) & (row < rows) & (computed | (zero_tail != 0))
             kept = words
             if cutlass.const_expr(spec.scale):
                 weight = _weight(weights, token, j, row, inside & computed, spec)
@@ -250,11 +251,12 @@ def scatter(
     moved: Int64,
     tokens: Int32,
     rows: Int32,
+    zero_tail: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
     """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them."""
-    _scatter(x, row_map, weights, out, moved, tokens, rows, spec).launch(
+    _scatter(x, row_map, weights, out, moved, tokens, rows, zero_tail, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 

@@ -68,6 +68,7 @@ class GroupedGemm:
         partials: Int64,
         counter: Int64,
         total_rows: Int32,
+        tail_end: Int32,
         columns: Int32,
         depth: Int32,
         groups: Int32,
@@ -96,7 +97,8 @@ class GroupedGemm:
 
         Rows grouped: ``a`` [total_rows, depth], ``b`` [groups, columns, depth]. Reduction
         grouped: ``a`` [total_rows, columns], ``b`` [total_rows, depth], ``out``
-        [groups, columns, depth], the group pitch being the output's. For the gated kinds
+        [groups, columns, depth], the group pitch being the output's. Rows from the last group's end
+        to ``tail_end`` get zero output; others past it are not written. For the gated kinds
         ``columns`` counts activation columns, ``glu_block`` is the distance from a gate column
         to its linear column and ``glu_columns`` the bound of gate columns.
 
@@ -217,6 +219,7 @@ class GroupedGemm:
             layout_block,
             layout_preact,
             total_rows,
+            tail_end,
             columns,
             depth,
             groups,
@@ -314,6 +317,7 @@ class GroupedGemm:
         layout_block: cute.ComposedLayout,
         layout_preact: cute.ComposedLayout,
         total_rows: Int32,
+        tail_end: Int32,
         columns: Int32,
         depth: Int32,
         groups: Int32,
@@ -444,8 +448,9 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
+                bounds = total_rows, tail_end
                 scheduler = TileScheduler(
-                    ends, total_rows, groups, across, tile_rows, down, spec.skips_empty_groups
+                    ends, *bounds, groups, across, tile_rows, down, spec.skips_empty_groups
                 )
                 queue.serve(
                     scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)

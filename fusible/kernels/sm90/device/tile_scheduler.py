@@ -27,18 +27,21 @@ class TileScheduler:
     """Tiles, group by group.
 
     Where rows are grouped, a tile has ``tile_rows`` rows, and group ``groups`` stands for the rows
-    past the last end, whose output is zero. Where the reduction is grouped, ``tile_rows`` is 0: a
-    group has ``down`` rows of tiles, or none if it has no rows and such are skipped. Lane ``i`` of
-    a warp knows group ``base + i``; a tile is found by a ballot, and the lanes move on to the next
-    32 groups when the tile lies past theirs.
+    from the last end to ``tail_end``, whose output is zero. Where the reduction is grouped,
+    ``tile_rows`` is 0: a group has ``down`` rows of tiles, or none if it has no rows and such are
+    skipped. Lane ``i`` of a warp knows group ``base + i``; a tile is found by a ballot, and the
+    lanes move on to the next 32 groups when the tile lies past theirs.
 
     Tiles of a grouped reduction are as long as their group, and a block has drawn its next two when
     the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows.
     The lanes go through all groups once for each level that there is; ``lower`` is the next one.
     """
 
-    def __init__(self, ends, total_rows, groups, columns, tile_rows, down, skips, state=None):
-        self.ends, self.total_rows, self.groups, self.columns = ends, total_rows, groups, columns
+    def __init__(
+        self, ends, total_rows, tail_end, groups, columns, tile_rows, down, skips, state=None
+    ):
+        self.ends, self.total_rows, self.tail_end = ends, total_rows, tail_end
+        self.groups, self.columns = groups, columns
         self.tile_rows, self.down, self.skips_empty_groups = tile_rows, down, skips
         if state is None:
             if tile_rows:
@@ -48,7 +51,7 @@ class TileScheduler:
         self.base, self.last, self.start, self.rows, self.level, self.lower = state
 
     def __extract_mlir_values__(self):
-        values = [self.total_rows, self.groups, self.columns, self.down]
+        values = [self.total_rows, self.tail_end, self.groups, self.columns, self.down]
         values += [self.base, self.last, self.start, self.rows, self.level, self.lower]
         return cutlass.extract_mlir_values(self.ends) + [
             v for value in values for v in cutlass.extract_mlir_values(value)
@@ -57,10 +60,11 @@ class TileScheduler:
     def __new_from_mlir_values__(self, values):
         width = len(cutlass.extract_mlir_values(self.ends))
         ends = cutlass.new_from_mlir_values(self.ends, values[:width])
-        total_rows, groups, columns, down, *state = (Int32(v) for v in values[width:])
+        total_rows, tail_end, groups, columns, down, *state = (Int32(v) for v in values[width:])
         return TileScheduler(
             ends,
             total_rows,
+            tail_end,
             groups,
             columns,
             self.tile_rows,
@@ -73,6 +77,7 @@ class TileScheduler:
         return TileScheduler(
             self.ends,
             self.total_rows,
+            self.tail_end,
             self.groups,
             self.columns,
             self.tile_rows,
@@ -114,7 +119,7 @@ class TileScheduler:
         start, end = Int32(0), Int32(0)
         if group <= self.groups:
             start = group_end(self.ends, group - 1, self.total_rows)
-            end = self.total_rows
+            end = self.tail_end
             if group < self.groups:
                 end = group_end(self.ends, group, self.total_rows)
         rows = cutlass.max(end - start, Int32(0))
