@@ -85,7 +85,7 @@ def assert_passes_opcheck(glu, uses, values, fmt, scaled=True):
 @each_ends
 @pytest.mark.parametrize(
     ("features", "interleave"),
-    [(384, 0), (72, 0), (320, 32), (208, 8), (208, 4), (80, 2), (144, 1)],
+    [(384, 0), (512, 128), (512, 256), (72, 0), (320, 32), (208, 8), (208, 4), (80, 2), (144, 1)],
 )
 @each_scaling
 def test_the_kernels_code_is_the_definition(ends, features, interleave, fmt, monkeypatch):
@@ -109,12 +109,13 @@ def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
     want = quantize_glu_backward(dy, preact, scales, given, glu, fmt, **flags)
     op = torch.ops.fusible.quantize_glu_backward
     *pieces, _, values = op(dy, preact, scales, given, *glu, *fmt.as_constants(), True, True, True)
-    partials = torch.empty(-(-columns // 128), ROWS)
+    paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
+    partials = torch.empty(-(-columns // 128) >> paired, ROWS)
     for t in (*pieces, values, partials):
         t.flatten().view(torch.uint8).fill_(0xA5)
     quantize = QuantizeSpec(fmt, "bf16", True, False, True, True, k_major=True)
     stripe = interleave if interleave < 8 else 0
-    spec = GluBackwardSpec(quantize, glu.activation, scaled, stripe, True)
+    spec = GluBackwardSpec(quantize, glu.activation, scaled, stripe, True, paired)
     inside = given.clamp(max=ROWS).tolist()
     results = *pieces, partials, values
     simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)

@@ -82,6 +82,8 @@ GLU_BACKWARD = [
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 1, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, True),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False, paired=True),
+    GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, paired=True),
     GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
 ]
@@ -94,6 +96,7 @@ GLU_BACKWARD_THAT_SPILLS = {
     "none, stripes": GluBackwardSpec(FOR_NONE, "clamped_qgeglu", True, 1, True),
     "none, plain": GluBackwardSpec(FOR_NONE, "srelu", True, 0, True),
     "none, situglu": GluBackwardSpec(FOR_NONE, "situglu", True, 0, True),
+    "none, paired": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True, paired=True),
 }
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
@@ -126,7 +129,7 @@ KERNELS = [
 def name(case):
     kernel, spec = case
     if kernel == "quantize.glu_backward.quantize":
-        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}"
+        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 

@@ -235,8 +235,12 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
     from fusible.kernels.quantize.device.k_major import Out
 
     rows, columns = preact.shape
-    coords = np.array(list(_coords(rows, columns, len(ends), ends, rows)))[:, :, None]
+    width = 256 if spec.paired else 128
+    coords = list(_coords(rows, columns, len(ends), ends, rows, width=width))
+    coords = np.array(coords)[:, :, None]
     block, chunk, *coord = np.moveaxis(coords, 1, 0)
+    if spec.paired:
+        chunk = glu_backward.first_chunk(chunk, glu.interleave or columns // 2, spec)
     memory = Memory()
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
         emulate(patch, len(coords), memory)

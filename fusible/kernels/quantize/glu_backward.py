@@ -141,10 +141,11 @@ def _cuda(
     uses = rowwise and now, columnwise and now
     pieces = k_major.outputs(preact, ends, None, fmt, *uses)
     dpreact = preact.new_empty(preact.shape if values or not now else (0,))
-    blocks, dscales = -(-columns // FP8_BLOCK), preact.new_empty(0)
+    paired = glu.sides == 2 and stripe % FP8_BLOCK == 0
+    blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
     given = dscales if scales is None else scales.float().contiguous()
     partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, values or not now
+    which = glu.activation, scales is not None, stripe, values or not now, paired
     constants = _kernel(fmt, ends.dtype, *uses, *which)
     sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
     addresses = dy, preact, given, ends, amax, *pieces, partials, dpreact
@@ -166,11 +167,12 @@ def _kernel(
     scaled: bool,
     stripe: int,
     values: bool,
+    paired: bool,
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    return (GluBackwardSpec(quantize, activation, scaled, narrow, values),)
+    return (GluBackwardSpec(quantize, activation, scaled, narrow, values, paired),)
 
 
 _op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

@@ -127,6 +127,8 @@ class GluBackwardSpec(NamedTuple):
     """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
     values: bool
     """The gradients are written in high precision too."""
+    paired: bool = False
+    """Stripes are whole blocks of columns: a group of threads takes gates and linear columns."""
 
     @property
     def resident(self) -> int:
