@@ -18,6 +18,7 @@ from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
 from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
+from fusible.recipes.recipe import Recipe
 
 _GATHERS = (
     "; rows of x are quantized while Dispatch copies them, those of the output's gradient while "
@@ -51,6 +52,10 @@ class MoEExperts(FusedOperation):
         # If the copy also scales the rows, they are written.
         self._gathers = kernels.gathers and not (dispatch.scale_input or combine.weighted)
         self.multiplies = self._mlp.multiplies + (_GATHERS if self._gathers else "")
+
+    def speed_note(self, recipe: Recipe) -> str:
+        """That of the grouped MLP, for ``explain``."""
+        return self._mlp.speed_note(recipe)
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """What runs during the exchanges of a group."""

@@ -49,6 +49,7 @@ from fusible.ops.grouped_linear import SavedLinear, operand_rows
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
+from fusible.recipes.recipe import Recipe
 
 AnyActivation = (
     ScaledSwiGLU | ScaledClampedQGeGLU | ScaledSiTUGLU | ScaledSReLU
@@ -137,8 +138,13 @@ class GroupedMLP(FusedOperation):
         self.kernels = kernels
         scales = ", scales" if act.num_extra_inputs else ""
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
-        self.multiplies = kernels.multiplies + kernels.speed_note(fc1, fc2)
+        self.multiplies = kernels.multiplies
         self._parts = fc1, act, fc2
+
+    def speed_note(self, recipe: Recipe) -> str:
+        """That of the kernels, for ``explain``."""
+        fc1, _, fc2 = self._parts
+        return self.kernels.speed_note(recipe, fc1, fc2)
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
         """With the library's kernels, as a node of its own."""

@@ -58,12 +58,12 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
     return (
         equal(this.sm, sm90.ARCHITECTURE),
         _CUTLASS,
-        equal(this.scaling.input, sm90.FP8_SCALING["input"]),
-        equal(this.scaling.weight, sm90.FP8_SCALING["weight"]),
+        one_of(this.scaling.input, *sm90.FP8_SCALING["input"]),
+        one_of(this.scaling.weight, *sm90.FP8_SCALING["weight"]),
         # With an override there is none of a gradient: the backward multiplies BF16.
-        where(this.backward_override, None, equal(this.scaling.grad, sm90.FP8_SCALING["grad"])),
+        where(this.backward_override, None, one_of(this.scaling.grad, *sm90.FP8_SCALING["grad"])),
         NO_OVERRIDE,
-        equal(this.fp8_products, True, "leave fp8_products out of Float8BlockScaling"),
+        equal(this.fp8_products, True, "leave fp8_products out of the recipe"),
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 

@@ -22,6 +22,7 @@ from fusible.kernels.quantize import (
     ScaledMatrix,
     quantize_glu_backward,
     quantize_k_major,
+    stored_operand,
     transposed,
 )
 from fusible.kernels.sm90 import fp8_times
@@ -39,6 +40,8 @@ from fusible.ops.matrices import GatheredRows, as_2d, source_of
 from fusible.ops.operand_cache import cached_copy
 from fusible.ops.weights import quantize_weights, stack_weights
 from fusible.ops.wgrad import WeightGradient, grouped_gradient
+from fusible.recipes.formats import FP8_BLOCK
+from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.product import ProductKind, is_quantized, operand_values, quantize_operand
 from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.tensor import QuantizedTensor
@@ -61,13 +64,17 @@ class Sm90Fp8Kernels(GroupedKernels):
     )
     multiplies = (
         "FP8, in all products: one launch quantizes an input or a gradient for its two products, "
-        "one the weights"
+        "one the weights; where a scale is that of a whole matrix, one before finds the largest "
+        "magnitude"
     )
     gathers = True
     quantizes_own_inputs = True  # one launch quantizes for both products, in their layouts
 
-    def speed_note(self, *linears: GroupedLinear | BasicLinear) -> str:
-        """See `GroupedKernels`; estimated."""
+    def speed_note(self, recipe: Recipe, *linears: GroupedLinear | BasicLinear) -> str:
+        """See `GroupedKernels`; estimated, from steps with scales of blocks."""
+        formats = [recipe.format(role) for role in ("input", "weight", "grad")]
+        if any([fmt is None or fmt.block is None for fmt in formats]):
+            return ""
         sizes = [(linear.in_features, linear.out_features) for linear in linears]
         return f"; {fp8_times.speed_note(sizes)}"
 
@@ -95,7 +102,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             if rows:
                 stored = quantize_operand(x, ctx.recipe, role, *rows, ends=ends).row
                 assert stored is not None
-                row, rows = ScaledMatrix(as_2d(stored.data), as_2d(stored.scale)), []
+                row, rows = ScaledMatrix(*map(as_2d, stored_operand(stored))), []
             if columnwise:
                 columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=ends)
                 x = as_2d(operand_values(columns, "wgrad", role))
@@ -241,7 +248,8 @@ def quantize_weights_k_major(
     data = side_by_side(parts) if len(parts) > 1 else stacked(parts)
     if data is None:
         data = copied("stacked", lambda: torch.stack(parts))
+    row = stored_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)
     if not columnwise:
-        return KMajor(ScaledMatrix(data, scale), None, None)
+        return KMajor(row, None, None)
     column = copied("transposed", lambda: transposed(data))
-    return KMajor(ScaledMatrix(data, scale), ScaledMatrix(column, scale.mT), None)
+    return KMajor(row, ScaledMatrix(column, row.scale.mT), None)

@@ -359,7 +359,7 @@ def _blocks(plan: Plan, decided: dict[Any, tuple[str, ...]]) -> list[list[str]]:
         for i in range(at, fusion.stop):
             lines.extend([f"  [{i}] {plan.basic_ops[i]}", *_cast(plan, i), *said[i]])
         lines.extend(_saves(plan, fusion.op, at))
-        lines.extend(_multiplies(plan.recipes[at][1], fusion.op))
+        lines.extend(_multiplies(*plan.recipes[at], fusion.op))
         lines.extend(f"  {note}" for note in fusion.op.notes(plan.facts[at].dtype, plan.target))
         blocks.append(lines)
         at = fusion.stop
@@ -384,7 +384,7 @@ def _op_lines(plan: Plan, at: int) -> list[str]:
     for chosen in selected:
         saves = getattr(chosen.op, "saves", "")
         notes.insert(0, f"  kernels: {chosen.name}")
-        notes.extend(_multiplies(quantizes, chosen.op, op))
+        notes.extend(_multiplies(recipe, quantizes, chosen.op, op))
     return [f"[{at}] {op}", *_saves(plan, op, at, saves), *fused, *_cast(plan, at), *notes]
 
 
@@ -402,12 +402,13 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
     return [f"  saves {saves}"] if plan.grad[at].requires_grad and saves else []
 
 
-def _multiplies(quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
-    """What kernels, of ``ops`` that they are selected for, multiply under a recipe."""
+def _multiplies(recipe: Any, quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
+    """What a fused op, or kernels of ``ops`` that they are selected for, multiply under a recipe."""
     says = getattr(kernels, "multiplies", "")
-    if ops and says:
-        says += kernels.speed_note(*ops)
-    return [f"  multiplies {says}"] if quantizes and says else []
+    if not (quantizes and says):
+        return []
+    speed_note = getattr(kernels, "speed_note", lambda *_: "")
+    return [f"  multiplies {says}{speed_note(recipe, *ops)}"]
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:

@@ -106,7 +106,7 @@ class GroupedKernels:
     multiplies = "values of quantized operands, in BF16 on CUDA"
     """What the products multiply under a recipe, for ``explain``."""
 
-    def speed_note(self, *linears: Any) -> str:
+    def speed_note(self, recipe: Recipe, *linears: Any) -> str:
         """For ``explain``: estimated time of one or two linears relative to BF16."""
         return ""
 

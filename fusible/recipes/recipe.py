@@ -253,6 +253,9 @@ class _Float8Scaling(_Scaling):
     fp8_gemm_fprop: MMParams = field(default=MMParams(), compare=False)
     fp8_gemm_dgrad: MMParams = field(default=MMParams(), compare=False)
     fp8_gemm_wgrad: MMParams = field(default=MMParams(), compare=False)
+    fp8_products: bool = True  # type: ignore[misc]
+    """On Hopper, linears, grouped linears and MLPs multiply the FP8 operands, or with False their
+    dequantized values in BF16, which is slower and adds in FP32."""
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -273,9 +276,6 @@ class Float8BlockScaling(_Float8Scaling):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
-    fp8_products: bool = True  # type: ignore[misc]
-    """On Hopper, grouped linears and MLPs multiply the FP8 operands, or with False their
-    dequantized values in BF16, which is slower and adds in FP32."""
 
     name: ClassVar[str] = "fp8_block"
     only: ClassVar[tuple[str, ...]] = (

@@ -9,7 +9,7 @@ from fusible.activations import ACTIVATIONS
 from fusible.kernels.glu import Glu
 from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
 from fusible.kernels.quantize.spec import GluBackwardSpec, QuantizeSpec
-from fusible.recipes.formats import E5M2, fp8_block
+from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
 
 ENDS = {
     "ragged": [0, 1, 128, 256, 385, 513],  # groups of 0, 1, 127, 128, 129 and 128 rows
@@ -18,6 +18,11 @@ ENDS = {
     "beyond": [130, 1000],
 }
 ROWS = 600
+FORMATS = {"e4m3": fp8_block(), "e5m2": fp8_block(E5M2), "groups": fp8_tensor(E5M2)}
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+each_scaling = pytest.mark.parametrize(
+    "fmt", [FORMATS["e4m3"], FORMATS["groups"]], ids=["blocks", "groups"]
+)
 each_ends = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 
 
@@ -37,7 +42,7 @@ def same(a, b):
 
 
 @each_ends
-@pytest.mark.parametrize("fmt", [fp8_block(), fp8_block(E5M2)], ids=["e4m3", "e5m2"])
+@each_format
 def test_it_is_the_backward_then_the_quantization(ends, fmt):
     dy, preact, scales, given = operands(144, ends)
     glu = Glu("swiglu", 8)
@@ -61,17 +66,18 @@ def test_it_is_the_backward_then_the_quantization(ends, fmt):
 
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("values", [True, False])
-def test_the_op_passes_opcheck(uses, values):
-    assert_passes_opcheck(Glu(), uses, values)
+@each_scaling
+def test_the_op_passes_opcheck(uses, values, fmt):
+    assert_passes_opcheck(Glu(), uses, values, fmt)
 
 
 def test_the_op_without_scales_passes_opcheck():
-    assert_passes_opcheck(Glu("srelu"), (True, False), True, scaled=False)
+    assert_passes_opcheck(Glu("srelu"), (True, False), True, fp8_block(), scaled=False)
 
 
-def assert_passes_opcheck(glu, uses, values, scaled=True):
+def assert_passes_opcheck(glu, uses, values, fmt, scaled=True):
     dy, preact, scales, ends = operands(80, [130, 600], sides=glu.sides)
-    constants = fp8_block().as_constants()
+    constants = fmt.as_constants()
     given = dy, preact, scales if scaled else None, ends
     opcheck(torch.ops.fusible.quantize_glu_backward, (*given, *glu, *constants, *uses, values))
 
@@ -79,10 +85,11 @@ def assert_passes_opcheck(glu, uses, values, scaled=True):
 @each_ends
 @pytest.mark.parametrize(
     ("features", "interleave"),
-    [(384, 0), (72, 0), (320, 32), (208, 8), (208, 4), (80, 2), (144, 1)],
+    [(384, 0), (512, 128), (512, 256), (72, 0), (320, 32), (208, 8), (208, 4), (80, 2), (144, 1)],
 )
-def test_the_kernels_code_is_the_definition(ends, features, interleave, monkeypatch):
-    assert_as_defined(monkeypatch, ends, features, Glu("swiglu", interleave))
+@each_scaling
+def test_the_kernels_code_is_the_definition(ends, features, interleave, fmt, monkeypatch):
+    assert_as_defined(monkeypatch, ends, features, Glu("swiglu", interleave), fmt)
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scales", "no scales"])
@@ -90,24 +97,25 @@ def test_the_kernels_code_is_the_definition(ends, features, interleave, monkeypa
 def test_the_kernels_code_of_every_activation(activation, scaled, monkeypatch):
     options = (1.5, 1.702, 1.0)[: len(ACTIVATIONS[activation].options)]
     glu = Glu(activation, 0, *options)
-    assert_as_defined(monkeypatch, ENDS["ragged"], 136, glu, scaled)
+    assert_as_defined(monkeypatch, ENDS["ragged"], 136, glu, fp8_block(), scaled)
 
 
-def assert_as_defined(monkeypatch, ends, features, glu, scaled=True):
+def assert_as_defined(monkeypatch, ends, features, glu, fmt, scaled=True):
     pytest.importorskip("cutlass")
     dy, preact, scales, given = operands(features, ends, sides=glu.sides)
     scales = scales if scaled else None
-    columns, interleave, fmt = preact.shape[1], glu.interleave, fp8_block()
+    columns, interleave = preact.shape[1], glu.interleave
     flags = {"rowwise": True, "columnwise": True, "values": True}
     want = quantize_glu_backward(dy, preact, scales, given, glu, fmt, **flags)
     op = torch.ops.fusible.quantize_glu_backward
     *pieces, _, values = op(dy, preact, scales, given, *glu, *fmt.as_constants(), True, True, True)
-    partials = torch.empty(-(-columns // 128), ROWS)
+    paired = glu.sides == 2 and (interleave or columns // 2) % 128 == 0
+    partials = torch.empty(-(-columns // 128) >> paired, ROWS)
     for t in (*pieces, values, partials):
         t.flatten().view(torch.uint8).fill_(0xA5)
     quantize = QuantizeSpec(fmt, "bf16", True, False, True, True, k_major=True)
     stripe = interleave if interleave < 8 else 0
-    spec = GluBackwardSpec(quantize, glu.activation, scaled, stripe, True)
+    spec = GluBackwardSpec(quantize, glu.activation, scaled, stripe, True, paired)
     inside = given.clamp(max=ROWS).tolist()
     results = *pieces, partials, values
     simt.quantize_glu_backward(monkeypatch, dy, preact, scales, inside, glu, results, spec)

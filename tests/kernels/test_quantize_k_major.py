@@ -5,10 +5,10 @@ import simt
 import torch
 from torch.library import opcheck
 
-from fusible.kernels.quantize import quantize_k_major, transposed
+from fusible.kernels.quantize import quantize_k_major, stored_operand, transposed
 from fusible.kernels.quantize.k_major import chunks_per_pass
 from fusible.kernels.quantize.spec import DTYPES, QuantizeSpec
-from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
+from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.quantization import quantize
 
 ROWS = 600
@@ -24,8 +24,18 @@ FORMATS = {
     "e5m2": fp8_block(E5M2),
     "fp32 scales": fp8_block(power_of_two=False, amax_epsilon=1e-3),
 }
-SQUARE = fp8_block(block=(128, 128))
+OF_GROUPS = {
+    "groups e4m3": fp8_tensor(power_of_two=True),
+    "groups e5m2": fp8_tensor(E5M2),
+    "groups epsilon": fp8_tensor(amax_epsilon=1e-3),
+}
+SQUARE, MATRIX = fp8_block(block=(128, 128)), fp8_tensor()
 each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+each_format_of_rows = pytest.mark.parametrize(
+    "fmt", [*FORMATS.values(), *OF_GROUPS.values()], ids=[*FORMATS, *OF_GROUPS]
+)
+each_format_of_weights = pytest.mark.parametrize("fmt", [SQUARE, MATRIX], ids=["square", "matrix"])
+each_scaling = pytest.mark.parametrize("formats", [FORMATS, OF_GROUPS], ids=["blocks", "groups"])
 each_ends = pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 
 
@@ -41,30 +51,40 @@ def rows(columns=272, dtype=torch.bfloat16):
     return (torch.randn(ROWS, columns, generator=generator) * 2.0**exponents).to(dtype)
 
 
-@each_format
+def for_blocks(scale, fmt, *shape):
+    """Scales as products read them: one of a matrix, in the last dimension, for all of them."""
+    return scale if fmt.block else scale[..., None].expand(*scale.shape[:-1], *shape)
+
+
+@each_format_of_rows
 @each_ends
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_each_group_is_quantized_by_itself(fmt, ends, kind):
     x, given = rows(), torch.tensor(ends, dtype=kind)
     made = quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=given)
-    assert made.row.scale.t().is_contiguous()
+    assert fmt.block is None or made.row.scale.t().is_contiguous()
     assert made.column.data.t().is_contiguous()
     assert made.column.data.shape == ((ROWS + 127 * len(ends)) // 128 * 128, x.shape[1])
     assert made.padded_ends.dtype == torch.int32
-    row = quantize(x, fmt, ends=given)
-    assert same_bits(made.row.data, row.data)
-    assert same_bits(made.row.scale, row.scale)
+    assert same_bits(made.row.data, quantize(x, fmt, ends=given).data)
     start = padded = 0
     inside = given.clamp(max=ROWS).tolist()
     for end, padded_end in zip(inside, made.padded_ends.tolist(), strict=True):
         assert padded_end == padded + -(-(end - start) // 128) * 128
-        column = quantize(x[start:end], fmt, columnwise=True)
+        row, column = (quantize(x[start:end], fmt, columnwise=c) for c in (False, True))
+        assert same_bits(made.row.data[start:end], row.data)
+        wanted = for_blocks(row.scale, fmt, end - start, -(-x.shape[1] // 128))
+        assert same_bits(made.row.scale[start:end], wanted)
         data = made.column.data[padded:padded_end]
         assert same_bits(data[: end - start], column.data)
         assert not data[end - start :].view(torch.uint8).any()
-        assert same_bits(made.column.scale[padded // 128 : padded_end // 128], column.scale)
+        scale = made.column.scale[padded // 128 : padded_end // 128]
+        assert same_bits(scale, for_blocks(column.scale, fmt, *scale.shape))
         start, padded = end, padded_end
     assert padded <= len(made.column.data)
+    tail = quantize(torch.zeros_like(x[start:]), fmt)
+    assert same_bits(made.row.data[start:], tail.data)
+    assert same_bits(made.row.scale[start:], for_blocks(tail.scale, fmt, *made.row.scale[start:].shape))
 
 
 @each_format
@@ -83,34 +103,39 @@ def test_values_are_elements_times_scales_of_their_blocks(fmt):
     assert not made.column.data[ROWS:].view(torch.uint8).any()
 
 
+@each_format_of_weights
 @pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400)])
-def test_weights_have_the_same_elements_for_both_uses(shape):
+def test_weights_have_the_same_elements_for_both_uses(shape, fmt):
     w = torch.randn(shape, dtype=torch.bfloat16)
-    made, want = quantize_k_major(w, SQUARE, rowwise=True, columnwise=True), quantize(w, SQUARE)
+    made, want = quantize_k_major(w, fmt, rowwise=True, columnwise=True), quantize(w, fmt)
+    scale = for_blocks(want.scale, fmt, *[-(-size // 128) for size in shape[-2:]])
     assert same_bits(made.row.data, want.data)
-    assert same_bits(made.row.scale, want.scale)
+    assert same_bits(made.row.scale, scale)
+    assert all(map(same_bits, stored_operand(want, 128), made.row))
     assert made.column.data.is_contiguous()
     assert same_bits(made.column.data, want.data.view(torch.uint8).mT.view(want.data.dtype))
-    assert same_bits(made.column.scale, want.scale.mT)
+    assert same_bits(made.column.scale, scale.mT)
     assert same_bits(transposed(made.row.data), made.column.data)
-    alone = quantize_k_major(w, SQUARE, rowwise=False, columnwise=True)
+    alone = quantize_k_major(w, fmt, rowwise=False, columnwise=True)
     assert alone.row is None
     assert all(same_bits(*pair) for pair in zip(alone.column, made.column, strict=True))
 
 
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("fmt", [*FORMATS.values(), SQUARE], ids=[*FORMATS, "square"])
+@pytest.mark.parametrize(
+    "fmt", [*FORMATS.values(), SQUARE, MATRIX], ids=[*FORMATS, "square", "matrix"]
+)
 def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
     x, index = torch.randn(150, 144), torch.randint(0, 150, (200,), dtype=torch.int32)
     torch.compiler.reset()
     op = torch.ops.fusible.quantize_k_major
-    for ends in (None, torch.tensor([3, 140])) if fmt.directional else (None,):
+    for ends in (None,) if fmt is SQUARE else (None, torch.tensor([3, 140])):
+        named = index if fmt.directional or ends is not None else None
         for of_layout in (x, x.t().contiguous().t()):
-            for rows in (None, index) if fmt.directional else (None,):
+            for rows in (None,) if named is None else (None, named):
                 opcheck(op, (of_layout, ends, rows, *fmt.as_constants(), *uses))
 
-        def call(x, ends):
-            rows = index if fmt.directional else None
+        def call(x, ends, rows=named):
             flags = {"rowwise": uses[0], "columnwise": uses[1]}
             made = quantize_k_major(x, fmt, **flags, ends=ends, rows=rows)
             tensors = [t for matrix in made[:2] if matrix is not None for t in matrix]
@@ -141,7 +166,7 @@ def poisoned(index, ends):
     return index
 
 
-@each_format
+@each_format_of_rows
 @each_ends
 def test_gathered_rows_are_those_of_a_copy(fmt, ends):
     x, index, ends = rows()[:170], tokens_of_rows(), torch.tensor(ends, dtype=torch.int32)
@@ -164,16 +189,17 @@ def test_gathered_rows_are_those_of_a_copy(fmt, ends):
 def test_another_index_is_refused(index):
     with pytest.raises(ValueError, match=r"rows must be int32 of shape \(R,\)"):
         quantize_k_major(torch.randn(4, 32), fp8_block(), rowwise=True, columnwise=True, rows=index)
-    with pytest.raises(ValueError, match="for blocks of 1x128"):
-        quantize_k_major(
-            torch.randn(4, 32), SQUARE, rowwise=True, columnwise=True, rows=index.flatten().int()
-        )
+    for fmt in (SQUARE, MATRIX):
+        with pytest.raises(ValueError, match="for blocks of 1x128 or groups"):
+            quantize_k_major(
+                torch.randn(4, 32), fmt, rowwise=True, columnwise=True, rows=index.flatten().int()
+            )
 
 
 @pytest.mark.parametrize("together", [1, 3, 6])
 def test_every_block_has_every_chunk_once(together):
     pytest.importorskip("cutlass")
-    from fusible.kernels.quantize.device.k_major import block_and_chunk
+    from fusible.kernels.quantize.device.blocks import block_and_chunk
 
     blocks, chunks = 5, 6
     for gathered in (False, True):
@@ -198,7 +224,7 @@ def test_no_gradient_passes():
 
 @pytest.mark.parametrize("fmt", [mxfp8(), nvfp4()], ids=["mxfp8", "nvfp4"])
 def test_other_formats_are_refused(fmt):
-    with pytest.raises(ValueError, match="FP32 scale for each 1x128 or 128x128"):
+    with pytest.raises(ValueError, match="FP32 scale for each 1x128, 128x128 or matrix"):
         quantize_k_major(torch.randn(4, 32), fmt, rowwise=True, columnwise=True)
 
 
@@ -221,28 +247,49 @@ def emulated(monkeypatch, x, fmt, ends, uses, index=None):
     return pieces
 
 
+@each_scaling
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 @pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
-def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, monkeypatch):
-    fmt = dict(zip(DTYPES, FORMATS.values(), strict=True))[dtype]
+def test_the_kernels_code_gives_the_bits_of_the_definition(ends, dtype, formats, monkeypatch):
+    fmt = dict(zip(DTYPES, formats.values(), strict=True))[dtype]
+    if ends is None and not fmt.directional:
+        pytest.skip("a matrix as weights are")
     x = rows(2880 if ends == ENDS["ragged"] else 272, dtype)
     for uses in [(True, True), (True, False), (False, True)][: 3 if ends == ENDS["one"] else 1]:
         compare(x, fmt, None if ends is None else torch.tensor(ends), uses, monkeypatch)
 
 
+@each_scaling
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 @pytest.mark.parametrize("ends", [None, *ENDS.values()], ids=["none", *ENDS])
-def test_the_kernels_code_gives_the_bits_of_gathered_rows(ends, dtype, monkeypatch):
-    fmt = dict(zip(DTYPES, FORMATS.values(), strict=True))[dtype]
+def test_the_kernels_code_gives_the_bits_of_gathered_rows(ends, dtype, formats, monkeypatch):
+    fmt = dict(zip(DTYPES, formats.values(), strict=True))[dtype]
+    if ends is None and not fmt.directional:
+        pytest.skip("rows of no groups are not gathered")
     x, index = rows(2880 if ends == ENDS["ragged"] else 272, dtype)[:170], tokens_of_rows()
     for uses in [(True, True), (True, False), (False, True)][: 3 if ends == ENDS["one"] else 1]:
         given = None if ends is None else torch.tensor(ends)
         compare(x, fmt, given, uses, monkeypatch, poisoned(index, given))
 
 
-def compare(x, fmt, ends, uses, monkeypatch, index=None):
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
+@each_format_of_rows
+def test_the_kernels_code_of_groups_of_any_magnitude(fmt, dtype, monkeypatch):
+    """Zeros, numbers below the normal ones, the largest, infinity, NaN; NaN past the last group."""
+    x = torch.randn(ROWS, 272).clamp(-3, 3).to(dtype)
+    limits = torch.finfo(dtype)
+    factors = 0.0, limits.smallest_normal / 64, limits.max / 4, 1.0, 1.0, 1.0
+    ends = torch.tensor(ENDS["ragged"])
+    for factor, start, end in zip(factors[1:], ends[:-1], ends[1:], strict=True):
+        x[start:end] *= factor
+    x[0], x[300, 5], x[400, 7], x[513:] = 0, float("inf"), float("nan"), float("nan")
+    compare(x, fmt, ends, (True, True), monkeypatch, poison=False)
+
+
+def compare(x, fmt, ends, uses, monkeypatch, index=None, poison=True):
     pytest.importorskip("cutlass")
-    x[130, 3], x[7, 140] = float("nan"), float("inf")
+    if poison:
+        x[130, 3], x[7, 140] = float("nan"), float("inf")
     want = torch.ops.fusible.quantize_k_major(x, ends, index, *fmt.as_constants(), *uses)
     got = emulated(monkeypatch, x, fmt, ends, uses, index)
     assert same_bits(got[0], want[0])
@@ -253,13 +300,14 @@ def compare(x, fmt, ends, uses, monkeypatch, index=None):
         assert same_bits(got[3][: written // 128], want[3][: written // 128])
 
 
+@each_format_of_weights
 @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 @pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400)])
-def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, monkeypatch):
+def test_the_kernels_code_gives_the_bits_of_weights(shape, dtype, uses, fmt, monkeypatch):
     pytest.importorskip("cutlass")
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    w[..., 40, 3] = float("nan")
-    want = torch.ops.fusible.quantize_k_major(w, None, None, *SQUARE.as_constants(), *uses)
-    got = emulated(monkeypatch, w, SQUARE, None, uses)
+    w.view(-1, *shape[-2:])[1:, 40, 3] = float("nan")
+    want = torch.ops.fusible.quantize_k_major(w, None, None, *fmt.as_constants(), *uses)
+    got = emulated(monkeypatch, w, fmt, None, uses)
     assert all(same_bits(*pair) for pair in zip(got, want, strict=True))

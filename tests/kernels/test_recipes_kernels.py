@@ -61,6 +61,18 @@ K_MAJOR = [
     QuantizeSpec(fp8_block(), "f32", False, False, True, True, k_major=True, gathered=True),
     QuantizeSpec(fp8_block(block=(128, 128)), "bf16", False, False, True, True, k_major=True),
     QuantizeSpec(fp8_block(block=(128, 128)), "f32", False, False, False, True, k_major=True),
+    *[
+        QuantizeSpec(fp8_tensor(), dtype, grouped, wide, *uses, k_major=True, gathered=gathered)
+        for dtype, grouped, wide, uses, gathered in (
+            ("bf16", True, False, (True, True), False),
+            ("bf16", True, False, (True, False), True),
+            ("bf16", True, True, (False, True), True),
+            ("bf16", False, False, (True, True), False),
+            ("f16", True, False, (True, True), True),
+            ("f32", True, False, (True, True), True),
+            ("f32", False, False, (True, False), False),
+        )
+    ],
 ]
 GLU_BACKWARD = [
     *[
@@ -70,16 +82,25 @@ GLU_BACKWARD = [
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 1, False),
     GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, True),
+    GluBackwardSpec(K_MAJOR[0], "swiglu", True, 0, False, paired=True),
+    GluBackwardSpec(K_MAJOR[0], "situglu", True, 0, True, paired=True),
     GluBackwardSpec(K_MAJOR[0], "clamped_qgeglu", True, 0, False),
     GluBackwardSpec(K_MAJOR[0]._replace(wide_ends=True), "clamped_qgeglu", True, 4, True),
 ]
-# For one use, where the input or the weight has no gradient.
-GLU_BACKWARD_FOR_ONE_USE = [
-    GluBackwardSpec(K_MAJOR[0]._replace(columnwise=False), "swiglu", True, 0, True),
-    GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False),
-]
+# For one use, where the input or the weight has no gradient, and for none, by another launch.
+FOR_NONE = QuantizeSpec(fp8_tensor(E5M2), "bf16", True, False, False, False, k_major=True)
+GLU_BACKWARD_THAT_SPILLS = {
+    "rows": GluBackwardSpec(K_MAJOR[0]._replace(columnwise=False), "swiglu", True, 0, True),
+    "columns": GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False),
+    "none": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True),
+    "none, stripes": GluBackwardSpec(FOR_NONE, "clamped_qgeglu", True, 1, True),
+    "none, plain": GluBackwardSpec(FOR_NONE, "srelu", True, 0, True),
+    "none, situglu": GluBackwardSpec(FOR_NONE, "situglu", True, 0, True),
+    "none, paired": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True, paired=True),
+}
 MAXIMA = [
     QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True),
+    QuantizeSpec(fp8_tensor(), "bf16", True, False, True, True, k_major=True, gathered=True),
     QuantizeSpec(nvfp4(), "f32", False, False, True, True),
     QuantizeSpec(nvfp4(hadamard=True), "bf16", True, False, True, True),
 ]
@@ -108,7 +129,7 @@ KERNELS = [
 def name(case):
     kernel, spec = case
     if kernel == "quantize.glu_backward.quantize":
-        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}"
+        return f"{kernel}-{spec.activation}-{spec.stripe}-{spec.values}-{spec.paired}"
     uses = "".join(letter for letter, on in zip("gwrcvu", spec[2:], strict=False) if on)
     return f"{kernel}-{spec.format.name}-{spec.dtype}-{uses}"
 
@@ -148,8 +169,10 @@ def test_the_offsets_kernel_compiles(wide):
         compile_kernel("quantize.offsets.group_offsets", (wide,), f"--gpu-arch {architecture}")
 
 
-@pytest.mark.parametrize("spec", GLU_BACKWARD_FOR_ONE_USE, ids=["rows", "columns"])
-def test_backward_for_one_use_spills_little(spec, capfd):
+@pytest.mark.parametrize(
+    "spec", GLU_BACKWARD_THAT_SPILLS.values(), ids=GLU_BACKWARD_THAT_SPILLS
+)
+def test_backward_for_one_use_or_none_spills_little(spec, capfd):
     """The assembler holds more at once than it has registers for, up to a few words."""
     compile_kernel("quantize.glu_backward.quantize", (spec,), "--gpu-arch sm_90a remarks{ptx}")
     spilled = re.findall(r"(\d+) bytes spill stores", "".join(capfd.readouterr()))

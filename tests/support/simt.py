@@ -227,15 +227,20 @@ def _coords(rows, columns, groups, ends, matrix_rows, size=128, width=128):
 def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, spec):
     """Write what the kernel writes, of contiguous operands, in groups up to ``ends``.
 
-    ``results`` are `k_major.Pieces`, the partial sums and the values.
+    ``results`` are `k_major.Pieces`, the partial sums and the values. Where these are quantized in
+    another launch, by the magnitudes found in the first, that of both.
     """
     from fusible.kernels.quantize.device import glu_backward, quantize
     from fusible.kernels.quantize.device.blocks import BlockCoord
     from fusible.kernels.quantize.device.k_major import Out
 
     rows, columns = preact.shape
-    coords = np.array(list(_coords(rows, columns, len(ends), ends, rows)))[:, :, None]
+    width = 256 if spec.paired else 128
+    coords = list(_coords(rows, columns, len(ends), ends, rows, width=width))
+    coords = np.array(coords)[:, :, None]
     block, chunk, *coord = np.moveaxis(coords, 1, 0)
+    if spec.paired:
+        chunk = glu_backward.first_chunk(chunk, glu.interleave or columns // 2, spec)
     memory = Memory()
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
         emulate(patch, len(coords), memory)
@@ -247,14 +252,45 @@ def quantize_glu_backward(monkeypatch, dy, preact, scales, ends, glu, results, s
         stripe = glu.interleave or columns // glu.sides
         source = glu_backward.Source(*operands, stripe, tuple(map(f32, glu[2:])))
         out = Out(*[memory.place(t) for t in pieces], pieces[2].shape[-1])
-        partials, values = memory.place(partials), memory.place(values)
-        glu_backward.quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
+        amax = torch.zeros(len(ends), dtype=torch.int32)
+        more = [memory.place(t) for t in (partials, values)]
+        given = source, tile, rows, columns, memory.place(amax), out, *more
+        glu_backward.quantize_gradients(*given, spec)
+    if spec.quantize.has_matrix_scales:
+        quantize_k_major(monkeypatch, values, ends, None, results[:4], spec.quantize, amax)
 
 
-def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
+def largest_magnitudes(monkeypatch, x, ends, index, spec):
+    """What `amax_bits` gives of ``x``, with contiguous rows, for the quantizer of ``spec``."""
+    from fusible.kernels.quantize.device import quantize
+    from fusible.kernels.quantize.device.blocks import BlockCoord
+
+    spec = spec._replace(k_major=index is not None, rowwise=True)
+    matrix_rows, columns = x.shape[-2:]
+    rows = x.numel() // columns
+    if index is not None:
+        rows = matrix_rows = len(index)
+    groups = len(ends) if ends is not None else rows // matrix_rows
+    layout = spec.rows, THREADS // spec.parts * spec.vector
+    coords = np.array(list(_coords(rows, columns, groups, ends, matrix_rows, *layout)))
+    block, chunk, *coord = np.moveaxis(coords[:, :, None], 1, 0)
+    memory, amax = Memory(), torch.zeros(groups, dtype=torch.int32)
+    with monkeypatch.context() as patch, np.errstate(all="ignore"):
+        emulate(patch, len(coords), memory)
+        patch.setattr(quantize, "block_coord", lambda *_: BlockCoord(*coord))
+        source, target = memory.place(x), memory.place(amax)
+        named = 0 if index is None else memory.place(index)
+        sizes = rows, columns, groups, matrix_rows
+        tile = quantize.thread_tile(block, chunk, *sizes, None, spec)
+        words = quantize.load_input(source, named, columns, tile, spec)
+        quantize.raise_to_largest(target + tile.group * 4, words, spec.dtype)
+    return amax
+
+
+def quantize_k_major(monkeypatch, x, ends, index, pieces, spec, amax=None):
     """Write what the kernel writes of ``x``, with contiguous rows, in groups up to ``ends``.
 
-    ``index``, if any, says which of them each row is.
+    ``index``, if any, says which of them each row is. ``amax`` is found before, unless given.
     """
     from fusible.kernels.quantize.device import k_major, quantize
     from fusible.kernels.quantize.device.blocks import BlockCoord
@@ -267,6 +303,8 @@ def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
     coords = np.array(list(_coords(rows, columns, groups, ends, matrix_rows)))[:, :, None]
     block, chunk, *coord = np.moveaxis(coords, 1, 0)
     memory = Memory()
+    if amax is None and spec.has_matrix_scales:
+        amax = largest_magnitudes(monkeypatch, x, ends, index, spec)
     with monkeypatch.context() as patch, np.errstate(all="ignore"):
         emulate(patch, len(coords), memory)
         patch.setattr(quantize, "block_coord", lambda *_: BlockCoord(*coord))
@@ -275,7 +313,9 @@ def quantize_k_major(monkeypatch, x, ends, index, pieces, spec):
         sizes = rows, columns, groups, matrix_rows
         tile = quantize.thread_tile(block, chunk, *sizes, None, spec)
         out = k_major.Out(*outputs, pieces[2].shape[-1])
-        k_major.quantize_block(source, named, columns, tile, rows, columns, matrix_rows, out, spec)
+        largest = 0 if amax is None else memory.place(amax)
+        given = source, named, columns, tile, rows, columns, matrix_rows, largest, out
+        k_major.quantize_block(*given, spec)
 
 
 def quantize_nvfp4(monkeypatch, x, ends, key, made, spec):
@@ -316,10 +356,10 @@ def quantize_nvfp4(monkeypatch, x, ends, key, made, spec):
     for whole, tile in each_kind():
         words = quantize.load_rows(addresses[0], columns, tile, spec)
         target = addresses[1] + np.broadcast_to(tile.group, words[0][0].shape) * 4
-        quantize._raise_to_largest(target, words, spec.dtype)
+        quantize.raise_to_largest(target, words, spec.dtype)
         if hadamard:
             of_columns = transformed(words, spec.dtype, whole)
-            quantize._raise_to_largest(target + 4 * groups, *of_columns)
+            quantize.raise_to_largest(target + 4 * groups, *of_columns)
     for whole, tile in each_kind():
         outers, common = quantize._matrix_scales(addresses[1], groups, tile, spec)
         given = (

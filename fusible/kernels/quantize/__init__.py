@@ -7,6 +7,7 @@ from fusible.kernels.quantize.k_major import (
     ScaledMatrix,
     elements_and_scale,
     quantize_k_major,
+    stored_operand,
     transposed,
 )
 
@@ -17,6 +18,7 @@ __all__ = [
     "elements_and_scale",
     "quantize_glu_backward",
     "quantize_k_major",
+    "stored_operand",
     "supports_matrix",
     "transposed",
 ]

@@ -72,18 +72,24 @@ def amax_bits(
     fmt: NumberFormat,
     rowwise: bool = True,
     columnwise: bool = True,
+    index: Tensor | None = None,
+    together: int = 0,
 ) -> Tensor:
     """The bits of FP32 of the largest magnitude in each matrix or group, int32.
 
     Of a format with Hadamard transform ``[2, groups]``: for the row-wise use, and after the
     transform for the column-wise one, each where asked for. ``x`` has rows equally far apart, which
-    begin at 16 bytes. One launch, and one that clears.
+    begin at 16 bytes. With ``index`` and ``together``, those of `k_major`, it is ``x[index]``. One
+    launch, and one that clears.
     """
     uses = (rowwise, columnwise) if fmt.hadamard else (True, True)
     spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
-    sizes = sizes_of(x, ends)
+    if index is not None:
+        spec = spec._replace(k_major=True, gathered=True)
+    sizes = sizes_of(x, ends, index)
     amax = x.new_zeros(*(2,) * fmt.hadamard, sizes.groups, dtype=torch.int32)
-    launch("quantize.quantize.amax", (spec,), x.device, x, ends, amax, *sizes)
+    given = x, ends, index, amax, *sizes, together
+    launch("quantize.quantize.amax", (spec,), x.device, *given)
     return amax
 
 
@@ -98,9 +104,10 @@ class Sizes(NamedTuple):
     matrix_rows: int
 
 
-def sizes_of(x: Tensor, ends: Tensor | None) -> Sizes:
-    """The sizes of ``x`` ``[..., rows, columns]``."""
+def sizes_of(x: Tensor, ends: Tensor | None, index: Tensor | None = None) -> Sizes:
+    """The sizes of ``x`` ``[..., rows, columns]``, or of ``x[index]``."""
     *lead, rows, columns = x.shape
+    rows = rows if index is None else index.shape[0]
     matrices = math.prod(lead)
     groups = matrices if ends is None else ends.shape[0]
     return Sizes(matrices * rows, columns, x.stride(-2), groups, rows)

@@ -1,8 +1,9 @@
 """The backward of an activation, quantized for FP8 products while it is computed.
 
 ``quantize_glu_backward`` is `Glu.backward` and `quantize_k_major` in one pass: the gradient of the
-pre-activation is written in FP8 alone, row-wise and transposed. The op's definition is the two of
-them, on any device.
+pre-activation is written in FP8 alone, row-wise and transposed. Where a scale covers a whole group,
+that pass writes BF16 and finds the largest magnitudes, and a second one quantizes. The op's
+definition is the two of them, on any device.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def quantize_glu_backward(
 
     ``dy`` is ``[rows, features]``, ``preact`` ``[rows, features]``, or ``[rows, 2 * features]`` of
     a gated activation, both BF16, ``scales`` ``[rows]`` or None, ``ends`` the end rows of the
-    groups, ``fmt`` of 1x128 blocks. Raises what `quantize_k_major` raises, and ValueError for other
-    shapes.
+    groups, ``fmt`` of 1x128 blocks or of whole matrices. Raises what `quantize_k_major` raises, and
+    ValueError for other shapes.
     """
     rows, columns = preact.shape
     of_scales = (rows,) if scales is None else tuple(scales.shape)
@@ -127,26 +128,33 @@ def _cuda(
     stripe = glu.interleave or columns // glu.sides
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
-        and fmt.directional
+        and (fmt.directional or fmt.block is None)
         and (stripe in (1, 2, 4) or stripe % _THREAD_COLUMNS == 0)
         and supports_matrix(preact, preact.dtype, ends)
     )
     if not fits:
         return NotImplemented
     dy, preact = aligned(dy), aligned(preact)
-    pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
-    dpreact = preact.new_empty(preact.shape if values else (0,))
-    blocks, dscales = -(-columns // FP8_BLOCK), preact.new_empty(0)
+    now, amax = fmt.block is not None, None
+    if not now:
+        amax = preact.new_zeros(len(ends), dtype=torch.int32)
+    uses = rowwise and now, columnwise and now
+    pieces = k_major.outputs(preact, ends, None, fmt, *uses)
+    dpreact = preact.new_empty(preact.shape if values or not now else (0,))
+    paired = glu.sides == 2 and stripe % FP8_BLOCK == 0
+    blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
     given = dscales if scales is None else scales.float().contiguous()
     partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, values
-    constants = _kernel(fmt, ends.dtype, rowwise, columnwise, *which)
+    which = glu.activation, scales is not None, stripe, values or not now, paired
+    constants = _kernel(fmt, ends.dtype, *uses, *which)
     sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
-    addresses = dy, preact, given, ends, *pieces, partials, dpreact
+    addresses = dy, preact, given, ends, amax, *pieces, partials, dpreact
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     if scales is not None:
         dscales = partials.sum(0).to(scales.dtype)
-    return *pieces, dscales, dpreact
+    if not now:
+        pieces = k_major.launch_quantize(dpreact, ends, None, fmt, rowwise, columnwise, amax)
+    return *pieces, dscales, dpreact if values else preact.new_empty(0)
 
 
 @lru_cache(maxsize=1024)
@@ -159,11 +167,12 @@ def _kernel(
     scaled: bool,
     stripe: int,
     values: bool,
+    paired: bool,
 ) -> tuple[GluBackwardSpec]:
     wide, dtype = ends == torch.int64, DTYPES[torch.bfloat16]
     quantize = QuantizeSpec(fmt, dtype, True, wide, rowwise, columnwise, k_major=True)
     narrow = stripe if stripe < _THREAD_COLUMNS else 0
-    return (GluBackwardSpec(quantize, activation, scaled, narrow, values),)
+    return (GluBackwardSpec(quantize, activation, scaled, narrow, values, paired),)
 
 
 _op = define(_definition, _outputs, [_cuda], name="quantize_glu_backward")

@@ -1,7 +1,8 @@
 """Operands of the FP8 products of SM90: quantized, and the column-wise use transposed (K-major).
 
 Eight-bit operands are read with the reduced dimension contiguous. So the row-wise use lies as the
-input does, and the column-wise use is transposed; both come from one pass. Where rows are reduced,
+input does, and the column-wise use is transposed; both come from one pass, after another one for
+the largest magnitudes where a scale covers a whole group or matrix. Where rows are reduced,
 groups of them begin at multiples of 128, with zeros between. The op's definition is
 ``quantization.quantize`` and copies, on any device; the kernel for CUDA gives the same bits.
 
@@ -19,12 +20,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.quantize.cuda import sizes_of, supports_matrix, with_aligned_rows
+from fusible.kernels.quantize.cuda import (
+    amax_bits,
+    sizes_of,
+    supports_matrix,
+    with_aligned_rows,
+)
 from fusible.kernels.quantize.spec import DTYPES, PIECE, QuantizeSpec
 from fusible.kernels.runtime.launch import launch
 from fusible.library import define
-from fusible.recipes.blocks import gather_rows, padded_size, place_rows
+from fusible.recipes.blocks import (
+    gather_rows,
+    group_of_row,
+    padded_size,
+    place_rows,
+    zero_tail,
+)
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
+from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantization import check_group_ends, check_input, quantize
 
 
@@ -44,19 +57,21 @@ class KMajor(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 
     In blocks of 1x128: ``value[r, k] = data[r, k] * scale[r, k // 128]``, and for the column-wise
-    use ``value[p, c] = data[p, c] * scale[p // 128, c]`` of padded rows ``p``.
+    use ``value[p, c] = data[p, c] * scale[p // 128, c]`` of padded rows ``p``. A scale of a whole
+    matrix or group is repeated for these blocks.
     """
 
     row: ScaledMatrix | None
     """Data ``[rows, columns]``; scales ``[rows, ceil(columns / 128)]``, a view of contiguous
-    ``[ceil(columns / 128), rows]``. Of 128x128 blocks: data ``[..., rows, columns]``, scales
-    ``[..., ceil(rows / 128), ceil(columns / 128)]``."""
+    ``[ceil(columns / 128), rows]``, or of groups an expanded one of ``[rows]``. Of 128x128 blocks
+    and whole matrices: data ``[..., rows, columns]``, scales ``[..., ceil(rows / 128),
+    ceil(columns / 128)]``."""
     column: ScaledMatrix | None
     """Data ``[padded, columns]``, a view of contiguous ``[columns, padded]``, and scales
     ``[padded / 128, columns]``, where ``padded`` is ``padded_size(rows, groups, 128)``. Rows behind
     a group's end, up to a multiple of 128, are zero; what follows the last group's is not written.
-    Of 128x128 blocks: contiguous data ``[..., columns, rows]``, scales transposed as well, a view.
-    """
+    Of 128x128 blocks and whole matrices: contiguous data ``[..., columns, rows]``, scales
+    transposed as well, a view."""
     padded_ends: Tensor | None
     """Int32 ``[groups]``, end rows of the padded groups; None without groups."""
 
@@ -66,7 +81,8 @@ _L2_BYTES = 8 << 20
 
 Pieces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Contiguous ``[rows, columns]``, its scales as they are stored, the same of ``[columns, padded]``,
-and the padded ends. Empty where they are not wanted, or are the same."""
+and the padded ends. Empty where they are not wanted, or are the same. Of a whole matrix or group
+scales are stored for each row, and for each column and 128 padded rows."""
 
 
 def quantize_k_major(
@@ -82,10 +98,11 @@ def quantize_k_major(
 
     Of 1x128 blocks ``x`` is ``[rows, columns]``, and ``ends`` the end rows of its groups. Rows past
     the last group are zeros in the row-wise use. Of 128x128 blocks ``x`` is ``[..., rows,
-    columns]``, such as weights ``[E, N, K]``. A block that is NaN may have NaN for the zeros of its
-    padding.
+    columns]``, such as weights ``[E, N, K]``. A format of whole matrices is as that of rows with
+    ``ends``, which has one scale for each group, and as that of 128x128 without. A block that is
+    NaN may have NaN for the zeros of its padding.
 
-    With ``rows``, int32 ``[R]``, of 1x128 blocks, it is ``x[rows]`` that is quantized, in one pass;
+    With ``rows``, int32 ``[R]``, of rows of these two, it is ``x[rows]`` that is quantized, in one pass;
     ``ends`` are those of its groups. What ``rows`` holds past the last group is not read.
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
@@ -100,23 +117,52 @@ def as_operands(
     """What `quantize_k_major` returns, from what its op does."""
     row_data, row_scale, column_data, column_scale, padded_ends = pieces
     row = column = None
+    if fmt.directional:
+        row_scale = row_scale.t()
+    elif fmt.block is None and (rowwise or columnwise):
+        columns = row_data.shape[-1] if rowwise else column_data.shape[-2]
+        row_scale = _for_blocks(row_scale if grouped else row_scale[..., ::FP8_BLOCK], columns)
     if rowwise:
-        row = ScaledMatrix(row_data, row_scale.t() if fmt.directional else row_scale)
-    if columnwise and fmt.directional:
+        row = ScaledMatrix(row_data, row_scale)
+    if columnwise and _pads(fmt, grouped):
         column = ScaledMatrix(column_data.t(), column_scale)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
     return KMajor(row, column, padded_ends if grouped else None)
 
 
+def _for_blocks(scale: Tensor, columns: int) -> Tensor:
+    """``scale`` for each of the 128-blocks of the columns, a view."""
+    return scale.unsqueeze(-1).expand(*scale.shape, -(-columns // FP8_BLOCK))
+
+
+def _pads(fmt: NumberFormat, grouped: bool) -> bool:
+    """Whether rows are transposed in padded groups, not matrices as they are."""
+    return fmt.directional or grouped
+
+
+def stored_operand(matrix: QuantizedMatrix, unit: int = 1) -> ScaledMatrix:
+    """What is stored quantized, row-wise, with a scale for each ``unit`` rows and 128 columns."""
+    data, scale, _, fmt, _, ends = matrix
+    if fmt.block is None:
+        *lead, rows, columns = data.shape
+        if ends is None:
+            scale = scale.reshape(*lead, 1).expand(*lead, -(-rows // unit))
+        else:
+            scale = scale[group_of_row(ends, rows)]
+        scale = _for_blocks(scale, columns)
+    return ScaledMatrix(data, scale)
+
+
 def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
     check_group_ends(x, fmt, ends)
     check_input(x, fmt)
-    if fmt.element.per_byte > 1 or fmt.block not in BLOCKS or fmt.scale_dtype != torch.float32:
+    blocks = *BLOCKS, None
+    if fmt.element.per_byte > 1 or fmt.block not in blocks or fmt.scale_dtype != torch.float32:
         raise ValueError(
-            "operands of FP8 products must be of FP8 elements with an FP32 scale for each 1x128 or "
-            f"128x128, got {fmt}; use quantize_matrix"
+            "operands of FP8 products must be of FP8 elements with an FP32 scale for each 1x128, "
+            f"128x128 or matrix, got {fmt}; use quantize_matrix"
         )
     if fmt.directional and x.ndim != 2:
         raise ValueError(
@@ -124,10 +170,10 @@ def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat
             "use x.flatten(0, -2)"
         )
     fits = rows is None or (rows.dtype, rows.ndim, rows.device) == (torch.int32, 1, x.device)
-    if not (fits and (fmt.directional or rows is None)):
+    if not (fits and (rows is None or _pads(fmt, ends is not None))):
         assert rows is not None
         raise ValueError(
-            f"rows must be int32 of shape (R,) on {x.device}, for blocks of 1x128, got "
+            f"rows must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
             f"{rows.dtype} of shape {tuple(rows.shape)} on {rows.device} for {fmt.name}"
         )
 
@@ -146,23 +192,47 @@ def definition(
     nothing = outputs(x, ends, None, fmt, False, False)
     row_data, row_scale, column_data, column_scale, padded_ends = nothing
     if ends is not None:
-        padded_ends, places = place_rows(ends.clamp(max=len(x)), len(x), FP8_BLOCK)
-    if rowwise or not fmt.directional:
-        row = quantize(x.contiguous(), fmt, ends=ends)
-        row_scale = row.scale.t().contiguous() if fmt.directional else row.scale
-        row_data = row.data if rowwise else row_data
-    if columnwise and fmt.directional:
+        ends = ends.clamp(max=len(x))
+        padded_ends, places = place_rows(ends, len(x), FP8_BLOCK)
+    pads = _pads(fmt, ends is not None)
+    if rowwise or not pads:
+        data, row_scale = _quantized_rows(x.contiguous(), ends, fmt)
+        row_data = data if rowwise else row_data
+    if columnwise and pads:
         size = padded_size(len(x), 1 if ends is None else len(ends), FP8_BLOCK)
         padded = x.new_zeros(size + 1, x.shape[1])  # one row more, for rows of no group
         if ends is None:
             padded[: len(x)] = x
         else:
             padded.index_copy_(0, places, x)
-        column = quantize(padded[:size], fmt, columnwise=True)
-        column_data, column_scale = _transposed(column.data), column.scale
+        column_data, column_scale = _quantized_columns(padded[:size], padded_ends, fmt)
     elif columnwise:
-        column_data = _transposed(row.data)
+        column_data = _transposed(data)
     return row_data, row_scale, column_data, column_scale, padded_ends
+
+
+def _quantized_rows(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Row-wise elements, and scales as they are stored."""
+    if fmt.block is not None:
+        data, scale, *_ = quantize(x, fmt, ends=ends)
+        return data, scale.t().contiguous() if fmt.directional else scale
+    if ends is not None:  # rows of no group are a group of zeros
+        x, ends = zero_tail(x, ends), torch.cat((ends, ends.new_full((1,), len(x))))
+    data, scale, *_ = quantize(x, fmt, ends=ends)
+    of_rows = scale.expand(x.shape[:-1]) if ends is None else scale[group_of_row(ends, len(x))]
+    return data, of_rows.contiguous()
+
+
+def _quantized_columns(
+    padded: Tensor, padded_ends: Tensor, fmt: NumberFormat
+) -> tuple[Tensor, Tensor]:
+    """Transposed elements of padded groups, and scales as they are stored."""
+    ends = padded_ends if fmt.block is None else None  # blocks end where groups do
+    data, scale, *_ = quantize(padded, fmt, columnwise=True, ends=ends)
+    if ends is not None:
+        of_blocks = scale[group_of_row(ends, len(padded))[::FP8_BLOCK]]
+        scale = of_blocks[:, None].expand(-1, padded.shape[1]).contiguous()
+    return _transposed(data), scale
 
 
 def _transposed(data: Tensor) -> Tensor:
@@ -191,9 +261,11 @@ def outputs(
     size, nothing = rows, (0,)
     row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
     column_scale: Sequence[int] = nothing
-    if fmt.directional:
+    if fmt.block is None:
+        row_scale = (*lead, rows)
+    if _pads(fmt, ends is not None):
         size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
-        row_scale = (blocks, rows) if rowwise else nothing
+        row_scale = ((blocks, rows) if fmt.directional else row_scale) if rowwise else nothing
         column_scale = (size // FP8_BLOCK, columns) if columnwise else nothing
     # Sizes one by one: PyTorch parses a tuple more slowly.
     new, element = x.new_empty, fmt.element.dtype
@@ -232,20 +304,35 @@ def _cuda(
     columnwise: bool,
 ) -> Pieces | NotImplementedType:
     check(x, ends, rows, fmt)
-    fills_stores = fmt.directional or x.shape[-2] % PIECE == 0
+    fills_stores = _pads(fmt, ends is not None) or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, rows = with_aligned_rows(x), None if rows is None else rows.contiguous()
+    together, amax = 0, None
+    if rows is not None:
+        together = chunks_per_pass(*x.shape, x.itemsize)
+    if fmt.block is None:
+        amax = amax_bits(x, ends, fmt, index=rows, together=together)
+    return launch_quantize(x, ends, rows, fmt, rowwise, columnwise, amax, together)
+
+
+def launch_quantize(
+    x: Tensor,
+    ends: Tensor | None,
+    rows: Tensor | None,
+    fmt: NumberFormat,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    together: int = 0,
+) -> Pieces:
+    """The kernel, by `amax_bits` in a format of whole matrices."""
     pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
-    sizes, together = sizes_of(x, ends), 0
-    if rows is not None:
-        sizes = sizes._replace(rows=rows.shape[0], matrix_rows=rows.shape[0])
-        together = chunks_per_pass(*x.shape, x.itemsize)
-    more = *sizes, pieces[2].shape[-1], together
-    launch("quantize.k_major.quantize", constants, x.device, x, ends, rows, *pieces, *more)
+    more = *sizes_of(x, ends, rows), pieces[2].shape[-1], together
+    launch("quantize.k_major.quantize", constants, x.device, x, ends, rows, amax, *pieces, *more)
     return pieces
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusible.recipes.formats import NumberFormat
+from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 from fusible.recipes.quantize_ops import compute_dtype
 
 THREADS = 128
@@ -64,7 +64,9 @@ class QuantizeSpec(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a block, which a group of threads takes at once."""
-        return _WHOLE_MATRIX_ROWS if self.format.block is None else self.format.block[1]
+        if self.format.block is None:
+            return FP8_BLOCK if self.k_major else _WHOLE_MATRIX_ROWS
+        return self.format.block[1]
 
     @property
     def vector(self) -> int:
@@ -108,12 +110,14 @@ class QuantizeSpec(NamedTuple):
     @property
     def lanes(self) -> int:
         """Threads side by side that share a row of a block."""
-        assert self.format.block is not None
-        return self.format.block[1] // self.vector
+        return self.rows // self.vector
 
 
 class GluBackwardSpec(NamedTuple):
-    """A kernel that computes the backward of an activation and quantizes its gradients."""
+    """A kernel that computes the backward of an activation and quantizes its gradients.
+
+    Where a scale covers a whole matrix it finds the largest magnitudes instead.
+    """
 
     quantize: QuantizeSpec
     activation: str
@@ -123,6 +127,8 @@ class GluBackwardSpec(NamedTuple):
     """Neighbouring gate columns before their linear columns, if fewer than a thread has; else 0."""
     values: bool
     """The gradients are written in high precision too."""
+    paired: bool = False
+    """Stripes are whole blocks of columns: a group of threads takes gates and linear columns."""
 
     @property
     def resident(self) -> int:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from fusible.activations import ACTIVATIONS
-from fusible.recipes.formats import BLOCKS, fp8_block
+from fusible.recipes.formats import BLOCKS, fp8_block, fp8_tensor
 
 ARCHITECTURE = 90
 ALIGNMENT_BYTES = 16  # of addresses and row pitches, which TMA requires
@@ -13,9 +13,10 @@ DTYPES = ("bfloat16", "float16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 FP8_MULTIPLE_OF = 16  # of their features: 16 bytes
 FP8_GLU_UNIT = 64  # of the columns of a gated activation in halves, so that a tile's share a scale
-# Of the operands of products, by role.
+# Of the operands of products, by role: each may be any of these.
 FP8_SCALING = {
-    role: fp8_block(block=BLOCKS[role == "weight"]).scaling for role in ("input", "weight", "grad")
+    role: (fp8_block(block=BLOCKS[role == "weight"]).scaling, fp8_tensor().scaling)
+    for role in ("input", "weight", "grad")
 }
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Layouts of gate and linear columns: halves (0), or alternating blocks of that many columns.

@@ -35,6 +35,15 @@ def grid_of(rows, columns, groups, matrix_rows, spec):
     return blocks, blocks_of(columns, width)
 
 
+def block_and_chunk(cta, blocks, together, spec):
+    """The block of rows of a group of threads, and the chunk of its columns."""
+    turn = cta // together
+    chunk = cta - turn * together
+    if not spec.gathered:
+        return turn, chunk
+    return turn % blocks, turn // blocks * together + chunk
+
+
 def block_coord(block, rows, groups, matrix_rows, ends, spec):
     """The rows of ``block``, by the group ends at address ``ends`` or in equal matrices."""
     if cutlass.const_expr(spec.grouped):

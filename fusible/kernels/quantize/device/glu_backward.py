@@ -1,23 +1,30 @@
 """The backward of an activation, whose gradients are quantized as they are computed.
 
 A thread has the same columns of the pre-activation's gradient as in ``k_major``, eight neighbours.
-In stripes of 1, 2 and 4 gate columns it has gates and their linear columns, otherwise gates or
-linear columns, and reads the others as well. An activation that is not gated has but its operand.
-Gradients are rounded to BF16, then quantized.
+In stripes of 1, 2 and 4 gate columns it has gates and their linear columns. In stripes of whole
+blocks of 128 columns a group of threads takes a block of gates and that of their linear columns,
+whose gradients wait in shared memory meanwhile. In others a thread has gates or linear columns, and
+reads the others as well. An activation that is not gated has but its operand.
+Gradients are rounded to BF16, then quantized, unless a scale covers a whole group: then only the
+largest magnitudes are found, and another launch quantizes.
 """
 
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from fusible.activations import ACTIVATIONS
 from fusible.kernels.device import bits
 from fusible.kernels.device.activations import evaluate
 from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
 from fusible.kernels.quantize.device.k_major import Out, computed_anew, store_block
-from fusible.kernels.quantize.device.magnitudes import over_rows
-from fusible.kernels.quantize.device.quantize import SHARED_PERCENT, thread_tile
+from fusible.kernels.quantize.device.magnitudes import largest_of_columns, over_rows
+from fusible.kernels.quantize.device.quantize import (
+    SHARED_PERCENT,
+    raise_to_largest,
+    thread_tile,
+)
 from fusible.kernels.quantize.spec import THREADS
 
 _BYTES = 2  # of BF16
@@ -45,8 +52,10 @@ def _add(a, b):
 def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
-    Also the FP32 bits of the gradient of one row's scale by the columns of its block: in the i-th
-    of the threads that share a row, of the thread's i-th row.
+    Where a scale covers a whole group, one row of words of the largest magnitudes instead. Then, if
+    ``spec.paired``, the linear columns' words, in shared memory. Then the FP32 bits of the gradient
+    of one row's scale by the columns of its block: in the i-th of the threads that share a row, of
+    the thread's i-th row.
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
@@ -54,9 +63,10 @@ def gradients(source, tile, columns, values_out, spec):
         entry = source.scales + Int64(tile.first + own) * 4
         (scale,) = bits.load(entry, Int32(Boolean(own < tile.count) & live), 1)
     first = cute.arch.lane_idx() - own
-    of_row = _narrow if spec.stripe else _wide
+    of_row = _narrow if spec.stripe else _paired if spec.paired else _wide
     if ACTIVATIONS[spec.activation].sides == 1:
         of_row = _plain
+    linears = _Waiting(spec) if spec.paired else None
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
@@ -66,13 +76,45 @@ def gradients(source, tile, columns, values_out, spec):
         row_scale = Float32(1.0)
         if spec.scaled:
             row_scale = bits.to_float(cute.arch.shuffle_sync(scale, first + r))
-        values, total = of_row(source, tile.column, start, row_scale, inside, spec)
-        rows.append(bits.pack(values, spec.quantize.dtype))
+        *sides, total = of_row(source, tile.column, start, row_scale, inside, spec)
+        packed = [bits.pack(values, spec.quantize.dtype) for values in sides]
+        if spec.quantize.has_matrix_scales:
+            rows = [largest_of_columns([*rows, *packed], spec.quantize.dtype)]
+        else:
+            rows.append(packed[0])
+            if spec.paired:
+                linears.put(r, packed[1])
         totals.append(total)
         if spec.values:
             written = Int32(Boolean(r < tile.count) & tile.in_columns)
-            bits.store(values_out + (start + Int64(tile.column)) * _BYTES, rows[-1], written)
-    return rows, over_rows(totals, spec.quantize.lanes, _add) if spec.scaled else None
+            for side, words in enumerate(packed):
+                column = tile.column + side * source.glu_block
+                bits.store(values_out + (start + Int64(column)) * _BYTES, words, written)
+    totals = over_rows(totals, spec.quantize.lanes, _add) if spec.scaled else None
+    return rows, linears, totals
+
+
+class _Waiting:
+    """Words of a thread's rows in shared memory."""
+
+    def __init__(self, spec):
+        self.words, self.rows = spec.quantize.words, spec.quantize.thread_rows
+        count = self.words * self.rows
+        self.shared = cute.make_tensor(
+            cute.arch.alloc_smem(Uint32, THREADS * count), cute.make_layout((THREADS, count))
+        )
+
+    def put(self, row, words):
+        thread, _, _ = cute.arch.thread_idx()
+        for i, word in enumerate(words):
+            self.shared[thread, row * self.words + i] = word
+
+    def get(self):
+        thread, _, _ = cute.arch.thread_idx()
+        return [
+            [self.shared[thread, row * self.words + i] for i in range(self.words)]
+            for row in range(self.rows)
+        ]
 
 
 def _load(address, offset, inside, words, spec):
@@ -107,35 +149,73 @@ def _narrow(source, column, start, row_scale, inside, spec):
     return values, bits.to_bits(total)
 
 
-def _wide(source, column, start, row_scale, inside, spec):
-    """The same of gates, or of linear columns, which leave their scale's gradient to the gates."""
+def _pairs(source, gate, start, row_scale, inside, spec):
+    """A row's gradients of gates from column ``gate`` on, of their linear columns, and its scale's.
+
+    The last is an FP32 number; the columns lie in stripes at least as wide as a thread's.
+    """
     words, block = spec.quantize.words, source.glu_block
-    is_linear = column // block % 2
-    gate = column - is_linear * block
-    dy_column = gate - column // block // 2 * block
+    dy_column = gate - gate // block // 2 * block
     dy = _load(source.dy, start // 2 + Int64(dy_column), inside, words, spec)
     gates = _load(source.preact, start + Int64(gate), inside, words, spec)
     linears = _load(source.preact, start + Int64(gate + block), inside, words, spec)
-    values, total = [], Float32(0.0)
+    of_gates, of_linears, total = [], [], Float32(0.0)
     for gradient, *pair in zip(dy, gates, linears, strict=True):
         value, (d_gate, d_linear) = evaluate(spec.activation, pair, source.constants)
         total = total + gradient * value
-        of = bits.select(is_linear, bits.to_bits(d_linear), bits.to_bits(d_gate))
-        values.append(gradient * row_scale * bits.to_float(of))
+        of_gates.append(gradient * row_scale * d_gate)
+        of_linears.append(gradient * row_scale * d_linear)
+    return of_gates, of_linears, total
+
+
+def _paired(source, column, start, row_scale, inside, spec):
+    """A row's gradients of gates, of their linear columns, and that of its scale."""
+    *sides, total = _pairs(source, column, start, row_scale, inside, spec)
+    return *sides, bits.to_bits(total)
+
+
+def _wide(source, column, start, row_scale, inside, spec):
+    """Of gates, or of linear columns, which leave their scale's gradient to the gates."""
+    is_linear = column // source.glu_block % 2
+    gate = column - is_linear * source.glu_block
+    *sides, total = _pairs(source, gate, start, row_scale, inside, spec)
+    values = [
+        bits.to_float(bits.select(is_linear, bits.to_bits(of_linear), bits.to_bits(of_gate)))
+        for of_gate, of_linear in zip(*sides, strict=True)
+    ]
     return values, bits.select(is_linear, 0, bits.to_bits(total))
 
 
-def quantize_gradients(source, tile, rows, columns, out, partials, values, spec):
-    """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'."""
-    words, total = gradients(source, tile, columns, values, spec)
+def first_chunk(pair, glu_block, spec):
+    """The chunk of 128 columns of gates of the ``pair``-th chunk of the activation's columns."""
+    chunks = glu_block // spec.quantize.rows
+    return pair // chunks * 2 * chunks + pair % chunks
+
+
+def quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec):
+    """Scales, elements and, if wanted, values of a thread's rows; partial sums of their scales'.
+
+    Or instead of scales and elements the largest magnitudes, where these cover whole groups.
+    """
+    words, linears, total = gradients(source, tile, columns, values, spec)
     tile, columns = computed_anew(tile, columns)
     own = cute.arch.lane_idx() % spec.quantize.lanes
     if spec.scaled:
         width = spec.quantize.lanes * spec.quantize.vector
-        at = Int64(tile.column // width) * Int64(rows) + Int64(tile.first + own)
+        chunk = tile.column // width
+        if spec.paired:
+            chunk = chunk - tile.column // source.glu_block // 2 * (source.glu_block // width)
+        at = Int64(chunk) * Int64(rows) + Int64(tile.first + own)
         inside = Boolean(own < tile.count) & (tile.column // width * width < columns)
         bits.store(partials + at * 4, [total], Int32(inside))
-    store_block(words, tile, rows, columns, rows, out, spec.quantize)
+    if spec.quantize.has_matrix_scales:
+        raise_to_largest(amax + Int64(tile.group) * 4, words, spec.quantize.dtype)
+    else:
+        store_block(words, tile, rows, columns, rows, out, spec.quantize)
+        if spec.paired:
+            tile, columns = computed_anew(tile, columns)
+            tile = tile._replace(column=tile.column + source.glu_block)
+            store_block(linears.get(), tile, rows, columns, rows, out, spec.quantize)
 
 
 @cute.kernel
@@ -144,6 +224,7 @@ def _quantize(
     preact: Int64,
     scales: Int64,
     ends: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -164,15 +245,18 @@ def _quantize(
 ):
     cta, _, _ = cute.arch.block_idx()
     block = cta // chunks
-    sizes = rows, columns, groups, rows
-    tile = thread_tile(block, cta - block * chunks, *sizes, ends, spec.quantize)
-    if cta == 0:
-        quantize = spec.quantize
-        store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
+    chunk = cta - block * chunks
+    if cutlass.const_expr(spec.paired):
+        chunk = first_chunk(chunk, glu_block, spec)
+    tile = thread_tile(block, chunk, rows, columns, groups, rows, ends, spec.quantize)
+    quantize = spec.quantize
+    if cutlass.const_expr(not quantize.has_matrix_scales):
+        if cta == 0:
+            store_padded_ends(ends, padded_ends, groups, rows, quantize.rows, quantize.wide_ends)
     if tile.rows > 0:
         source = Source(dy, preact, scales, glu_block, (limit, alpha, offset))
         out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
-        quantize_gradients(source, tile, rows, columns, out, partials, values, spec)
+        quantize_gradients(source, tile, rows, columns, amax, out, partials, values, spec)
 
 
 @cute.jit
@@ -181,6 +265,7 @@ def quantize(
     preact: Int64,
     scales: Int64,
     ends: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -202,13 +287,16 @@ def quantize(
     """Launch over the gradient ``[rows, columns]`` of the pre-activation: addresses and sizes.
 
     ``col_pitch`` is the distance of columns in the transposed elements, ``partials`` FP32
-    ``[ceil(columns / 128), rows]``.
+    ``[ceil(columns / 128), rows]``, with half as many if ``spec.paired``.
     """
     blocks, chunks = grid_of(rows, columns, groups, rows, spec.quantize)
+    if cutlass.const_expr(spec.paired):
+        chunks = chunks // 2
     _quantize(
-        dy, preact, scales, ends, row_data, row_scale, col_data, col_scale, padded_ends, partials,
-        values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks, spec,
+        dy, preact, scales, ends, amax, row_data, row_scale, col_data, col_scale, padded_ends,
+        partials, values, rows, columns, groups, col_pitch, glu_block, limit, alpha, offset, chunks,
+        spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
-        min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,
+        min_blocks_per_mp=spec.resident, preferred_smem_carveout=50 if spec.paired else SHARED_PERCENT,
     )  # fmt: skip

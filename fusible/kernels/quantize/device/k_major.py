@@ -7,6 +7,9 @@ its columns; a warp fills sectors of 32 bytes.
 Rows may be read by an index, so that they are gathered while they are quantized. A row is then read
 as often as it is named, by blocks of rows that are far apart: only ``together`` columns of all rows
 are taken before the next ones, so that these stay in the L2 cache meanwhile.
+
+Where a scale covers a whole group or matrix, its largest magnitude was found in a pass before. The
+scale is stored for each row and, column-wise, for each column of a block, as other scales are.
 """
 
 from typing import NamedTuple
@@ -16,7 +19,11 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers
-from fusible.kernels.quantize.device.blocks import grid_of, store_padded_ends
+from fusible.kernels.quantize.device.blocks import (
+    block_and_chunk,
+    grid_of,
+    store_padded_ends,
+)
 from fusible.kernels.quantize.device.magnitudes import (
     largest_of,
     largest_of_columns,
@@ -25,7 +32,7 @@ from fusible.kernels.quantize.device.magnitudes import (
 )
 from fusible.kernels.quantize.device.quantize import (
     SHARED_PERCENT,
-    load_rows,
+    load_input,
     square_factors,
     thread_tile,
 )
@@ -40,23 +47,6 @@ class Out(NamedTuple):
     col_data: Int64
     col_scale: Int64
     col_pitch: Int32
-
-
-def load_gathered_rows(x, pitch, index, tile, spec):
-    """`load_rows` of the rows that ``index`` names, each thread of a row reading one entry."""
-    size = spec.words * 4 // spec.vector
-    own = cute.arch.lane_idx() % spec.lanes
-    live = tile.live != 0
-    entry = Int64(tile.first + own) * 4
-    (named,) = bits.load(index + entry, Int32(Boolean(own < tile.count) & live), 1)
-    first = cute.arch.lane_idx() - own
-    rows = []
-    for r in range(spec.thread_rows):
-        row = cute.arch.shuffle_sync(named, first + r)
-        inside = Int32(Boolean(r < tile.count) & tile.in_columns & live)
-        at = x + (Int64(row) * pitch + Int64(tile.column)) * size
-        rows.append(bits.load(at, inside, spec.words))
-    return rows
 
 
 def _column_factors(words, tile, columns, out, spec):
@@ -85,6 +75,32 @@ def _column_factors(words, tile, columns, out, spec):
     bits.store(out.col_scale + offset * 4, [scale], inside)
     cute.arch.sync_threads()
     return [bits.to_float(factors[thread % spec.lanes, j, 0]) for j in range(spec.vector)]
+
+
+def _matrix_scale(tile, amax, spec):
+    """The scale and the factor of a group or matrix, by its largest magnitude."""
+    if not spec.has_matrix_scales:
+        return None
+    (largest,) = bits.load(amax + Int64(tile.group) * 4, tile.live, 1)
+    return numbers.encode_scale(largest, None, spec.format)
+
+
+def _matrix_factors(common, tile, columns, out, spec):
+    """The factors of a thread's columns in a group or matrix, whose scale is stored.
+
+    That of groups is stored for both uses; of matrices, that of each row is enough.
+    """
+    scale, factor = common
+    own = cute.arch.lane_idx() % spec.lanes
+    if spec.rowwise or not spec.grouped:
+        first = tile.column < spec.lanes * spec.vector
+        inside = Int32(Boolean(own < tile.count) & first)
+        bits.store(out.row_scale + Int64(tile.first + own) * 4, [scale], inside)
+    if spec.columnwise and spec.grouped:
+        offset = Int64(tile.block) * Int64(columns) + Int64(tile.column)
+        inside = tile.in_columns & (tile.part == 0) & (tile.block * spec.rows < out.col_pitch)
+        bits.store(out.col_scale + offset * 4, [scale] * spec.vector, Int32(inside))
+    return [factor] * spec.vector
 
 
 def _row_factor(words, r, tile, rows, columns, row_scale, spec):
@@ -149,19 +165,17 @@ class Column(NamedTuple):
 
 def _column_of(tile, columns, matrix_rows, col_pitch, spec):
     row, column = tile.block * spec.rows + tile.part * spec.thread_rows, Int64(tile.column)
-    if not spec.format.directional:
+    if not spec.grouped:
         row = tile.first - tile.group * matrix_rows
         column = column + Int64(tile.group) * Int64(columns)
     return Column(row, column * Int64(col_pitch) + Int64(row))
 
 
-def quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, out, spec):
+def quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, amax, out, spec):
     """Scales and elements of a thread's rows."""
-    if spec.gathered:
-        words = load_gathered_rows(x, pitch, index, tile, spec)
-    else:
-        words = load_rows(x, pitch, tile, spec)
-    store_block(words, tile, rows, columns, matrix_rows, out, spec)
+    common = _matrix_scale(tile, amax, spec)  # before the input fills the registers
+    words = load_input(x, index, pitch, tile, spec)
+    store_block(words, tile, rows, columns, matrix_rows, out, spec, common)
 
 
 def computed_anew(tile, columns):
@@ -171,10 +185,15 @@ def computed_anew(tile, columns):
     return tile._replace(**anew), bits.opaque(columns)
 
 
-def store_block(words, tile, rows, columns, matrix_rows, out, spec):
-    """Scales and elements of a thread's rows, which are in ``words``."""
+def store_block(words, tile, rows, columns, matrix_rows, out, spec, common=None):
+    """Scales and elements of a thread's rows, which are in ``words``.
+
+    ``common`` are the scale and the factor of all of them, if any.
+    """
     of_columns = None
-    if not spec.format.directional:
+    if spec.has_matrix_scales:
+        of_columns = _matrix_factors(common, tile, columns, out, spec)
+    elif not spec.format.directional:
         of_columns = square_factors(words, tile, columns, out.row_scale, spec).to_element
     elif spec.columnwise:
         of_columns = _column_factors(words, tile, columns, out, spec)
@@ -188,20 +207,12 @@ def store_block(words, tile, rows, columns, matrix_rows, out, spec):
         _store_piece(piece, r, of_rows, of_columns, tile, columns, column, out, spec)
 
 
-def block_and_chunk(cta, blocks, together, spec):
-    """The block of rows of a group of threads, and the chunk of its columns."""
-    turn = cta // together
-    chunk = cta - turn * together
-    if not spec.gathered:
-        return turn, chunk
-    return turn % blocks, turn // blocks * together + chunk
-
-
 @cute.kernel
 def _quantize(
     x: Int64,
     ends: Int64,
     index: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -218,14 +229,18 @@ def _quantize(
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    block, chunk = block_and_chunk(cta, blocks, together, spec)
+    turn = cta
+    if cutlass.const_expr(spec.has_matrix_scales):
+        # Backwards: what the pass for the largest magnitude read last is still in the cache.
+        turn = cute.arch.grid_dim()[0] - 1 - cta
+    block, chunk = block_and_chunk(turn, blocks, together, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
         if cta == 0:
             store_padded_ends(ends, padded_ends, groups, rows, spec.rows, spec.wide_ends)
     if tile.rows > 0:
-        quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, out, spec)
+        quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, amax, out, spec)
 
 
 @cute.jit
@@ -233,6 +248,7 @@ def quantize(
     x: Int64,
     ends: Int64,
     index: Int64,
+    amax: Int64,
     row_data: Int64,
     row_scale: Int64,
     col_data: Int64,
@@ -257,8 +273,8 @@ def quantize(
     if cutlass.const_expr(not spec.gathered):
         together = chunks
     _quantize(
-        x, ends, index, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns, pitch,
-        groups, matrix_rows, col_pitch, together, blocks, spec,
+        x, ends, index, amax, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns,
+        pitch, groups, matrix_rows, col_pitch, together, blocks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,

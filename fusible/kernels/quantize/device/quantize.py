@@ -13,7 +13,12 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from fusible.kernels.device import bits
 from fusible.kernels.quantize.device import numbers, philox
-from fusible.kernels.quantize.device.blocks import block_coord, blocks_of, grid_of
+from fusible.kernels.quantize.device.blocks import (
+    block_and_chunk,
+    block_coord,
+    blocks_of,
+    grid_of,
+)
 from fusible.kernels.quantize.device.hadamard import transformed
 from fusible.kernels.quantize.device.magnitudes import (
     largest_of,
@@ -81,6 +86,30 @@ def load_rows(x, pitch, tile, spec):
         inside = Int32(Boolean(r < tile.count) & tile.in_columns & (tile.live != 0))
         rows.append(bits.load(source + r * (pitch * size), inside, spec.words))
     return rows
+
+
+def _load_gathered_rows(x, pitch, index, tile, spec):
+    """The same of the rows that ``index`` names, each thread of a row reading one entry."""
+    size = spec.words * 4 // spec.vector
+    own = cute.arch.lane_idx() % spec.lanes
+    live = tile.live != 0
+    entry = Int64(tile.first + own) * 4
+    (named,) = bits.load(index + entry, Int32(Boolean(own < tile.count) & live), 1)
+    first = cute.arch.lane_idx() - own
+    rows = []
+    for r in range(spec.thread_rows):
+        row = cute.arch.shuffle_sync(named, first + r)
+        inside = Int32(Boolean(r < tile.count) & tile.in_columns & live)
+        at = x + (Int64(row) * pitch + Int64(tile.column)) * size
+        rows.append(bits.load(at, inside, spec.words))
+    return rows
+
+
+def load_input(x, index, pitch, tile, spec):
+    """Words of the rows of a thread, which ``index`` names if they are to be gathered."""
+    if spec.gathered:
+        return _load_gathered_rows(x, pitch, index, tile, spec)
+    return load_rows(x, pitch, tile, spec)
 
 
 def _largest_of_parts(words, spec):
@@ -425,29 +454,33 @@ def quantize(
 def _amax(
     x: Int64,
     ends: Int64,
+    index: Int64,
     amax: Int64,
     rows: Int32,
     columns: Int32,
     pitch: Int64,
     groups: Int32,
     matrix_rows: Int32,
-    chunks: Int32,
+    together: Int32,
+    blocks: Int32,
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    tile = thread_tile(cta // chunks, cta % chunks, rows, columns, groups, matrix_rows, ends, spec)
-    words = load_rows(x, pitch, tile, spec)
+    block, chunk = block_and_chunk(cta, blocks, together, spec)
+    tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
+    words = load_input(x, index, pitch, tile, spec)
     if cutlass.const_expr(spec.rowwise):
-        _raise_to_largest(amax + Int64(tile.group) * 4, words, spec.dtype)
+        raise_to_largest(amax + Int64(tile.group) * 4, words, spec.dtype)
     if cutlass.const_expr(spec.columnwise and spec.format.hadamard):
         target = amax + Int64(groups + tile.group) * 4
         if tile.rows == HADAMARD:
-            _raise_to_largest(target, *transformed(words, spec.dtype, True))
+            raise_to_largest(target, *transformed(words, spec.dtype, True))
         else:
-            _raise_to_largest(target, *transformed(words, spec.dtype, False))
+            raise_to_largest(target, *transformed(words, spec.dtype, False))
 
 
-def _raise_to_largest(target, words, dtype):
+def raise_to_largest(target, words, dtype):
+    """Raise the bits of FP32 at ``target`` to the largest magnitude in the words of a warp."""
     largest = largest_of(largest_of_columns(words, dtype), dtype)
     largest = magnitude(largest_of_lanes(largest, 32, dtype), dtype)
     # Most groups of threads find a larger one already there.
@@ -459,20 +492,25 @@ def _raise_to_largest(target, words, dtype):
 def amax(
     x: Int64,
     ends: Int64,
+    index: Int64,
     amax: Int64,
     rows: Int32,
     columns: Int32,
     pitch: Int64,
     groups: Int32,
     matrix_rows: Int32,
+    together: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
     """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group.
 
-    In a format with Hadamard transform, those of the transformed groups follow.
+    In a format with Hadamard transform, those of the transformed groups follow. ``index`` and
+    ``together`` are those of ``k_major``.
     """
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
-    _amax(x, ends, amax, rows, columns, pitch, groups, matrix_rows, chunks, spec).launch(
-        grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream
-    )
+    if cutlass.const_expr(not spec.gathered):
+        together = chunks
+    _amax(
+        x, ends, index, amax, rows, columns, pitch, groups, matrix_rows, together, blocks, spec
+    ).launch(grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream)
