@@ -139,9 +139,7 @@ def test_a_linear_equals_the_dequantized_path(dtype, options, recipe):
 def test_no_rows(recipe):
     module = mlp()
     x, splits = torch.empty(0, HIDDEN, dtype=BF16, requires_grad=True), torch.zeros(6, dtype=int)
-    y, dx, *grads = step(
-        module, recipe, (x, splits, torch.empty(0), splits), torch.empty_like(x)
-    )
+    y, dx, *grads = step(module, recipe, (x, splits, torch.empty(0), splits), torch.empty_like(x))
     assert (y.shape, dx.shape) == ((0, HIDDEN), (0, HIDDEN))
     assert not any(g.any() for g in grads)
 
@@ -410,8 +408,8 @@ def test_formats_of_ones_own(scale):
     text = explained(module, *given, recipe=other, every_rule=True)
     assert "by grouped_mlp_sm90," in text
     assert (
-        "scaling.weight must be one of fp8 with one float32 scale per 128x128, fp8 with one float32 "
-        "scale per matrix, got fp8 with one float8_e8m0fnu scale per 128x128"
+        "scaling.weight must be one of fp8 with one float32 scale per 128x128, fp8 with one "
+        "float32 scale per matrix, got fp8 with one float8_e8m0fnu scale per 128x128"
     ) in text
 
 

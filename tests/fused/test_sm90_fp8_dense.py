@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
+from number_formats import CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
 from test_sm90_fp8 import (
     BF16,

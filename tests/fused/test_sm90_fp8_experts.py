@@ -186,7 +186,10 @@ def test_rows_are_not_written_in_high_precision(recipe):
     forward = ["row_sources", "row, gathered", "both"]
     assert recorded(experts(recompute=True), inputs(), recipe) == (forward, later)
     with torch.no_grad():
-        assert recorded(experts(), inputs(), recipe) == (["row_sources", "row, gathered", "row"], [])
+        assert recorded(experts(), inputs(), recipe) == (
+            ["row_sources", "row, gathered", "row"],
+            [],
+        )
 
 
 def test_what_no_gradient_reads_is_not_made():
