@@ -403,7 +403,7 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
 
 
 def _multiplies(recipe: Any, quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
-    """What a fused op, or kernels of ``ops`` that they are selected for, multiply under a recipe."""
+    """What a fused op, or kernels selected for ``ops``, multiply under a recipe."""
     says = getattr(kernels, "multiplies", "")
     if not (quantizes and says):
         return []

@@ -32,7 +32,7 @@ from fusible.recipes.product import (
     quantize_operand,
 )
 from fusible.recipes.quantize_ops import compute_dtype, dequantize_matrix
-from fusible.recipes.recipe import Role
+from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.stored import StoredWeights
 
 Saved = tuple[Tensor | None, ...]

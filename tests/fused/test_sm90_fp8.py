@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK_FP8
+from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible as fz
 from fusible.kernels.sm90 import fp8_times
-from fusible.recipes import Float8BlockScaling, Format, group_quantize
+from fusible.recipes import Float8BlockScaling, Float8CurrentScaling, Format, group_quantize
 from fusible.recipes.quantization import dequantize, quantize
 from fusible.testing import assume_target
 
@@ -25,6 +25,8 @@ RECIPES = {
     "e4m3": BLOCK_FP8,
     "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
     "e5m2": Float8BlockScaling(fp8_format=Format.E5M2),
+    "current": CURRENT_FP8,
+    "current, powers": Float8CurrentScaling(Format.E4M3, use_power_2_scales=True),
 }
 BF16 = torch.bfloat16
 SPLITS = torch.tensor(SIZES)
@@ -106,48 +108,51 @@ def test_a_grouped_mlp_equals_the_dequantized_path(recipe, stored, single):
     "sizes", [SIZES, [0] * 6, [0, 0, 0, 300, 0, 0], [1, 2, 3, 4, 5, 6]], ids=str
 )
 @pytest.mark.parametrize("activation", [fz.ScaledSwiGLU, fz.ScaledClampedQGeGLU])
-def test_groups_of_any_size(sizes, activation):
+@each_fp8_recipe
+def test_groups_of_any_size(sizes, activation, recipe):
     module = mlp(bias=True, single_grouped_bias=True)
     module = fz.Sequential(module[0], activation(), module[2])
     x, _, scales, _ = inputs(module)
     splits, dy = torch.tensor(sizes), integers(ROWS, HIDDEN)
     given = x, splits, scales, splits
-    got = step(module, BLOCK_FP8, given, dy)
-    assert_equal_but_for_order(got, step(module, BLOCK_FP8, given, dy, "cpu"))
+    got = step(module, recipe, given, dy)
+    assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
     for grads in got[3:]:  # of weights and biases
         assert not grads[torch.tensor(sizes) == 0].any()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"scale_bias": True}, {"bias": False}], ids=str)
-def test_a_linear_equals_the_dequantized_path(dtype, options):
+@each_fp8_recipe
+def test_a_linear_equals_the_dequantized_path(dtype, options, recipe):
     linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, dtype=dtype, **options)
     exactly_summed(linear)
     given = [integers(ROWS, HIDDEN).to(dtype).requires_grad_(), SPLITS]
     if linear.scale_bias:
         given.append(torch.rand(ROWS).requires_grad_())
     dy = integers(ROWS, INNER).to(dtype)
-    got = step(linear, BLOCK_FP8, given, dy, fired="grouped_linear_sm90_fp8")
-    assert_equal_but_for_order(got, step(linear, BLOCK_FP8, given, dy, "cpu"))
+    got = step(linear, recipe, given, dy, fired="grouped_linear_sm90_fp8")
+    assert_equal_but_for_order(got, step(linear, recipe, given, dy, "cpu"))
 
 
-def test_no_rows():
+@each_fp8_recipe
+def test_no_rows(recipe):
     module = mlp()
     x, splits = torch.empty(0, HIDDEN, dtype=BF16, requires_grad=True), torch.zeros(6, dtype=int)
-    y, dx, *grads = step(
-        module, BLOCK_FP8, (x, splits, torch.empty(0), splits), torch.empty_like(x)
-    )
+    y, dx, *grads = step(module, recipe, (x, splits, torch.empty(0), splits), torch.empty_like(x))
     assert (y.shape, dx.shape) == ((0, HIDDEN), (0, HIDDEN))
     assert not any(g.any() for g in grads)
 
 
-def test_fp32_scales_are_not_rounded():
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(use_f32_scales=True), CURRENT_FP8], ids=["blocks", "current"]
+)
+def test_fp32_scales_are_not_rounded(recipe):
     """Results are FP64 products of what was quantized, rounded once.
 
     A sum in FP32 may be next to a boundary of BF16; values or scales of fewer bits than FP32 would
     turn the rounding of one result in three.
     """
-    recipe = Float8BlockScaling(use_f32_scales=True)
     options = {"dtype": BF16, "bias": False, "single_grouped_weight": True}
     linear = fz.GroupedLinear(len(SIZES), HIDDEN, INNER, **options)
     x, dy = torch.randn(ROWS, HIDDEN).to(BF16), torch.randn(ROWS, INNER).to(BF16)
@@ -185,35 +190,37 @@ def launches(loaded):
     ids=["", "stored", "column-major"],
 )
 @pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
-def test_every_product_is_a_launch_of_fp8(stored, single, column_major):
+@each_fp8_recipe
+def test_every_product_is_a_launch_of_fp8(stored, single, column_major, recipe):
     """The kernels take what this makes: addresses, strides and scales."""
-    module = mlp(BLOCK_FP8 if stored else None, bias=not stored, single_grouped_weight=single)
+    module = mlp(recipe if stored else None, bias=not stored, single_grouped_weight=single)
     for fc in (module[0], module[2]) if column_major else ():
         for name, w in fc.named_parameters():
             if name.startswith("weight"):
                 setattr(fc, name, torch.nn.Parameter(w.detach().mT.contiguous().mT))
     given, dy = inputs(module), integers(ROWS, HIDDEN)
-    want = step(module, BLOCK_FP8, given, dy)
+    want = step(module, recipe, given, dy)
     with sm90_on_cpu() as loaded:
-        got = step(module, BLOCK_FP8, given, dy)
+        got = step(module, recipe, given, dy)
         with torch.no_grad():
-            forward(module, given)
+            forward(module, given, recipe=recipe)
     assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
     assert launches(loaded) == ["glu", "glu", "store", "store", "store", "wgrad", "wgrad"]
     assert_equal_but_for_order(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_gradients_into_main_grads_and_later(dtype):
+@each_fp8_recipe
+def test_gradients_into_main_grads_and_later(dtype, recipe):
     plain, dy = mlp(bias=False), integers(ROWS, HIDDEN)
     given = inputs(plain)
-    *_, dw1, dw2 = step(plain, BLOCK_FP8, given, dy)
+    *_, dw1, dw2 = step(plain, recipe, given, dy)
     module = mlp(bias=False, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     module.load_state_dict(plain.state_dict())
     for fc in (module[0], module[2]):
         fc.weight.main_grad = torch.ones(fc.weight.shape, dtype=dtype)
     with sm90_on_cpu() as loaded:
-        with on("sm90", BLOCK_FP8):
+        with on("sm90", recipe):
             y = module(*given)
         y.backward(dy)
         assert "wgrad" not in launches(loaded)
@@ -261,38 +268,41 @@ def backward(y):
     return recorded.made
 
 
-def test_training_quantizes_each_operand_once():
+@each_fp8_recipe
+def test_training_quantizes_each_operand_once(recipe):
     y, made = forward(*(both := (module := mlp(), inputs(module))))
     assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
     assert backward(y) == [BOTH, BOTH]
     with torch.no_grad():
-        assert forward(*both)[1] == [ROW, WEIGHT, ROW, WEIGHT]
+        assert forward(*both, recipe=recipe)[1] == [ROW, WEIGHT, ROW, WEIGHT]
 
 
-def test_what_no_gradient_reads_is_not_made():
+@each_fp8_recipe
+def test_what_no_gradient_reads_is_not_made(recipe):
     module = mlp(bias=True)
     x, splits, scales, _ = inputs(module)
     given = x.detach(), splits, scales, splits
-    y, made = forward(module, given)
+    y, made = forward(module, given, recipe=recipe)
     assert made == [BOTH, WEIGHT, BOTH, WEIGHT_AND_COPY]
     assert backward(y) == [BOTH, COLUMN]
     for fc in (module[0], module[2]):
         fc.weight.requires_grad_(False)
-    y, made = forward(module, (x, *given[1:]))
+    y, made = forward(module, (x, *given[1:]), recipe=recipe)
     assert made == [ROW, WEIGHT_AND_COPY, ROW, WEIGHT_AND_COPY]
     assert backward(y) == [ROW, ROW]
     linear = module[2]
     h = torch.ones(ROWS, INNER, dtype=BF16)
-    y, made = forward(linear, (h, splits))
+    y, made = forward(linear, (h, splits), recipe=recipe)
     assert made == [ROW, WEIGHT]
     assert backward(y) == []
     assert linear.biases()[0].grad.any()
 
 
-def test_operands_of_gradients_are_saved_in_fp8():
+@each_fp8_recipe
+def test_operands_of_gradients_are_saved_in_fp8(recipe):
     module, saved = mlp(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        forward(module, inputs(module))
+        forward(module, inputs(module), recipe=recipe)
     padded = (ROWS + 127 * len(SIZES)) // 128 * 128
     elements = [t for t in saved if t.dtype == torch.float8_e4m3fn]
     shapes = [(HIDDEN, padded), (6, HIDDEN, 2 * INNER), (INNER, padded), (6, INNER, HIDDEN)]
@@ -302,41 +312,44 @@ def test_operands_of_gradients_are_saved_in_fp8():
     assert wide == [(ROWS, 2 * INNER)]  # the pre-activation
 
 
-def test_saved_tensors_may_be_packed():
+@each_fp8_recipe
+def test_saved_tensors_may_be_packed(recipe):
     """As CPU offloading and compression do: other memory, other strides."""
     module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
     given = inputs(module)
-    want = step(module, BLOCK_FP8, given, dy)
+    want = step(module, recipe, given, dy)
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda t: (t.dtype, t.contiguous().view(torch.uint8).tolist()),
         lambda packed: torch.tensor(packed[1], dtype=torch.uint8).view(packed[0]),
     )
     with hooks:
-        got = step(module, BLOCK_FP8, given, dy)
+        got = step(module, recipe, given, dy)
     assert_equal_but_for_order(got, want)
 
 
-def test_reused_weights_are_quantized_and_copied_once():
+@each_fp8_recipe
+def test_reused_weights_are_quantized_and_copied_once(recipe):
     module = mlp()
     given, dy = inputs(module), integers(ROWS, HIDDEN)
-    want = step(module, BLOCK_FP8, given, dy)
+    want = step(module, recipe, given, dy)
     with fz.reuse_quantized_weights(module):
-        y, made = forward(module, given)
+        y, made = forward(module, given, recipe=recipe)
         assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
         backward(y)
         for _ in range(2):
-            y, made = forward(module, given)
+            y, made = forward(module, given, recipe=recipe)
             assert made == [BOTH, BOTH]
             assert backward(y) == [BOTH, BOTH]
-        ref.assert_equal(step(module, BLOCK_FP8, given, dy), want)
+        ref.assert_equal(step(module, recipe, given, dy), want)
         with torch.no_grad():
-            assert forward(module, given)[1] == [ROW, ROW]
+            assert forward(module, given, recipe=recipe)[1] == [ROW, ROW]
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_stored_weights_are_not_quantized_again(single):
-    module = mlp(BLOCK_FP8, single_grouped_weight=single)
-    y, made = forward(module, inputs(module))
+@each_fp8_recipe
+def test_stored_weights_are_not_quantized_again(single, recipe):
+    module = mlp(recipe, single_grouped_weight=single)
+    y, made = forward(module, inputs(module), recipe=recipe)
     assert made == [BOTH, BOTH]
     assert backward(y) == [BOTH, BOTH]
 
@@ -345,30 +358,32 @@ def test_stored_weights_are_not_quantized_again(single):
 
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (True, True), (False, True)])
-def test_a_quantized_input(rowwise, columnwise):
+@each_fp8_recipe
+def test_a_quantized_input(rowwise, columnwise, recipe):
     module, dy = mlp(bias=True), integers(ROWS, HIDDEN)
     x, *extra = inputs(module)
-    with fz.autocast(recipe=BLOCK_FP8):
+    with fz.autocast(recipe=recipe):
         q = module[0].get_input_quantizer()
     q.set_usage(rowwise=rowwise, columnwise=columnwise)
     grouped = group_quantize(x.detach(), q, len(SIZES), SPLITS)
-    got = step(module, BLOCK_FP8, (grouped, *extra), dy)
-    assert_equal_but_for_order(got, step(module, BLOCK_FP8, (grouped, *extra), dy, "cpu"))
-    _, made = forward(module, (grouped, *extra))
+    got = step(module, recipe, (grouped, *extra), dy)
+    assert_equal_but_for_order(got, step(module, recipe, (grouped, *extra), dy, "cpu"))
+    _, made = forward(module, (grouped, *extra), recipe=recipe)
     assert made.count(BOTH) == 1  # of the activation
     assert made.count(COLUMN) == 1  # of x, in the kernels' layout
 
 
-def test_a_quantized_gradient():
+@each_fp8_recipe
+def test_a_quantized_gradient(recipe):
     module = mlp()
     given = inputs(module)
     dy = integers(ROWS, HIDDEN)
-    with fz.autocast(recipe=BLOCK_FP8):
+    with fz.autocast(recipe=recipe):
         q = module[2].get_grad_output_quantizer()
     grouped = group_quantize(dy, q, len(SIZES), SPLITS)
     for machine in ("sm90", "cpu"):
-        got = step(module, BLOCK_FP8, given, grouped, machine)
-        assert_equal_but_for_order(got, step(module, BLOCK_FP8, given, dy, "cpu"))
+        got = step(module, recipe, given, grouped, machine)
+        assert_equal_but_for_order(got, step(module, recipe, given, dy, "cpu"))
 
 
 @dataclass(frozen=True)
@@ -393,8 +408,8 @@ def test_formats_of_ones_own(scale):
     text = explained(module, *given, recipe=other, every_rule=True)
     assert "by grouped_mlp_sm90," in text
     assert (
-        "scaling.weight must be fp8 with one float32 scale per 128x128, got fp8 with one "
-        "float8_e8m0fnu scale per 128x128"
+        "scaling.weight must be one of fp8 with one float32 scale per 128x128, fp8 with one "
+        "float32 scale per matrix, got fp8 with one float8_e8m0fnu scale per 128x128"
     ) in text
 
 
@@ -411,6 +426,16 @@ def test_explain_says_what_multiplies_in_fp8():
     text = explained(module, *inputs(module))
     assert "GroupedMLP by grouped_mlp_sm90_fp8, forward and backward" in text
     assert "multiplies FP8, in all products: one launch quantizes an input or a gradient" in text
+    assert "estimated" in text
+    text = explained(module, *inputs(module), recipe=CURRENT_FP8)
+    assert "GroupedMLP by grouped_mlp_sm90_fp8, forward and backward" in text
+    assert "where a scale is that of a whole matrix, one before finds the largest" in text
+    assert "estimated" not in text
+    for kind in (Float8BlockScaling, Float8CurrentScaling):
+        decoded = kind(fp8_products=False)
+        text = explained(module, *inputs(module), recipe=decoded, every_rule=True)
+        assert "GroupedMLP by grouped_mlp_sm90," in text
+        assert "fp8_products must be True, got False; leave fp8_products out of the" in text
     decoded = explained(module, *inputs(module), recipe=fz.recipes.MXFP8BlockScaling())
     assert "multiplies values of quantized operands, in BF16 on CUDA" in decoded
     assert "grouped_mlp_sm90_fp8" not in decoded

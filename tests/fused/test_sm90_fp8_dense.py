@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from number_formats import BLOCK_FP8
+from number_formats import CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
 from test_sm90_fp8 import (
     BF16,
@@ -53,14 +53,17 @@ def test_a_linear_equals_the_dequantized_path(recipe, stored, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes(dtype):
+@each_fp8_recipe
+def test_other_dtypes(dtype, recipe):
     module, x, dy = linear(dtype=dtype), given(dtype=dtype), integers(ROWS, INNER).to(dtype)
-    got = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
-    assert_equal_but_for_order(got, step(module, BLOCK_FP8, [x], dy, "cpu"))
+    got = step(module, recipe, [x], dy, fired=FIRED)
+    assert_equal_but_for_order(got, step(module, recipe, [x], dy, "cpu"))
 
 
-def test_values_are_fp64_products_of_what_was_quantized():
-    recipe = Float8BlockScaling(use_f32_scales=True)
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(use_f32_scales=True), CURRENT_FP8], ids=["blocks", "current"]
+)
+def test_values_are_fp64_products_of_what_was_quantized(recipe):
     module = fz.Linear(FEATURES, INNER, dtype=BF16, bias=False)
     x, dy = torch.randn(ROWS, FEATURES).to(BF16).requires_grad_(), torch.randn(ROWS, INNER).to(BF16)
 
@@ -78,21 +81,23 @@ def test_values_are_fp64_products_of_what_was_quantized():
         assert (got == exact.to(BF16)).double().mean() > 0.99
 
 
-def test_no_rows():
+@each_fp8_recipe
+def test_no_rows(recipe):
     module, x = linear(), torch.empty(0, FEATURES, dtype=BF16, requires_grad=True)
-    y, dx, dw = step(module, BLOCK_FP8, [x], torch.empty(0, INNER, dtype=BF16), fired=FIRED)
+    y, dx, dw = step(module, recipe, [x], torch.empty(0, INNER, dtype=BF16), fired=FIRED)
     assert (y.shape, dx.shape, dw.shape) == ((0, INNER), (0, FEATURES), (INNER, FEATURES))
     assert not dw.any()
 
 
 @pytest.mark.parametrize("column_major", [False, True])
-def test_every_product_is_a_launch_of_fp8(column_major):
+@each_fp8_recipe
+def test_every_product_is_a_launch_of_fp8(column_major, recipe):
     module, x, dy = linear(bias=True), given(3, 50), integers(3, 50, INNER)
     if column_major:
         module.weight = torch.nn.Parameter(module.weight.detach().mT.contiguous().mT)
-    want = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
+    want = step(module, recipe, [x], dy, fired=FIRED)
     with sm90_on_cpu() as loaded:
-        got = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
+        got = step(module, recipe, [x], dy, fired=FIRED)
     assert all(spec.scaled for spec in loaded if not isinstance(spec, str))
     assert launches(loaded) == ["store", "store", "wgrad"]
     assert_equal_but_for_order(got, want)
@@ -100,14 +105,15 @@ def test_every_product_is_a_launch_of_fp8(column_major):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_gradients_into_main_grads_and_later(dtype, delayed):
+@each_fp8_recipe
+def test_gradients_into_main_grads_and_later(dtype, delayed, recipe):
     plain, x, dy = linear(), given(), integers(ROWS, INNER)
-    *_, dw = step(plain, BLOCK_FP8, [x], dy, fired=FIRED)
+    *_, dw = step(plain, recipe, [x], dy, fired=FIRED)
     module = fz.BasicLinear(FEATURES, INNER, dtype=BF16, accumulate_into_main_grad=True)
     module.delay_wgrad_compute = delayed
     module.load_state_dict(plain.state_dict())
     module.weight.main_grad = torch.ones(INNER, FEATURES, dtype=dtype)
-    with on("sm90", BLOCK_FP8):
+    with on("sm90", recipe):
         y = module(x)
     y.backward(dy)
     assert module.plan.fired == (FIRED,)
@@ -116,16 +122,17 @@ def test_gradients_into_main_grads_and_later(dtype, delayed):
     torch.testing.assert_close(module.weight.main_grad.float(), 1 + dw.float(), **near)
 
 
-def test_buffers_of_the_caller():
+@each_fp8_recipe
+def test_buffers_of_the_caller(recipe):
     module, x, dy = (
         fz.BasicLinear(FEATURES, INNER, dtype=BF16),
         given(2, 25),
         integers(2, 25, INNER),
     )
-    y, dx, _ = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
+    y, dx, _ = step(module, recipe, [x], dy, fired=FIRED)
     buffers = {"output": torch.empty_like(y), "grad_input": torch.empty_like(dx)}
     sequential = fz.Sequential(module)
-    with on("sm90", BLOCK_FP8):
+    with on("sm90", recipe):
         got = sequential(x, op_kwargs={0: buffers})
     (dgot,) = torch.autograd.grad(got, x, dy)
     for mine, buffer, want in zip((got, dgot), buffers.values(), (y, dx), strict=True):
@@ -136,50 +143,54 @@ def test_buffers_of_the_caller():
 # --- what is quantized, and by whom ---------------------------------------------------------------
 
 
-def test_each_operand_is_quantized_once_by_the_linears():
+@each_fp8_recipe
+def test_each_operand_is_quantized_once_by_the_linears(recipe):
     """Norms, activations and biases give values: one launch quantizes them for both products."""
     module = fz.Sequential(
         fz.LayerNorm(FEATURES, dtype=BF16), linear(bias=True), fz.GELU(), linear_back(bias=True)
     )
-    y, made = forward(module, [given()])
+    y, made = forward(module, [given()], recipe=recipe)
     assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
     assert backward(y) == [BOTH, BOTH]
     with torch.no_grad():
-        assert forward(module, [given()])[1] == [ROW, WEIGHT, ROW, WEIGHT]
+        assert forward(module, [given()], recipe=recipe)[1] == [ROW, WEIGHT, ROW, WEIGHT]
 
 
 def linear_back(**options):
     return exactly_summed(fz.Linear(INNER, FEATURES, dtype=BF16, **options))
 
 
-def test_what_no_gradient_reads_is_not_made():
+@each_fp8_recipe
+def test_what_no_gradient_reads_is_not_made(recipe):
     module, x = linear(), given()
-    y, made = forward(module, [x.detach()])
+    y, made = forward(module, [x.detach()], recipe=recipe)
     assert made == [BOTH, WEIGHT]
     assert backward(y) == [COLUMN]
     module.weight.requires_grad_(False)
-    y, made = forward(module, [x])
+    y, made = forward(module, [x], recipe=recipe)
     assert made == [ROW, WEIGHT_AND_COPY]
     assert backward(y) == [ROW]
 
 
-def test_reused_and_stored_weights_are_not_quantized_again():
+@each_fp8_recipe
+def test_reused_and_stored_weights_are_not_quantized_again(recipe):
     module = linear()
     with fz.reuse_quantized_weights(module):
-        assert forward(module, [given()])[1] == [BOTH, WEIGHT_AND_COPY]
-        assert forward(module, [given()])[1] == [BOTH]
-    assert forward(linear(BLOCK_FP8), [given()])[1] == [BOTH]
+        assert forward(module, [given()], recipe=recipe)[1] == [BOTH, WEIGHT_AND_COPY]
+        assert forward(module, [given()], recipe=recipe)[1] == [BOTH]
+    assert forward(linear(recipe), [given()], recipe=recipe)[1] == [BOTH]
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_quantize_beside_a_linear(backward):
+@each_fp8_recipe
+def test_quantize_beside_a_linear(backward, recipe):
     module = fz.Sequential(
         fz.Quantize(forward=True, backward=backward), linear(bias=True), fz.Quantize(backward=True)
     )
     x, dy = given(), integers(ROWS, INNER)
     results = []
     for machine in ("sm90", "cpu"):
-        with on(machine, BLOCK_FP8):
+        with on(machine, recipe):
             y = module(x)
         assert (FIRED in module.plan.fired) == (machine == "sm90")
         results.append([y.dequantize(), *torch.autograd.grad(y, [x, *module.parameters()], dy)])
@@ -189,24 +200,26 @@ def test_quantize_beside_a_linear(backward):
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("shape", [(ROWS,), (2, 25)], ids=str)
-def test_a_quantized_input(rowwise, columnwise, shape):
+@each_fp8_recipe
+def test_a_quantized_input(rowwise, columnwise, shape, recipe):
     module, dy = linear(bias=True), integers(*shape, INNER)
-    with fz.autocast(recipe=BLOCK_FP8):
+    with fz.autocast(recipe=recipe):
         quantizer = module.basic_ops[0].get_input_quantizer()
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     x = quantizer(given(*shape).detach())
-    got = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
-    assert_equal_but_for_order(got, step(module, BLOCK_FP8, [x], dy, "cpu"))
+    got = step(module, recipe, [x], dy, fired=FIRED)
+    assert_equal_but_for_order(got, step(module, recipe, [x], dy, "cpu"))
 
 
 # --- compiled, and explained ----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiles_whole():
+@each_fp8_recipe
+def test_compiles_whole(recipe):
     module, x, dy = linear(bias=True), given(), integers(ROWS, INNER)
-    want = step(module, BLOCK_FP8, [x], dy, fired=FIRED)
-    with on("sm90", BLOCK_FP8):
+    want = step(module, recipe, [x], dy, fired=FIRED)
+    with on("sm90", recipe):
         y = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)(x)
     got = [y, *torch.autograd.grad(y, [x, *module.parameters()], dy)]
     assert_equal_but_for_order(got, want)
@@ -218,7 +231,7 @@ def test_explain_says_what_multiplies_in_fp8():
     assert "multiplies FP8, in all products" in text
     text = explained(linear(), given(), recipe=MXFP8BlockScaling(), every_rule=True)
     assert f"{FIRED} (kernels) for ops[0:1]" in text
-    assert "scaling.input must be fp8 with one float32 scale per 1x128" in text
+    assert "scaling.input must be one of fp8 with one float32 scale per 1x128, fp8 with" in text
     odd = fz.Linear(24, 32, dtype=BF16, bias=False)
     text = explained(odd, torch.ones(4, 24, dtype=BF16, requires_grad=True))
     assert "linear.in_features must be a multiple of 16, got 24" in text

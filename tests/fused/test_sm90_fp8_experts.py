@@ -5,7 +5,7 @@ import copy
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK_FP8
+from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 from sm90_launches import sm90_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,9 +17,9 @@ BF16 = torch.bfloat16
 GATHERED = ("moe_experts_sm90_fp8",)
 
 
-def experts(bias=False, recompute=False, capacity=None, stored=False, act=None, scale_bias=False):
+def experts(bias=False, recompute=False, capacity=None, stored=None, act=None, scale_bias=False):
     options = {"dtype": BF16, "single_grouped_weight": True, "single_grouped_bias": True}
-    with fz.quantized_model_init(enabled=stored, recipe=BLOCK_FP8):
+    with fz.quantized_model_init(enabled=stored is not None, recipe=stored):
         module = fz.Sequential(
             fz.Dispatch(EXPERTS, recompute_rows=recompute, capacity_factor=capacity),
             fz.GroupedLinear(EXPERTS, HIDDEN, 2 * INNER, bias=bias, **options),
@@ -58,15 +58,16 @@ def apart(module):
     return call
 
 
-def step(module, given, call=None, fired=GATHERED):
+def step(module, given, call=None, fired=GATHERED, recipe=BLOCK_FP8):
     """Output and all gradients."""
     x, probs, ids, dy = given
-    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+    with assume_target("sm90"), fz.autocast(recipe=recipe):
         y = (call or module)(x, probs, ids)
         assert call is not None or module.plan.fired == fired
     return [y.detach(), *torch.autograd.grad(y, [x, probs, *module.parameters()], dy)]
 
 
+@each_fp8_recipe
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS, 600])
 @pytest.mark.parametrize(
     "options",
@@ -76,14 +77,17 @@ def step(module, given, call=None, fired=GATHERED):
         {"bias": True},
         {"bias": True, "recompute": True, "scale_bias": True},
         {"capacity": 0.5},
-        {"stored": True},
+        {"stored": ...},
         {"act": fz.ScaledClampedQGeGLU(8)},
     ],
     ids=str,
 )
-def test_bits_are_those_of_the_parts(options, tokens):
+def test_bits_are_those_of_the_parts(options, tokens, recipe):
+    if "stored" in options:
+        options = {"stored": recipe}
     module, given = experts(**options), inputs(tokens)
-    ref.assert_same_bits(step(module, given), step(module, given, apart(module)))
+    want = step(module, given, apart(module), recipe=recipe)
+    ref.assert_same_bits(step(module, given, recipe=recipe), want)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -124,12 +128,13 @@ def test_row_maps_and_sizes_of_another_dispatch(name, recompute):
     ref.assert_same_bits(step(module, given, call), step(module, given, one_by_one))
 
 
-def test_launches_have_the_same_bits():
+@each_fp8_recipe
+def test_launches_have_the_same_bits(recipe):
     """From the addresses and pitches that the kernels get."""
     module, given = experts(), inputs()
-    want = step(module, given)
+    want = step(module, given, recipe=recipe)
     with sm90_on_cpu() as loaded:
-        got = step(module, given)
+        got = step(module, given, recipe=recipe)
     assert sorted(spec.kind for spec in loaded if not isinstance(spec, str)) == [
         "glu", "store", "store", "store", "wgrad", "wgrad",
     ]  # fmt: skip
@@ -160,10 +165,10 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorded(module, given):
+def recorded(module, given, recipe=BLOCK_FP8):
     """What forward and backward do."""
     x, probs, ids, dy = given
-    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8), Recorded() as forward:
+    with assume_target("sm90"), fz.autocast(recipe=recipe), Recorded() as forward:
         y = module(x, probs, ids)
     with Recorded() as backward:
         if y.requires_grad:
@@ -171,16 +176,20 @@ def recorded(module, given):
     return forward.made, backward.made
 
 
-def test_rows_are_not_written_in_high_precision():
+@each_fp8_recipe
+def test_rows_are_not_written_in_high_precision(recipe):
     both = ["row_sources", "both, gathered", "both"]
-    assert recorded(experts(), inputs()) == (both, ["both, gathered", "both"])
+    assert recorded(experts(), inputs(), recipe) == (both, ["both, gathered", "both"])
     # The bias's gradients are sums of the tokens' by the same index.
-    assert recorded(experts(bias=True), inputs()) == (both, ["both, gathered", "both"])
+    assert recorded(experts(bias=True), inputs(), recipe) == (both, ["both, gathered", "both"])
     later = ["both, gathered", "both", "column, gathered"]
     forward = ["row_sources", "row, gathered", "both"]
-    assert recorded(experts(recompute=True), inputs()) == (forward, later)
+    assert recorded(experts(recompute=True), inputs(), recipe) == (forward, later)
     with torch.no_grad():
-        assert recorded(experts(), inputs()) == (["row_sources", "row, gathered", "row"], [])
+        assert recorded(experts(), inputs(), recipe) == (
+            ["row_sources", "row, gathered", "row"],
+            [],
+        )
 
 
 def test_what_no_gradient_reads_is_not_made():
@@ -283,11 +292,12 @@ def test_delayed_gradients_into_main_grads():
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiles_whole(recompute):
+@each_fp8_recipe
+def test_compiles_whole(recompute, recipe):
     module, given = experts(recompute=recompute), inputs()
-    want = step(module, given)
+    want = step(module, given, recipe=recipe)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    ref.assert_same_bits(step(module, given, compiled), want)
+    ref.assert_same_bits(step(module, given, compiled, recipe=recipe), want)
 
 
 def test_explain_says_what_is_quantized_where():
@@ -295,10 +305,11 @@ def test_explain_says_what_is_quantized_where():
         with fz.autocast(enabled=recipe is not None, recipe=recipe):
             return str(fz.explain(module, *inputs()[:3], target="sm90"))
 
-    text = explained(experts())
-    assert "MoEExperts by moe_experts_sm90_fp8, forward and backward" in text
-    assert "rows of x are quantized while Dispatch copies them" in text
-    assert "those of the output's gradient while Combine's backward does" in text
+    for recipe in (BLOCK_FP8, CURRENT_FP8):
+        text = explained(experts(), recipe)
+        assert "MoEExperts by moe_experts_sm90_fp8, forward and backward" in text
+        assert "rows of x are quantized while Dispatch copies them" in text
+        assert "those of the output's gradient while Combine's backward does" in text
     assert "of x only the tokens" in explained(experts(recompute=True))
     weighted = fz.Sequential(*experts()[:4], fz.Combine(weighted=True))
     text = explained(weighted)

@@ -165,7 +165,8 @@ def rows() -> None:
             grouped.grouped_sum(given, ends, per_row, named)
             grouped.grouped_dots(given, bias, ends, named)
             uses = {"rowwise": True, "columnwise": True}
-            quantize_k_major(given, fp8_block(), **uses, ends=ends, rows=named)
+            for fmt in (fp8_block(), fp8_tensor()):
+                quantize_k_major(given, fmt, **uses, ends=ends, rows=named)
 
 
 def dense() -> None:
@@ -187,13 +188,15 @@ def quantize() -> None:
             row, column, *_ = quantize_for(x, fmt, Uses(True, True, True, True), given)
             for matrix in (row, column):
                 dequantize_matrix(matrix, torch.bfloat16)
-    for fmt, of_groups in ((fp8_block(), ends), (fp8_block(), None), (square, None)):
+    whole = (fp8_tensor(), ends), (fp8_tensor(), None)
+    for fmt, of_groups in ((fp8_block(), ends), (fp8_block(), None), (square, None), *whole):
         quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=of_groups)
     dy, preact, glu = random(128, 192), random(128, 384), Glu("swiglu", 1)
     uses = {"rowwise": True, "columnwise": True, "values": True}
     for layout in (glu, glu._replace(interleave=0)):
         scales = torch.rand(128, device="cuda")
-        quantize_glu_backward(dy, preact, scales, ends, layout, fp8_block(), **uses)
+        for fmt in (fp8_block(), fp8_tensor()):
+            quantize_glu_backward(dy, preact, scales, ends, layout, fmt, **uses)
     quantize_glu_backward(dy, preact[:, :192], None, ends, Glu("gelu"), fp8_block(), **uses)
     transposed(x.to(torch.float8_e4m3fn))
 

@@ -6,7 +6,7 @@ import torch
 from checks import graph_of, launched, never_waiting, poison_free_memory
 
 from fusible.kernels.quantize import k_major, quantize_k_major, supports_matrix, transposed
-from fusible.recipes.formats import E5M2, fp8_block
+from fusible.recipes.formats import E5M2, fp8_block, fp8_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +18,15 @@ ENDS = {
     "beyond": [130, 1000],
     "many": [5 * i for i in range(1, 100)],
 }
-FORMATS = [fp8_block(), fp8_block(E5M2), fp8_block(power_of_two=False, amax_epsilon=1e-3)]
-SQUARE = fp8_block(block=(128, 128))
+FORMATS = {
+    "e4m3": fp8_block(),
+    "e5m2": fp8_block(E5M2),
+    "fp32_scales": fp8_block(power_of_two=False, amax_epsilon=1e-3),
+    "groups": fp8_tensor(),
+    "groups_e5m2_powers": fp8_tensor(E5M2, power_of_two=True),
+}
+SQUARE, MATRIX = fp8_block(block=(128, 128)), fp8_tensor()
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 USES = [(True, True), (True, False), (False, True)]
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 each_use = pytest.mark.parametrize("uses", USES, ids=["both", "rows", "columns"])
@@ -30,6 +37,8 @@ def numbers(*shape, dtype=torch.bfloat16):
     exponents = torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
     x = (torch.randn(shape, generator=generator) * 2.0**exponents).to(dtype)
     x[..., 40, 3], x[..., 7, 140] = float("nan"), float("inf")
+    if len(shape) > 2:  # a matrix without either
+        x[0].nan_to_num_(0.0, 1.0)
     return x
 
 
@@ -46,7 +55,7 @@ def compare(x, fmt, ends, uses, on_device=None, index=None):
 
 
 def same_to_the_padded_end(got, want, fmt, uses):
-    if fmt.directional and uses[1] and want[4].numel():
+    if uses[1] and want[4].numel():
         end = int(want[4][-1])
         got, want = [
             [*p[:2], p[2][:, :end].contiguous(), p[3][: end // 128], p[4]] for p in (got, want)
@@ -56,9 +65,11 @@ def same_to_the_padded_end(got, want, fmt, uses):
 
 @each_use
 @each_dtype
-@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2", "fp32_scales"])
+@each_format
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_bits_of_rows(ends, fmt, dtype, uses):
+    if ends is None and fmt.block is None:
+        pytest.skip("a matrix as weights are")
     x = numbers(600, 2880 if uses == (True, True) else 272, dtype=dtype)
     compare(x, fmt, None if ends is None else torch.tensor(ends, dtype=torch.int32), uses)
 
@@ -73,9 +84,11 @@ def index_of(tokens, rows, ends):
 
 @each_use
 @each_dtype
-@pytest.mark.parametrize("fmt", FORMATS, ids=["e4m3", "e5m2", "fp32_scales"])
+@each_format
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_bits_of_gathered_rows(ends, fmt, dtype, uses):
+    if ends is None and fmt.block is None:
+        pytest.skip("rows of no groups are not gathered")
     x = numbers(170, 2880 if uses == (True, True) else 272, dtype=dtype)
     ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     compare(x, fmt, ends, uses, index=index_of(170, 600, ends))
@@ -88,6 +101,8 @@ def test_bits_of_gathered_rows_at_the_edges_of_blocks(rows, columns, tokens):
     x = torch.randn(tokens, columns, dtype=torch.bfloat16)
     for ends in (None, torch.tensor([rows // 2, rows]), torch.tensor([0, rows // 3])):
         compare(x, fp8_block(), ends, (True, True), index=index_of(tokens, rows, ends))
+        if ends is not None:
+            compare(x, MATRIX, ends, (True, True), index=index_of(tokens, rows, ends))
 
 
 @pytest.mark.parametrize("together", [1, 3, 8])
@@ -128,8 +143,9 @@ def test_gathered_rows_of_more_than_2_to_the_31_elements():
 @each_use
 @each_dtype
 @pytest.mark.parametrize("shape", [(3, 272, 144), (128, 256), (2, 2, 48, 400), (5, 384, 2880)])
-def test_bits_of_weights(shape, dtype, uses):
-    compare(numbers(*shape, dtype=dtype), SQUARE, None, uses)
+@pytest.mark.parametrize("fmt", [SQUARE, MATRIX], ids=["square", "matrix"])
+def test_bits_of_weights(shape, dtype, uses, fmt):
+    compare(numbers(*shape, dtype=dtype), fmt, None, uses)
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000])
@@ -138,6 +154,8 @@ def test_bits_at_the_edges_of_blocks(rows, columns):
     x = torch.randn(rows, columns, dtype=torch.bfloat16)
     for ends in (None, torch.tensor([rows // 2, rows])):
         compare(x, fp8_block(), ends, (True, True))
+        if ends is not None:
+            compare(x, MATRIX, ends, (True, True))
     if rows % 16 == 0:
         compare(x, SQUARE, None, (True, True))
 
@@ -165,8 +183,9 @@ def test_bits_of_more_than_2_to_the_31_elements():
         )
 
 
-def test_a_captured_graph_follows_new_ends():
-    x, fmt = numbers(600, 512), fp8_block()
+@pytest.mark.parametrize("fmt", [fp8_block(), MATRIX], ids=["blocks", "groups"])
+def test_a_captured_graph_follows_new_ends(fmt):
+    x = numbers(600, 512)
     on_gpu, ends = x.cuda(), torch.tensor([64, 128, 600], dtype=torch.int32, device="cuda")
     op, uses = torch.ops.fusible.quantize_k_major, (*fmt.as_constants(), True, True)
     index = torch.zeros(600, dtype=torch.int32, device="cuda")
@@ -187,8 +206,9 @@ def test_one_launch_and_no_host_synchronisation():
     ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
     index = torch.randint(0, 600, (600,), dtype=torch.int32, device="cuda")
     cases = (fp8_block(), ends, None), (fp8_block(), None, None), (SQUARE, None, None)
-    for fmt, groups, named in (*cases, (fp8_block(), ends, index)):
-        given = x if fmt.directional else x[:512]
+    of_groups = (MATRIX, ends, None), (MATRIX, ends, index), (MATRIX, None, None)
+    for fmt, groups, named in (*cases, (fp8_block(), ends, index), *of_groups):
+        given = x[:512] if groups is None else x
 
         def call(given=given, fmt=fmt, groups=groups, named=named):
             flags = {"rowwise": True, "columnwise": True}
@@ -198,7 +218,7 @@ def test_one_launch_and_no_host_synchronisation():
         with never_waiting():
             call()
         kernels, _ = launched(call)
-        assert len(kernels) == 1, kernels
+        assert len(kernels) == 1 if fmt.block else 3, kernels
 
 
 def test_a_transposed_copy_of_elements():

@@ -17,7 +17,8 @@ from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90.spec import Tile
 from fusible.kernels.sm90.tiles import FP8_TILES
-from fusible.recipes.formats import fp8_block
+from fusible.recipes.formats import E5M2 as E5M2_ELEMENT
+from fusible.recipes.formats import fp8_block, fp8_tensor
 
 pytestmark = [*hopper, pytest.mark.usefixtures("poisoned")]
 
@@ -232,8 +233,13 @@ def test_every_activation(activation, scaled):
 
 
 def _check_backward(glu, features, scales_dtype):
+    for fmt in (fp8_block(), fp8_tensor(E5M2_ELEMENT)):
+        _check_quantized_backward(glu, features, scales_dtype, fmt)
+
+
+def _check_quantized_backward(glu, features, scales_dtype, fmt):
     """Values are those of FP32 math, rounded once; what is quantized are these."""
-    rows, fmt = sum(SIZES) + TAIL, fp8_block()
+    rows = sum(SIZES) + TAIL
     dy, preact = (torch.randn(rows, n * features, device="cuda").bfloat16() for n in (1, glu.sides))
     dy[sum(SIZES) :] = preact[sum(SIZES) :] = math.nan
     scales, of_live = None, None

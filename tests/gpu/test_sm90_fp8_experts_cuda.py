@@ -6,7 +6,7 @@ import pytest
 import reference as ref
 import torch
 from checks import graph_of, hopper, launched, never_waiting, poison_free_memory
-from number_formats import BLOCK_FP8
+from number_formats import BLOCK_FP8, each_fp8_recipe
 
 import fusible as fz
 from fusible.testing import assume_target
@@ -56,12 +56,12 @@ def apart(module):
     return call
 
 
-def step(module, x, probs, ids, dy, call=None):
+def step(module, x, probs, ids, dy, call=None, recipe=BLOCK_FP8):
     """Output and all gradients, where the module is."""
     device = next(module.parameters()).device
     x, probs, ids, dy = (t.detach().to(device) for t in (x, probs, ids, dy))
     leaves = [x.requires_grad_(), probs.requires_grad_(), *module.parameters()]
-    with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+    with assume_target("sm90"), fz.autocast(recipe=recipe):
         y = (call or module)(x, probs, ids)
         assert call is not None or module.plan.fired == ("moe_experts_sm90_fp8",)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -80,43 +80,49 @@ def step(module, x, probs, ids, dy, call=None):
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [1, TOKENS, 3000])
-def test_bits_are_those_of_the_parts(options, tokens):
+@each_fp8_recipe
+def test_bits_are_those_of_the_parts(options, tokens, recipe):
     module = experts(**options).cuda()
     given = inputs(tokens, options.get("hidden", HIDDEN))
     poison_free_memory()
-    ref.assert_same_bits(step(module, *given), step(module, *given, apart(module)))
+    ref.assert_same_bits(
+        step(module, *given, recipe=recipe), step(module, *given, apart(module), recipe=recipe)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"recompute": True}], ids=str)
-def test_kernels_equal_the_definitions(options):
+@each_fp8_recipe
+def test_kernels_equal_the_definitions(options, recipe):
     module, given = experts(**options), inputs()
-    want = step(module, *given)
-    got = step(copy.deepcopy(module).cuda(), *given)
+    want = step(module, *given, recipe=recipe)
+    got = step(copy.deepcopy(module).cuda(), *given, recipe=recipe)
     for mine, theirs in zip(got, want, strict=True):
         assert mine.dtype == theirs.dtype
         ref.assert_near(mine.cpu().float(), theirs.float(), NEAR)
 
 
-def test_no_launch_moves_rows_in_high_precision():
+@each_fp8_recipe
+def test_no_launch_moves_rows_in_high_precision(recipe):
     """The launches of the MLP, and four: row map, sources, the sums forward and backward."""
     module, given = experts().cuda(), [t.cuda() for t in inputs()]
-    step(module, *given)
+    step(module, *given, recipe=recipe)
     with never_waiting():
-        step(module, *given)
-    names, _ = launched(lambda: step(module, *given))
-    parts, _ = launched(lambda: step(module, *given, apart(module)))
+        step(module, *given, recipe=recipe)
+    names, _ = launched(lambda: step(module, *given, recipe=recipe))
+    parts, _ = launched(lambda: step(module, *given, apart(module), recipe=recipe))
     assert len(names) <= len(parts) - 1, (names, parts)
     assert not any("scatter" in name for name in names), names
 
 
-def test_a_captured_graph_follows_new_ids():
+@each_fp8_recipe
+def test_a_captured_graph_follows_new_ids(recipe):
     module = experts().cuda()
     x, probs, ids, dy = [t.cuda() for t in inputs()]
     for t in (x, probs):
         t.requires_grad_()
 
     def call():
-        with fz.autocast(recipe=BLOCK_FP8):
+        with fz.autocast(recipe=recipe):
             y = module(x, probs, ids)
         return [y, *torch.autograd.grad(y, [x, probs, *module.parameters()], dy)]
 
@@ -127,14 +133,15 @@ def test_a_captured_graph_follows_new_ids():
                 mine.copy_(new)
         graph.replay()
         replayed = [t.detach().clone() for t in captured]
-        ref.assert_same_bits(replayed, step(module, x, probs, ids, dy))
+        ref.assert_same_bits(replayed, step(module, x, probs, ids, dy, recipe=recipe))
 
 
-def test_bitwise_over_10_runs():
+@each_fp8_recipe
+def test_bitwise_over_10_runs(recipe):
     module, given = experts().cuda(), inputs(3000)
-    first = step(module, *given)
+    first = step(module, *given, recipe=recipe)
     for _ in range(10):
-        ref.assert_same_bits(step(module, *given), first)
+        ref.assert_same_bits(step(module, *given, recipe=recipe), first)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

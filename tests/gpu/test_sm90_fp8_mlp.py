@@ -7,12 +7,13 @@ exact. The ways of training are those of `test_training_cuda`, which has these k
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import reference as ref
 import torch
 from checks import graph_of, hopper, launched, never_waiting
-from number_formats import BLOCK_FP8
+from number_formats import BLOCK_FP8, CURRENT_FP8, each_fp8_recipe
 
 import fusible as fz
 from fusible.recipes import Float8BlockScaling, Format, group_quantize
@@ -27,6 +28,7 @@ RECIPES = {
     "e4m3": BLOCK_FP8,
     "hybrid": Float8BlockScaling(fp8_format=Format.HYBRID),
     "fp32 scales": Float8BlockScaling(use_f32_scales=True),
+    "current": CURRENT_FP8,
 }
 BF16 = torch.bfloat16
 # A value that BF16 rounds otherwise turns the rounding of some quantized ones, of two operands.
@@ -95,17 +97,19 @@ def test_kernels_equal_the_definitions(recipe, stored, single):
     ],
     ids=str,
 )
-def test_features_and_activations(features, act):
+@each_fp8_recipe
+def test_features_and_activations(features, act, recipe):
     mlp = build(*features, act=copy.deepcopy(act), bias=True)
     given = inputs(features[0])
-    assert_near(step(copy.deepcopy(mlp).cuda(), BLOCK_FP8, *given), step(mlp, BLOCK_FP8, *given))
+    assert_near(step(copy.deepcopy(mlp).cuda(), recipe, *given), step(mlp, recipe, *given))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [0] * 8, [0, 0, ROWS, *[0] * 5], [1] * 8], ids=str)
-def test_groups_of_any_size(sizes):
+@each_fp8_recipe
+def test_groups_of_any_size(sizes, recipe):
     mlp, given = build(), inputs(sizes=sizes)
-    got = step(copy.deepcopy(mlp).cuda(), BLOCK_FP8, *given)
-    assert_near(got, step(mlp, BLOCK_FP8, *given))
+    got = step(copy.deepcopy(mlp).cuda(), recipe, *given)
+    assert_near(got, step(mlp, recipe, *given))
     for t in got[:2]:
         assert not t[sum(sizes) :].any()
     for grad in got[3:]:
@@ -113,8 +117,14 @@ def test_groups_of_any_size(sizes):
 
 
 @pytest.mark.parametrize("options", [{"bias": False}, {}, {"scale_bias": True}], ids=str)
-def test_exact_sums_are_exact(options):
-    """Of small integers, all three products have the bits of the definitions."""
+@each_fp8_recipe
+def test_exact_sums_are_exact(options, recipe):
+    """Of small integers, all three products have the bits of the definitions.
+
+    Current scaling makes powers of two of them, which tensor cores add exactly as well.
+    """
+    if not recipe.float8_block_scaling():
+        recipe = replace(recipe, use_power_2_scales=True)
     options = {"dtype": BF16, "single_grouped_weight": True, **options}
     linear = fz.GroupedLinear(len(SIZES), 160, 272, **options)
     with torch.no_grad():
@@ -127,7 +137,7 @@ def test_exact_sums_are_exact(options):
         op = copy.deepcopy(linear).to(device)
         given = [x.to(device).requires_grad_(), torch.tensor(SIZES, device=device)]
         given += [s.to(device) for s in scale]
-        with assume_target("sm90"), fz.autocast(recipe=BLOCK_FP8):
+        with assume_target("sm90"), fz.autocast(recipe=recipe):
             y = op(*given)
             assert op.plan.fired == ("grouped_linear_sm90_fp8",)
         leaves = [given[0], op.weight]
@@ -136,48 +146,53 @@ def test_exact_sums_are_exact(options):
         assert torch.equal(mine, theirs)
 
 
-def test_repeatable_without_a_synchronisation():
+@each_fp8_recipe
+def test_repeatable_without_a_synchronisation(recipe):
     mlp = build(bias=True).cuda()
     given = [t.cuda() for t in inputs()]
-    first = step(mlp, BLOCK_FP8, *given)
+    first = step(mlp, recipe, *given)
     with never_waiting():
-        again = [step(mlp, BLOCK_FP8, *given) for _ in range(10)]
+        again = [step(mlp, recipe, *given) for _ in range(10)]
     for other in again:
         ref.assert_same_bits(other, first)
 
 
-def test_cuda_graph_replay_with_other_splits():
+@each_fp8_recipe
+def test_cuda_graph_replay_with_other_splits(recipe):
     mlp = build().cuda()
     x, splits, scales, dy = (t.cuda() for t in inputs())
-    graph, captured = graph_of(lambda: step(mlp, BLOCK_FP8, x, splits, scales, dy))
+    graph, captured = graph_of(lambda: step(mlp, recipe, x, splits, scales, dy))
     for sizes in ([ROWS, *[0] * 7], [1] * 8, [0] * 8, [ROWS // 8] * 8, SIZES):
         splits.copy_(torch.tensor(sizes))
         graph.replay()
-        for got, want in zip(captured, step(mlp, BLOCK_FP8, x, splits, scales, dy), strict=True):
+        for got, want in zip(captured, step(mlp, recipe, x, splits, scales, dy), strict=True):
             assert torch.equal(got, want), sizes
 
 
-def test_reused_and_stored_weights_are_quantized_once():
+@each_fp8_recipe
+def test_reused_and_stored_weights_are_quantized_once(recipe):
     mlp = build().cuda()
     given = [t.cuda() for t in inputs()]
-    want = step(mlp, BLOCK_FP8, *given)
-    each, _ = launched(lambda: step(mlp, BLOCK_FP8, *given))
+    want = step(mlp, recipe, *given)
+    each, _ = launched(lambda: step(mlp, recipe, *given))
     with fz.reuse_quantized_weights(mlp):
-        ref.assert_same_bits(step(mlp, BLOCK_FP8, *given), want)
-        reusing, got = launched(lambda: step(mlp, BLOCK_FP8, *given))
+        ref.assert_same_bits(step(mlp, recipe, *given), want)
+        reusing, got = launched(lambda: step(mlp, recipe, *given))
     ref.assert_same_bits(got, want)
-    assert len(reusing) == len(each) - 2
-    assert_near(want, step(copy.deepcopy(mlp).cpu(), BLOCK_FP8, *inputs()))
+    of_each = 1 if recipe.float8_block_scaling() else 3  # with the largest magnitudes, and zeros
+    assert len(reusing) == len(each) - 2 * of_each
+    assert_near(want, step(copy.deepcopy(mlp).cpu(), recipe, *inputs()))
 
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (True, True), (False, True)])
-def test_a_quantized_input(rowwise, columnwise):
+@each_fp8_recipe
+def test_a_quantized_input(rowwise, columnwise, recipe):
     mlp, (x, *given) = build(), inputs()
-    with fz.autocast(recipe=BLOCK_FP8):
+    with fz.autocast(recipe=recipe):
         quantizer = mlp[0].get_input_quantizer()
     quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
     results = []
     for device in ("cpu", "cuda"):
         q = group_quantize(x.to(device), quantizer, len(SIZES), given[0].to(device))
-        results.append(step(copy.deepcopy(mlp).to(device), BLOCK_FP8, q, *given))
+        results.append(step(copy.deepcopy(mlp).to(device), recipe, q, *given))
     assert_near(results[1], results[0])

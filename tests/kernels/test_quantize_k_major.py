@@ -84,7 +84,9 @@ def test_each_group_is_quantized_by_itself(fmt, ends, kind):
     assert padded <= len(made.column.data)
     tail = quantize(torch.zeros_like(x[start:]), fmt)
     assert same_bits(made.row.data[start:], tail.data)
-    assert same_bits(made.row.scale[start:], for_blocks(tail.scale, fmt, *made.row.scale[start:].shape))
+    assert same_bits(
+        made.row.scale[start:], for_blocks(tail.scale, fmt, *made.row.scale[start:].shape)
+    )
 
 
 @each_format

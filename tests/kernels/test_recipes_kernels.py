@@ -91,7 +91,9 @@ GLU_BACKWARD = [
 FOR_NONE = QuantizeSpec(fp8_tensor(E5M2), "bf16", True, False, False, False, k_major=True)
 GLU_BACKWARD_THAT_SPILLS = {
     "rows": GluBackwardSpec(K_MAJOR[0]._replace(columnwise=False), "swiglu", True, 0, True),
-    "columns": GluBackwardSpec(K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False),
+    "columns": GluBackwardSpec(
+        K_MAJOR[0]._replace(rowwise=False), "clamped_qgeglu", True, 0, False
+    ),
     "none": GluBackwardSpec(FOR_NONE, "swiglu", True, 0, True),
     "none, stripes": GluBackwardSpec(FOR_NONE, "clamped_qgeglu", True, 1, True),
     "none, plain": GluBackwardSpec(FOR_NONE, "srelu", True, 0, True),
@@ -169,9 +171,7 @@ def test_the_offsets_kernel_compiles(wide):
         compile_kernel("quantize.offsets.group_offsets", (wide,), f"--gpu-arch {architecture}")
 
 
-@pytest.mark.parametrize(
-    "spec", GLU_BACKWARD_THAT_SPILLS.values(), ids=GLU_BACKWARD_THAT_SPILLS
-)
+@pytest.mark.parametrize("spec", GLU_BACKWARD_THAT_SPILLS.values(), ids=GLU_BACKWARD_THAT_SPILLS)
 def test_backward_for_one_use_or_none_spills_little(spec, capfd):
     """The assembler holds more at once than it has registers for, up to a few words."""
     compile_kernel("quantize.glu_backward.quantize", (spec,), "--gpu-arch sm_90a remarks{ptx}")

@@ -21,12 +21,16 @@ RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "mxfp8_hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
     "fp8_block": recipes.Float8BlockScaling(fp8_products=False),
-    "fp8_current": recipes.Float8CurrentScaling(),
+    "fp8_current": recipes.Float8CurrentScaling(fp8_products=False),
     "nvfp4": recipes.NVFP4BlockScaling(**PLAIN),
     "nvfp4_rht_2d": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 MX, HYBRID, BLOCK, CURRENT, NV, NV_RHT_2D = RECIPES.values()
-BLOCK_FP8 = recipes.Float8BlockScaling()
+BLOCK_FP8, CURRENT_FP8 = recipes.Float8BlockScaling(), recipes.Float8CurrentScaling()
+each_fp8_recipe = pytest.mark.parametrize(
+    "recipe", [BLOCK_FP8, CURRENT_FP8], ids=["blocks", "current"]
+)
+"""Those whose products are of FP8 operands on Hopper."""
 
 KINDS = {"none": None, "mxfp8": MX, "fp8_block": BLOCK, "fp8_current": CURRENT, "nvfp4": NV}
 """No recipe, and one of each kind."""

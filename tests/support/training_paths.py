@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK, BLOCK_FP8, CURRENT, MX, NV
+from number_formats import BLOCK, BLOCK_FP8, CURRENT, CURRENT_FP8, MX, NV
 from torch import Tensor, nn
 
 import fusible as fz
@@ -110,6 +110,7 @@ PATHS = {
         for recipe in (MX, BLOCK, CURRENT, NV)
     },
     "sm90 fp8": Path(("grouped_mlp_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90"),
+    "sm90 fp8 current": Path(("grouped_mlp_sm90_fp8",), recipe=CURRENT_FP8, machine="sm90"),
     "sm90 fp8 stored": Path(
         ("grouped_mlp_sm90_fp8",), recipe=BLOCK_FP8, machine="sm90", stored=True
     ),
