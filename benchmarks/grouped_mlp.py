@@ -275,6 +275,7 @@ RECIPES = {
     "fp8_block_decoded": fz.recipes.Float8BlockScaling(fp8_products=False),
     "mxfp8": fz.recipes.MXFP8BlockScaling(),
     "fp8_current": fz.recipes.Float8CurrentScaling(),
+    "fp8_current_decoded": fz.recipes.Float8CurrentScaling(fp8_products=False),
     "nvfp4": fz.recipes.NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),

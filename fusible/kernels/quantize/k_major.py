@@ -103,7 +103,8 @@ def quantize_k_major(
     NaN may have NaN for the zeros of its padding.
 
     With ``rows``, int32 ``[R]``, of 1x128 blocks or of groups, it is ``x[rows]`` that is quantized,
-    without a copy; ``ends`` are those of its groups. What ``rows`` holds past the last group is not read.
+    without a copy; ``ends`` are those of its groups. What ``rows`` holds past the last group is not
+    read.
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
     """
