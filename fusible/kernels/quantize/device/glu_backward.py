@@ -29,6 +29,7 @@ from fusible.kernels.quantize.spec import THREADS
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
+_PAIRED_SHARED_PERCENT = 50  # for up to three blocks whose linear columns wait in 32 KiB each
 
 
 class Source(NamedTuple):
@@ -298,5 +299,6 @@ def quantize(
         spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
-        min_blocks_per_mp=spec.resident, preferred_smem_carveout=50 if spec.paired else SHARED_PERCENT,
+        min_blocks_per_mp=spec.resident,
+        preferred_smem_carveout=_PAIRED_SHARED_PERCENT if spec.paired else SHARED_PERCENT,
     )  # fmt: skip
