@@ -156,7 +156,8 @@ def rows() -> None:
         moved = 77 * 4 if capacity is None else min(77 * 4, 60 * capacity)
         x, y, per_row = random(77, 40), random(moved, 40), torch.rand(moved, device="cuda")
         index, _ = moe.row_sources(row_map, probs, moved)
-        moe.scatter_rows(x, row_map, probs, moved, True)
+        for zero_tail in (True, False):
+            moe.scatter_rows(x, row_map, probs, moved, True, zero_tail=zero_tail)
         moe.gather_sum(y, row_map, probs, per_row)
         for by_row in (False, True):
             moe.row_dots(y, x, row_map, by_row)
@@ -191,13 +192,13 @@ def quantize() -> None:
     whole = (fp8_tensor(), ends), (fp8_tensor(), None)
     for fmt, of_groups in ((fp8_block(), ends), (fp8_block(), None), (square, None), *whole):
         quantize_k_major(x, fmt, rowwise=True, columnwise=True, ends=of_groups)
-    dy, preact, glu = random(128, 192), random(128, 384), Glu("swiglu", 1)
     uses = {"rowwise": True, "columnwise": True, "values": True}
-    for layout in (glu, glu._replace(interleave=0)):
-        scales = torch.rand(128, device="cuda")
+    for features, interleave in ((192, 1), (192, 0), (256, 0), (256, 128)):
+        dy, preact = random(128, features), random(128, 2 * features)
+        scales, glu = torch.rand(128, device="cuda"), Glu("swiglu", interleave)
         for fmt in (fp8_block(), fp8_tensor()):
-            quantize_glu_backward(dy, preact, scales, ends, layout, fmt, **uses)
-    quantize_glu_backward(dy, preact[:, :192], None, ends, Glu("gelu"), fp8_block(), **uses)
+            quantize_glu_backward(dy, preact, scales, ends, glu, fmt, **uses)
+    quantize_glu_backward(dy, preact[:, :256], None, ends, Glu("gelu"), fp8_block(), **uses)
     transposed(x.to(torch.float8_e4m3fn))
 
 
