@@ -5,6 +5,7 @@
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,28 @@ def _process_state():
     changed = checks.restore(before)
     checks.share_gpu_memory()
     assert not changed, f"the test leaves {', '.join(changed)} set otherwise than before"
+
+
+@pytest.fixture(autouse=True)
+def _source_lines_are_looked_up_once():
+    """The CuTe DSL looks for the source line of every operation that it traces, many times each.
+
+    That is a fifth of a compilation; the code it makes is the same.
+    """
+    tracer = sys.modules.get("cutlass._mlir_helpers.op")
+    look_up = getattr(tracer, "_fast_frameinfo", None)
+    if look_up is None or hasattr(look_up, "found"):
+        return
+    found = {}
+
+    def once(frame):
+        key = frame.f_code, frame.f_code.co_filename, frame.f_lasti
+        if key not in found:
+            found[key] = look_up(frame)
+        return found[key]
+
+    once.found = found
+    tracer._fast_frameinfo = once
 
 
 @pytest.fixture
