@@ -2,8 +2,10 @@
 
 # ruff: noqa: E402 (helpers are imported when pytest knows that it shall rewrite their assertions)
 
+import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,21 @@ def pytest_configure(config):
     quick.register(config)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep the garbage collector from going through all tests, while they are made and afterwards.
+
+    They are a million objects that live until the end: half of the collection's time, and a seventh
+    of what a test that compiles takes.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):
@@ -80,6 +97,28 @@ def _process_state():
     changed = checks.restore(before)
     checks.share_gpu_memory()
     assert not changed, f"the test leaves {', '.join(changed)} set otherwise than before"
+
+
+@pytest.fixture(autouse=True)
+def _source_lines_are_looked_up_once():
+    """The CuTe DSL looks for the source line of every operation that it traces, many times each.
+
+    That is a fifth of a compilation; the code it makes is the same.
+    """
+    tracer = sys.modules.get("cutlass._mlir_helpers.op")
+    look_up = getattr(tracer, "_fast_frameinfo", None)
+    if look_up is None or hasattr(look_up, "found"):
+        return
+    found = {}
+
+    def once(frame):
+        key = frame.f_code, frame.f_code.co_filename, frame.f_lasti
+        if key not in found:
+            found[key] = look_up(frame)
+        return found[key]
+
+    once.found = found
+    tracer._fast_frameinfo = once
 
 
 @pytest.fixture

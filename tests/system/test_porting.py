@@ -1,5 +1,7 @@
 """Pipelines written for Transformer Engine run here, and give the FP64 values."""
 
+from itertools import product
+
 import porting
 import pytest
 import reference as ref
@@ -177,10 +179,17 @@ def test_in_place_sums_are_in_the_memory_of_the_extra_input():
 # --- own fusions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (5, 1), (2, 1, 1), ()])
-@pytest.mark.parametrize("start", ["alone", "linear", "scaled"])
-@pytest.mark.parametrize("compiled", [False, True])
+ADDENDS = [*product(["alone", "linear", "scaled"], [(8,), (1, 8), (5, 1), (2, 1, 1), ()])]
+
+
+@pytest.mark.parametrize(
+    ("start", "shape", "in_place", "compiled"),
+    [
+        *[(*case, in_place, False) for case in ADDENDS for in_place in (False, True)],
+        # Every pair: compilation takes half a second.
+        *[(*case, i % 2 == 0, True) for i, case in enumerate(ADDENDS)],
+    ],
+)
 @pytest.mark.usefixtures("fresh_compiler")  # one function is compiled for a few modules only
 def test_addends_broadcast(start, shape, in_place, compiled):
     torch.manual_seed(5)
