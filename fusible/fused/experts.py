@@ -51,11 +51,10 @@ class MoEExperts(FusedOperation):
             self.saves += "; of x only the tokens"
         # If the copy also scales the rows, they are written.
         self._gathers = kernels.gathers and not (dispatch.scale_input or combine.weighted)
-        self.multiplies = self._mlp.multiplies + (_GATHERS if self._gathers else "")
 
-    def speed_note(self, recipe: Recipe) -> str:
-        """That of the grouped MLP, for ``explain``."""
-        return self._mlp.speed_note(recipe)
+    def multiplies(self, recipe: Recipe) -> str:
+        """What the grouped MLP multiplies, for ``explain``."""
+        return self._mlp.multiplies(recipe) + (_GATHERS if self._gathers else "")
 
     def notes(self, dtype: str, target: Any) -> tuple[str, ...]:
         """What runs during the exchanges of a group."""
@@ -78,8 +77,10 @@ class MoEExperts(FusedOperation):
         kernels = self._mlp.kernels
         # Gather only if groups and row map are this dispatch's own.
         gathers = self._gathers and extra_inputs[1][0] is extra_inputs[4][0] is None
+        # If all extra inputs are its own, it alone gets gradients of rows, and reads them, as its
+        # other outputs, by the row map: none past the last group.
         if all([t is None for extra in extra_inputs[1:] for t in extra]):
-            for ctx in ctxs:  # No other op reads the rows, nor gradients of them.
+            for ctx in ctxs:
                 ctx.zero_tail = False
         placed = dispatch.place(first, x, *extra_inputs[0])
         rows: Any

@@ -138,13 +138,12 @@ class GroupedMLP(FusedOperation):
         self.kernels = kernels
         scales = ", scales" if act.num_extra_inputs else ""
         self.saves = f"{kernels.saves or fc1.saves}, pre-activation{scales}"
-        self.multiplies = kernels.multiplies
         self._parts = fc1, act, fc2
 
-    def speed_note(self, recipe: Recipe) -> str:
-        """That of the kernels, for ``explain``."""
+    def multiplies(self, recipe: Recipe) -> str:
+        """What the kernels multiply, for ``explain``."""
         fc1, _, fc2 = self._parts
-        return self.kernels.speed_note(recipe, fc1, fc2)
+        return self.kernels.multiplies(recipe, fc1, fc2)
 
     def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
         """With the library's kernels, as a node of its own."""

@@ -63,7 +63,7 @@ def needs_sm90_fp8(*linears: Any) -> tuple[Condition, ...]:
         # With an override there is none of a gradient: the backward multiplies BF16.
         where(this.backward_override, None, one_of(this.scaling.grad, *sm90.FP8_SCALING["grad"])),
         NO_OVERRIDE,
-        equal(this.fp8_products, True, "leave fp8_products out of the recipe"),
+        equal(this.fp8_products, True, "set fp8_products=True in the recipe"),
         *_sizes(sm90.FP8_MULTIPLE_OF, *linears),
     )
 

@@ -51,8 +51,11 @@ class Sm100Kernels(GroupedKernels):
         "x as the weight gradient reads it, end rows and padding of the groups, row scales, "
         "weights as the data gradient reads them"
     )
-    multiplies = "quantized operands, in all products"
     num_saved_groups = 2
+
+    def multiplies(self, recipe: Recipe, *linears: Any) -> str:
+        """See `GroupedKernels`."""
+        return "quantized operands, in all products"
 
     def groups(self, linear: GroupedLinear, ends: Tensor, num_rows: int) -> PaddedGroups:
         """Each group padded to whole 256 rows, unless the caller promises that they are."""

@@ -62,21 +62,20 @@ class Sm90Fp8Kernels(GroupedKernels):
         "x as the weight gradient reads it and weights as the data gradient reads them, both in "
         "FP8 and transposed; of groups the end rows, and row scales"
     )
-    multiplies = (
-        "FP8, in all products: one launch quantizes an input or a gradient for its two products, "
-        "one the weights; where a scale is that of a whole matrix, one before finds the largest "
-        "magnitude"
-    )
     gathers = True
     quantizes_own_inputs = True  # one launch quantizes for both products, in their layouts
 
-    def speed_note(self, recipe: Recipe, *linears: GroupedLinear | BasicLinear) -> str:
-        """See `GroupedKernels`; estimated, from steps with scales of blocks."""
+    def multiplies(self, recipe: Recipe, *linears: GroupedLinear | BasicLinear) -> str:
+        """See `GroupedKernels`; with an estimated time for steps with scales of blocks."""
+        says = (
+            "FP8, in all products: one launch quantizes an input or a gradient for its two "
+            "products, one the weights"
+        )
         formats = [recipe.format(role) for role in ("input", "weight", "grad")]
         if any([fmt is None or fmt.block is None for fmt in formats]):
-            return ""
+            return f"{says}, after another that finds the scales of whole groups and weights"
         sizes = [(linear.in_features, linear.out_features) for linear in linears]
-        return f"; {fp8_times.speed_note(sizes)}"
+        return f"{says}; {fp8_times.speed_note(sizes)}"
 
     def single_group(self, x: Any) -> Tensor:
         """See `GroupedKernels`."""

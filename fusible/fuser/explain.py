@@ -404,11 +404,8 @@ def _saves(plan: Plan, op: Any, at: int, saves: str = "") -> list[str]:
 
 def _multiplies(recipe: Any, quantizes: bool, kernels: Any, *ops: Any) -> list[str]:
     """What a fused op, or kernels selected for ``ops``, multiply under a recipe."""
-    says = getattr(kernels, "multiplies", "")
-    if not (quantizes and says):
-        return []
-    speed_note = getattr(kernels, "speed_note", lambda *_: "")
-    return [f"  multiplies {says}{speed_note(recipe, *ops)}"]
+    multiplies = getattr(kernels, "multiplies", None)
+    return [f"  multiplies {multiplies(recipe, *ops)}"] if quantizes and multiplies else []
 
 
 def _refusal_lines(plan: Plan, every_rule: bool) -> Iterator[str]:

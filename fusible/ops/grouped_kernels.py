@@ -103,12 +103,10 @@ class GroupedKernels:
 
     saves = ""
     """What a linear saves with these kernels, for ``explain``; its own text if empty."""
-    multiplies = "values of quantized operands, in BF16 on CUDA"
-    """What the products multiply under a recipe, for ``explain``."""
 
-    def speed_note(self, recipe: Recipe, *linears: Any) -> str:
-        """For ``explain``: estimated time of one or two linears relative to BF16."""
-        return ""
+    def multiplies(self, recipe: Recipe, *linears: Any) -> str:
+        """What the products of one or two linears multiply under a recipe, for ``explain``."""
+        return "values of quantized operands, in BF16 on CUDA"
 
     gathers = False
     """Whether `prepare_rows` takes `GatheredRows`."""

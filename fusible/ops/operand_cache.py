@@ -82,7 +82,8 @@ class OperandCache:
             if not all([t.is_leaf and not t.is_inference() for t in stored]):
                 return make()
             watched = (*stored, *self._shards)
-            # An assignment to .data changes no version. Held, so that nothing else gets the memory.
+            # An assignment to .data changes no version, and may give another view of the same
+            # memory. Held, so that nothing else gets the memory.
             memory = [
                 (t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in stored
             ]
@@ -114,8 +115,9 @@ def _reference(t: Tensor) -> _Reference:
     """A weak reference to ``t``, or its id if it is quantized (its pieces have references).
 
     A parameter itself: PyTorch refuses to swap one that has a weak reference, as conversions and
-    loads do under ``torch.__future__.set_swap_module_params_on_conversion``. A parametrization, and
-    so an adapter of peft, swaps a parameter of a subclass with itself.
+    loads do under ``torch.__future__.set_swap_module_params_on_conversion``; one that is replaced
+    lives until the op's next forward. A parametrization, and so an adapter of peft, swaps a
+    parameter of a subclass with itself.
     """
     if isinstance(t, QuantizedTensor):
         return id(t)

@@ -38,7 +38,7 @@ def blocks_of(
     return _columns(along, rows, ends)
 
 
-def zero_tail(x: Tensor, ends: Tensor) -> Tensor:
+def with_zero_tail(x: Tensor, ends: Tensor) -> Tensor:
     """Set the rows of ``x`` past the last group to zero, in a copy."""
     row = torch.arange(x.shape[0], device=x.device)
     return torch.where((row < ends[-1])[:, None], x, 0)

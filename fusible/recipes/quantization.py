@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible.recipes import hadamard, philox
-from fusible.recipes.blocks import blocks_of, zero_tail
+from fusible.recipes.blocks import blocks_of, with_zero_tail
 from fusible.recipes.encoding import (
     DECODERS,
     ENCODERS,
@@ -64,7 +64,7 @@ def quantize(
     check_key(x, fmt, key)
     inside = None if ends is None else ends.clamp(max=x.shape[0])
     if inside is not None:
-        x = zero_tail(x, inside)
+        x = with_zero_tail(x, inside)
     if columnwise and fmt.hadamard:
         x = hadamard.transform(x, inside)
     blocks = blocks_of(x, fmt.block, columnwise, inside)
@@ -73,7 +73,7 @@ def quantize(
     scale, multiplier = SCALES[fmt.scale].encode(blocks.amax(x).float(), fmt, outer)
     scaled = x.float() * blocks.expand(multiplier)
     if inside is not None:
-        scaled = zero_tail(scaled, inside)
+        scaled = with_zero_tail(scaled, inside)
     along_columns = columnwise and fmt.directional
     if key is None or not fmt.stochastic:
         data = ENCODERS[fmt.element](scaled)
@@ -99,7 +99,7 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> T
         scale = scale * blocks.spread_groups(matrix.tensor_scale)
     values = elements * blocks.expand(scale)
     if ends is not None:
-        values = zero_tail(values, ends)
+        values = with_zero_tail(values, ends)
     return values.to(dtype)
 
 

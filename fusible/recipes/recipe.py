@@ -254,8 +254,8 @@ class _Float8Scaling(_Scaling):
     fp8_gemm_dgrad: MMParams = field(default=MMParams(), compare=False)
     fp8_gemm_wgrad: MMParams = field(default=MMParams(), compare=False)
     fp8_products: bool = True  # type: ignore[misc]
-    """On Hopper, linears, grouped linears and MLPs multiply the FP8 operands, or with False their
-    dequantized values in BF16, which is slower and adds in FP32."""
+    """On Hopper, linears, grouped linears, MLPs and experts multiply the FP8 operands, or with
+    False their dequantized values in BF16, added in FP32."""
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:

@@ -5,7 +5,7 @@ import math
 import pytest
 import reference as ref
 import torch
-from number_formats import BLOCK_FP8
+from number_formats import BLOCK_FP8, CURRENT_FP8
 from sm90_launches import sm90_on_cpu
 
 import fusible as fz
@@ -69,7 +69,9 @@ def step(module, recipe, given, *more):
         return [y.detach(), *torch.autograd.grad(y, [x, probs, *module.parameters()], dy)]
 
 
-@pytest.mark.parametrize("recipe", [None, BLOCK_FP8], ids=["bf16", "fp8_block"])
+@pytest.mark.parametrize(
+    "recipe", [None, BLOCK_FP8, CURRENT_FP8], ids=["bf16", "fp8_block", "fp8_current"]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,7 +89,7 @@ def test_bits_are_those_with_zeros(options, recipe, unwritten, monkeypatch):
     got = step(module, recipe, given)
     scaled = "combine" in options or options.get("dispatch", {}).get("scale_input", False)
     copies = 2 + options.get("dispatch", {}).get("recompute_rows", False)
-    if recipe is BLOCK_FP8 and not scaled:
+    if recipe is not None and not scaled:
         copies = 0  # The quantizers gather the rows.
     assert len(unwritten) == copies
     assert all(unwritten)

@@ -270,7 +270,9 @@ def backward(y):
 
 @each_fp8_recipe
 def test_training_quantizes_each_operand_once(recipe):
-    y, made = forward(*(both := (module := mlp(), inputs(module))))
+    module = mlp()
+    both = module, inputs(module)
+    y, made = forward(*both, recipe=recipe)
     assert made == [BOTH, WEIGHT_AND_COPY, BOTH, WEIGHT_AND_COPY]
     assert backward(y) == [BOTH, BOTH]
     with torch.no_grad():
@@ -435,7 +437,7 @@ def test_explain_says_what_multiplies_in_fp8():
         decoded = kind(fp8_products=False)
         text = explained(module, *inputs(module), recipe=decoded, every_rule=True)
         assert "GroupedMLP by grouped_mlp_sm90," in text
-        assert "fp8_products must be True, got False; leave fp8_products out of the" in text
+        assert "fp8_products must be True, got False; set fp8_products=True in the" in text
     decoded = explained(module, *inputs(module), recipe=fz.recipes.MXFP8BlockScaling())
     assert "multiplies values of quantized operands, in BF16 on CUDA" in decoded
     assert "grouped_mlp_sm90_fp8" not in decoded

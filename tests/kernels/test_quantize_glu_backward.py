@@ -64,7 +64,7 @@ def test_it_is_the_backward_then_the_quantization(ends, fmt):
     assert same(made.operands.padded_ends, want.padded_ends)
 
 
-@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("values", [True, False])
 @each_scaling
 def test_the_op_passes_opcheck(uses, values, fmt):

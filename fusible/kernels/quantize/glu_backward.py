@@ -124,8 +124,7 @@ def _cuda(
     values: bool,
 ) -> _Results | NotImplementedType:
     k_major.check(preact, ends, None, fmt)
-    rows, columns = preact.shape
-    stripe = glu.interleave or columns // glu.sides
+    stripe = glu.interleave or preact.shape[1] // glu.sides
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
         and (fmt.directional or fmt.block is None)
@@ -134,27 +133,48 @@ def _cuda(
     )
     if not fits:
         return NotImplemented
-    dy, preact = aligned(dy), aligned(preact)
-    now, amax = fmt.block is not None, None
-    if not now:
-        amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    uses = rowwise and now, columnwise and now
+    given = aligned(dy), aligned(preact), scales, ends, glu, fmt
+    if fmt.block is not None:
+        return _launch(*given, None, (rowwise, columnwise), values)
+    amax = preact.new_zeros(len(ends), dtype=torch.int32)
+    made = _launch(*given, amax, (False, False), True)
+    pieces, dscales, dpreact = made[:5], made[5], made[6]
+    if rowwise or columnwise:
+        pieces = k_major.launch_quantize(dpreact, ends, None, fmt, rowwise, columnwise, amax)
+    return *pieces, dscales, dpreact if values else preact.new_empty(0)
+
+
+def _launch(
+    dy: Tensor,
+    preact: Tensor,
+    scales: Tensor | None,
+    ends: Tensor,
+    glu: Glu,
+    fmt: NumberFormat,
+    amax: Tensor | None,
+    uses: tuple[bool, bool],
+    values: bool,
+) -> _Results:
+    """The kernel, of aligned operands; with ``amax`` it finds the groups' largest magnitudes.
+
+    ``uses`` are whether it quantizes row-wise and column-wise.
+    """
+    rows, columns = preact.shape
     pieces = k_major.outputs(preact, ends, None, fmt, *uses)
-    dpreact = preact.new_empty(preact.shape if values or not now else (0,))
+    dpreact = preact.new_empty(preact.shape if values else (0,))
+    stripe = glu.interleave or columns // glu.sides
     paired = glu.sides == 2 and stripe % FP8_BLOCK == 0
     blocks, dscales = -(-columns // FP8_BLOCK) >> paired, preact.new_empty(0)
-    given = dscales if scales is None else scales.float().contiguous()
+    of_rows = dscales if scales is None else scales.float().contiguous()
     partials = preact.new_empty(0 if scales is None else blocks, rows, dtype=torch.float32)
-    which = glu.activation, scales is not None, stripe, values or not now, paired
+    which = glu.activation, scales is not None, stripe, values, paired
     constants = _kernel(fmt, ends.dtype, *uses, *which)
     sizes = rows, columns, len(ends), pieces[2].shape[-1], stripe
-    addresses = dy, preact, given, ends, amax, *pieces, partials, dpreact
+    addresses = dy, preact, of_rows, ends, amax, *pieces, partials, dpreact
     launch("quantize.glu_backward.quantize", constants, dy.device, *addresses, *sizes, *glu[2:])
     if scales is not None:
         dscales = partials.sum(0).to(scales.dtype)
-    if not now:
-        pieces = k_major.launch_quantize(dpreact, ends, None, fmt, rowwise, columnwise, amax)
-    return *pieces, dscales, dpreact if values else preact.new_empty(0)
+    return *pieces, dscales, dpreact
 
 
 @lru_cache(maxsize=1024)

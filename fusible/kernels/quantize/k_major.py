@@ -34,7 +34,7 @@ from fusible.recipes.blocks import (
     group_of_row,
     padded_size,
     place_rows,
-    zero_tail,
+    with_zero_tail,
 )
 from fusible.recipes.formats import BLOCKS, FP8_BLOCK, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
@@ -125,7 +125,7 @@ def as_operands(
         row_scale = _for_blocks(row_scale if grouped else row_scale[..., ::FP8_BLOCK], columns)
     if rowwise:
         row = ScaledMatrix(row_data, row_scale)
-    if columnwise and _pads(fmt, grouped):
+    if columnwise and _pads_groups(fmt, grouped):
         column = ScaledMatrix(column_data.t(), column_scale)
     elif columnwise:
         column = ScaledMatrix(column_data, row_scale.mT)
@@ -137,18 +137,18 @@ def _for_blocks(scale: Tensor, columns: int) -> Tensor:
     return scale.unsqueeze(-1).expand(*scale.shape, -(-columns // FP8_BLOCK))
 
 
-def _pads(fmt: NumberFormat, grouped: bool) -> bool:
+def _pads_groups(fmt: NumberFormat, grouped: bool) -> bool:
     """Whether rows are transposed in padded groups, not matrices as they are."""
     return fmt.directional or grouped
 
 
-def stored_operand(matrix: QuantizedMatrix, unit: int = 1) -> ScaledMatrix:
-    """What is stored quantized, row-wise, with a scale for each ``unit`` rows and 128 columns."""
+def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMatrix:
+    """What is stored row-wise, with a scale for each ``rows_per_scale`` rows and 128 columns."""
     data, scale, _, fmt, _, ends = matrix
     if fmt.block is None:
         *lead, rows, columns = data.shape
         if ends is None:
-            scale = scale.reshape(*lead, 1).expand(*lead, -(-rows // unit))
+            scale = scale.reshape(*lead, 1).expand(*lead, -(-rows // rows_per_scale))
         else:
             scale = scale[group_of_row(ends, rows)]
         scale = _for_blocks(scale, columns)
@@ -171,7 +171,7 @@ def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat
             "use x.flatten(0, -2)"
         )
     fits = rows is None or (rows.dtype, rows.ndim, rows.device) == (torch.int32, 1, x.device)
-    if not (fits and (rows is None or _pads(fmt, ends is not None))):
+    if not (fits and (rows is None or _pads_groups(fmt, ends is not None))):
         assert rows is not None
         raise ValueError(
             f"rows must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
@@ -195,7 +195,7 @@ def definition(
     if ends is not None:
         ends = ends.clamp(max=len(x))
         padded_ends, places = place_rows(ends, len(x), FP8_BLOCK)
-    pads = _pads(fmt, ends is not None)
+    pads = _pads_groups(fmt, ends is not None)
     if rowwise or not pads:
         data, row_scale = _quantized_rows(x.contiguous(), ends, fmt)
         row_data = data if rowwise else row_data
@@ -218,7 +218,7 @@ def _quantized_rows(x: Tensor, ends: Tensor | None, fmt: NumberFormat) -> tuple[
         data, scale, *_ = quantize(x, fmt, ends=ends)
         return data, scale.t().contiguous() if fmt.directional else scale
     if ends is not None:  # rows of no group are a group of zeros
-        x, ends = zero_tail(x, ends), torch.cat((ends, ends.new_full((1,), len(x))))
+        x, ends = with_zero_tail(x, ends), torch.cat((ends, ends.new_full((1,), len(x))))
     data, scale, *_ = quantize(x, fmt, ends=ends)
     of_rows = scale.expand(x.shape[:-1]) if ends is None else scale[group_of_row(ends, len(x))]
     return data, of_rows.contiguous()
@@ -264,7 +264,7 @@ def outputs(
     column_scale: Sequence[int] = nothing
     if fmt.block is None:
         row_scale = (*lead, rows)
-    if _pads(fmt, ends is not None):
+    if _pads_groups(fmt, ends is not None):
         size = padded_size(rows, 1 if ends is None else ends.shape[0], FP8_BLOCK)
         row_scale = ((blocks, rows) if fmt.directional else row_scale) if rowwise else nothing
         column_scale = (size // FP8_BLOCK, columns) if columnwise else nothing
@@ -305,7 +305,7 @@ def _cuda(
     columnwise: bool,
 ) -> Pieces | NotImplementedType:
     check(x, ends, rows, fmt)
-    fills_stores = _pads(fmt, ends is not None) or x.shape[-2] % PIECE == 0
+    fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented

@@ -116,7 +116,7 @@ class QuantizeSpec(NamedTuple):
 class GluBackwardSpec(NamedTuple):
     """A kernel that computes the backward of an activation and quantizes its gradients.
 
-    Where a scale covers a whole matrix it finds the largest magnitudes instead.
+    Where a scale covers a whole group it finds the largest magnitudes instead.
     """
 
     quantize: QuantizeSpec
@@ -128,7 +128,12 @@ class GluBackwardSpec(NamedTuple):
     values: bool
     """The gradients are written in high precision too."""
     paired: bool = False
-    """Stripes are whole blocks of columns: a group of threads takes gates and linear columns."""
+    """Stripes are whole blocks of columns: a thread block takes gates and linear columns."""
+
+    @property
+    def stages_linears(self) -> bool:
+        """Whether gradients of linear columns are in shared memory before they are stored."""
+        return self.paired and not self.quantize.has_matrix_scales
 
     @property
     def resident(self) -> int:

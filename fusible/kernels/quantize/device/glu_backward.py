@@ -2,11 +2,11 @@
 
 A thread has the same columns of the pre-activation's gradient as in ``k_major``, eight neighbours.
 In stripes of 1, 2 and 4 gate columns it has gates and their linear columns. In stripes of whole
-blocks of 128 columns a group of threads takes a block of gates and that of their linear columns,
-whose gradients wait in shared memory meanwhile. In others a thread has gates or linear columns, and
-reads the others as well. An activation that is not gated has but its operand.
-Gradients are rounded to BF16, then quantized, unless a scale covers a whole group: then only the
-largest magnitudes are found, and another launch quantizes.
+blocks of 128 columns a thread block takes a block of gates and that of their linear columns, whose
+gradients are in shared memory until those of the gates are stored. In others, where blocks of 128
+do not pair up, a thread has gates or linear columns, and reads the others as well. An activation
+that is not gated has but its operand. Gradients are rounded to BF16, then quantized, unless a scale
+covers a whole group: then only the largest magnitudes are found, and another launch quantizes.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from fusible.kernels.quantize.spec import THREADS
 
 _BYTES = 2  # of BF16
 _ROWS = 4  # of a thread, after which addresses are computed anew
-_PAIRED_SHARED_PERCENT = 50  # for up to three blocks whose linear columns wait in 32 KiB each
+_STAGED_SHARED_PERCENT = 50  # for up to three thread blocks whose linear columns take 32 KiB each
 
 
 class Source(NamedTuple):
@@ -54,9 +54,9 @@ def gradients(source, tile, columns, values_out, spec):
     """Words of a thread's part of the pre-activation's gradient, zeros where there is nothing.
 
     Where a scale covers a whole group, one row of words of the largest magnitudes instead. Then, if
-    ``spec.paired``, the linear columns' words, in shared memory. Then the FP32 bits of the gradient
-    of one row's scale by the columns of its block: in the i-th of the threads that share a row, of
-    the thread's i-th row.
+    ``spec.stages_linears``, the linear columns' words, in shared memory. Then the FP32 bits of the
+    gradient of one row's scale by the columns of its block: in the i-th of the threads that share a
+    row, of the thread's i-th row.
     """
     own = cute.arch.lane_idx() % spec.quantize.lanes
     live = tile.live != 0
@@ -67,7 +67,7 @@ def gradients(source, tile, columns, values_out, spec):
     of_row = _narrow if spec.stripe else _paired if spec.paired else _wide
     if ACTIVATIONS[spec.activation].sides == 1:
         of_row = _plain
-    linears = _Waiting(spec) if spec.paired else None
+    linears = _SharedRows(spec) if spec.stages_linears else None
     rows, totals = [], []
     for r in range(spec.quantize.thread_rows):
         if r % _ROWS == 0:
@@ -83,7 +83,7 @@ def gradients(source, tile, columns, values_out, spec):
             rows = [largest_of_columns([*rows, *packed], spec.quantize.dtype)]
         else:
             rows.append(packed[0])
-            if spec.paired:
+            if spec.stages_linears:
                 linears.put(r, packed[1])
         totals.append(total)
         if spec.values:
@@ -95,8 +95,8 @@ def gradients(source, tile, columns, values_out, spec):
     return rows, linears, totals
 
 
-class _Waiting:
-    """Words of a thread's rows in shared memory."""
+class _SharedRows:
+    """Words of a thread's rows in shared memory; no other thread reads them."""
 
     def __init__(self, spec):
         self.words, self.rows = spec.quantize.words, spec.quantize.thread_rows
@@ -213,7 +213,7 @@ def quantize_gradients(source, tile, rows, columns, amax, out, partials, values,
         raise_to_largest(amax + Int64(tile.group) * 4, words, spec.quantize.dtype)
     else:
         store_block(words, tile, rows, columns, rows, out, spec.quantize)
-        if spec.paired:
+        if spec.stages_linears:
             tile, columns = computed_anew(tile, columns)
             tile = tile._replace(column=tile.column + source.glu_block)
             store_block(linears.get(), tile, rows, columns, rows, out, spec.quantize)
@@ -300,5 +300,5 @@ def quantize(
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident,
-        preferred_smem_carveout=_PAIRED_SHARED_PERCENT if spec.paired else SHARED_PERCENT,
+        preferred_smem_carveout=_STAGED_SHARED_PERCENT if spec.stages_linears else SHARED_PERCENT,
     )  # fmt: skip

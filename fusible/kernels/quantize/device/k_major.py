@@ -9,7 +9,8 @@ as often as it is named, by blocks of rows that are far apart: only ``together``
 are taken before the next ones, so that these stay in the L2 cache meanwhile.
 
 Where a scale covers a whole group or matrix, its largest magnitude was found in a pass before. The
-scale is stored for each row and, column-wise, for each column of a block, as other scales are.
+scale is stored for each row and, column-wise, for each column of a block: TMA reads these, which
+cannot read one number many times.
 """
 
 from typing import NamedTuple
@@ -85,12 +86,12 @@ def _matrix_scale(tile, amax, spec):
     return numbers.encode_scale(largest, None, spec.format)
 
 
-def _matrix_factors(common, tile, columns, out, spec):
+def _matrix_factors(matrix_scale, tile, columns, out, spec):
     """The factors of a thread's columns in a group or matrix, whose scale is stored.
 
     That of groups is stored for both uses; of matrices, that of each row is enough.
     """
-    scale, factor = common
+    scale, factor = matrix_scale
     own = cute.arch.lane_idx() % spec.lanes
     if spec.rowwise or not spec.grouped:
         first = tile.column < spec.lanes * spec.vector
@@ -173,9 +174,9 @@ def _column_of(tile, columns, matrix_rows, col_pitch, spec):
 
 def quantize_block(x, index, pitch, tile, rows, columns, matrix_rows, amax, out, spec):
     """Scales and elements of a thread's rows."""
-    common = _matrix_scale(tile, amax, spec)  # before the input fills the registers
+    matrix_scale = _matrix_scale(tile, amax, spec)  # before the input fills the registers
     words = load_input(x, index, pitch, tile, spec)
-    store_block(words, tile, rows, columns, matrix_rows, out, spec, common)
+    store_block(words, tile, rows, columns, matrix_rows, out, spec, matrix_scale)
 
 
 def computed_anew(tile, columns):
@@ -185,14 +186,14 @@ def computed_anew(tile, columns):
     return tile._replace(**anew), bits.opaque(columns)
 
 
-def store_block(words, tile, rows, columns, matrix_rows, out, spec, common=None):
+def store_block(words, tile, rows, columns, matrix_rows, out, spec, matrix_scale=None):
     """Scales and elements of a thread's rows, which are in ``words``.
 
-    ``common`` are the scale and the factor of all of them, if any.
+    ``matrix_scale`` are the scale and the factor of all of them, if any.
     """
     of_columns = None
     if spec.has_matrix_scales:
-        of_columns = _matrix_factors(common, tile, columns, out, spec)
+        of_columns = _matrix_factors(matrix_scale, tile, columns, out, spec)
     elif not spec.format.directional:
         of_columns = square_factors(words, tile, columns, out.row_scale, spec).to_element
     elif spec.columnwise:
@@ -231,7 +232,7 @@ def _quantize(
     cta, _, _ = cute.arch.block_idx()
     turn = cta
     if cutlass.const_expr(spec.has_matrix_scales):
-        # Backwards: what the pass for the largest magnitude read last is still in the cache.
+        # Backwards: the L2 cache may still hold what the pass for the magnitudes read last.
         turn = cute.arch.grid_dim()[0] - 1 - cta
     block, chunk = block_and_chunk(turn, blocks, together, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
