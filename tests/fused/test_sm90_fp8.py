@@ -431,7 +431,7 @@ def test_explain_says_what_multiplies_in_fp8():
     assert "estimated" in text
     text = explained(module, *inputs(module), recipe=CURRENT_FP8)
     assert "GroupedMLP by grouped_mlp_sm90_fp8, forward and backward" in text
-    assert "where a scale is that of a whole matrix, one before finds the largest" in text
+    assert "after another that finds the scales of whole groups and weights" in text
     assert "estimated" not in text
     for kind in (Float8BlockScaling, Float8CurrentScaling):
         decoded = kind(fp8_products=False)
