@@ -241,10 +241,13 @@ def quantize_weights_k_major(
     parts = [w.data for w in stored if w]
     scale = stacked([stack_weights([w.scale for w in stored if w], torch.float32)])
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
-    held = [id(w.rowwise_data) for w in quantized]
-    is_held = held == [id(part) for part in parts]  # else made now, from another format
+    held = [w.rowwise_data for w in quantized]
+    # Else made now, from another format.
+    is_held = len(held) == len(parts) and all([a is b for a, b in zip(held, parts, strict=True)])
     copied = partial(cached_copy, quantized) if is_held else lambda _, make: make()
-    data = side_by_side(parts) if len(parts) > 1 else stacked(parts)
+    data = stacked(parts) if len(parts) == 1 else None
+    if data is None and not torch.compiler.is_compiling():  # which reads no addresses
+        data = side_by_side(parts)
     if data is None:
         data = copied("stacked", lambda: torch.stack(parts))
     row = stored_operand(QuantizedMatrix(data, scale, None, fmt), FP8_BLOCK)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from number_formats import BLOCK_FP8, MX
+from number_formats import BLOCK_FP8, MX, each_fp8_recipe
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -223,3 +223,18 @@ def test_weights_in_another_format_are_quantized_in_every_forward():
     assert copied == (1, 0)
     assert step(op)[1] == (1, 0)
     assert equal(step(op)[0], first)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("single", [True, False])
+@each_fp8_recipe
+def test_compiles_whole(single, recipe):
+    """Compiled code compares no ids, and reads no addresses."""
+    op = stored(single, recipe)
+    want, _ = step(op, recipe)
+    torch.manual_seed(1)
+    x = torch.randn(50, 128, dtype=BF16, requires_grad=True)
+    with assume_target("sm90"), fz.autocast(recipe=recipe):
+        y = torch.compile(op, fullgraph=True, backend="aot_eager")(x, SPLITS)
+    y.backward(torch.randn_like(y))
+    assert equal([y, x.grad], want)
