@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fusible.formulas import cast
 from fusible.fused.grouped_mlp import MLP_CONDITIONS, AnyActivation, GroupedMLP
 from fusible.fused.kernel_selection import SM90_FP8_ROW, SM90_ROW
 from fusible.fuser.conditions import equal, this
@@ -151,6 +152,7 @@ class MoEExperts(FusedOperation):
             probs = others[1] if dispatch.scale_input else None
             given = last.num_rows, dispatch.scale_input
             x, _ = moe.scatter_rows(x, row_map, probs, *given, zero_tail=first.zero_tail)
+            x = cast(x, middle[0].dtype)  # as the first linear did
         params1, extra1 = self._mlp.fc1_grads(second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]

@@ -572,6 +572,29 @@ def test_recomputed_rows(own_scales, scale_bias):
     ref.assert_equal(*results)
 
 
+@pytest.mark.parametrize("scale_input", [False, True])
+def test_recomputed_rows_of_wider_tokens(scale_input):
+    """Rows of FP32 tokens are rounded as the linear's input, also those that are made again."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        options = {"bias": False, "single_grouped_weight": True, "dtype": torch.bfloat16}
+        seq = fz.Sequential(
+            fz.Dispatch(EXPERTS, recompute_rows=recompute, scale_input=scale_input),
+            fz.GroupedLinear(EXPERTS, 64, 32, **options),
+            fz.SwiGLU() if scale_input else fz.ScaledSwiGLU(),
+            fz.GroupedLinear(EXPERTS, 16, 64, **options),
+            fz.Combine(),
+        )
+        x, probs = torch.randn(40, 64, requires_grad=True), torch.rand(40, 4, requires_grad=True)
+        with assume_target("sm90"):
+            y = seq(x, probs, random_ids(40, 4))
+        assert seq.plan.fired == ("moe_experts_sm90",)
+        loss = y.float().sin().sum()
+        results.append((y, *torch.autograd.grad(loss, [x, probs, *seq.parameters()])))
+    ref.assert_equal(*results)
+
+
 # --- the block as one Sequential ------------------------------------------------------------------
 
 
