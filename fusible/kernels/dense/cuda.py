@@ -105,7 +105,7 @@ def scaled_mm_pytorch(
         and rows > 0
         and rows % 16 == w.shape[0] % 16 == depth % 16 == 0
         and blocks % 4 == 0
-        and x_scale.stride() == (1, rows)
+        and x_scale.stride() == (1, rows)  # of blocks; scales that are repeated have stride 0
         and x.is_contiguous()
         and w.is_contiguous()
     ):
