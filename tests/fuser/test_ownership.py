@@ -642,7 +642,7 @@ def test_a_saved_pre_activation_is_written_to_unless_hooks_hold_it(hooked, leadi
 
     own = grouped.grouped_dglu
 
-    def dglu(*args, overwrite):
+    def dglu(*args, overwrite, zero_tail):
         overwritten.append(overwrite)
         return own(*args)
 

@@ -85,9 +85,9 @@ def test_each_call_runs_the_kernels_that_take_it(
 
     whole = definitions.grouped_mm_
 
-    def by_definition(*args):
+    def by_definition(*args, **options):
         called.append("definitions")
-        whole(*args)
+        whole(*args, **options)
 
     device = gpu(sm)
     with sm90_on_cpu() as loaded, monkeypatch.context() as patch:
