@@ -365,7 +365,7 @@ def quantizing_calls(shape: Shape, device: str = "cuda") -> Calls:
     ) -> None:
         k_major.chunks_per_pass = lambda *_: together
         uses = {"rowwise": True, "columnwise": columnwise}
-        k_major.quantize_k_major(source, fmt, **uses, ends=ends, rows=index)
+        k_major.quantize_k_major(source, fmt, **uses, ends=ends, index=index)
 
     return {
         "row sources": lambda: moe.row_sources(row_map, probs, count),

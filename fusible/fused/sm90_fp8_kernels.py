@@ -222,7 +222,7 @@ def _quantized(x: Tensor | GatheredRows, call: LinearCall, role: Role, **uses: b
     source, index = source_of(x)
     fmt = call.ctx.recipe.format(role)
     assert fmt is not None
-    return quantize_k_major(source, fmt, ends=call.ends, rows=index, **uses)
+    return quantize_k_major(source, fmt, ends=call.ends, index=index, **uses)
 
 
 def quantize_weights_k_major(

@@ -167,7 +167,7 @@ def rows() -> None:
             grouped.grouped_dots(given, bias, ends, named)
             uses = {"rowwise": True, "columnwise": True}
             for fmt in (fp8_block(), fp8_tensor()):
-                quantize_k_major(given, fmt, **uses, ends=ends, rows=named)
+                quantize_k_major(given, fmt, **uses, ends=ends, index=named)
 
 
 def dense() -> None:

@@ -127,7 +127,7 @@ def test_gathered_rows_of_more_than_2_to_the_31_elements():
     index = torch.randint(0, 70000, (70000,), dtype=torch.int32, device="cuda")
     index[-1], index[0] = 69999, 69998
     flags = {"rowwise": True, "columnwise": True}
-    made = quantize_k_major(x, fp8_block(), **flags, rows=index)
+    made = quantize_k_major(x, fp8_block(), **flags, index=index)
     for first in (0, 69888):
         rows = index[first : first + 128]
         want = quantize_k_major(x[rows], fp8_block(), **flags)
@@ -212,7 +212,7 @@ def test_one_launch_and_no_host_synchronisation():
 
         def call(given=given, fmt=fmt, groups=groups, named=named):
             flags = {"rowwise": True, "columnwise": True}
-            return quantize_k_major(given, fmt, **flags, ends=groups, rows=named)
+            return quantize_k_major(given, fmt, **flags, ends=groups, index=named)
 
         call()
         with never_waiting():

@@ -137,9 +137,9 @@ def test_the_op_passes_opcheck_and_compiles_whole(fmt, uses):
             for rows in (None,) if named is None else (None, named):
                 opcheck(op, (of_layout, ends, rows, *fmt.as_constants(), *uses))
 
-        def call(x, ends, rows=named):
+        def call(x, ends, index=named):
             flags = {"rowwise": uses[0], "columnwise": uses[1]}
-            made = quantize_k_major(x, fmt, **flags, ends=ends, rows=rows)
+            made = quantize_k_major(x, fmt, **flags, ends=ends, index=index)
             tensors = [t for matrix in made[:2] if matrix is not None for t in matrix]
             return [t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]
 
@@ -175,7 +175,7 @@ def test_gathered_rows_are_those_of_a_copy(fmt, ends):
     index = poisoned(index, ends)
     for uses in [(True, True), (True, False), (False, True)]:
         flags = {"rowwise": uses[0], "columnwise": uses[1], "ends": ends}
-        got = quantize_k_major(x, fmt, **flags, rows=index)
+        got = quantize_k_major(x, fmt, **flags, index=index)
         want = quantize_k_major(x[index.clamp(min=0)], fmt, **flags)
         assert same_bits(got.padded_ends, want.padded_ends)
         for mine, theirs in zip(got[:2], want[:2], strict=True):
@@ -189,12 +189,14 @@ def test_gathered_rows_are_those_of_a_copy(fmt, ends):
     ids=["int64", "2-D"],
 )
 def test_another_index_is_refused(index):
-    with pytest.raises(ValueError, match=r"rows must be int32 of shape \(R,\)"):
-        quantize_k_major(torch.randn(4, 32), fp8_block(), rowwise=True, columnwise=True, rows=index)
+    with pytest.raises(ValueError, match=r"index must be int32 of shape \(R,\)"):
+        quantize_k_major(
+            torch.randn(4, 32), fp8_block(), rowwise=True, columnwise=True, index=index
+        )
     for fmt in (SQUARE, MATRIX):
         with pytest.raises(ValueError, match="for blocks of 1x128 or groups"):
             quantize_k_major(
-                torch.randn(4, 32), fmt, rowwise=True, columnwise=True, rows=index.flatten().int()
+                torch.randn(4, 32), fmt, rowwise=True, columnwise=True, index=index.flatten().int()
             )
 
 

@@ -92,7 +92,7 @@ def quantize_k_major(
     rowwise: bool,
     columnwise: bool,
     ends: Tensor | None = None,
-    rows: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> KMajor:
     """Quantize ``x`` for FP8 products, in one launch where the kernel supports it.
 
@@ -102,13 +102,13 @@ def quantize_k_major(
     ``ends``, which has one scale for each group, and as that of 128x128 without. A block that is
     NaN may have NaN for the zeros of its padding.
 
-    With ``rows``, int32 ``[R]``, of 1x128 blocks or of groups, it is ``x[rows]`` that is quantized,
-    without a copy; ``ends`` are those of its groups. What ``rows`` holds past the last group is not
-    read.
+    With ``index``, int32 ``[R]``, of 1x128 blocks or of groups, it is ``x[index]`` that is
+    quantized, without a copy; ``ends`` are those of its groups. What ``index`` holds past the last
+    group is not read.
 
-    Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``rows``.
+    Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``index``.
     """
-    pieces = _quantize_op(x.detach(), ends, rows, fmt, rowwise, columnwise)
+    pieces = _quantize_op(x.detach(), ends, index, fmt, rowwise, columnwise)
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
@@ -155,7 +155,7 @@ def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMa
     return ScaledMatrix(data, scale)
 
 
-def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat) -> None:
+def check(x: Tensor, ends: Tensor | None, index: Tensor | None, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
     check_group_ends(x, fmt, ends)
     check_input(x, fmt)
@@ -170,26 +170,26 @@ def check(x: Tensor, ends: Tensor | None, rows: Tensor | None, fmt: NumberFormat
             f"rows to quantize in blocks of 1x128 must be 2-D, got shape {tuple(x.shape)}; "
             "use x.flatten(0, -2)"
         )
-    fits = rows is None or (rows.dtype, rows.ndim, rows.device) == (torch.int32, 1, x.device)
-    if not (fits and (rows is None or _pads_groups(fmt, ends is not None))):
-        assert rows is not None
+    fits = index is None or (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
+    if not (fits and (index is None or _pads_groups(fmt, ends is not None))):
+        assert index is not None
         raise ValueError(
-            f"rows must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
-            f"{rows.dtype} of shape {tuple(rows.shape)} on {rows.device} for {fmt.name}"
+            f"index must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
+            f"{index.dtype} of shape {tuple(index.shape)} on {index.device} for {fmt.name}"
         )
 
 
 def definition(
     x: Tensor,
     ends: Tensor | None,
-    rows: Tensor | None,
+    index: Tensor | None,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
 ) -> Pieces:
     """The definition of the op."""
-    check(x, ends, rows, fmt)
-    x = gather_rows(x, rows, ends)
+    check(x, ends, index, fmt)
+    x = gather_rows(x, index, ends)
     nothing = outputs(x, ends, None, fmt, False, False)
     row_data, row_scale, column_data, column_scale, padded_ends = nothing
     if ends is not None:
@@ -299,29 +299,29 @@ def _kernel(
 def _cuda(
     x: Tensor,
     ends: Tensor | None,
-    rows: Tensor | None,
+    index: Tensor | None,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
 ) -> Pieces | NotImplementedType:
-    check(x, ends, rows, fmt)
+    check(x, ends, index, fmt)
     fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE == 0
-    some = (rowwise or columnwise) and (rows is None or rows.numel() > 0)
+    some = (rowwise or columnwise) and (index is None or index.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
-    x, rows = with_aligned_rows(x), None if rows is None else rows.contiguous()
+    x, index = with_aligned_rows(x), None if index is None else index.contiguous()
     together, amax = 0, None
-    if rows is not None:
+    if index is not None:
         together = chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None:
-        amax = amax_bits(x, ends, fmt, index=rows, together=together)
-    return launch_quantize(x, ends, rows, fmt, rowwise, columnwise, amax, together)
+        amax = amax_bits(x, ends, fmt, index=index, together=together)
+    return launch_quantize(x, ends, index, fmt, rowwise, columnwise, amax, together)
 
 
 def launch_quantize(
     x: Tensor,
     ends: Tensor | None,
-    rows: Tensor | None,
+    index: Tensor | None,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
@@ -329,11 +329,11 @@ def launch_quantize(
     together: int = 0,
 ) -> Pieces:
     """The kernel, by `amax_bits` in a format of whole matrices."""
-    pieces = outputs(x, ends, rows, fmt, rowwise, columnwise)
+    pieces = outputs(x, ends, index, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
-    constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, rows is not None)
-    more = *sizes_of(x, ends, rows), pieces[2].shape[-1], together
-    launch("quantize.k_major.quantize", constants, x.device, x, ends, rows, amax, *pieces, *more)
+    constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
+    more = *sizes_of(x, ends, index), pieces[2].shape[-1], together
+    launch("quantize.k_major.quantize", constants, x.device, x, ends, index, amax, *pieces, *more)
     return pieces
 
 
