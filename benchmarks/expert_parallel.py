@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,7 +42,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fusible as fz
-from fusible.ops import exchange
+from fusible.ops import dispatch, exchange
+from fusible.ops.peer_memory import PeerMemory, peer_memory
 from fusible.recipes.sharding import local
 
 MODES = ("all", "tokens", "rows")
@@ -212,8 +214,39 @@ def tiled(t: Tensor, rows: int) -> Tensor:
     return out
 
 
+class OwnMemories:
+    """What `PeerMemory` needs of symmetric memory, all of it this process's own."""
+
+    def __init__(self, setup: Setup, nbytes: int) -> None:
+        self.rank, self.world_size = setup.rank, setup.processes
+        made = {"dtype": torch.uint8, "device": setup.device}
+        self.memories = [torch.zeros(nbytes, **made) for _ in range(setup.processes)]
+        addresses = [memory.data_ptr() for memory in self.memories]
+        self.table = torch.tensor(addresses, device=setup.device)
+        self.buffer_ptrs_dev = self.table.data_ptr()
+
+    def get_buffer(
+        self, rank: int, shape: tuple[int, int], dtype: torch.dtype, offset: int
+    ) -> Tensor:
+        """Part of the memory in the place of a process's."""
+        memory = self.memories[rank].view(dtype)
+        return memory[offset : offset + shape[0] * shape[1]].view(shape)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Nothing to wait for."""
+
+
+@cache
+def own_memory(setup: Setup) -> PeerMemory:
+    """For the exchanges of a block's tokens."""
+    shape = setup.shape
+    width = 4 * (shape.hidden + shape.top_k)
+    memories = OwnMemories(setup, setup.processes * shape.tokens * width + (1 << 20))
+    return PeerMemory(memories.memories[setup.rank], memories, 0)
+
+
 @contextmanager
-def local_copies() -> Iterator[None]:
+def local_copies(setup: Setup) -> Iterator[None]:
     """Every exchange gives what this process sends to itself, in the place of all processes."""
 
     def all_gather(t: Tensor, group: Any) -> Tensor:
@@ -231,11 +264,16 @@ def local_copies() -> Iterator[None]:
             return tiled(own, len(t)), _Done()
         return torch.cat([tiled(own, rows) for rows in received]), _Done()
 
-    with mock.patch.multiple(
-        exchange,
-        all_gather=all_gather,
-        begin_all_gather=begin_all_gather,
-        _all_to_all=all_to_all,
+    memory = own_memory(setup) if setup.on_gpu else None
+    with (
+        mock.patch.multiple(
+            exchange,
+            all_gather=all_gather,
+            begin_all_gather=begin_all_gather,
+            _all_to_all=all_to_all,
+            _memory_for=mock.Mock(return_value=(memory, "")),
+        ),
+        mock.patch.object(dispatch, "peer_memory", return_value=memory),
     ):
         yield
 
@@ -456,8 +494,10 @@ def timed(setup: Setup, call: Callable[[], Any]) -> tuple[Callable[[], float], f
 class Step:
     """Forward and backward of a block on this process's tokens."""
 
-    def __init__(self, module: nn.Module, leaves: list[Tensor], x: Tensor, dy: Tensor) -> None:
-        self.module, self.leaves, self.x, self.dy = module, leaves, x, dy
+    def __init__(
+        self, setup: Setup, module: nn.Module, leaves: list[Tensor], x: Tensor, dy: Tensor
+    ) -> None:
+        self.setup, self.module, self.leaves, self.x, self.dy = setup, module, leaves, x, dy
 
     def __call__(self) -> None:
         """One step, without old gradients."""
@@ -467,7 +507,7 @@ class Step:
 
     def apart(self) -> None:
         """One step that exchanges nothing with other processes."""
-        with local_copies():
+        with local_copies(self.setup):
             self()
 
 
@@ -481,6 +521,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"send": "all"},
     "all, receive_factor 1.25": {"send": "all", "receive_factor": 1.25},
     "all, recompute_rows": {"send": "all", "recompute_rows": True},
+    "all, by NCCL": {"send": "all", "symmetric_memory": False},
     "tokens": {"send": "tokens"},
     "rows": {"send": "rows"},
 }
@@ -493,21 +534,21 @@ class Ways:
         x, dy = tokens_of(setup, setup.shape.tokens)
         self.setup, self.x = setup, x
         alone = ours(setup.shape, None, setup.device)
-        self.steps = {ONE: Step(alone, list(alone.parameters()), x, dy)}
+        self.steps = {ONE: Step(setup, alone, list(alone.parameters()), x, dy)}
         block = None
         for name, options in OPTIONS.items():
             made = ours(setup.shape, setup.mesh, setup.device, **options)
             for i in (0, 2, 4) if block is not None else ():
                 made[i].weight = block[i].weight  # one copy of the weights
             block = made if block is None else block
-            self.steps[name] = Step(made, list(block.parameters()), x, dy)
+            self.steps[name] = Step(setup, made, list(block.parameters()), x, dy)
         titan = AllToAll(block, setup.shape, setup.mesh)
-        self.steps[TITAN] = Step(titan, list(titan.parameters()), x, dy)
+        self.steps[TITAN] = Step(setup, titan, list(titan.parameters()), x, dy)
         blocks = [step.module for step in self.steps.values() if step.module is not titan]
         self.biases = [made[0].expert_bias for made in blocks]
         # The same ops in another run.
         both = with_shared_expert(block, setup.shape, setup.device)
-        self.steps[BESIDE] = Step(both, list(both.parameters()), x, dy)
+        self.steps[BESIDE] = Step(setup, both, list(both.parameters()), x, dy)
 
     def skew(self) -> float:
         """Bias the first process's experts until it gets 1.5 times its share of the choices."""
@@ -532,9 +573,16 @@ class Ways:
         return {**chosen, **apart}
 
     def wire(self) -> dict[str, dict[str, float]]:
-        """Milliseconds of each mode's exchanges alone."""
+        """Milliseconds of each mode's exchanges alone; by memory, of copies of other's tokens."""
+        setup, shape = self.setup, self.setup.shape
         calls: dict[str, Callable[[], Any]] = {}
-        for name in MODES:
+        memory = peer_memory(setup.mesh.get_group(), setup.device)
+        if memory is not None:
+            parts = memory.rows((shape.tokens, shape.hidden), torch.bfloat16).parts
+            calls["all"] = lambda: [
+                part.clone() for part in (*parts[: setup.rank], *parts[setup.rank + 1 :]) * 4
+            ]
+        for name in MODES if memory is None else MODES[1:]:
             exchanges: list[Callable[[], Any]] = []
             with recorded(exchanges):
                 self.steps[name]()
@@ -597,7 +645,7 @@ def stacks(setup: Setup, report: dict[str, Any]) -> None:
     for tokens in (shape.tokens // 4, shape.tokens):
         x, dy = tokens_of(setup, tokens)
         steps: dict[str, Callable[[], Any]] = {
-            name: Step(stack, list(stack.parameters()), x, dy)
+            name: Step(setup, stack, list(stack.parameters()), x, dy)
             for name, stack in ((ONE, alone), ("experts shared", shared), ("FSDP2", gathered))
         }
         ms = measure(setup, steps)

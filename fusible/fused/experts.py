@@ -16,6 +16,7 @@ from fusible.fuser.context import OperationContext
 from fusible.fuser.rules import rule
 from fusible.kernels import moe
 from fusible.ops import Combine, Dispatch, FusedOperation, GroupedLinear
+from fusible.ops.exchange import copy_received
 from fusible.ops.grouped_kernels import GroupedKernels
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs
@@ -100,6 +101,7 @@ class MoEExperts(FusedOperation):
         if gathers:
             last.save_for_backward(rows.index)
         elif first.requires_grad and dispatch.recompute_rows and not kernels.gathers:
+            assert isinstance(placed.x, Tensor)
             middle[0].save_for_backward(placed.x, *middle[0].to_save[1:])
         return y, [outputs, (), (), (), ()]
 
@@ -129,7 +131,8 @@ class MoEExperts(FusedOperation):
         of_combine: tuple[Tensor | None, ...] = (None,) * combine.num_extra_inputs
         if first.gathers:
             (index,) = last.saved_tensors
-            dy = GatheredRows(combine.token_grads(last, grad_output, sent_map), index)
+            dy = copy_received(combine.token_grads(last, grad_output, sent_map))
+            dy = GatheredRows(dy, index)
         else:
             dy, *of_combine = combine.backward_impl(last, grad_output)  # type: ignore[assignment]
         second = self._mlp.fc2_backward(middle, dy)

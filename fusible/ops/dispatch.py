@@ -13,33 +13,38 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusible.arguments import check_bools, check_numbers, described
-from fusible.formulas import cast, math_dtype
+from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.op_facts import Dtypes, autocast_to
 from fusible.fuser.overlap import defer
 from fusible.kernels import moe
+from fusible.kernels.moe.peers import PeerRows
 from fusible.ops.collectives import check_initialized
 from fusible.ops.exchange import (
     SEND,
     SENT,
     AgreedOption,
     Exchange,
+    Received,
+    Return,
     Send,
+    Settings,
     balanced_sizes,
-    begin_return,
     begin_send_as,
+    copy_received,
     default_send,
     format_option,
+    receive,
     resolve_group,
-    route_copies,
-    send_as,
-    send_choices,
+    scatter_received,
     sum_copies,
+    unrounded,
     wire_format,
 )
 from fusible.ops.inputs import DTYPES, check_dtype, check_row_scales, check_sizes
 from fusible.ops.matrices import GatheredRows
 from fusible.ops.op import BasicOperation, OpGrads
+from fusible.ops.peer_memory import peer_memory
 from fusible.ops.top_k_router import TopKRouter
 from fusible.recipes.product import values
 
@@ -47,7 +52,7 @@ from fusible.recipes.product import values
 class Placed(NamedTuple):
     """Tokens ``[R, H]`` for the experts here, with their choices ``[R, k]``, and their rows."""
 
-    x: Tensor
+    x: Tensor | PeerRows
     probs: Tensor
     row_map: Tensor
     split_sizes: Tensor
@@ -125,6 +130,10 @@ class Dispatch(BasicOperation):
             rounded to their dtype where they arrive: half of BF16's bytes. It changes numbers:
             the experts' column-wise uses are quantized from these. Formats with scales of parts of
             a row are sent so (MXFP8, FP8 block), others as without.
+        symmetric_memory: over a group, with ``send="all"``: where the processes are on the GPUs of
+            one host, kernels read tokens from, and write sums to, each other's memory, by PyTorch's
+            symmetric memory, instead of collectives of NCCL. Same bits; the first call waits for
+            the other processes. Its :class:`Combine` does as the group's dispatches do.
 
     Raises:
         TypeError: the number of experts or of tokens is no integer.
@@ -152,9 +161,15 @@ class Dispatch(BasicOperation):
         receive_factor: float | None = None,
         max_tokens: int | None = None,
         quantized_send: bool = False,
+        symmetric_memory: bool = True,
     ) -> None:
-        bools = {"scale_input": scale_input, "recompute_rows": recompute_rows}
-        check_bools("Dispatch", **bools, quantized_send=quantized_send)
+        check_bools(
+            "Dispatch",
+            scale_input=scale_input,
+            recompute_rows=recompute_rows,
+            quantized_send=quantized_send,
+            symmetric_memory=symmetric_memory,
+        )
         middle = () if scale_input else ("scales",)
         of_group = () if process_group is None else ("sent_map", "sent_counts", "load")
         self.extra_output_names = ("split_sizes", *middle, "row_map", *of_group)
@@ -179,7 +194,8 @@ class Dispatch(BasicOperation):
                     "processes equally many tokens"
                 )
         self.send, self.receive_factor, self.max_tokens = send, receive_factor, max_tokens
-        self.quantized_send, self.num_experts = quantized_send, num_experts
+        self.quantized_send, self.symmetric_memory = quantized_send, symmetric_memory
+        self.num_experts = num_experts
         self.scale_input = scale_input
         self.recompute_rows = recompute_rows
         self.capacity_factor = capacity_factor
@@ -230,7 +246,7 @@ class Dispatch(BasicOperation):
         chosen = "" if self.send else f", chosen for top_k {ctx.top_k}"
         return (
             f"experts are shared among {self.processes} processes; sends {ctx.send}{chosen}: "
-            f"{SENT[ctx.send]}{sent_as}",
+            f"{SENT[ctx.send]}{sent_as}{ctx.transport}",
         )
 
     def extra_repr(self) -> str:
@@ -247,8 +263,8 @@ class Dispatch(BasicOperation):
     def scattered(self, ctx: OperationContext, placed: Placed) -> tuple[Tensor, ...]:
         """The outputs, of tokens that were placed."""
         x, probs, row_map = placed.x, placed.probs, placed.row_map
-        given = placed.rows, self.scale_input
-        y, scales = moe.scatter_rows(x, row_map, probs, *given, zero_tail=ctx.zero_tail)
+        given = row_map, probs, placed.rows, self.scale_input
+        y, scales = scatter_received(x, *given, zero_tail=ctx.zero_tail)
         saved = (row_map, x, probs) if self.scale_input else (row_map,)
         ctx.save_for_backward(*saved, *placed.of_group[:1])
         return y, *self._extra_outputs(ctx, placed, scales)
@@ -257,7 +273,7 @@ class Dispatch(BasicOperation):
         """As :meth:`scattered` without ``scale_input``, but the rows are not written."""
         ctx.save_for_backward(placed.row_map, *placed.of_group[:1])
         index, scales = moe.row_sources(placed.row_map, placed.probs, placed.rows)
-        rows = GatheredRows(placed.x, index, self.recompute_rows)
+        rows = GatheredRows(copy_received(placed.x), index, self.recompute_rows)
         return rows, *self._extra_outputs(ctx, placed, scales)
 
     def _extra_outputs(
@@ -279,31 +295,33 @@ class Dispatch(BasicOperation):
         rows = choices = ids.numel()
         of_group: tuple[Tensor, ...] = ()
         local = self.local_experts
+        tokens: Tensor | PeerRows = x
         if self.process_group is not None:
-            x, probs, ids, rows, choices, *extra = self._receive(ctx, x, probs, ids, local)
-            of_group = tuple(extra)
+            received, of_group = self._receive(ctx, x, probs, ids)
+            tokens, probs, routed = received.x, received.probs, received.routed
+            ids = received.ids - dist.get_rank(self.process_group) * local
+            rows, choices = routed.rows, routed.choices
+            if self.scale_input or self.recompute_rows:  # they are read again
+                tokens = copy_received(tokens)
         capacity = self.capacity(choices)
         row_map, split_sizes, ends = moe.permutation(ids, local, capacity)
         if capacity is not None:
             rows = min(rows, local * capacity)
         ctx.memo[split_sizes] = rows, ends  # as the grouped ops that follow would compute them
-        return Placed(x, probs, row_map, split_sizes, rows, of_group)
+        return Placed(tokens, probs, row_map, split_sizes, rows, of_group)
 
     def _receive(
-        self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor, local: int
-    ) -> tuple[Any, ...]:
-        """The tokens for the experts here, with probabilities and ids among these.
-
-        Then the rows and the choices of the group, and the extra outputs of a group.
-        """
+        self, ctx: OperationContext, x: Tensor, probs: Tensor, ids: Tensor
+    ) -> tuple[Received, tuple[Tensor, ...]]:
+        """The tokens for the experts here, and the extra outputs of a group."""
         k = ids.shape[1]
         mode = self.send or default_send(self.processes, k)
         # No expert, also where ids of 64 bits end in those of one.
-        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
+        ids = ids.clamp(-1, self.num_experts)
         needs = 2 * ctx.needs.input + ctx.needs.extra_inputs[0]
         recipe = ctx.recipe if self.quantized_send else None
         sent_as = wire_format(recipe, "input")
-        options = {
+        agreed = {
             "send": AgreedOption(SEND.index(mode), SEND.__getitem__),
             "num_experts": AgreedOption(self.num_experts),
             "k (choices of a token)": AgreedOption(k),
@@ -315,25 +333,23 @@ class Dispatch(BasicOperation):
             "receive_factor": _factor_option(self.receive_factor),
             "format of tokens sent": format_option(sent_as),
             "format of gradients sent": format_option(wire_format(recipe, "grad")),
+            "symmetric_memory": AgreedOption(self.symmetric_memory, bool),
             "max_tokens": AgreedOption(self.max_tokens or 0, lambda n: n or None),
             "requires_grad of (input, probs)": AgreedOption(needs, lambda n: (n > 1, n % 2 == 1)),
         }
-        bounds = self.receive_factor, self.max_tokens
-        routed = route_copies(self.process_group, mode, ids, local, options, *bounds)
-        exchange, sent_map = routed.exchange, routed.sent_map
+        group, local = self.process_group, self.local_experts
+        given = self.receive_factor, self.max_tokens, self.symmetric_memory, agreed
+        received = receive(x, probs, ids, Settings(group, mode, local, sent_as, *given))
+        exchange, sent_map = received.routed.exchange, received.routed.sent_map
         ctx.sent_as = None if sent_as is None else sent_as.name
         ctx.exchange, ctx.send, ctx.top_k, ctx.rows_dtype = exchange, mode, k, x.dtype
-        y = send_as(x, sent_as, sent_map, exchange, "Dispatch")
-        here, weights = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
-        here = here - dist.get_rank(self.process_group) * local
+        ctx.transport = received.transport
         counts = ids.new_empty(0, dtype=torch.int64)
         if exchange.sent is not None:
             counts = torch.tensor((exchange.sent, exchange.received), dtype=torch.int64)
-        load = counts.new_zeros(self.num_experts + 1, device=ids.device)
-        chosen = ids.flatten().long() + 1
-        load = load.scatter_add(0, chosen, torch.ones_like(chosen))[1:]
+        _, load, _ = moe.permutation(ids, self.num_experts, None)
         sent_map = sent_map.view(*ctx.shape[:-1], sent_map.shape[1])
-        return y, weights, here, routed.rows, routed.choices, sent_map, counts, load
+        return received, (sent_map, counts, load)
 
     def _operands(
         self, ctx: OperationContext, x: Tensor, probs: Tensor | None, ids: Tensor | None
@@ -374,69 +390,74 @@ class Dispatch(BasicOperation):
     ) -> Callable[[], OpGrads]:
         """Begin to return gradients to other processes; what comes back waits for theirs."""
         row_map, *scaled = ctx.saved_tensors
-        sent_map = None
+        dscales = None if self.scale_input else grad_extra_outputs[1]
         if self.process_group is not None:
             *scaled, sent_map = scaled
-        dy = grad_output
-        dscales = None if self.scale_input else grad_extra_outputs[1]
+            return self._begin_return(ctx, grad_output, dscales, row_map, sent_map, scaled)
         weights = scaled[1] if scaled else None
-        dprobs: Tensor | None
-        dx, dprobs = _token_sums(dy, row_map, weights, dscales, unrounded=sent_map is not None)
-        if scaled and ctx.needs.extra_inputs[0]:
-            dprobs = cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
-        elif dscales is None:
-            dprobs = None
-        if sent_map is not None:
-            return self._begin_return(ctx, dx, dprobs, row_map, sent_map)
+        dx, picked = moe.gather_sum(grad_output, row_map, weights, dscales)
+        dprobs = self._prob_grads(ctx, grad_output, row_map, scaled, dscales, picked)
         if dprobs is not None:
             dprobs = dprobs.view(*ctx.shape[:-1], row_map.shape[1])
         return lambda: (dx.view(ctx.shape), dprobs, None)
 
     @staticmethod
+    def _prob_grads(
+        ctx: OperationContext,
+        dy: Tensor,
+        row_map: Tensor,
+        scaled: Sequence[Tensor],
+        dscales: Tensor | None,
+        picked: Tensor,
+    ) -> Tensor | None:
+        """The gradients of the choices' weights; ``picked`` are ``dscales`` by choice."""
+        if scaled and ctx.needs.extra_inputs[0]:
+            return cast(moe.row_dots(dy, scaled[0], row_map, False), ctx.dtype)
+        return None if dscales is None else picked
+
     def _begin_return(
-        ctx: OperationContext, dx: Tensor, dprobs: Tensor | None, row_map: Tensor, sent_map: Tensor
+        self,
+        ctx: OperationContext,
+        dy: Tensor,
+        dscales: Tensor | None,
+        row_map: Tensor,
+        sent_map: Tensor,
+        scaled: Sequence[Tensor],
     ) -> Callable[[], OpGrads]:
         """The gradients of this process's tokens, from those of the tokens that it received.
 
         Gradients that no process has are zeros: all take part in what is sent.
         """
-        exchange, copies = ctx.exchange, sent_map.reshape(-1, sent_map.shape[-1])
-        begun: list[Callable[[], Tensor] | None] = [None, None]
-        if ctx.needs.input:
-            begun[0] = begin_return(dx, exchange, "Dispatch")
-        if ctx.needs.extra_inputs[0]:
-            if dprobs is None:
-                dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
-            begun[1] = begin_return(dprobs, exchange, "Dispatch")
+        copies = sent_map.reshape(-1, sent_map.shape[-1])
+        weights = scaled[1] if scaled else None
+        rows = unrounded(dy, row_map, weights)
+        of_x, of_probs = ctx.needs.input, ctx.needs.extra_inputs[0]
+        sizes = (rows.shape[1], rows.dtype), (row_map.shape[1], ctx.dtype)
+        sent = [size for size, needed in zip(sizes, (of_x, of_probs), strict=True) if needed]
+        back = Return(ctx.exchange, "Dispatch", *sent)
+        if of_x:
+            picked = back.sums(rows, row_map, weights, dscales)
+        else:
+            _, picked = moe.gather_sum(rows, row_map, weights, dscales)
+        if of_probs:
+            dprobs = self._prob_grads(ctx, dy, row_map, scaled, dscales, picked)
+            zeros = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
+            back.rows(zeros if dprobs is None else cast(dprobs, ctx.dtype))
 
         def finish() -> OpGrads:
-            of_input, of_probs = [None if wait is None else wait() for wait in begun]
-            if of_input is not None:
-                of_input = cast(sum_copies(of_input, copies), ctx.rows_dtype).view(ctx.shape)
-            per_choice = ctx.send == "rows"
-            if of_probs is not None and per_choice:
-                _, of_probs = moe.gather_sum(of_probs, copies, None, of_probs.flatten())
-            elif of_probs is not None:
-                of_probs = sum_copies(of_probs, copies)
-            if of_probs is not None:
-                of_probs = of_probs.view(*ctx.shape[:-1], ctx.top_k)
-            return of_input, of_probs, None
+            returned, dx, dprobs = back.finish(), None, None
+            if of_x:
+                dx = cast(sum_copies(returned[0], copies), ctx.rows_dtype).view(ctx.shape)
+            if of_probs and ctx.send == "rows":
+                _, dprobs = moe.gather_sum(returned[-1], copies, None, returned[-1].flatten())
+            elif of_probs:
+                dprobs = sum_copies(returned[-1], copies)
+            back.end()
+            if dprobs is not None:
+                dprobs = dprobs.view(*ctx.shape[:-1], ctx.top_k)
+            return dx, dprobs, None
 
         return finish
-
-
-def _token_sums(
-    rows: Tensor,
-    row_map: Tensor,
-    weights: Tensor | None,
-    of_rows: Tensor | None,
-    *,
-    unrounded: bool,
-) -> tuple[Tensor, Tensor]:
-    """``moe.gather_sum``; ``unrounded``: weighted rows of one choice stay in FP32 for the sum."""
-    if unrounded and weights is not None and row_map.shape[1] == 1:
-        rows = rows.to(math_dtype(rows.dtype))
-    return moe.gather_sum(rows, row_map, weights, of_rows)
 
 
 _DTYPES = sorted(DTYPES, key=str)
@@ -548,21 +569,25 @@ class Combine(BasicOperation):
         ctx.num_rows = rows.shape[0]
         ctx.rows_dtype = rows.dtype
         saved = (flat, rows, scales) if self.weighted else (flat,)
-        grouped = self.process_group is not None
-        y, _ = _token_sums(rows, flat, scales, None, unrounded=grouped)
-        if not grouped:
+        if self.process_group is None:
+            y, _ = moe.gather_sum(rows, flat, scales, None)
             ctx.save_for_backward(*saved)
             return y.view(*row_map.shape[:-1], rows.shape[1])
         ctx.exchange, sent_map = self._exchange(flat, *others[:2])
         ctx.save_for_backward(*saved, sent_map)
         copies = sent_map.reshape(-1, sent_map.shape[-1])
         shape, dtype = (*sent_map.shape[:-1], rows.shape[1]), rows.dtype
-        finish = begin_return(y, ctx.exchange, "Combine")
+        rows = unrounded(rows, flat, scales)
+        back = Return(ctx.exchange, "Combine", (rows.shape[1], rows.dtype))
+        back.sums(rows, flat, scales, None)
 
         def sums() -> Tensor:
-            return cast(sum_copies(finish(), copies), dtype).view(shape)
+            (returned,) = back.finish()
+            y = cast(sum_copies(returned, copies), dtype).view(shape)
+            back.end()
+            return y
 
-        return defer(ctx, y.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
+        return defer(ctx, rows.new_empty(shape, dtype=dtype), sums) if ctx.deferred else sums()
 
     @property
     def communicates(self) -> bool:
@@ -599,7 +624,8 @@ class Combine(BasicOperation):
             )
         if not counts.numel():
             padded = row_map.shape[0] // self.processes
-            return Exchange(self.process_group, None, None, padded), sent_map
+            memory = peer_memory(self.process_group, sent_map.device)
+            return Exchange(self.process_group, None, None, padded, memory), sent_map
         if isinstance(counts, FakeTensor):
             sent = received = balanced_sizes(row_map.shape[0], self.process_group)
         else:
@@ -628,7 +654,7 @@ class Combine(BasicOperation):
 
     def token_grads(
         self, ctx: OperationContext, grad_output: Tensor, sent_map: Tensor | None
-    ) -> Tensor:
+    ) -> Tensor | PeerRows:
         """The gradients ``[R, H]`` of the sums here: the output's, from the tokens' processes."""
         if sent_map is None:
             return grad_output.reshape(-1, grad_output.shape[-1])
@@ -647,11 +673,13 @@ class Combine(BasicOperation):
         dy = self.token_grads(ctx, grad_output, sent_map)
         scales = weighted[1] if weighted else None
         drows = dscales = None
+        if scales is not None or not ctx.needs.input:  # others read it than the copy to rows
+            dy = copy_received(dy)
         if ctx.needs.input:
-            given = ctx.num_rows, self.weighted
-            drows, _ = moe.scatter_rows(dy, row_map, scales, *given, zero_tail=ctx.zero_tail)
+            given = row_map, scales, ctx.num_rows, self.weighted
+            drows, _ = scatter_received(dy, *given, zero_tail=ctx.zero_tail)
         if scales is not None and ctx.needs.extra_inputs[-1]:
-            rows = weighted[0]
+            rows, dy = weighted[0], copy_received(dy)
             dscales = moe.row_dots(rows, cast(dy, rows.dtype), row_map, True)
             dscales = cast(dscales, scales.dtype)
         return (drows, None, *of_group, dscales) if self.weighted else (drows, None, *of_group)

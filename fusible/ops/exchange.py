@@ -18,8 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusible.formulas import math_dtype
 from fusible.kernels import moe
+from fusible.kernels.moe import cuda as moe_kernels
+from fusible.kernels.moe.peers import PeerRows
 from fusible.ops.collectives import all_gather, begin_all_gather
+from fusible.ops.peer_memory import PeerMemory, aligned_bytes, reserve
 from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
@@ -53,6 +57,8 @@ class Exchange(NamedTuple):
     received: tuple[int, ...] | None
     padded: int
     """The most tokens of a process, to which others are padded where all tokens are sent."""
+    memory: PeerMemory | None = None
+    """By which all tokens are sent; None: by collectives."""
 
 
 class Routed(NamedTuple):
@@ -64,6 +70,17 @@ class Routed(NamedTuple):
     """At least the rows that the experts here get: exact where sizes are read on the host."""
     choices: int
     """The choices of all processes."""
+
+
+class Received(NamedTuple):
+    """Tokens ``[R, H]`` of all processes that this one needs, with weights and ids ``[R, k]``."""
+
+    x: Tensor | PeerRows
+    probs: Tensor
+    ids: Tensor
+    routed: Routed
+    transport: str
+    """By what they came, for ``explain``; empty on a CPU."""
 
 
 def resolve_group(group: Any) -> Any:
@@ -170,19 +187,18 @@ def wire_format(recipe: Any, role: Role) -> NumberFormat | None:
     return fmt if fmt and fmt.directional and not fmt.has_tensor_scale else None
 
 
-def send_as(
-    x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
-) -> Tensor:
-    """:func:`send` of ``x`` quantized row-wise, as values in its dtype; as it is for None."""
-    return begin_send_as(x, fmt, sent_map, exchange, op_name)()
-
-
 def begin_send_as(
     x: Tensor, fmt: NumberFormat | None, sent_map: Tensor, exchange: Exchange, op_name: str
-) -> Callable[[], Tensor]:
-    """Begin to :func:`send_as`; what comes back waits for the copies."""
+) -> Callable[[], Tensor | PeerRows]:
+    """Begin to :func:`send` ``x``, quantized row-wise unless ``fmt`` is None.
+
+    What comes back waits for the copies, as values in the dtype of ``x``.
+    """
     if fmt is None:
-        return begin_send(x, sent_map, exchange, op_name)
+        placed = _begin_placing(exchange.memory, [(x, exchange.padded)])
+        if placed is None:
+            return begin_send(x, sent_map, exchange, op_name)
+        return lambda: placed()[0]
     row, _ = quantize_matrix(x, fmt, rowwise=True, columnwise=False)
     assert row is not None
     parts, elements, dtype = [_bytes(row.data), _bytes(row.scale)], row.data.dtype, x.dtype
@@ -194,6 +210,60 @@ def begin_send_as(
         return dequantize_matrix(made, dtype)
 
     return finish
+
+
+def _begin_placing(
+    memory: PeerMemory | None, given: Sequence[tuple[Tensor, int]]
+) -> Callable[[], list[PeerRows]] | None:
+    """Begin an exchange in which every process reads tensors ``[T, n]`` of all, padded to rows.
+
+    None if the memory cannot hold them now. What comes back waits for all processes.
+    """
+    sizes = [aligned_bytes(rows * t.shape[1] * t.element_size()) for t, rows in given]
+    if memory is None or not memory.begin(sum(sizes)):
+        return None
+    placed = []
+    for t, rows in given:
+        part = memory.rows((rows, t.shape[1]), t.dtype)
+        own = part.parts[part.rank]
+        own[: t.shape[0]].copy_(t[:rows])
+        own[t.shape[0] :].zero_()
+        placed.append(part)
+
+    def finish() -> list[PeerRows]:
+        memory.ready()
+        return placed
+
+    return finish
+
+
+def scatter_received(
+    x: Tensor | PeerRows,
+    row_map: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    scale: bool,
+    *,
+    zero_tail: bool,
+) -> tuple[Tensor, Tensor]:
+    """``moe.scatter_rows`` of tokens that :func:`begin_send_as` gave, the last read of them."""
+    given = row_map, weights, rows, scale
+    if isinstance(x, Tensor):
+        return moe.scatter_rows(x, *given, zero_tail=zero_tail)
+    made = moe_kernels.scatter_rows(x, *given, zero_tail=zero_tail)
+    if made is NotImplemented:
+        made = moe.scatter_rows(x.copied(), *given, zero_tail=zero_tail)
+    x.end()
+    return made
+
+
+def copy_received(x: Tensor | PeerRows) -> Tensor:
+    """Tokens that :func:`begin_send_as` gave, as a tensor, the last read of them."""
+    if isinstance(x, Tensor):
+        return x
+    copied = x.copied()
+    x.end()
+    return copied
 
 
 def format_option(fmt: NumberFormat | None) -> AgreedOption:
@@ -210,14 +280,78 @@ def format_option(fmt: NumberFormat | None) -> AgreedOption:
     return AgreedOption(64 * fmt.block[1] + kind, shown)
 
 
-def begin_return(partial: Tensor, exchange: Exchange, op_name: str) -> Callable[[], Tensor]:
-    """Begin to return ``partial`` ``[R, n]``, made of copies that :func:`send` gave.
+class Return:
+    """What was made of the copies that a process received, on its way back.
 
-    The function that comes back waits for what all processes made of this one's copies, in the
-    order in which they were sent.
+    After :meth:`sums` and :meth:`rows`, :meth:`finish` waits for what all processes made of this
+    one's copies, in the order in which these were sent, and :meth:`end` follows its last read.
+
+    Args:
+        exchange: that brought the copies.
+        op_name: for errors.
+        matrices: features and dtype of each matrix ``[R, features]`` that goes back.
     """
-    sizes = exchange.received, exchange.sent
-    return _begun(op_name, exchange.group, _all_to_all, partial, exchange.group, *sizes)
+
+    def __init__(
+        self, exchange: Exchange, op_name: str, *matrices: tuple[int, torch.dtype]
+    ) -> None:
+        self._exchange, self._op_name = exchange, op_name
+        memory = exchange.memory
+        if memory is not None:
+            rows = memory.processes * exchange.padded
+            sizes = [aligned_bytes(rows * n * dtype.itemsize) for n, dtype in matrices]
+            memory = memory if memory.begin(sum(sizes)) else None
+        self._memory = memory
+        self._returned: list[Callable[[], Tensor]] = []
+
+    def sums(
+        self, rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
+    ) -> Tensor:
+        """Return each copy's sum of its rows; and give ``values`` by choice: ``moe.gather_sum``."""
+        if self._memory is not None:
+            out = self._slots(rows.shape[1], rows.dtype)
+            made = moe_kernels.gather_sum(rows, row_map, weights, values, out)
+            if made is not NotImplemented:
+                return made[1]
+            sums, picked = moe.gather_sum(rows, row_map, weights, values)
+            out.copy_(sums)
+            return picked
+        sums, picked = moe.gather_sum(rows, row_map, weights, values)
+        self.rows(sums)
+        return picked
+
+    def rows(self, partial: Tensor) -> None:
+        """Return ``[R, n]``, one row for each copy."""
+        if self._memory is not None:
+            self._slots(partial.shape[1], partial.dtype).copy_(partial)
+            return
+        group, sent, received, *_ = self._exchange
+        begun = _begun(self._op_name, group, _all_to_all, partial, group, received, sent)
+        self._returned.append(begun)
+
+    def _slots(self, features: int, dtype: torch.dtype) -> PeerRows:
+        assert self._memory is not None
+        out, own = self._memory.slots((self._exchange.padded, features), dtype)
+        self._returned.append(lambda: own)
+        return out
+
+    def finish(self) -> list[Tensor]:
+        """What came back, in the order of the calls."""
+        if self._memory is not None:
+            self._memory.ready()
+        return [wait() for wait in self._returned]
+
+    def end(self) -> None:
+        """All that came back was read."""
+        if self._memory is not None:
+            self._memory.end()
+
+
+def unrounded(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    """Weighted rows of one choice in FP32 (FP64), in which their sums over processes are taken."""
+    if weights is None or row_map.shape[1] > 1:
+        return rows
+    return rows.to(math_dtype(rows.dtype))
 
 
 def sum_copies(back: Tensor, sent_map: Tensor) -> Tensor:
@@ -253,144 +387,198 @@ def _digest(numbers: Sequence[int]) -> int:
     return digest
 
 
-def _reads_sizes(mode: Send, device: torch.device) -> bool:
-    """Whether sizes are read on the host; on a GPU that is a synchronisation."""
-    return mode != "all" or (device.type == "cpu" and not torch.compiler.is_compiling())
-
-
 def balanced_sizes(copies: int, group: Any) -> tuple[int, ...]:
     """So many copies shared evenly among processes."""
     processes = dist.get_world_size(group)
     return tuple((copies + i) // processes for i in range(processes))
 
 
-def _balanced(group: Any, mode: Send, ids: Tensor, local: int, max_tokens: int | None) -> Routed:
-    """What :func:`route_copies` would find of equally many tokens and balanced choices.
+class Settings(NamedTuple):
+    """How tokens are sent: the same on all processes, as ``agreed`` lets them check."""
 
-    For fake tensors, whose values nobody knows.
-    """
-    processes, (tokens, k) = dist.get_world_size(group), ids.shape
-    if mode == "all":
-        sent_map = ids.new_empty(tokens, processes, dtype=torch.int32)
-        padded = max_tokens or tokens
-        rows = processes * padded * min(k, local)
-        return Routed(Exchange(group, None, None, padded), sent_map, rows, k * tokens * processes)
-    width = k if mode == "rows" else processes
-    sizes = balanced_sizes(tokens * min(k, width), group)
-    sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
-    return Routed(Exchange(group, sizes, sizes, 0), sent_map, tokens * k, k * tokens * processes)
+    group: Any
+    mode: Send
+    local: int
+    """Experts of a process."""
+    sent_as: NumberFormat | None
+    """See :func:`begin_send_as`."""
+    receive_factor: float | None
+    """The most rows that the experts of a process may get, as a multiple of the choices of the
+    process that has the most tokens; None for no bound."""
+    max_tokens: int | None
+    """The most tokens of a process, for which there is room where no host reads sizes; None if all
+    processes then have equally many."""
+    symmetric_memory: bool
+    """Use it where it works."""
+    agreed: dict[str, AgreedOption]
+    """By name, what must be the same on all processes."""
+
+    @property
+    def processes(self) -> int:
+        """Of the group."""
+        return dist.get_world_size(self.group)
 
 
-def route_copies(
-    group: Any,
-    mode: Send,
-    ids: Tensor,
-    local: int,
-    options: dict[str, AgreedOption],
-    receive_factor: float | None,
-    max_tokens: int | None,
-) -> Routed:
-    """Agree with the group on an exchange of the tokens whose choices are ``ids`` ``[T, k]``.
-
-    One all-gather of a few integers: the options, on which processes must agree, the number of
-    tokens, and the copies and choices for each process.
+def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
+    """Send the tokens ``x`` ``[T, H]`` to their experts, and receive those for the experts here.
 
     Args:
-        group: of processes.
-        mode: what is sent.
-        ids: of experts, ``[T, k]``, ``local`` of which belong to each process in order of rank.
-        local: experts of a process.
-        options: by name, what must be the same on all processes.
-        receive_factor: the most rows that the experts of a process may get, as a multiple of the
-            choices of the process that has the most tokens; None for no bound.
-        max_tokens: the most tokens of a process, for which there is room where no host reads
-            sizes; None if all processes then have equally many.
+        x: tokens.
+        probs: the weights of their choices, ``[T, k]``.
+        ids: the experts, ``[T, k]``, -1 or the number of all experts for none.
+        settings: how.
 
     Raises:
         ValueError: processes disagree about an option, experts get more rows than the bound, or
             a process has more tokens than ``max_tokens``, on all processes alike.
         RuntimeError: a process fails; a mode that reads sizes on the host is compiled.
     """
-    if isinstance(ids, FakeTensor) and not torch.compiler.is_compiling():
-        return _balanced(group, mode, ids, local, max_tokens)
-    processes, (tokens, k), device = dist.get_world_size(group), ids.shape, ids.device
-    read = _reads_sizes(mode, device)
-    if read and torch.compiler.is_compiling():
+    group, mode = settings.group, settings.mode
+    compiling = torch.compiler.is_compiling()
+    if isinstance(ids, FakeTensor) and not compiling:
+        routed = _balanced(ids, settings)
+    elif mode == "all" and not _reads_sizes(ids.device):
+        return _receive_all(x, probs, ids, settings)
+    elif compiling:
         raise RuntimeError(
             f'send of Dispatch must be "all" where torch.compile traces it, got "{mode}", whose '
             "sizes the host reads"
         )
+    else:
+        routed = _route_copies(ids, settings)
+    exchange, sent_map = routed.exchange, routed.sent_map
+    received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
+    ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
+    transport = "" if ids.device.type == "cpu" else f"; by {dist.get_backend(group).upper()}"
+    return Received(received, probs, ids, routed, transport)
+
+
+def _reads_sizes(device: torch.device) -> bool:
+    """Whether the host reads sizes also where all tokens are sent, since it need not wait."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _balanced(ids: Tensor, settings: Settings) -> Routed:
+    """What :func:`_route_copies` would find of equally many tokens and balanced choices.
+
+    For fake tensors, whose values nobody knows.
+    """
+    group, processes, (tokens, k) = settings.group, settings.processes, ids.shape
+    if settings.mode == "all":
+        sent_map = ids.new_empty(tokens, processes, dtype=torch.int32)
+        padded = settings.max_tokens or tokens
+        rows = processes * padded * min(k, settings.local)
+        return Routed(Exchange(group, None, None, padded), sent_map, rows, k * tokens * processes)
+    width = k if settings.mode == "rows" else processes
+    sizes = balanced_sizes(tokens * min(k, width), group)
+    sent_map = ids.new_empty(tokens, width, dtype=torch.int32)
+    return Routed(Exchange(group, sizes, sizes, 0), sent_map, tokens * k, k * tokens * processes)
+
+
+def _route_copies(ids: Tensor, settings: Settings) -> Routed:
+    """Agree with the group on an exchange whose sizes the host reads.
+
+    One all-gather of a few integers: the options, on which processes must agree, the number of
+    tokens, and the copies and choices for each process.
+    """
+    group, mode, processes = settings.group, settings.mode, settings.processes
+    (tokens, _), device = ids.shape, ids.device
     ranks = torch.arange(processes, device=device)
-    owner = torch.where((ids >= 0) & (ids < local * processes), ids.long() // local, processes)
-    choices = ranks.new_zeros(processes + 1)
-    choices = choices.scatter_add(0, owner.flatten(), torch.ones_like(owner.flatten()))[:-1]
-    copies = torch.zeros_like(ranks)
-    if mode == "all":
-        sent_map = torch.empty(0)
-    elif mode == "tokens":
+    owner = ids.long().div(settings.local, rounding_mode="floor")
+    _, choices, _ = moe.permutation(owner, processes, None)
+    copies, sent_map = torch.zeros_like(ranks), torch.empty(0)
+    if mode == "tokens":
         to = torch.where((owner[:, :, None] == ranks).any(1), ranks, processes)
         sent_map, copies, _ = moe.permutation(to, processes, None)
-    else:
+    elif mode == "rows":
         sent_map, copies, _ = moe.permutation(owner, processes, None)
-    numbers = [option.number for option in options.values()]
-    if read:
-        header = torch.tensor((*numbers, tokens), dtype=torch.int64, device=device)
-    else:  # No copy from the host, which a CUDA graph would repeat.
-        header = torch.cat([ranks.new_full((1,), n) for n in (_digest(numbers), tokens)])
+    numbers = [option.number for option in settings.agreed.values()]
+    header = torch.tensor((*numbers, tokens), dtype=torch.int64, device=device)
     own = torch.cat((header, copies, choices))
     table = communicate("Dispatch", group, all_gather, own[None], group)
-    if read:
-        return _read(group, mode, table, sent_map, options, k, receive_factor, max_tokens)
-    return _unread(group, table, ranks, tokens, k, local, receive_factor, max_tokens)
+    return _read(table, sent_map, ids.shape[1], settings)
 
 
-def _unread(
-    group: Any,
-    table: Tensor,
-    ranks: Tensor,
-    tokens: int,
-    k: int,
-    local: int,
-    receive_factor: float | None,
-    max_tokens: int | None,
-) -> Routed:
-    """The exchange of all tokens, from what all processes said, which only the device checks."""
-    processes, padded = len(ranks), max_tokens or tokens
-    same = table[:, :2] == table[:1, :2]
+def _receive_all(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Received:
+    """:func:`receive` the tokens of all processes; only the device checks what these said."""
+    group, _, local, sent_as, receive_factor, max_tokens, _, agreed = settings
+    processes, (tokens, k) = settings.processes, ids.shape
+    padded = max_tokens or tokens
+    memory, transport = _memory_for(x, probs, padded, settings)
+    exchange = Exchange(group, None, None, padded, memory)
+    said = _digest([option.number for option in agreed.values()]), tokens
+    # No copy from the host, which a CUDA graph would repeat.
+    header = torch.cat([ids.new_full((1, 1), n, dtype=torch.int64) for n in said], 1)
+    sent_map = _all_sent(tokens, padded, processes, ids.device)
+    coded = (ids + 1).int()  # so that zeros, which pad, are no expert
+    given = (header, 1), (coded, padded), (probs, padded), (x, padded)
+    placed = None if sent_as else _begin_placing(memory, given)
+    received: Tensor | PeerRows
+    if placed is not None:
+        headers, *of_choices, received = placed()
+        _check_said(headers.copied(), tokens, max_tokens)
+        ids, probs = of_choices[0].copied() - 1, of_choices[1].copied()
+    else:
+        table = communicate("Dispatch", group, all_gather, header, group)
+        _check_said(table, tokens, max_tokens)
+        by_group = exchange._replace(memory=None)
+        received = begin_send_as(x, sent_as, sent_map, by_group, "Dispatch")()
+        ids, probs = send_choices(ids, probs, sent_map, by_group, False, "Dispatch")
+    rows = processes * padded * min(k, local)
+    if receive_factor is not None:
+        bound = math.ceil(receive_factor * padded * k)
+        _, choices, _ = moe.permutation(ids.div(local, rounding_mode="floor"), processes, None)
+        fits = choices.max() <= bound
+        torch._assert_async(fits, "more rows than receive_factor of Dispatch allows")
+        rows = min(rows, bound)
+    routed = Routed(exchange, sent_map, rows, k * padded * processes)
+    return Received(received, probs, ids, routed, transport)
+
+
+def _memory_for(
+    x: Tensor, probs: Tensor, padded: int, settings: Settings
+) -> tuple[PeerMemory | None, str]:
+    """The memory for the exchanges of tokens, and what ``explain`` says of it."""
+    group, processes, device = settings.group, settings.processes, x.device
+    if device.type != "cuda" or processes == 1:
+        return None, ""
+    # Of each exchange the largest: what goes back for all processes' tokens, in up to FP32.
+    widths = x.shape[1] * max(x.element_size(), 4), probs.shape[1] * max(probs.element_size(), 4)
+    nbytes = sum(aligned_bytes(processes * padded * width) for width in widths)
+    found: PeerMemory | str = "symmetric_memory is off"
+    if settings.symmetric_memory:
+        found = reserve(group, device, nbytes)
+    if isinstance(found, str):
+        return None, f"; by collectives: {found}"
+    return found, "; tokens are read from, and sums written to, each other's memory"
+
+
+def _check_said(table: Tensor, tokens: int, max_tokens: int | None) -> None:
+    """Check on the device that processes agree: of each a digest of options, and its tokens.
+
+    A process that has too many tokens raises only now, when the others know it.
+    """
+    same = table == table[:1]
     if max_tokens is not None:
         if tokens > max_tokens:
             raise ValueError(_too_many(tokens, max_tokens))
         same = torch.stack((same[:, 0], table[:, 1] <= max_tokens))
     torch._assert_async(same.all(), "processes disagree about Dispatch's options or token counts")
-    rows = processes * padded * min(k, local)
-    if receive_factor is not None:
-        bound = math.ceil(receive_factor * padded * k)
-        rows, most = min(rows, bound), table[:, 2 + processes :].sum(0).max()
-        torch._assert_async(most <= bound, "more rows than receive_factor of Dispatch allows")
-    sent_map = _all_sent(tokens, padded, ranks)
-    return Routed(Exchange(group, None, None, padded), sent_map, rows, k * padded * processes)
 
 
 def _too_many(tokens: int, max_tokens: int) -> str:
     return f"a process must have at most max_tokens of Dispatch, {max_tokens} tokens, got {tokens}"
 
 
-def _all_sent(tokens: int, padded: int, ranks: Tensor) -> Tensor:
+def _all_sent(tokens: int, padded: int, processes: int, device: torch.device) -> Tensor:
     """The sent map of tokens that all processes get."""
-    return (torch.arange(tokens, device=ranks.device)[:, None] + padded * ranks).int()
+    places = torch.arange(processes * padded, dtype=torch.int32, device=device)
+    return places.view(processes, padded)[:, :tokens].t().contiguous()
 
 
-def _read(
-    group: Any,
-    mode: Send,
-    table: Tensor,
-    sent_map: Tensor,
-    options: dict[str, AgreedOption],
-    k: int,
-    receive_factor: float | None,
-    max_tokens: int | None,
-) -> Routed:
+def _read(table: Tensor, sent_map: Tensor, k: int, settings: Settings) -> Routed:
     """The exchange, from what all processes said, read on the host."""
+    group, mode, _, _, receive_factor, max_tokens, _, options = settings
     processes, rank, agreed = table.shape[0], dist.get_rank(group), len(options)
     said = table.tolist()
     _check_agreement(options, said)
@@ -410,7 +598,7 @@ def _read(
             )
     if mode == "all":
         padded = max(tokens)
-        sent_map = _all_sent(tokens[rank], padded, torch.arange(processes, device=table.device))
+        sent_map = _all_sent(tokens[rank], padded, processes, table.device)
         exchange = Exchange(group, None, None, padded)
     else:
         exchange = Exchange(group, tuple(copies[rank]), tuple(of[rank] for of in copies), 0)

@@ -19,6 +19,8 @@ KERNELS = [
     ("moe.rows.gather", RowsSpec("bf16", 256, 8, values="f32")),
     ("moe.rows.gather", RowsSpec("f16", 896, 12, "row", "f16")),
     ("moe.rows.gather", RowsSpec("f32", 5, 2, "choice", values="bf16")),
+    ("moe.rows.scatter", RowsSpec("bf16", 256, 8, "choice", processes=2)),
+    ("moe.rows.gather", RowsSpec("bf16", 256, 8, values="f32", processes=4)),
     ("moe.rows.dots", RowsSpec("bf16", 256, 8)),
     ("moe.rows.dots", RowsSpec("f32", 5, 10, "row")),
     ("moe.bias.group_sums", RowsSpec("bf16", 360, 1)),

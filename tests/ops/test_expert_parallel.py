@@ -1,16 +1,16 @@
 """Experts shared among gloo processes, beside one process that holds all tokens and all experts."""
 
 import datetime
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import expert_parallel as ep
 import pytest
 import torch
 import torch.distributed as dist
-from expert_parallel import Case
+from expert_parallel import Case, shared_memory
 
 import fusible as fz
-from fusible.ops import exchange
+from fusible.ops import dispatch, exchange
 
 BF16 = torch.bfloat16
 OPTIONS = [
@@ -139,7 +139,7 @@ def unread(name, group, rank, processes):
         for tokens, most in (("uneven", 12), ("uneven", 20), ("none", 16)):
             case = Case("all", BF16, tokens=tokens, max_tokens=most, **options)
             wanted = ep.compared(case, group, rank, processes)
-            with patch.object(exchange, "_reads_sizes", lambda mode, _: mode != "all"):
+            with patch.object(exchange, "_reads_sizes", lambda _: False):
                 made = ep.compared(case, group, rank, processes)
             for (got, _), (want, _) in zip(made, wanted, strict=True):
                 assert torch.equal(got, want), case
@@ -147,12 +147,87 @@ def unread(name, group, rank, processes):
     inputs = ep.tensors(case, rank, processes)[:3]
     with pytest.raises(ValueError, match="at most max_tokens of Dispatch, 11 tokens, got 12"):
         ep.block(case, group, rank, processes)(*inputs)
-    on_device = patch.object(exchange, "_reads_sizes", lambda mode, _: mode != "all")
+    on_device = patch.object(exchange, "_reads_sizes", lambda _: False)
     for most in (11, None):
         module = ep.block(Case("all", tokens="uneven", max_tokens=most), group, rank, processes)
         with on_device, pytest.raises((ValueError, RuntimeError), match=r"at most max_|disagree"):
             module(*inputs)
         dist.barrier()
+
+
+BY_MEMORY = [
+    Case("all", BF16, **options)
+    for options in (
+        {},
+        {"recompute": True, "tokens": "many", "top_k": 4},
+        {"scale_input": True},
+        {"weighted": True, "top_k": 1},
+        {"weighted": True, "top_k": 5},
+        {"capacity_factor": 1.0},
+        {"twice": True},
+        {"checkpointed": True},
+        {"dims": 3},
+        {"routing": "outside"},
+        {"routing": "last"},
+        {"tokens": "uneven", "max_tokens": 20},
+        {"tokens": "none", "max_tokens": 16, "top_k": 8},
+        {"recipe": "MXFP8BlockScaling"},
+        {"recipe": "MXFP8BlockScaling", "quantized_send": True},
+    )
+]
+
+
+def by_memory(name, group, rank, processes):
+    """Tokens and sums through memory of each other's: every bit as by collectives."""
+    memory = shared_memory(group, rank, processes)
+    exchanges = Mock(wraps=memory.begin)
+    for case in BY_MEMORY:
+        module, given = ep.block(case, group, rank, processes), ep.tensors(case, rank, processes)
+        with patch.object(exchange, "_reads_sizes", lambda _: False):
+            wanted = ep.run(module, case, *given)
+            exchanges.reset_mock()
+            with (
+                patch.object(exchange, "_memory_for", lambda *_: (memory, "; by memory")),
+                patch.object(dispatch, "peer_memory", lambda *_: memory),
+                patch.object(memory, "begin", exchanges),
+            ):
+                made = ep.run(module, case, *given)
+        for got, want in zip(made, wanted, strict=True):
+            assert torch.equal(got, want), case
+        assert not memory._in_use, case
+        sent = 2 if case.quantized_send else 4
+        sent *= 1.5 if case.twice or case.checkpointed else 1
+        assert exchanges.call_count == sent, case
+
+
+def by_memory_in_turns(name, group, rank, processes):
+    """Of two blocks whose exchanges overlap, one takes collectives; of too large ones all do."""
+    memory = shared_memory(group, rank, processes)
+    case = Case("all", BF16)
+    first, second = (ep.block(case, group, rank, processes) for _ in range(2))
+    x, probs, ids, dy = ep.tensors(case, rank, processes)
+    both = fz.Sequential(
+        fz.MakeExtraOutput().set_extra_output_channel(0, "tokens", output_to_caller=False),
+        *first,
+        fz.Swap()
+        .set_extra_input_channel(0, "tokens")
+        .set_extra_output_channel(0, "routed", output_to_caller=False),
+        *second,
+        fz.AddExtraInput().set_extra_input_channel(0, "routed"),
+    )
+
+    def run(nbytes):
+        room = patch.object(memory, "nbytes", nbytes)
+        to_memory = patch.object(exchange, "_memory_for", lambda *_: (memory, "; by memory"))
+        found = patch.object(dispatch, "peer_memory", lambda *_: memory)
+        with room, to_memory, found, patch.object(exchange, "_reads_sizes", lambda _: False):
+            y = both(x, probs, ids, probs, ids)
+            y = y[0] if isinstance(y, tuple) else y
+            return [y, *torch.autograd.grad(y, [x, probs, *both.parameters()], dy)]
+
+    wanted = run(0)
+    for got, want in zip(run(1 << 20), wanted, strict=True):
+        assert torch.equal(got, want)
 
 
 def sent_bytes(name, group, rank, processes):
@@ -191,7 +266,10 @@ def sent_bytes(name, group, rank, processes):
         )(*inputs)
 
 
-BEHAVIOUR = {f.__name__: f for f in (loads, refused, compiled, unread, sent_bytes)}
+BEHAVIOUR = {
+    f.__name__: f
+    for f in (loads, refused, compiled, unread, by_memory, by_memory_in_turns, sent_bytes)
+}
 
 
 def run_named(name, group, rank, processes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import fusible as fz
+from fusible.ops.peer_memory import PeerMemory
 from fusible.recipes import quantization
 
 EXPERTS, HIDDEN, INNER = 8, 64, 32
@@ -125,6 +127,34 @@ def run(module: fz.Sequential, case: Case, x: Tensor, probs: Tensor, ids: Tensor
     if case.twice:
         torch.autograd.grad(y, [x, probs, *weights], dy, retain_graph=True)
     return [y.detach(), *torch.autograd.grad(y, [x, probs, *weights], dy)]
+
+
+class SharedFiles:
+    """What `PeerMemory` needs of symmetric memory, of files that processes of one host share."""
+
+    buffer_ptrs_dev = 0
+
+    def __init__(self, group, rank: int, processes: int, nbytes: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, processes
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, 0, group)
+        files = [f"{folder[0]}/{i}" for i in range(processes)]
+        made = {"shared": True, "size": nbytes, "dtype": torch.uint8}
+        self.memories = [torch.from_file(file, **made) for file in files]
+
+    def get_buffer(self, rank: int, shape, dtype: torch.dtype, offset: int) -> Tensor:
+        memory = self.memories[rank].view(dtype)
+        return memory[offset : offset + shape[0] * shape[1]].view(shape)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        dist.barrier(self.group)
+
+
+def shared_memory(group, rank: int, processes: int, nbytes: int = 1 << 20) -> PeerMemory:
+    files = SharedFiles(group, rank, processes, nbytes)
+    files.memories[rank].fill_(255)
+    dist.barrier(group)
+    return PeerMemory(files.memories[rank], files, 1000)
 
 
 def on(device: str, given: list[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusible.formulas import math_dtype
+from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import BYTES, DTYPES, MAX_GROUPS, RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.runtime.gpu import capability, runs_kernels
 from fusible.kernels.runtime.launch import aligned, launch
@@ -109,7 +110,7 @@ def scatter_outputs(
 
 
 def scatter_rows(
-    x: Tensor,
+    x: Tensor | PeerRows,
     row_map: Tensor,
     weights: Tensor | None,
     rows: int,
@@ -117,13 +118,16 @@ def scatter_rows(
     *,
     zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor] | NotImplementedType:
-    """`definitions.scatter_rows`."""
-    if rows == 0 or not supports_row_copies(x, row_map, weights):
+    """`definitions.scatter_rows`, also of tokens in several memories."""
+    part, processes = _part(x)
+    if rows == 0 or not supports_row_copies(part, row_map, weights):
         return NotImplemented
-    made = scatter_outputs(x, row_map, weights, rows, scale)
-    spec = rows_spec(x, row_map, weights, scale=scale)
-    given = aligned(x), row_map.contiguous(), _contiguous(weights), *made
-    launch("moe.rows.scatter", (spec,), x.device, *given, x.shape[0], rows, int(zero_tail))
+    made = scatter_outputs(part, row_map, weights, rows, scale)
+    spec = rows_spec(part, row_map, weights, scale=scale, processes=processes)
+    address, *place = _place(x)
+    given = address, row_map.contiguous(), _contiguous(weights), *made
+    sizes = row_map.shape[0], rows, int(zero_tail)
+    launch("moe.rows.scatter", (spec,), part.device, *given, *sizes, *place)
     return made
 
 
@@ -131,21 +135,48 @@ def gather_outputs(
     rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The outputs of `gather_sum`, not written."""
-    picked = rows.new_empty(0) if values is None else values.new_empty(row_map.shape)
-    return rows.new_empty(row_map.shape[0], rows.shape[1]), picked
+    sums = rows.new_empty(row_map.shape[0], rows.shape[1])
+    return sums, _picked_output(rows, row_map, values)
+
+
+def _picked_output(rows: Tensor, row_map: Tensor, values: Tensor | None) -> Tensor:
+    return rows.new_empty(0) if values is None else values.new_empty(row_map.shape)
 
 
 def gather_sum(
-    rows: Tensor, row_map: Tensor, weights: Tensor | None, values: Tensor | None
-) -> tuple[Tensor, Tensor] | NotImplementedType:
-    """`definitions.gather_sum`."""
+    rows: Tensor,
+    row_map: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    out: PeerRows | None = None,
+) -> tuple[Tensor | PeerRows, Tensor] | NotImplementedType:
+    """`definitions.gather_sum`, also into ``out``, rows in several memories."""
     if not supports_row_copies(rows, row_map, weights, values):
         return NotImplemented
-    made = gather_outputs(rows, row_map, weights, values)
-    spec = rows_spec(rows, row_map, weights, values="" if values is None else DTYPES[values.dtype])
+    sums: Tensor | PeerRows
+    if out is None:
+        sums, picked = gather_outputs(rows, row_map, weights, values)
+    else:
+        sums, picked = out, _picked_output(rows, row_map, values)
+    of_values = "" if values is None else DTYPES[values.dtype]
+    spec = rows_spec(rows, row_map, weights, values=of_values, processes=_part(sums)[1])
     inputs = aligned(rows), row_map.contiguous(), _contiguous(weights), _contiguous(values)
-    launch("moe.rows.gather", (spec,), rows.device, *inputs, *made, row_map.shape[0])
-    return made
+    address, *place = _place(sums)
+    given = *inputs, address, picked, row_map.shape[0], *place
+    launch("moe.rows.gather", (spec,), rows.device, *given)
+    return sums, picked
+
+
+def _part(rows: Tensor | PeerRows) -> tuple[Tensor, int]:
+    """Rows in one memory, and the number of memories."""
+    return (rows, 1) if isinstance(rows, Tensor) else (rows.parts[rows.rank], len(rows.parts))
+
+
+def _place(rows: Tensor | PeerRows) -> tuple[Tensor | int, int, int]:
+    """The address of rows or of the table of memories, the offset in each, and the rank."""
+    if isinstance(rows, Tensor):
+        return aligned(rows), 0, 0
+    return rows.table, rows.offset, rows.rank
 
 
 def dots_output(rows: Tensor, x: Tensor, row_map: Tensor, by_row: bool) -> Tensor:

@@ -28,6 +28,8 @@ class RowsSpec(NamedTuple):
     """Gather: dtype of one value for each row, copied to the row's choice; empty: none."""
     indexed: bool = False
     """Sums and dots of groups: an index says which row of the matrix each row is."""
+    processes: int = 1
+    """Scatter, gather: in whose memories the tokens are, equally many in each."""
 
     @property
     def per_vector(self) -> int:

@@ -23,16 +23,31 @@ def _row(row_map, index, inside):
     return Int32(bits.select(inside, found, 0xFFFFFFFF))
 
 
-def _place(tokens, spec):
-    """For each of a thread's tokens: token, 16-byte column, whether it exists."""
+def _place(tokens, rank, spec):
+    """The process whose tokens a thread moves, that process's first token, and the thread's places.
+
+    A place is the number of a token within the process, its 16-byte column, and whether it exists.
+    Blocks take the processes in turns, from ``rank`` on, so that all links are busy at once.
+    """
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
+    process, cta = (cta + rank) % spec.processes, cta // spec.processes
+    of_process = tokens // spec.processes
     places = []
     for u in range(UNROLL):
         vector = (cta * UNROLL + u) * THREADS + thread
         token, column = vector // spec.vectors, vector % spec.vectors
-        places.append((token, column, token < tokens))
-    return places
+        places.append((token, column, token < of_process))
+    return process, process * of_process, places
+
+
+def _tokens_of(process, address, offset, spec):
+    """Where a process's tokens begin: ``offset`` bytes into its memory, of whose beginnings
+    ``address`` is the table; at ``address`` if there is one process.
+    """
+    if spec.processes == 1:
+        return address
+    return bits.load_address(address + Int64(process) * 8) + offset
 
 
 def _my_choices():
@@ -96,17 +111,21 @@ def _scatter(
     tokens: Int32,
     rows: Int32,
     zero_tail: Int32,
+    offset: Int64,
+    rank: Int32,
     spec: cutlass.Constexpr,
 ):
     wait()
     if cutlass.const_expr(spec.weights == "choice"):
         _values_to_rows(weights, row_map, moved, Int64(0), tokens, rows, spec)
-    places = _place(tokens, spec)
+    process, first, places = _place(tokens, rank, spec)
+    x = _tokens_of(process, x, offset, spec)
     loaded = []
     for token, column, exists in places:
         at = x + (Int64(token) * spec.vectors + column) * 16
         loaded.append(bits.load(at, Int32(exists), 4))
-    for (token, column, exists), words in zip(places, loaded, strict=True):
+    for (number, column, exists), words in zip(places, loaded, strict=True):
+        token = first + number
         found = [_row(row_map, token * spec.top_k + j, exists) for j in range(spec.top_k)]
         numbers = bits.unpack(words, spec.dtype) if spec.scale else None
         for j, entry in enumerate(found):
@@ -144,16 +163,19 @@ def _gather(
     out: Int64,
     picked: Int64,
     tokens: Int32,
+    offset: Int64,
+    rank: Int32,
     spec: cutlass.Constexpr,
 ):
     wait()
-    places = _place(tokens, spec)
+    process, first, places = _place(tokens, rank, spec)
+    out = _tokens_of(process, out, offset, spec)
     totals = [[Float32(0)] * spec.per_vector for _ in places]
     for start in cutlass.range_constexpr(0, spec.top_k, TOGETHER):
         loaded = []
         for token, column, exists in places:
             for j in cutlass.range_constexpr(start, min(start + TOGETHER, spec.top_k)):
-                row = _row(row_map, token * spec.top_k + j, exists)
+                row = _row(row_map, (first + token) * spec.top_k + j, exists)
                 at = rows + (Int64(row) * spec.vectors + column) * 16
                 loaded.append((row, bits.load(at, Int32(row >= 0), 4)))
         at = iter(loaded)
@@ -162,7 +184,7 @@ def _gather(
                 row, words = next(at)
                 numbers = bits.unpack(words, spec.dtype)
                 if cutlass.const_expr(spec.weights != ""):
-                    weight = _weight(weights, token, j, row, row >= 0, spec)
+                    weight = _weight(weights, first + token, j, row, row >= 0, spec)
                     numbers = [bits.mul(n, weight) for n in numbers]
                 totals[i] = [bits.add(t, n) for t, n in zip(totals[i], numbers, strict=True)]
     for (token, column, exists), total in zip(places, totals, strict=True):
@@ -219,7 +241,8 @@ def _dots(
 
 def _blocks(tokens, spec):
     per_block = THREADS * UNROLL
-    return (tokens * spec.vectors + per_block - 1) // per_block
+    of_process = tokens // spec.processes
+    return spec.processes * ((of_process * spec.vectors + per_block - 1) // per_block)
 
 
 @cute.jit
@@ -252,11 +275,16 @@ def scatter(
     tokens: Int32,
     rows: Int32,
     zero_tail: Int32,
+    offset: Int64,
+    rank: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them."""
-    _scatter(x, row_map, weights, out, moved, tokens, rows, zero_tail, spec).launch(
+    """Launch: addresses of contiguous tensors, as ``definitions.scatter_rows`` names them.
+
+    Of several processes, ``x`` is the table of `_tokens_of`, ``rank`` this process.
+    """
+    _scatter(x, row_map, weights, out, moved, tokens, rows, zero_tail, offset, rank, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 
@@ -270,11 +298,16 @@ def gather(
     out: Int64,
     picked: Int64,
     tokens: Int32,
+    offset: Int64,
+    rank: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
-    """Launch: addresses of contiguous tensors, as ``definitions.gather_sum`` names them."""
-    _gather(rows, row_map, weights, values, out, picked, tokens, spec).launch(
+    """Launch: addresses of contiguous tensors, as ``definitions.gather_sum`` names them.
+
+    Of several processes, ``out`` is the table of `_tokens_of`, ``rank`` this process.
+    """
+    _gather(rows, row_map, weights, values, out, picked, tokens, offset, rank, spec).launch(
         grid=[_blocks(tokens, spec), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=has_pdl()
     )
 
