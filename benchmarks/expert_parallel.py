@@ -214,23 +214,21 @@ def tiled(t: Tensor, rows: int) -> Tensor:
     return out
 
 
-class OwnMemories:
-    """What `PeerMemory` needs of symmetric memory, all of it this process's own."""
+class OwnMemory:
+    """What `PeerMemory` needs of symmetric memory, this process's own in the place of all."""
 
     def __init__(self, setup: Setup, nbytes: int) -> None:
         self.rank, self.world_size = setup.rank, setup.processes
-        made = {"dtype": torch.uint8, "device": setup.device}
-        self.memories = [torch.zeros(nbytes, **made) for _ in range(setup.processes)]
-        addresses = [memory.data_ptr() for memory in self.memories]
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=setup.device)
+        addresses = [self.memory.data_ptr()] * setup.processes
         self.table = torch.tensor(addresses, device=setup.device)
         self.buffer_ptrs_dev = self.table.data_ptr()
 
     def get_buffer(
         self, rank: int, shape: tuple[int, int], dtype: torch.dtype, offset: int
     ) -> Tensor:
-        """Part of the memory in the place of a process's."""
-        memory = self.memories[rank].view(dtype)
-        return memory[offset : offset + shape[0] * shape[1]].view(shape)
+        """Part of the memory."""
+        return self.memory.view(dtype)[offset : offset + shape[0] * shape[1]].view(shape)
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         """Nothing to wait for."""
@@ -241,8 +239,8 @@ def own_memory(setup: Setup) -> PeerMemory:
     """For the exchanges of a block's tokens."""
     shape = setup.shape
     width = 4 * (shape.hidden + shape.top_k)
-    memories = OwnMemories(setup, setup.processes * shape.tokens * width + (1 << 20))
-    return PeerMemory(memories.memories[setup.rank], memories, 0)
+    own = OwnMemory(setup, setup.processes * shape.tokens * width + (1 << 20))
+    return PeerMemory(own.memory, own, 0)
 
 
 @contextmanager

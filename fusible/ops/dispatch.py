@@ -441,8 +441,9 @@ class Dispatch(BasicOperation):
             _, picked = moe.gather_sum(rows, row_map, weights, dscales)
         if of_probs:
             dprobs = self._prob_grads(ctx, dy, row_map, scaled, dscales, picked)
-            zeros = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
-            back.rows(zeros if dprobs is None else cast(dprobs, ctx.dtype))
+            if dprobs is None:
+                dprobs = row_map.new_zeros(row_map.shape, dtype=ctx.dtype)
+            back.rows(cast(dprobs, ctx.dtype))
 
         def finish() -> OpGrads:
             returned, dx, dprobs = back.finish(), None, None

@@ -23,7 +23,7 @@ from fusible.kernels import moe
 from fusible.kernels.moe import cuda as moe_kernels
 from fusible.kernels.moe.peers import PeerRows
 from fusible.ops.collectives import all_gather, begin_all_gather
-from fusible.ops.peer_memory import PeerMemory, aligned_bytes, reserve
+from fusible.ops.peer_memory import PeerMemory, aligned_bytes, reserve, reserved
 from fusible.recipes.formats import ELEMENTS, SCALE_DTYPES, NumberFormat
 from fusible.recipes.matrix import QuantizedMatrix
 from fusible.recipes.quantize_ops import dequantize_matrix, quantize_matrix
@@ -433,10 +433,11 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
             a process has more tokens than ``max_tokens``, on all processes alike.
         RuntimeError: a process fails; a mode that reads sizes on the host is compiled.
     """
-    group, mode = settings.group, settings.mode
-    compiling = torch.compiler.is_compiling()
+    mode, transport, compiling = settings.mode, "", torch.compiler.is_compiling()
     if isinstance(ids, FakeTensor) and not compiling:
         routed = _balanced(ids, settings)
+        if mode == "all" and ids.device.type == "cuda":
+            transport = _transport(reserved(settings.group, ids.device), settings)
     elif mode == "all" and not _reads_sizes(ids.device):
         return _receive_all(x, probs, ids, settings)
     elif compiling:
@@ -449,7 +450,6 @@ def receive(x: Tensor, probs: Tensor, ids: Tensor, settings: Settings) -> Receiv
     exchange, sent_map = routed.exchange, routed.sent_map
     received = begin_send_as(x, settings.sent_as, sent_map, exchange, "Dispatch")()
     ids, probs = send_choices(ids, probs, sent_map, exchange, mode == "rows", "Dispatch")
-    transport = "" if ids.device.type == "cpu" else f"; by {dist.get_backend(group).upper()}"
     return Received(received, probs, ids, routed, transport)
 
 
@@ -542,15 +542,26 @@ def _memory_for(
     group, processes, device = settings.group, settings.processes, x.device
     if device.type != "cuda" or processes == 1:
         return None, ""
-    # Of each exchange the largest: what goes back for all processes' tokens, in up to FP32.
-    widths = x.shape[1] * max(x.element_size(), 4), probs.shape[1] * max(probs.element_size(), 4)
+    # The largest exchange is that of gradients, of all processes' tokens and weights.
+    of_x = max(x.element_size(), 4) if probs.shape[1] == 1 else x.element_size()  # see unrounded
+    widths = x.shape[1] * of_x, probs.shape[1] * max(probs.element_size(), 4)
     nbytes = sum(aligned_bytes(processes * padded * width) for width in widths)
-    found: PeerMemory | str = "symmetric_memory is off"
-    if settings.symmetric_memory:
-        found = reserve(group, device, nbytes)
+    found = reserve(group, device, nbytes) if settings.symmetric_memory else None
+    memory = found if isinstance(found, PeerMemory) else None
+    return memory, _transport(found, settings)
+
+
+def _transport(found: PeerMemory | str | None, settings: Settings) -> str:
+    """What ``explain`` says of the memory that was found."""
+    if settings.processes == 1:
+        return ""
+    if not settings.symmetric_memory:
+        return "; by collectives: symmetric_memory is off"
+    if found is None:
+        return "; the first call finds out whether through symmetric memory"
     if isinstance(found, str):
-        return None, f"; by collectives: {found}"
-    return found, "; tokens are read from, and sums written to, each other's memory"
+        return f"; by collectives, not symmetric memory: {found}"
+    return "; tokens are read from, and sums written to, each other's memory"
 
 
 def _check_said(table: Tensor, tokens: int, max_tokens: int | None) -> None:

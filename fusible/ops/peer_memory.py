@@ -111,9 +111,14 @@ def aligned_bytes(nbytes: int) -> int:
 _memories: WeakKeyDictionary[Any, dict[torch.device, PeerMemory | str]] = WeakKeyDictionary()
 
 
+def reserved(group: Any, device: torch.device) -> PeerMemory | str | None:
+    """What `reserve` found for a group on a device; None if it was not called yet."""
+    return _memories.get(group, {}).get(device)
+
+
 def peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     """The memory that `reserve` made for a group on a device."""
-    found = _memories.get(group, {}).get(device)
+    found = reserved(group, device)
     return found if isinstance(found, PeerMemory) and not torch.compiler.is_compiling() else None
 
 
@@ -125,13 +130,13 @@ def reserve(group: Any, device: torch.device, nbytes: int) -> PeerMemory | str:
     """
     if torch.compiler.is_compiling():
         return "torch.compile traces the call"
-    of_group = _memories.setdefault(group, {})
-    found = of_group.get(device)
+    found = reserved(group, device)
     if isinstance(found, str) or (found is not None and found.nbytes >= nbytes):
         return found
     if torch.cuda.is_current_stream_capturing():
         return "there was no memory of this size before the call was captured"
-    found = of_group[device] = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
+    found = _make(group, device, -(-nbytes // _GRANULE) * _GRANULE)
+    _memories.setdefault(group, {})[device] = found
     return found
 
 

@@ -6,6 +6,7 @@ NCCL refuses two processes on one GPU; there gloo carries CUDA tensors.
 import datetime
 import os
 import signal
+import time
 from pathlib import Path
 
 import expert_parallel as ep
@@ -249,3 +250,52 @@ def test_device_assertions(tmp_path, what, processes):
         assert not (tmp_path / f"returned{rank}").exists(), "the call was not refused"
         assert process.exitcode in (REFUSED, -signal.SIGABRT), said
         assert MESSAGES[what] in said
+
+
+# --- symmetric memory ---------------------------------------------------------------------
+
+
+def by_memory(rank, processes, folder, leave):
+    """A call through each other's memory; then, with ``leave``, one that the last does not make."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(seconds=20),
+        device_id=torch.device("cuda", rank),
+    )
+    given = ep.on("cuda", ep.tensors(Case("all", BF16), rank, processes))
+    dispatch = fz.Dispatch(ep.EXPERTS, process_group=dist.group.WORLD, send="all")
+    dispatch(*given[:3])
+    torch.cuda.synchronize()
+    said = str(fz.explain(dispatch, *given[:3]))
+    Path(folder, f"said{rank}").write_text(said)
+    if leave and rank == processes - 1:
+        time.sleep(60)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        dispatch(*given[:3])
+        torch.cuda.synchronize()
+    except RuntimeError:
+        Path(folder, f"refused{rank}").write_text(str(time.monotonic() - began))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_symmetric_memory(tmp_path, leave):
+    """It is used on two GPUs; a process that falls silent is an error within the timeout."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    context = mp.spawn(by_memory, (2, str(tmp_path), leave), 2, join=False)
+    for process in context.processes:
+        process.join(100)
+        process.kill()  # if it hangs
+    for rank in range(2):
+        said = (tmp_path / f"said{rank}").read_text()
+        assert "tokens are read from, and sums written to, each other's memory" in said
+    refused = [path.name for path in tmp_path.glob("refused*")]
+    ended_by_signal = context.processes[0].exitcode == -signal.SIGABRT
+    assert leave == (refused == ["refused0"] or ended_by_signal), refused
