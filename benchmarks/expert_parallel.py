@@ -576,6 +576,8 @@ class Ways:
         calls: dict[str, Callable[[], Any]] = {}
         memory = peer_memory(setup.mesh.get_group(), setup.device)
         if memory is not None:
+            assert memory.begin(setup.shape.tokens * setup.shape.hidden * 2)
+            memory.end()
             parts = memory.rows((shape.tokens, shape.hidden), torch.bfloat16).parts
             calls["all"] = lambda: [
                 part.clone() for part in (*parts[: setup.rank], *parts[setup.rank + 1 :]) * 4
