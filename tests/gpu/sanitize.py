@@ -19,6 +19,8 @@ from fusible.activations import UNARY
 from fusible.kernels import grouped, moe
 from fusible.kernels.dense import activation_bias_backward, rms_norm_backward
 from fusible.kernels.grouped import Glu
+from fusible.kernels.moe import cuda as moe_kernels
+from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.quantize import quantize_glu_backward, quantize_k_major, transposed
 from fusible.kernels.sm90 import checked_products as ops
 from fusible.kernels.sm90 import tiles
@@ -144,6 +146,13 @@ def fp8_products() -> int:
     return launches
 
 
+def in_two_memories(x: torch.Tensor) -> PeerRows:
+    """Half of the rows in each."""
+    parts = [part.clone() for part in x.chunk(2)]
+    table = torch.tensor([part.data_ptr() for part in parts], device="cuda")
+    return PeerRows(parts, table.data_ptr(), 0, 1, lambda keep=table: None)
+
+
 def rows() -> None:
     """`fusible.kernels.moe`: router, permutation, movement of rows and its gradients."""
     for function in ("softmax", "sigmoid"):
@@ -159,6 +168,9 @@ def rows() -> None:
         for zero_tail in (True, False):
             moe.scatter_rows(x, row_map, probs, moved, True, zero_tail=zero_tail)
         moe.gather_sum(y, row_map, probs, per_row)
+        both = in_two_memories(x)
+        moe_kernels.scatter_rows(both, row_map, probs, moved, True)
+        moe_kernels.gather_sum(y, row_map, probs, per_row, both)
         for by_row in (False, True):
             moe.row_dots(y, x, row_map, by_row)
         bias = random(60, 40)

@@ -13,6 +13,7 @@ from fusible import formulas
 from fusible.kernels import grouped, moe
 from fusible.kernels.moe import cuda as kernels
 from fusible.kernels.moe import definitions
+from fusible.kernels.moe.peers import PeerRows
 from fusible.kernels.moe.spec import SortSpec
 
 pytestmark = pytest.mark.gpu
@@ -132,6 +133,35 @@ def test_rows(dtype, weights, k):
         for values in (None, torch.randn(rows), torch.randn(rows).half())[: 3 if k == 8 else 2]:
             args = (y, row_map, w, values)
             same(moe.gather_sum(*cuda(*args)), definitions.gather_sum(*args))
+
+
+@on_poison
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", ["none", "choice", "row"])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_rows_in_several_memories(dtype, weights, processes):
+    """Of tokens whose memories begin at the addresses of a table, bits as of one memory."""
+    for of_process, hidden, k in ((1, 40, 8), (111, 40, 1), (130, 2048, 8)):
+        tokens = processes * of_process
+        row_map, rows, w, x, y, _ = rows_case(dtype, tokens, hidden, k, weights, None)
+        read, written = (peer_rows(processes, of_process, hidden, dtype, r) for r in range(2))
+        read.copy_(x.cuda())
+        for scale in (False, True) if w is not None else (False,):
+            args = (row_map, w, rows, scale)
+            same(kernels.scatter_rows(read, *cuda(*args)), definitions.scatter_rows(x, *args))
+        args = (y, row_map, w, torch.randn(rows))
+        _, picked = kernels.gather_sum(*cuda(*args), written)
+        same((written.copied(), picked), definitions.gather_sum(*args))
+
+
+def peer_rows(processes, of_process, hidden, dtype, rank):
+    """Rows in as many memories, in each after 64 bytes that are not theirs."""
+    size = of_process * hidden
+    memories = [torch.full((size + 64,), torch.nan, device="cuda", dtype=dtype) for _ in "abcd"]
+    memories, skipped = memories[:processes], 64 // dtype.itemsize
+    table = torch.tensor([memory.data_ptr() for memory in memories], device="cuda")
+    parts = [m[skipped : skipped + size].view(of_process, hidden) for m in memories]
+    return PeerRows(parts, table.data_ptr(), 64, rank, lambda keep=table: None)
 
 
 @on_poison

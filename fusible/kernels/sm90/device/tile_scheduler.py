@@ -221,9 +221,15 @@ class TileQueue:
                 full = self.barriers + state.index
                 slot = (self.slots + state.index * self.WORDS).align(16)
                 group = group if left else Int32(-1)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 20, lane)
-                cute.arch.store_async_dsmem(slot, (group, m, n, start), full, lane)
-                cute.arch.store_async_dsmem(slot + 4, rows, full, lane)
+                if const_expr(self.blocks > 1):
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 20, lane)
+                    cute.arch.store_async_dsmem(slot, (group, m, n, start), full, lane)
+                    cute.arch.store_async_dsmem(slot + 4, rows, full, lane)
+                else:
+                    words = cute.make_tensor(slot, cute.make_layout(self.WORDS))
+                    for i, word in enumerate((group, m, n, start, rows)):
+                        words[i] = word
+                    cute.arch.mbarrier_arrive(full)
             state.advance()
             if const_expr(self.dynamic):
                 if lane == 0:
@@ -253,7 +259,8 @@ class TileQueue:
         group, m, n, start, rows = (cute.arch.make_warp_uniform(slot[i]) for i in range(5))
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers + self.SLOTS + state.index, 0)
+            read = self.barriers + self.SLOTS + state.index
+            cute.arch.mbarrier_arrive(read, 0 if const_expr(self.blocks > 1) else None)
         state.advance()
         return state, group >= 0, group, m, n, start, rows
 
