@@ -146,9 +146,9 @@ def fp8_products() -> int:
     return launches
 
 
-def in_two_memories(x: torch.Tensor) -> PeerRows:
-    """Half of the rows in each."""
-    parts = [part.clone() for part in x.chunk(2)]
+def in_seven_memories(x: torch.Tensor) -> PeerRows:
+    """As many rows in each."""
+    parts = [part.clone() for part in x.chunk(7)]
     table = torch.tensor([part.data_ptr() for part in parts], device="cuda")
     return PeerRows(parts, table.data_ptr(), 0, 1, lambda keep=table: None)
 
@@ -168,9 +168,9 @@ def rows() -> None:
         for zero_tail in (True, False):
             moe.scatter_rows(x, row_map, probs, moved, True, zero_tail=zero_tail)
         moe.gather_sum(y, row_map, probs, per_row)
-        both = in_two_memories(x)
-        moe_kernels.scatter_rows(both, row_map, probs, moved, True)
-        moe_kernels.gather_sum(y, row_map, probs, per_row, both)
+        apart = in_seven_memories(x)
+        moe_kernels.scatter_rows(apart, row_map, probs, moved, True)
+        moe_kernels.gather_sum(y, row_map, probs, per_row, apart)
         for by_row in (False, True):
             moe.row_dots(y, x, row_map, by_row)
         bias = random(60, 40)
