@@ -29,7 +29,7 @@ from fusible.kernels.sm90.device.parts import (
 )
 from fusible.kernels.sm90.device.products import multiply, operand_layout
 from fusible.kernels.sm90.device.stores import fill_empty, store_gradients
-from fusible.kernels.sm90.device.tile_scheduler import TileQueue, TileScheduler
+from fusible.kernels.sm90.device.tile_scheduler import BAND, TileQueue, TileScheduler
 from fusible.kernels.sm90.spec import WARPGROUP_ROWS, Spec
 from fusible.recipes.formats import FP8_BLOCK
 
@@ -449,8 +449,9 @@ class GroupedGemm:
             if (warp_index == 2) & (rank == 0):
                 tile_rows = tile.m * tile.cluster_m if const_expr(spec.by_rows) else 0
                 bounds = total_rows, tail_end
+                band = BAND // tile.cluster_m
                 scheduler = TileScheduler(
-                    ends, *bounds, groups, across, tile_rows, down, spec.skips_empty_groups
+                    ends, *bounds, groups, across, tile_rows, down, spec.skips_empty_groups, band
                 )
                 queue.serve(
                     scheduler, first_tile, cute.arch.grid_dim()[0] // cute.size(self.cluster)

@@ -11,7 +11,7 @@ from cutlass.cute.arch import inline_ptx, shuffle_sync, shuffle_sync_up
 _LANES = 32
 # Tiles are walked down at most this many rows of tiles before the next column, so that both the
 # rows and the weights of the tiles in flight stay in the L2 cache.
-_BAND = 16
+BAND = 16
 
 
 @cute.jit
@@ -35,14 +35,17 @@ class TileScheduler:
     Tiles of a grouped reduction are as long as their group, and a block has drawn its next two when
     the last is drawn: they come longest first, by ``level``, the number of bits of a group's rows.
     The lanes go through all groups once for each level that there is; ``lower`` is the next one.
+
+    ``band`` rows of tiles are walked down before the next column.
     """
 
     def __init__(
-        self, ends, total_rows, tail_end, groups, columns, tile_rows, down, skips, state=None
+        self, ends, total_rows, tail_end, groups, columns, tile_rows, down, skips, band, state=None
     ):
         self.ends, self.total_rows, self.tail_end = ends, total_rows, tail_end
         self.groups, self.columns = groups, columns
         self.tile_rows, self.down, self.skips_empty_groups = tile_rows, down, skips
+        self.band = band
         if state is None:
             if tile_rows:
                 self._prefetch()
@@ -70,6 +73,7 @@ class TileScheduler:
             self.tile_rows,
             down,
             self.skips_empty_groups,
+            self.band,
             tuple(state),
         )
 
@@ -83,6 +87,7 @@ class TileScheduler:
             self.tile_rows,
             self.down,
             self.skips_empty_groups,
+            self.band,
             state,
         )
 
@@ -161,7 +166,7 @@ class TileScheduler:
         if const_expr(self.tile_rows):
             tiles_down = cutlass.max(cute.ceil_div(group_rows, self.tile_rows), Int32(1))
         index = tile - (shuffle_sync(last, lane) - tiles_down * self.columns)
-        m, n = _in_bands(index, tiles_down, self.columns)
+        m, n = _in_bands(index, tiles_down, self.columns, self.band)
         return moved, valid, group, m, n, group_start, group_rows
 
 
@@ -266,9 +271,9 @@ class TileQueue:
 
 
 @cute.jit
-def _in_bands(index: Int32, tiles_down: Int32, columns: Int32):
+def _in_bands(index: Int32, tiles_down: Int32, columns: Int32, most: cutlass.Constexpr):
     """Row and column of a tile, in bands of like heights: a low one would use weights little."""
-    height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, _BAND))
+    height = cute.ceil_div(tiles_down, cute.ceil_div(tiles_down, most))
     band = index // (height * columns)
     index -= band * height * columns
     rest = cutlass.min(tiles_down - band * height, height)
