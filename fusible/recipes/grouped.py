@@ -97,10 +97,7 @@ class GroupedTensor(WrapperTensor):
         }
         if self.format is None:
             return views["rowwise_data"]
-        return self._member(views, self.format, rows[1])
-
-    def _member(self, pieces: dict[str, Tensor], fmt: NumberFormat, rows: int) -> QuantizedTensor:
-        return QuantizedTensor(pieces, fmt, (rows, self.shape[1]), self.dtype)
+        return QuantizedTensor(views, self.format, (rows[1], self.shape[1]), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what is known without reading the device."""

@@ -120,7 +120,7 @@ def test_the_launches(given, monkeypatch):
     rows, sizes, padded = groups_of("ragged")
     x, ends = torch.randn(rows, COLUMNS, dtype=BF16), torch.tensor(sizes).cumsum(0).int()
     amax = torch.ones(3, 2) if given else None
-    quantizer._cuda(x, ends, padded, nvfp4(), True, True, None, None, amax, None)
+    quantizer._cuda(x, ends, padded, nvfp4(), quantizer.Options(True, True, amax=amax))
     *before, (kernel, (_, _, *arguments)) = launched
     assert before == ([] if given else ["a"])
     assert kernel == "sm100.quantize.quantize"

@@ -13,7 +13,7 @@ groups alone decide.
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,17 @@ group ``[groups, columns]``, and the factors of transformed columns, if they are
 are not wanted."""
 
 
+class Options(NamedTuple):
+    """What `quantize_packed` is asked for, and what it may read."""
+
+    rowwise: bool
+    columnwise: bool
+    sums: torch.dtype | None = None
+    row_scale: Tensor | None = None
+    amax: Tensor | None = None
+    key: Tensor | None = None
+
+
 def quantize_packed(
     x: Tensor,
     fmt: NumberFormat,
@@ -60,7 +71,8 @@ def quantize_packed(
     if amax is not None:
         _check_amax(amax, x, ends, fmt)
     key = random_key(x) if fmt.stochastic else None
-    return _quantize_op(x, ends, padded, fmt, rowwise, columnwise, sums, row_scale, amax, key)
+    options = Options(rowwise, columnwise, sums, row_scale, amax, key)
+    return _quantize_op(x, ends, padded, fmt, options)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -75,19 +87,10 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
 
 
 def _quantize(
-    x: Tensor,
-    ends: Tensor,
-    padded: PaddedGroups,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    row_scale: Tensor | None,
-    amax: Tensor | None,
-    key: Tensor | None,
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
 ) -> Pieces:
-    row, column = _quantized_matrices(x, fmt, ends, rowwise, columnwise, amax, key)
-    pieces = [*_outputs(x, ends, padded, fmt, False, False, None)]
+    row, column = _quantized_matrices(x, ends, fmt, options)
+    pieces = [*_outputs(x, ends, padded, fmt, Options(False, False))]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
     if column is not None:
@@ -96,20 +99,16 @@ def _quantize(
         pieces[4] = row.tensor_scale
     if column is not None and column.tensor_scale is not None:
         pieces[6 if fmt.hadamard else 4] = column.tensor_scale
-    if sums is not None:
-        pieces[5] = grouped_sum(x.to(torch.float32), ends, row_scale).to(sums)
+    if options.sums is not None:
+        sums = grouped_sum(x.to(torch.float32), ends, options.row_scale)
+        pieces[5] = sums.to(options.sums)
     return tuple(pieces)  # type: ignore[return-value]
 
 
 def _quantized_matrices(
-    x: Tensor,
-    fmt: NumberFormat,
-    ends: Tensor,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    key: Tensor | None,
+    x: Tensor, ends: Tensor, fmt: NumberFormat, options: Options
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
+    rowwise, columnwise, _, _, amax, key = options
     if amax is None:
         return quantize_for(x, fmt, Uses(rowwise, columnwise), ends, key)[:2]
     amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
@@ -123,15 +122,9 @@ def _quantized_matrices(
 
 
 def _outputs(
-    x: Tensor,
-    ends: Tensor,
-    padded: PaddedGroups,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    *_: object,
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
 ) -> Pieces:
+    rowwise, columnwise, sums, *_ = options
     size = padded.size
     assert fmt.block is not None
     columns, along, per_byte = x.shape[1], fmt.block[1], fmt.element.per_byte
@@ -172,7 +165,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 
 def _cuda(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, *options: Any
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
 ) -> Pieces | NotImplementedType:
     rowwise, columnwise, sums, row_scale, amax, _ = options
     size, plain = padded.size, not (fmt.hadamard or fmt.stochastic)
@@ -181,7 +174,7 @@ def _cuda(
     columns, groups = x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
     spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
-    pieces = _outputs(x, ends, padded, fmt, rowwise, columnwise, sums)
+    pieces = _outputs(x, ends, padded, fmt, options)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
         amax = amax_bits(x, ends, fmt) if amax is None else amax.contiguous()
