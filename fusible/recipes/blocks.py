@@ -177,7 +177,7 @@ def column_blocks(ends: Tensor, rows: int, along: int) -> ColumnBlocks:
     block_of_row = block_of_row.clamp(max=bound - 1)  # rows past the last group
 
     block = torch.arange(bound, device=ends.device)
-    group_of_block = torch.searchsorted(block_ends, block, right=True).clamp(max=groups - 1)
+    group_of_block = group_of_row(block_ends, bound)
     first_row = starts[group_of_block] + (block - first_block[group_of_block]) * along
     rows_of_block = first_row[:, None] + torch.arange(along, device=ends.device)
     inside = rows_of_block < ends[group_of_block, None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusible.recipes.blocks import column_block_ends, group_starts
+from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts
 
 ATOM_ROWS, ATOM_BLOCKS, ATOM_BYTES = 128, 4, 512
 
@@ -85,7 +85,7 @@ def _group_offsets(blocks: int, columns: int, ends: Tensor, along: int, spare: i
     sizes = ends - group_starts(ends)
     block_ends = column_block_ends(ends, along)
     block = torch.arange(blocks, device=ends.device)[:, None]
-    group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
+    group = group_of_row(block_ends, blocks)[:, None]
     padded = (sizes + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS
     region = group_starts(padded.cumsum(0)) // along * _round_up(columns, ATOM_ROWS)
     local = block - group_starts(block_ends)[group]

@@ -88,11 +88,8 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     if padded.rows is None:
         return scale[: padded.size // along]
     block_ends = column_block_ends(ends, along)
-    block = torch.arange(scale.shape[0], device=ends.device)
-    group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
-    place = block + (group_starts(padded.ends) // along - group_starts(block_ends))[group]
-    spare = padded.size // along
-    return scatter_rows(scale, torch.where(block < block_ends[-1], place, spare), spare)
+    _, place = blocks.place_rows(block_ends, scale.shape[0], limits.GROUP_ROWS // along)
+    return scatter_rows(scale, place, padded.size // along)
 
 
 def packed_rows(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
