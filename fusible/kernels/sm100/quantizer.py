@@ -24,7 +24,7 @@ from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
-from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.kernels.sm100.spec import PackedQuantizeSpec
 from fusible.library import define
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
@@ -38,15 +38,21 @@ group ``[groups, columns]``, and the factors of transformed columns, if they are
 are not wanted."""
 
 
-class Options(NamedTuple):
+class QuantizeOptions(NamedTuple):
     """What `quantize_packed` is asked for, and what it may read."""
 
     rowwise: bool
     columnwise: bool
     sums: torch.dtype | None = None
+    """Asks for the sums of the rows of each group, in BF16 or FP32."""
     row_scale: Tensor | None = None
+    """``[rows]``, by which each row is multiplied before it is summed."""
     amax: Tensor | None = None
+    """FP32 ``[groups, 1 or 2]``, the largest magnitudes of the parts of what was rounded to the
+    rows, where they are known. They leave out NaN and the values within 32 columns of one, and are
+    negative without rows. With them, NaN makes its own blocks NaN, else the whole group."""
     key: Tensor | None = None
+    """Of stochastic rounding; by default drawn."""
 
 
 def quantize_packed(
@@ -54,24 +60,16 @@ def quantize_packed(
     fmt: NumberFormat,
     ends: Tensor,
     padded: PaddedGroups,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None = None,
-    row_scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    options: QuantizeOptions,
 ) -> Pieces:
     """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, padded and packed.
 
-    The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
-    ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32. ``amax``, FP32 ``[groups, 1 or 2]``,
-    are the largest magnitudes of the parts of what was rounded to ``x``, where they are known. They
-    leave out NaN and the values within 32 columns of one, and are negative without rows. With
-    ``amax``, NaN makes its own blocks NaN, without it the whole group.
+    The columns are a multiple of 32.
     """
-    if amax is not None:
-        _check_amax(amax, x, ends, fmt)
-    key = random_key(x) if fmt.stochastic else None
-    options = Options(rowwise, columnwise, sums, row_scale, amax, key)
+    if options.amax is not None:
+        _check_amax(options.amax, x, ends, fmt)
+    if fmt.stochastic and options.key is None:
+        options = options._replace(key=random_key(x))
     return _quantize_op(x, ends, padded, fmt, options)
 
 
@@ -87,10 +85,10 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
 
 
 def _quantize(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces:
     row, column = _quantized_matrices(x, ends, fmt, options)
-    pieces = [*_outputs(x, ends, padded, fmt, Options(False, False))]
+    pieces = [*_outputs(x, ends, padded, fmt, QuantizeOptions(False, False))]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
     if column is not None:
@@ -106,7 +104,7 @@ def _quantize(
 
 
 def _quantized_matrices(
-    x: Tensor, ends: Tensor, fmt: NumberFormat, options: Options
+    x: Tensor, ends: Tensor, fmt: NumberFormat, options: QuantizeOptions
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
     rowwise, columnwise, _, _, amax, key = options
     if amax is None:
@@ -122,7 +120,7 @@ def _quantized_matrices(
 
 
 def _outputs(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces:
     rowwise, columnwise, sums, *_ = options
     size = padded.size
@@ -165,7 +163,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 
 def _cuda(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: Options
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces | NotImplementedType:
     rowwise, columnwise, sums, row_scale, amax, _ = options
     size, plain = padded.size, not (fmt.hadamard or fmt.stochastic)
@@ -173,7 +171,7 @@ def _cuda(
         return NotImplemented
     columns, groups = x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
-    spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
+    spec = PackedQuantizeSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
     pieces = _outputs(x, ends, padded, fmt, options)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
