@@ -184,9 +184,10 @@ def check(given: KMajorInput, fmt: NumberFormat) -> None:
             f"rows to quantize in blocks of 1x128 must be 2-D, got shape {tuple(x.shape)}; "
             "use x.flatten(0, -2)"
         )
-    fits = index is None or (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
-    if not (fits and (index is None or _pads_groups(fmt, ends is not None))):
-        assert index is not None
+    if index is None:
+        return
+    fits = (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
+    if not (fits and _pads_groups(fmt, ends is not None)):
         raise ValueError(
             f"index must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
             f"{index.dtype} of shape {tuple(index.shape)} on {index.device} for {fmt.name}"
