@@ -309,13 +309,13 @@ def _cuda(
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, index = with_aligned_rows(x), None if index is None else index.contiguous()
-    together, amax = 0, None
+    pass_chunks, amax = 0, None
     if index is not None:
-        together = chunks_per_pass(*x.shape, x.itemsize)
+        pass_chunks = chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None:
-        amax = amax_bits(x, ends, fmt, index=index, together=together)
+        amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
     given = KMajorInput(x, ends, index)
-    return launch_quantize(given, fmt, rowwise, columnwise, amax, together)
+    return launch_quantize(given, fmt, rowwise, columnwise, amax, pass_chunks)
 
 
 def launch_quantize(
@@ -324,14 +324,14 @@ def launch_quantize(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
-    together: int = 0,
+    pass_chunks: int = 0,
 ) -> Pieces:
     """The kernel, by `amax_bits` in a format of whole matrices."""
     x, ends, index = given
     pieces = outputs(given, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
-    more = *sizes_of(x, ends, index), pieces[2].shape[-1], together
+    more = *sizes_of(x, ends, index), pieces[2].shape[-1], pass_chunks
     launch("quantize.k_major.quantize", constants, x.device, x, ends, index, amax, *pieces, *more)
     return pieces
 
