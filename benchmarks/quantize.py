@@ -24,7 +24,7 @@ import fusible as fz
 from fusible import recipes
 from fusible.kernels.grouped import grouped_sum
 from fusible.kernels.sm100 import padding
-from fusible.kernels.sm100.quantizer import quantized
+from fusible.kernels.sm100.quantizer import QuantizeOptions, quantize_packed
 from fusible.recipes.formats import NumberFormat, fp8_block, fp8_tensor, mxfp8, nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
 
@@ -138,7 +138,9 @@ def placed(rows: int, columns: int) -> list[dict[str, Any]]:
         ends = torch.cat((ends.sort().values, ends.new_tensor([rows])))
         padded = padding.pad_groups(ends, rows, aligned=False)
         for name in ("mxfp8", "nvfp4"):
-            make = partial(quantized, x, FORMATS[name], ends, padded, True, True)
+            make = partial(
+                quantize_packed, x, FORMATS[name], ends, padded, QuantizeOptions(True, True)
+            )
             useful = size_of([x, *make()])
             calls = {
                 "one kernel": make,

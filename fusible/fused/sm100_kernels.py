@@ -17,6 +17,7 @@ from fusible.fuser.context import OperationContext
 from fusible.kernels.runtime.launch import aligned
 from fusible.kernels.sm100 import limits, operands, padding
 from fusible.kernels.sm100.padding import PaddedGroups
+from fusible.kernels.sm100.quantizer import QuantizeOptions
 from fusible.kernels.stacking import write
 from fusible.ops import GroupedLinear
 from fusible.ops.casting import format_of_grad
@@ -104,9 +105,8 @@ class Sm100Kernels(GroupedKernels):
             return GroupedOperand(packed.data_for(False), packed.data_for(True))
         columnwise = "wgrad" in products
         rowwise = len(products) > columnwise
-        packed, sums = operands.quantize(
-            x, fmt, ends, padded, rowwise=rowwise, columnwise=columnwise, **options
-        )
+        wanted = QuantizeOptions(rowwise, columnwise, **options)
+        packed, sums = operands.quantize(x, fmt, ends, padded, wanted)
         return GroupedOperand(packed.row, packed.column, sums)
 
     def saved_rows(self, ctx: OperationContext, column: OperandData | None) -> Saved:

@@ -22,8 +22,12 @@ from fusible.recipes.tensor import PIECES, QuantizedTensor
 MXFP4 = NumberFormat("mxfp4_e2m1", E2M1, (1, 32), "e8m0_up")
 """OCP MXFP4: E2M1 with one power of two per 32."""
 
-_BYTES = torch.uint8, torch.float8_e8m0fnu
-_FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu
+_SCALE_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float8_e8m0fnu: (torch.uint8, torch.float8_e8m0fnu),
+    torch.float8_e4m3fn: (torch.float8_e4m3fn,),
+    torch.float32: (*HIGH_PRECISION, torch.float8_e8m0fnu),
+}
+"""As what checkpoints store scales, by their dtype in a format."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,10 @@ class CheckpointLayout:
     name: str
     values: str
     """Ending of the entry of the elements, ``[out, in / per_byte]``."""
-    dtypes: tuple[torch.dtype, ...]
-    """Of that entry."""
     format: NumberFormat | None = None
     """What the weight is, bit for bit; None in high precision."""
     scale: str = ""
     """Ending of the scales, ``[out / rows of a block, in / columns of a block]``."""
-    scale_dtypes: tuple[torch.dtype, ...] = ()
     tensor_scale: str = ""
     """Ending of the FP32 scale of the matrix."""
     divides: bool = False
@@ -48,6 +49,16 @@ class CheckpointLayout:
     """Whether the elements are ``[..., blocks, bytes of a block]``."""
     unused: tuple[str, ...] = ()
     """Endings of entries that are read by none: scales of activations, which recipes compute."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the entry of the elements."""
+        return HIGH_PRECISION if self.format is None else (self.format.element.dtype,)
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the entry of the scales."""
+        return () if self.format is None else _SCALE_DTYPES[self.format.scale_dtype]
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -87,69 +98,44 @@ LAYOUTS = (
     CheckpointLayout(
         "NVFP4 of ModelOpt",
         ".weight",
-        (torch.uint8,),
         nvfp4(),
         ".weight_scale",
-        (torch.float8_e4m3fn,),
         ".weight_scale_2",
         unused=(".input_scale",),
     ),
     CheckpointLayout(
         "NVFP4 of compressed-tensors",
         ".weight_packed",
-        (torch.uint8,),
         nvfp4(),
         ".weight_scale",
-        (torch.float8_e4m3fn,),
         ".weight_global_scale",
         divides=True,
         unused=(".input_global_scale",),
     ),
-    CheckpointLayout(
-        "MXFP4 of compressed-tensors",
-        ".weight_packed",
-        (torch.uint8,),
-        MXFP4,
-        ".weight_scale",
-        _BYTES,
-    ),
-    CheckpointLayout(
-        "MXFP4 of GPT-OSS",
-        "_blocks",
-        (torch.uint8,),
-        MXFP4,
-        "_scales",
-        _BYTES,
-        in_blocks=True,
-    ),
+    CheckpointLayout("MXFP4 of compressed-tensors", ".weight_packed", MXFP4, ".weight_scale"),
+    CheckpointLayout("MXFP4 of GPT-OSS", "_blocks", MXFP4, "_scales", in_blocks=True),
     CheckpointLayout(
         "FP8 blocks of DeepSeek",
         ".weight",
-        (torch.float8_e4m3fn,),
         fp8_block(E4M3, (128, 128), power_of_two=False),
         ".weight_scale_inv",
-        _FLOATS,
     ),
     CheckpointLayout(
         "MXFP8 of compressed-tensors",
         ".weight",
-        (torch.float8_e4m3fn,),
         mxfp8(),
         ".weight_scale",
-        _BYTES,
         unused=(".input_scale",),
     ),
     CheckpointLayout(
         "FP8 per tensor of ModelOpt and compressed-tensors",
         ".weight",
-        (torch.float8_e4m3fn,),
         fp8_tensor(),
         ".weight_scale",
-        (torch.float32, torch.bfloat16),
         unused=(".input_scale",),
     ),
-    CheckpointLayout("high precision", ".weight", HIGH_PRECISION),
-    CheckpointLayout("high precision", "", HIGH_PRECISION),
+    CheckpointLayout("high precision", ".weight"),
+    CheckpointLayout("high precision", ""),
 )
 """The layouts that are known."""
 

@@ -30,12 +30,13 @@ def blocks_of(
     """Return the blocks of ``x`` for a format's ``block`` and use; only its shape is read."""
     if block is None:
         return _whole(x, ends)
-    (across, along), (rows, columns) = block, x.shape[-2:]
-    if across == along:
-        return _square(along, rows, columns)
-    if not columnwise:
-        return _rows(along, rows, columns, ends)
-    return _columns(along, rows, ends)
+    (across, along), rows = block, x.shape[-2]
+    if columnwise and across != along:
+        return _tiled(x, along, across) if ends is None else _columns(along, rows, ends)
+    blocks = _tiled(x, across, along)
+    if ends is None:
+        return blocks
+    return blocks._replace(spread_groups=lambda s: s[group_of_row(ends, rows), None])
 
 
 def with_zero_tail(x: Tensor, ends: Tensor) -> Tensor:
@@ -129,37 +130,23 @@ def _whole(x: Tensor, ends: Tensor | None) -> Blocks:
     return Blocks(grouped_amax, lambda s: s[group, None], _unchanged)
 
 
-def _tiles(x: Tensor, across: int, along: int) -> Tensor:
-    """Magnitudes as ``[..., rows, across, columns, along]`` of blocks, the last ones with zeros."""
-    rows, columns = -(-x.shape[-2] // across), -(-x.shape[-1] // along)
-    padding = (0, columns * along - x.shape[-1], 0, rows * across - x.shape[-2])
-    x = x.abs()
-    if any(padding):
-        x = torch.nn.functional.pad(x, padding)
-    return x.unflatten(-1, (columns, along)).unflatten(-3, (rows, across))
+def _tiled(x: Tensor, height: int, width: int) -> Blocks:
+    """Blocks of ``height`` rows by ``width`` columns; the last ones may be short."""
+    rows, columns = x.shape[-2:]
+    down, across = -(-rows // height), -(-columns // width)
+    padding = (0, across * width - columns, 0, down * height - rows)
 
-
-def _square(along: int, rows: int, columns: int) -> Blocks:
     def amax(x: Tensor) -> Tensor:
-        return _tiles(x, along, along).amax((-3, -1))
+        x = x.abs()
+        if any(padding):
+            x = torch.nn.functional.pad(x, padding)
+        return x.unflatten(-1, (across, width)).unflatten(-3, (down, height)).amax((-3, -1))
 
     def expand(s: Tensor) -> Tensor:
-        whole = s.repeat_interleave(along, -1).repeat_interleave(along, -2)
-        return whole[..., :rows, :columns]
+        tiles = s[..., :, None, :, None].expand(*s.shape[:-1], height, across, width)
+        return tiles.flatten(-4, -3).flatten(-2)[..., :rows, :columns]
 
     return Blocks(amax, expand, _last)
-
-
-def _rows(along: int, rows: int, columns: int, ends: Tensor | None) -> Blocks:
-    def amax(x: Tensor) -> Tensor:
-        return _tiles(x, 1, along).amax((-3, -1))
-
-    def expand(s: Tensor) -> Tensor:
-        return s.unsqueeze(-1).expand(*s.shape, along).flatten(-2)[..., :columns]
-
-    if ends is None:
-        return Blocks(amax, expand, _last)
-    return Blocks(amax, expand, lambda s: s[group_of_row(ends, rows), None])
 
 
 class ColumnBlocks(NamedTuple):
@@ -190,7 +177,7 @@ def column_blocks(ends: Tensor, rows: int, along: int) -> ColumnBlocks:
     block_of_row = block_of_row.clamp(max=bound - 1)  # rows past the last group
 
     block = torch.arange(bound, device=ends.device)
-    group_of_block = torch.searchsorted(block_ends, block, right=True).clamp(max=groups - 1)
+    group_of_block = group_of_row(block_ends, bound)
     first_row = starts[group_of_block] + (block - first_block[group_of_block]) * along
     rows_of_block = first_row[:, None] + torch.arange(along, device=ends.device)
     inside = rows_of_block < ends[group_of_block, None]
@@ -198,9 +185,7 @@ def column_blocks(ends: Tensor, rows: int, along: int) -> ColumnBlocks:
     return ColumnBlocks(block_of_row, row_in_group % along, rows_of_block, inside, group_of_block)
 
 
-def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
-    if ends is None:
-        return _ungrouped_columns(along, rows)
+def _columns(along: int, rows: int, ends: Tensor) -> Blocks:
     block_of_row, _, rows_of_block, inside, group_of_block = column_blocks(ends, rows, along)
     bound = rows_of_block.shape[0]
 
@@ -210,13 +195,3 @@ def _columns(along: int, rows: int, ends: Tensor | None) -> Blocks:
         return torch.where(inside[..., None], x.abs()[rows_of_block], 0).amax(1)
 
     return Blocks(amax, lambda s: s[block_of_row], lambda s: s[group_of_block, None])
-
-
-def _ungrouped_columns(along: int, rows: int) -> Blocks:
-    def amax(x: Tensor) -> Tensor:
-        return _tiles(x, along, 1).amax((-3, -1))
-
-    def expand(s: Tensor) -> Tensor:
-        return s.repeat_interleave(along, -2)[..., :rows, :]
-
-    return Blocks(amax, expand, _last)

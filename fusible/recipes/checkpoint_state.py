@@ -29,6 +29,8 @@ _KEYS = {
     "columnwise_scale_inv": "columnwise_scale",
     "columnwise_tensor_scale": "columnwise_tensor_scale",
 }
+_FORMAT = "name", "element", "block", "scale", "amax_epsilon", "hadamard", "stochastic"
+"""The arguments of ``NumberFormat.from_constants``."""
 _SCALES = "scale_inv", "columnwise_scale_inv"
 _DTYPES = {str(d): d for d in HIGH_PRECISION}
 
@@ -43,17 +45,8 @@ def tensor_state(q: Tensor) -> dict[str, Tensor]:
     if part is not q:
         state = {name: sharded_as(q, piece) for name, piece in state.items()}
     fmt = part.format
-    facts = {
-        "name": fmt.name,
-        "element": fmt.element.name,
-        "block": fmt.block,
-        "scale": fmt.scale,
-        "amax_epsilon": fmt.amax_epsilon,
-        "hadamard": fmt.hadamard,
-        "stochastic": fmt.stochastic,
-        "dtype": str(q.dtype),
-        "shape": tuple(q.shape),
-    }
+    facts = {name: getattr(fmt, name) for name in _FORMAT} | {"element": fmt.element.name}
+    facts |= {"dtype": str(q.dtype), "shape": tuple(q.shape)}
     data = list(json.dumps(facts).encode())
     state["format"] = torch.tensor(data, dtype=torch.uint8, device="cpu")
     return state
@@ -100,15 +93,8 @@ def _facts(data: Any) -> tuple[NumberFormat, list[int], torch.dtype]:
         got = described(data)
         raise PiecesError([], [], [f"format must be bytes of JSON, got {got}"]) from error
     try:
-        fmt = NumberFormat.from_constants(
-            str(facts["name"]),
-            facts["element"],
-            facts["block"] or (),
-            facts["scale"],
-            str(float(facts["amax_epsilon"])),
-            facts["hadamard"],
-            facts["stochastic"],
-        )
+        name, *options = [facts[field] for field in _FORMAT]
+        fmt = NumberFormat.from_constants(str(name), *options)
         dtype, shape = _DTYPES[facts["dtype"]], [int(n) for n in facts["shape"]]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise _unknown(facts) from error

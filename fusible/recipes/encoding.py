@@ -90,15 +90,13 @@ def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     Compiled CUDA code divides FP32 approximately, and eager CUDA turns a division by a number into
     a product. FP64 is exact on both; rounding twice is harmless since 53 >= 2 * 24 + 2 bits.
     """
-    wide = [v.double() if isinstance(v, Tensor) else v for v in (a, b)]
-    return torch.true_divide(*_as_tensors(*wide)).float()
-
-
-def _as_tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
-    if isinstance(a, Tensor):
-        return a, b if isinstance(b, Tensor) else torch.full_like(a, b)
-    assert isinstance(b, Tensor)
-    return torch.full_like(b, a), b
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    wide = [
+        v.double() if isinstance(v, Tensor) else torch.full_like(like, v, dtype=torch.float64)
+        for v in (a, b)
+    ]
+    return torch.true_divide(*wide).float()
 
 
 def _to_float(scale: Tensor) -> Tensor:

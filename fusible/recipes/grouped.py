@@ -14,6 +14,7 @@ from torch.nn import functional
 from fusible.library import define
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.quantizer import Quantizer
+from fusible.recipes.sharding import per_matrix
 from fusible.recipes.tensor import PIECES, QuantizedTensor, WrapperTensor, quantized_pieces
 from fusible.recipes.tensor_dispatch import implicit_values
 
@@ -81,26 +82,17 @@ class GroupedTensor(WrapperTensor):
         return tuple(members)
 
     def _view_of(self, group: int, rows: tuple[int, int], blocks: tuple[int, int]) -> Tensor:
-        spans = {
-            "rowwise_data": rows,
-            "scale_inv": rows,
-            "columnwise_data": rows,
-            "columnwise_scale_inv": blocks,
-        }
-        whole = {"tensor_scale", "columnwise_tensor_scale"}
-        if self.format is not None and self.format.block is None:
-            whole.add("scale_inv")
+        if self.format is None:
+            assert self.rowwise_data is not None
+            return self.rowwise_data.narrow(0, *rows)
+        spans = {"columnwise_scale_inv": blocks}
+        spans |= dict.fromkeys(per_matrix(self.format), (group, 1))
         views = {
-            name: piece.narrow(0, *((group, 1) if name in whole else spans[name]))
+            name: piece.narrow(0, *spans.get(name, rows))
             for name, piece in self.pieces().items()
             if name in PIECES
         }
-        if self.format is None:
-            return views["rowwise_data"]
-        return self._member(views, self.format, rows[1])
-
-    def _member(self, pieces: dict[str, Tensor], fmt: NumberFormat, rows: int) -> QuantizedTensor:
-        return QuantizedTensor(pieces, fmt, (rows, self.shape[1]), self.dtype)
+        return QuantizedTensor(views, self.format, (rows[1], self.shape[1]), self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what is known without reading the device."""

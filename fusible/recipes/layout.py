@@ -10,11 +10,13 @@ It is cuBLAS' 32x4x4 layout and torch's ``SwizzleType.SWIZZLE_32_4_4``. Padding 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fusible.recipes.blocks import column_block_ends, group_starts
+from fusible.recipes.blocks import column_block_ends, group_of_row, group_starts, padded_size
 
 ATOM_ROWS, ATOM_BLOCKS, ATOM_BYTES = 128, 4, 512
 
@@ -40,6 +42,12 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     return tiles.transpose(-4, -2).contiguous().view(scale.dtype)
 
 
+def swizzled_shape(shape: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Return the shape of scales of ``shape``, laid out, where they are padded to ``rows`` rows."""
+    atoms = (rows + ATOM_ROWS - 1) // ATOM_ROWS, (shape[-1] + ATOM_BLOCKS - 1) // ATOM_BLOCKS
+    return (*shape[:-2], *atoms, 32, 4, 4)
+
+
 def unswizzle_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
     """Undo ``swizzle_scales``: return ``[..., rows, blocks]`` from tiles."""
     data = swizzled.view(torch.uint8).transpose(-4, -2)
@@ -53,8 +61,7 @@ def swizzled_group_bytes(rows: int, columns: int, groups: int, along: int) -> in
     Every group is padded to 128 rows and the columns to 128; groups of whole 128 rows need
     ``rows // along * round_up(columns, 128)`` bytes, the beginning of the buffer.
     """
-    padded_rows = (rows + groups * (ATOM_ROWS - 1)) // ATOM_ROWS * ATOM_ROWS
-    return padded_rows // along * _round_up(columns, ATOM_ROWS)
+    return padded_size(rows, groups, ATOM_ROWS) // along * _round_up(columns, ATOM_ROWS)
 
 
 def swizzle_group_scales(scale: Tensor, rows: int, ends: Tensor, along: int) -> Tensor:
@@ -85,7 +92,7 @@ def _group_offsets(blocks: int, columns: int, ends: Tensor, along: int, spare: i
     sizes = ends - group_starts(ends)
     block_ends = column_block_ends(ends, along)
     block = torch.arange(blocks, device=ends.device)[:, None]
-    group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
+    group = group_of_row(block_ends, blocks)[:, None]
     padded = (sizes + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS
     region = group_starts(padded.cumsum(0)) // along * _round_up(columns, ATOM_ROWS)
     local = block - group_starts(block_ends)[group]

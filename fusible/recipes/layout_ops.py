@@ -14,11 +14,11 @@ from fusible.arguments import check_bools
 from fusible.library import define
 from fusible.recipes.blocks import column_block_bound, padded_size, place_rows, scatter_rows
 from fusible.recipes.layout import (
-    ATOM_BLOCKS,
     ATOM_ROWS,
     swizzle_group_scales,
     swizzle_scales,
     swizzled_group_bytes,
+    swizzled_shape,
     unswizzle_group_scales,
     unswizzle_scales,
 )
@@ -174,8 +174,7 @@ def _swizzled_shape(
         assert ends is not None
         return (swizzled_group_bytes(rows, shape[1], ends.shape[0], block_size),)
     padded = rows if ends is None else padded_size(rows, ends.shape[0], ATOM_ROWS)
-    tiles = (padded + ATOM_ROWS - 1) // ATOM_ROWS, (shape[-1] + ATOM_BLOCKS - 1) // ATOM_BLOCKS
-    return (*shape[:-2], *tiles, 32, 4, 4)
+    return swizzled_shape(shape, padded)
 
 
 def _swizzle(

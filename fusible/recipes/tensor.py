@@ -371,17 +371,13 @@ class QuantizedTensor(WrapperTensor):
 
         A missing column-wise form is quantized from the row-wise values. ValueError without those.
         """
-        data, scale, tensor_scale = self.tensors_of(columnwise=False)
-        tensors = zip(PIECES, (data, scale, tensor_scale), strict=False)
-        pieces = {name: t for name, t in tensors if t is not None}
-        if columnwise and self.format.directional:
-            whole = self
-            if self.columnwise_data is None:
-                whole = self.quantize(
-                    self.own_values(), self.format, rowwise=False, columnwise=True
-                )
-            pieces = pieces | {n: t for n, t in whole.pieces().items() if n in PIECES[3:]}
-        return self.with_pieces(pieces)
+        self.tensors_of(columnwise=False)  # raises
+        pieces, both = self.pieces(), columnwise and self.format.directional
+        wanted = PIECES if both else PIECES[:3]
+        if both and self.columnwise_data is None:
+            values, fmt = self.own_values(), self.format
+            pieces |= quantized_pieces(values, fmt, rowwise=False, columnwise=True)
+        return self.with_pieces({name: t for name, t in pieces.items() if name in wanted})
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value before quantization, if ``quantized_model_init`` kept it."""

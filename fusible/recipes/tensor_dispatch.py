@@ -104,7 +104,7 @@ def _run_on_values(
     """
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    shape_only = func.overloadpacket in _SHAPE_ONLY
+    shape_only = _reads_shape_only(func.overloadpacket)
     values: dict[int, Tensor] = {}
 
     def value(x: Any) -> Any:
@@ -148,6 +148,12 @@ def _run_on_values(
         for out, r in zip(func._schema.returns, results, strict=True)
     ]
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _reads_shape_only(packet: Any) -> bool:
+    """Tell whether operations read the shape of their first argument, not its values."""
+    name = packet.__name__
+    return name.endswith("_like") or name.startswith("new_") or packet in _FILLS
 
 
 def _check_sizes(func: Any, written: Sequence[tuple[Any, Tensor | None]]) -> None:
@@ -508,26 +514,7 @@ _REFUSED = {
 }
 _REACH_MEMORY = {_aten.as_strided, _aten.as_strided_, _aten.resize_, _aten.resize_as_}
 """They may give a view elements of the memory that it did not hold."""
-_SHAPE_ONLY = {
-    _aten.empty_like,
-    _aten.zeros_like,
-    _aten.ones_like,
-    _aten.full_like,
-    _aten.rand_like,
-    _aten.randn_like,
-    _aten.randint_like,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-    _aten.new_zeros,
-    _aten.new_ones,
-    _aten.new_full,
-    _aten.fill_,
-    _aten.zero_,
-    _aten.normal_,
-    _aten.uniform_,
-    _aten.random_,
-}
-"""Of their first argument they read the shape, not the values."""
+_FILLS = {_aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_}
 _PARTS = {_aten.slice.Tensor, _aten.split.Tensor}
 """In forward mode they are views of the values, since a tangent lies in memory as its part does."""
 _CONJUGATES = {_aten._conj.default, _aten._neg_view.default}

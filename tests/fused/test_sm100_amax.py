@@ -57,9 +57,10 @@ def test_the_same_bits_as_with_a_pass_of_its_own(splits, special, parts):
     d = SPECIAL[special](torch.randn(rows, COLUMNS) * torch.randn(rows, 1).exp())
     d[sum(sizes) :] = NAN  # rows of no group, which no kernel has computed
     amax = largest_of_groups(d, sizes, parts)
-    rest = nvfp4(), ends, padded, True, True, BF16
-    want = quantizer.quantize_packed(d.to(BF16), *rest)
-    mine = quantizer.quantize_packed(d.to(BF16), *rest, amax=amax)
+    options = quantizer.QuantizeOptions(True, True, BF16)
+    rest = nvfp4(), ends, padded
+    want = quantizer.quantize_packed(d.to(BF16), *rest, options)
+    mine = quantizer.quantize_packed(d.to(BF16), *rest, options._replace(amax=amax))
     ref.assert_equal(bytes_of(mine), bytes_of(want))
 
 
@@ -90,9 +91,8 @@ def test_what_amax_must_be():
     padded = padding.PaddedGroups(ends, None, 256)
 
     def made(amax, fmt=None):
-        return operands.quantize(
-            x, fmt or nvfp4(), ends, padded, rowwise=True, columnwise=False, amax=amax
-        )
+        options = quantizer.QuantizeOptions(True, False, amax=amax)
+        return operands.quantize(x, fmt or nvfp4(), ends, padded, options)
 
     for wrong in (
         torch.ones(2),
@@ -120,7 +120,7 @@ def test_the_launches(given, monkeypatch):
     rows, sizes, padded = groups_of("ragged")
     x, ends = torch.randn(rows, COLUMNS, dtype=BF16), torch.tensor(sizes).cumsum(0).int()
     amax = torch.ones(3, 2) if given else None
-    quantizer._cuda(x, ends, padded, nvfp4(), True, True, None, None, amax, None)
+    quantizer._cuda(x, ends, padded, nvfp4(), quantizer.QuantizeOptions(True, True, amax=amax))
     *before, (kernel, (_, _, *arguments)) = launched
     assert before == ([] if given else ["a"])
     assert kernel == "sm100.quantize.quantize"
@@ -143,7 +143,8 @@ class Quantizations(TorchDispatchMode):
 
 
 def without_amax(*args):
-    return quantizer.quantize_packed(*args[:-1])
+    *given, options = args
+    return quantizer.quantize_packed(*given, options._replace(amax=None))
 
 
 @pytest.mark.parametrize(

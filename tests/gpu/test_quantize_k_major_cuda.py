@@ -105,10 +105,10 @@ def test_bits_of_gathered_rows_at_the_edges_of_blocks(rows, columns, tokens):
             compare(x, MATRIX, ends, (True, True), index=index_of(tokens, rows, ends))
 
 
-@pytest.mark.parametrize("together", [1, 3, 8])
-def test_any_number_of_columns_is_gathered_together(together, monkeypatch):
+@pytest.mark.parametrize("pass_chunks", [1, 3, 8])
+def test_any_number_of_columns_is_gathered_together(pass_chunks, monkeypatch):
     x, ends = torch.randn(170, 3072, dtype=torch.bfloat16), torch.tensor([7, 160, 160, 590])
-    monkeypatch.setattr(k_major, "chunks_per_pass", lambda *_: together)
+    monkeypatch.setattr(k_major, "chunks_per_pass", lambda *_: pass_chunks)
     compare(x, fp8_block(), ends, (True, True), index=index_of(170, 600, ends))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import fusible as fz
 from fusible import recipes
 from fusible.kernels.sm100 import operands, padding, quantizer
-from fusible.kernels.sm100.quantizer import quantize_packed
+from fusible.kernels.sm100.quantizer import QuantizeOptions, quantize_packed
 from fusible.recipes.formats import mxfp8, nvfp4
 from fusible.recipes.quantize_ops import quantize_matrix
 from fusible.testing import assume_target, emulator_sm100
@@ -98,13 +98,13 @@ def test_largest_magnitudes_that_a_kernel_gave(splits, special, parts, monkeypat
     """The bytes of the host; where there is no NaN, also those of the pass that is saved."""
     check_bytes(FORMATS["nvfp4"], splits, 1088, (True, True), special, parts)
     x, *rest = of_groups(splits, 1088, "cuda", special=False)
-    rest = FORMATS["nvfp4"], *rest, True, True
-    own = quantize_packed(x, *rest)
+    rest = FORMATS["nvfp4"], *rest
+    own = quantize_packed(x, *rest, QuantizeOptions(True, True))
     monkeypatch.setattr(quantizer, "amax_bits", None)
-    given = quantize_packed(x, *rest, amax=given_of(x, splits, parts))
+    given = quantize_packed(x, *rest, QuantizeOptions(True, True, amax=given_of(x, splits, parts)))
     ref.assert_same_bits(own, given)
     with pytest.raises(TypeError):
-        quantize_packed(x, *rest)
+        quantize_packed(x, *rest, QuantizeOptions(True, True))
 
 
 def given_of(x, splits, parts):
@@ -119,7 +119,7 @@ def check_bytes(fmt, splits, columns, uses, special=True, parts=0):
         x, ends, padded = of_groups(splits, columns, device, special)
         amax = given_of(x, splits, parts) if parts else None
         poison(device)
-        pieces = quantize_packed(x, fmt, ends, padded, *uses, amax=amax)
+        pieces = quantize_packed(x, fmt, ends, padded, QuantizeOptions(*uses, amax=amax))
         made.append([piece.cpu() for piece in pieces])
     mine, theirs = (list(pieces[:4]) for pieces in made)
     assert torch.equal(made[0][4].isnan(), made[1][4].isnan())
@@ -154,12 +154,12 @@ def without_padding(data, fmt, sizes, ends):
 def test_sums_of_the_rows_on_the_way(fmt, splits, columns, scaled, dtype):
     x, ends, padded = of_groups(splits, columns, "cuda", special=False)
     scale = torch.rand(len(x), device="cuda", dtype=BF16) if scaled else None
-    options = {"rowwise": True, "columnwise": True, "sums": dtype, "row_scale": scale}
+    options = QuantizeOptions(True, True, sums=dtype, row_scale=scale)
     poison("cuda")
-    first = quantize_packed(x, FORMATS[fmt], ends, padded, **options)
-    plain = quantize_packed(x, FORMATS[fmt], ends, padded, rowwise=True, columnwise=True)
+    first = quantize_packed(x, FORMATS[fmt], ends, padded, options)
+    plain = quantize_packed(x, FORMATS[fmt], ends, padded, QuantizeOptions(True, True))
     ref.assert_same_bits(first[:5], plain[:5])
-    again = quantize_packed(x, FORMATS[fmt], ends, padded, **options)
+    again = quantize_packed(x, FORMATS[fmt], ends, padded, options)
     sums = first[5]
     assert torch.equal(sums, again[5])
     assert sums.dtype == dtype
@@ -189,7 +189,7 @@ def test_weights_in_one_pass_are_those_of_the_host(fmt, shape):
 def test_packing_waits_for_nothing_and_is_captured():
     x = torch.randn(ROWS, HIDDEN, dtype=BF16, device="cuda")
     sizes = torch.tensor(SIZES, device="cuda")
-    everything = {"rowwise": True, "columnwise": True, "sums": BF16}
+    everything = QuantizeOptions(True, True, sums=BF16)
     amax = torch.full((len(SIZES), 2), 6.0, device="cuda")
 
     def work():
@@ -199,9 +199,9 @@ def test_packing_waits_for_nothing_and_is_captured():
         return (
             *padding.packed_rows(row, padded),
             *padding.packed_columns(column, padded),
-            *quantize_packed(x, mxfp8(), ends, padded, **everything),
-            *quantize_packed(x, nvfp4(), ends, padded, **everything),
-            *quantize_packed(x, nvfp4(), ends, padded, **everything, amax=amax),
+            *quantize_packed(x, mxfp8(), ends, padded, everything),
+            *quantize_packed(x, nvfp4(), ends, padded, everything),
+            *quantize_packed(x, nvfp4(), ends, padded, everything._replace(amax=amax)),
         )
 
     work()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import fusible as fz
 from fusible import recipes
-from fusible.integrations.checkpoint_layouts import LAYOUTS, MXFP4
+from fusible.integrations.checkpoint_layouts import LAYOUTS, MXFP4, layout_of, matrix_of
 from fusible.integrations.checkpoints import load_checkpoint
 from fusible.recipes.recipe import Recipe
 
@@ -499,3 +499,15 @@ def test_memory_for_one_weight_at_a_time(recipe):
     assert together <= 1.5 * alone
     for i in range(layers):
         assert torch.equal(weight(module[3 * i]), weight(module[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_scale_of_a_matrix_may_have_any_float_dtype(dtype):
+    data = torch.randn(4, 256).to(torch.float8_e4m3fn)
+    entries = {"a.weight": data, "a.weight_scale": torch.tensor(0.5, dtype=dtype)}
+    layout, missing = layout_of(entries, "a")
+    assert layout.name == "FP8 per tensor of ModelOpt and compressed-tensors"
+    assert not missing
+    made = matrix_of(*entries.values())
+    assert made.scale.tolist() == [0.5]
+    assert made.scale.dtype == torch.float32

@@ -15,7 +15,7 @@ from fusible.kernels.moe.spec import RouteSpec, RowsSpec, SortSpec
 from fusible.kernels.quantize.spec import DequantizeSpec, QuantizeSpec
 from fusible.kernels.runtime import cache, launch
 from fusible.kernels.sm90.spec import Spec, Tile
-from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.kernels.sm100.spec import PackedQuantizeSpec
 from fusible.recipes.formats import E5M2, fp8_block, mxfp8, nvfp4
 
 PACKAGE = Path(fusible.__file__).parent
@@ -78,7 +78,7 @@ KERNELS = [
     ("moe.placement.permutation", (SortSpec(8, True, 8),)),
     ("dense.activation_bias.activation_bias", (ActivationBiasSpec("gelu", "bf16"),)),
     ("dense.rms_norm.rms_norm_backward", (RMSNormSpec(64, "bf16", True),)),
-    ("sm100.quantize.quantize", (PlacedSpec(nvfp4(), True, True, False, False, True),)),
+    ("sm100.quantize.quantize", (PackedQuantizeSpec(nvfp4(), True, True, False, False, True),)),
     ("sm100.quantize.sum_blocks", (32, True)),
     ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "bfloat16"),)),
     ("sm90.gemm.GroupedGemm", (Spec("store", Tile(128, 128), "float16"),)),

@@ -200,23 +200,23 @@ def test_another_index_is_refused(index):
             )
 
 
-@pytest.mark.parametrize("together", [1, 3, 6])
-def test_every_block_has_every_chunk_once(together):
+@pytest.mark.parametrize("pass_chunks", [1, 3, 6])
+def test_every_block_has_every_chunk_once(pass_chunks):
     pytest.importorskip("cutlass")
     from fusible.kernels.quantize.device.blocks import block_and_chunk
 
     blocks, chunks = 5, 6
     for gathered in (False, True):
         spec = QuantizeSpec(fp8_block(), "bf16", True, False, True, True, gathered=gathered)
-        near = together if gathered else chunks
+        near = pass_chunks if gathered else chunks
         order = [block_and_chunk(cta, blocks, near, spec) for cta in range(blocks * chunks)]
         assert sorted(order) == [(b, c) for b in range(blocks) for c in range(chunks)]
         assert {chunk for _, chunk in order[: blocks * near]} == set(range(near))
 
 
-@pytest.mark.parametrize(("rows", "together"), [(10, 16), (8192, 4), (16384, 2), (10**6, 1)])
-def test_gathered_columns_fit_the_cache(rows, together):
-    assert chunks_per_pass(rows, 2048, 2) == together
+@pytest.mark.parametrize(("rows", "pass_chunks"), [(10, 16), (8192, 4), (16384, 2), (10**6, 1)])
+def test_gathered_columns_fit_the_cache(rows, pass_chunks):
+    assert chunks_per_pass(rows, 2048, 2) == pass_chunks
 
 
 def test_no_gradient_passes():

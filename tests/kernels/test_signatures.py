@@ -12,6 +12,7 @@ import torch
 from fusible.kernels.grouped import Glu, bias_gradients
 from fusible.kernels.moe import cuda as moe_cuda
 from fusible.kernels.quantize import cuda, glu_backward, k_major
+from fusible.kernels.quantize.k_major import KMajorInput
 from fusible.kernels.runtime import gpu, launch
 from fusible.recipes.formats import fp8_block, fp8_tensor, mxfp8
 from fusible.recipes.matrix import Uses
@@ -53,7 +54,7 @@ def forget_devices():
 def test_rows(ends, gathered, called):
     rows = torch.zeros(ROWS, dtype=torch.int32) if gathered else None
     x = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
-    assert k_major._cuda(x, ends, rows, FORMAT, True, True) is not NotImplemented
+    assert k_major._cuda(KMajorInput(x, ends, rows), FORMAT, True, True) is not NotImplemented
     assert len(called) == 1
 
 
@@ -65,7 +66,7 @@ def test_offsets_of_groups(dtype, called):
 
 def test_weights(called):
     w = torch.zeros(2, 128, COLUMNS, dtype=torch.bfloat16)
-    k_major._cuda(w, None, None, fp8_block(block=(128, 128)), True, True)
+    k_major._cuda(KMajorInput(w), fp8_block(block=(128, 128)), True, True)
     assert len(called) == 1
 
 
@@ -73,7 +74,7 @@ def test_weights(called):
 def test_the_backward_of_an_activation(glu, called):
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
-    given = dy, preact, scales, ENDS, glu, FORMAT, True, True, True
+    given = glu_backward._Inputs(dy, preact, scales, ENDS), glu, FORMAT, True, True, True
     assert glu_backward._cuda(*given) is not NotImplemented
     assert len(called) == 1
 
@@ -81,7 +82,8 @@ def test_the_backward_of_an_activation(glu, called):
 def test_blocks_that_no_product_reads_are_refused(called):
     fmt = replace(FORMAT, block=(1, 32))
     dy = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
-    given = dy, torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS), ENDS, Glu()
+    preact, scales = torch.zeros(ROWS, 2 * COLUMNS).bfloat16(), torch.ones(ROWS)
+    given = glu_backward._Inputs(dy, preact, scales, ENDS), Glu()
     with pytest.raises(ValueError, match="operands of FP8 products must be of FP8 elements"):
         glu_backward._cuda(*given, fmt, True, True, True)
     assert not called

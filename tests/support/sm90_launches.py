@@ -190,12 +190,6 @@ def take_cpu_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operands, "pointer_table", pointer_table)
     for module in (checked_products, grouped_products, grouped_direct):
         patch.setattr(module, "supports", supports)
-    for module in (checked_products, grouped_products):
-        patch.setattr(
-            module,
-            "supports_fp8",
-            lambda _, *sizes: operands.limits.supports_fp8_products(90, *sizes),
-        )
     patch.setattr(library, "is_direct", lambda x: not torch.compiler.is_compiling())
     for module in (gpu, moe.cuda):
         patch.setattr(module, "capability", lambda _: (0, 0))  # of all other kernels

@@ -19,7 +19,6 @@ from fusible import library
 from fusible.kernels import grouped, moe
 from fusible.kernels.grouped import portable, pytorch
 from fusible.kernels.runtime import gpu
-from fusible.kernels.sm90 import operands
 from fusible.testing import assume_target
 
 aten = torch.ops.aten
@@ -63,7 +62,7 @@ class NoSync(TorchDispatchMode):
 def no_sync(monkeypatch):
     """Meta tensors, on which the library ops run their CUDA implementations."""
     monkeypatch.setattr(library, "is_direct", lambda _: True)
-    for module in (operands, gpu, moe.cuda):  # no kernel of ours
+    for module in (gpu, moe.cuda):  # no kernel of ours
         monkeypatch.setattr(module, "capability", lambda _: (0, 0))
     with torch.device("meta"), NoSync():
         yield

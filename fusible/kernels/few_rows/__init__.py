@@ -23,7 +23,7 @@ from fusible.kernels.few_rows.spec import (
     supports,
 )
 from fusible.kernels.glu import Glu
-from fusible.kernels.runtime.gpu import capability, has_cutlass, multiprocessors
+from fusible.kernels.runtime.gpu import has_cutlass, multiprocessors, sm_of
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
@@ -196,6 +196,5 @@ def _supports(
     device: torch.device, dtype: torch.dtype, fmt: NumberFormat, groups: int, *features: int
 ) -> bool:
     """Whether the kernels run on a device for rows of ``dtype`` and weights in ``fmt``."""
-    major, minor = capability(device) if device.type == "cuda" else (0, 0)
-    fits = supports(10 * major + minor, DTYPE_NAMES.get(dtype, ""), fmt, groups, *features)
-    return fits and has_cutlass()
+    name = DTYPE_NAMES.get(dtype, "")
+    return supports(sm_of(device), name, fmt, groups, *features) and has_cutlass()

@@ -226,9 +226,6 @@ def grouped_wgrad_(
     x_scale: Tensor | None = None,
 ) -> None:
     """`grouped_wgrad` into one tensor ``[E, N, K]`` or E of ``[N, K]``, or added to them."""
-    check_scale_pair(dy_scale, x_scale)
-    if dy_scale is not None and x_scale is not None:
-        dy, x = dequantized(dy, dy_scale), dequantized(x, x_scale)
     # Products into a wider buffer are taken in its dtype, so that nothing is rounded on the way.
-    wide = torch.promote_types(out[0].dtype, dy.dtype)
-    write(out, grouped_wgrad(dy.to(wide), x.to(wide), ends), accumulate)
+    wide = torch.promote_types(out[0].dtype, dy.dtype if dy_scale is None else torch.float32)
+    write(out, grouped_wgrad(dy, x, ends, wide, dy_scale, x_scale), accumulate)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fusible.kernels.grouped import portable
 from fusible.kernels.grouped.definitions import dequantized
 from fusible.kernels.grouped.groups import row_groups
-from fusible.kernels.runtime.gpu import capability
+from fusible.kernels.runtime.gpu import sm_of
 from fusible.kernels.stacking import per_group, stacked
 
 _ALIGNMENT = 16  # bytes, of strides and pointers, which torch.nn.functional.grouped_mm requires
@@ -27,8 +27,7 @@ def _is_best(t: Tensor) -> bool:
     """Whether these products are the best there are for BF16 on the device of ``t``."""
     if t.device.type != "cuda" or torch.version.hip or not portable.is_installed():
         return True
-    major, minor = capability(t.device)
-    return portable.pytorch_reads_on_device("bfloat16", 10 * major + minor)
+    return portable.pytorch_reads_on_device("bfloat16", sm_of(t.device))
 
 
 def _pitched(t: Tensor) -> Tensor:

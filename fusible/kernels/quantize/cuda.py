@@ -73,14 +73,14 @@ def amax_bits(
     rowwise: bool = True,
     columnwise: bool = True,
     index: Tensor | None = None,
-    together: int = 0,
+    pass_chunks: int = 0,
 ) -> Tensor:
     """The bits of FP32 of the largest magnitude in each matrix or group, int32.
 
     Of a format with Hadamard transform ``[2, groups]``: for the row-wise use, and after the
     transform for the column-wise one, each where asked for. ``x`` has rows equally far apart, which
-    begin at 16 bytes. With ``index`` and ``together``, those of `k_major`, it is ``x[index]``. One
-    launch, and one that clears.
+    begin at 16 bytes. With ``index`` and ``pass_chunks``, those of `k_major`, it is ``x[index]``.
+    One launch, and one that clears.
     """
     uses = (rowwise, columnwise) if fmt.hadamard else (True, True)
     spec = QuantizeSpec(fmt, DTYPES[x.dtype], ends is not None, has_int64_ends(ends), *uses)
@@ -88,7 +88,7 @@ def amax_bits(
         spec = spec._replace(k_major=True, gathered=True)
     sizes = sizes_of(x, ends, index)
     amax = x.new_zeros(*(2,) * fmt.hadamard, sizes.groups, dtype=torch.int32)
-    given = x, ends, index, amax, *sizes, together
+    given = x, ends, index, amax, *sizes, pass_chunks
     launch("quantize.quantize.amax", (spec,), x.device, *given)
     return amax
 

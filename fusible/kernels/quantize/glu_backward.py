@@ -19,7 +19,7 @@ from fusible.kernels.glu import Glu
 from fusible.kernels.grouped.groups import row_groups
 from fusible.kernels.quantize import k_major
 from fusible.kernels.quantize.cuda import supports_matrix
-from fusible.kernels.quantize.k_major import KMajor
+from fusible.kernels.quantize.k_major import KMajor, KMajorInput
 from fusible.kernels.quantize.spec import DTYPES, GluBackwardSpec, QuantizeSpec
 from fusible.kernels.runtime.launch import aligned, launch
 from fusible.library import define
@@ -28,6 +28,15 @@ from fusible.recipes.formats import FP8_BLOCK, NumberFormat
 _THREAD_COLUMNS = 8  # columns of a thread
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """`k_major.Pieces`, the gradient of the scales, and the values."""
+
+
+class _Inputs(NamedTuple):
+    """What the backward reads; see `quantize_glu_backward`."""
+
+    dy: Tensor
+    preact: Tensor
+    scales: Tensor | None
+    ends: Tensor
 
 
 class GluGradients(NamedTuple):
@@ -68,62 +77,41 @@ def quantize_glu_backward(
             f"pre-activation of shape {tuple(preact.shape)}, got {tuple(dy.shape)} and {of_scales}"
         )
     uses = rowwise, columnwise
-    made = _op(dy, preact, scales, ends, glu, fmt, *uses, values)
+    made = _op(_Inputs(dy, preact, scales, ends), glu, fmt, *uses, values)
     operands = k_major.as_operands(made[:5], fmt, *uses, True)
     return GluGradients(operands, made[5], made[6] if values else None)
 
 
 @torch.no_grad()
 def _definition(
-    dy: Tensor,
-    preact: Tensor,
-    scales: Tensor | None,
-    ends: Tensor,
-    glu: Glu,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    values: bool,
+    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results:
     """The definition of the op."""
+    dy, preact, scales, ends = given
     dpreact, dscales = glu.backward(dy, preact, scales)
     _, live = row_groups(ends, len(dy))
     dpreact = torch.where(live[:, None], dpreact, 0)
     dscales = preact.new_empty(0) if dscales is None else torch.where(live, dscales, 0)
-    pieces = k_major.definition(dpreact, ends, None, fmt, rowwise, columnwise)
+    pieces = k_major.definition(KMajorInput(dpreact, ends), fmt, rowwise, columnwise)
     return *pieces, dscales, dpreact if values else dpreact.new_empty(0)
 
 
 def _outputs(
-    dy: Tensor,
-    preact: Tensor,
-    scales: Tensor | None,
-    ends: Tensor,
-    glu: Glu,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    values: bool,
+    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results:
     """Allocate what the op returns."""
-    pieces = k_major.outputs(preact, ends, None, fmt, rowwise, columnwise)
+    _, preact, scales, ends = given
+    pieces = k_major.outputs(KMajorInput(preact, ends), fmt, rowwise, columnwise)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     dscales = preact.new_empty(0) if scales is None else torch.empty_like(scales)
     return *pieces, dscales, dpreact
 
 
 def _cuda(
-    dy: Tensor,
-    preact: Tensor,
-    scales: Tensor | None,
-    ends: Tensor,
-    glu: Glu,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    values: bool,
+    given: _Inputs, glu: Glu, fmt: NumberFormat, rowwise: bool, columnwise: bool, values: bool
 ) -> _Results | NotImplementedType:
-    k_major.check(preact, ends, None, fmt)
+    dy, preact, scales, ends = given
+    k_major.check(KMajorInput(preact, ends), fmt)
     stripe = glu.interleave or preact.shape[1] // glu.sides
     fits = (
         dy.dtype == preact.dtype == torch.bfloat16
@@ -133,34 +121,33 @@ def _cuda(
     )
     if not fits:
         return NotImplemented
-    given = aligned(dy), aligned(preact), scales, ends, glu, fmt
+    given = _Inputs(aligned(dy), aligned(preact), scales, ends)
     if fmt.block is not None:
-        return _launch(*given, None, (rowwise, columnwise), values)
+        return _launch(given, glu, fmt, (rowwise, columnwise), values)
     amax = preact.new_zeros(len(ends), dtype=torch.int32)
-    made = _launch(*given, amax, (False, False), True)
+    made = _launch(given, glu, fmt, (False, False), True, amax)
     pieces, dscales, dpreact = made[:5], made[5], made[6]
     if rowwise or columnwise:
-        pieces = k_major.launch_quantize(dpreact, ends, None, fmt, rowwise, columnwise, amax)
+        rounded = KMajorInput(dpreact, ends)
+        pieces = k_major.launch_quantize(rounded, fmt, rowwise, columnwise, amax)
     return *pieces, dscales, dpreact if values else preact.new_empty(0)
 
 
 def _launch(
-    dy: Tensor,
-    preact: Tensor,
-    scales: Tensor | None,
-    ends: Tensor,
+    given: _Inputs,
     glu: Glu,
     fmt: NumberFormat,
-    amax: Tensor | None,
     uses: tuple[bool, bool],
     values: bool,
+    amax: Tensor | None = None,
 ) -> _Results:
     """The kernel, of aligned operands; with ``amax`` it finds the groups' largest magnitudes.
 
     ``uses`` are whether it quantizes row-wise and column-wise.
     """
+    dy, preact, scales, ends = given
     rows, columns = preact.shape
-    pieces = k_major.outputs(preact, ends, None, fmt, *uses)
+    pieces = k_major.outputs(KMajorInput(preact, ends), fmt, *uses)
     dpreact = preact.new_empty(preact.shape if values else (0,))
     stripe = glu.interleave or columns // glu.sides
     paired = glu.sides == 2 and stripe % FP8_BLOCK == 0

@@ -53,6 +53,19 @@ def elements_and_scale(operand: Tensor | ScaledMatrix) -> tuple[Tensor, Tensor |
     return operand if isinstance(operand, ScaledMatrix) else (operand, None)
 
 
+class KMajorInput(NamedTuple):
+    """The rows that are quantized; see `quantize_k_major`."""
+
+    x: Tensor
+    ends: Tensor | None = None
+    row_index: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows each matrix has."""
+        return self.x.shape[-2] if self.row_index is None else self.row_index.shape[0]
+
+
 class KMajor(NamedTuple):
     """Operands for products that reduce the columns of ``[rows, columns]``, and the rows.
 
@@ -108,7 +121,7 @@ def quantize_k_major(
 
     Raises what ``quantization.quantize`` raises, and ValueError for other formats or ``index``.
     """
-    pieces = _quantize_op(x.detach(), ends, index, fmt, rowwise, columnwise)
+    pieces = _quantize_op(KMajorInput(x.detach(), ends, index), fmt, rowwise, columnwise)
     return as_operands(pieces, fmt, rowwise, columnwise, ends is not None)
 
 
@@ -155,8 +168,9 @@ def stored_operand(matrix: QuantizedMatrix, rows_per_scale: int = 1) -> ScaledMa
     return ScaledMatrix(data, scale)
 
 
-def check(x: Tensor, ends: Tensor | None, index: Tensor | None, fmt: NumberFormat) -> None:
+def check(given: KMajorInput, fmt: NumberFormat) -> None:
     """Raise what `quantize_k_major` raises of its arguments."""
+    x, ends, index = given
     check_group_ends(x, fmt, ends)
     check_input(x, fmt)
     blocks = *BLOCKS, None
@@ -170,27 +184,22 @@ def check(x: Tensor, ends: Tensor | None, index: Tensor | None, fmt: NumberForma
             f"rows to quantize in blocks of 1x128 must be 2-D, got shape {tuple(x.shape)}; "
             "use x.flatten(0, -2)"
         )
-    fits = index is None or (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
-    if not (fits and (index is None or _pads_groups(fmt, ends is not None))):
-        assert index is not None
+    if index is None:
+        return
+    fits = (index.dtype, index.ndim, index.device) == (torch.int32, 1, x.device)
+    if not (fits and _pads_groups(fmt, ends is not None)):
         raise ValueError(
             f"index must be int32 of shape (R,) on {x.device}, for blocks of 1x128 or groups, got "
             f"{index.dtype} of shape {tuple(index.shape)} on {index.device} for {fmt.name}"
         )
 
 
-def definition(
-    x: Tensor,
-    ends: Tensor | None,
-    index: Tensor | None,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-) -> Pieces:
+def definition(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> Pieces:
     """The definition of the op."""
-    check(x, ends, index, fmt)
+    check(given, fmt)
+    x, ends, index = given
+    nothing = outputs(given, fmt, False, False)
     x = gather_rows(x, index, ends)
-    nothing = outputs(x, ends, None, fmt, False, False)
     row_data, row_scale, column_data, column_scale, padded_ends = nothing
     if ends is not None:
         ends = ends.clamp(max=len(x))
@@ -247,17 +256,11 @@ def _transposed_like(data: Tensor) -> Tensor:
     return data.new_empty(*lead, columns, rows)
 
 
-def outputs(
-    x: Tensor,
-    ends: Tensor | None,
-    index: Tensor | None,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-) -> Pieces:
+def outputs(given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool) -> Pieces:
     """Allocate what the op returns."""
-    *lead, rows, columns = x.shape
-    rows = rows if index is None else index.shape[0]
+    x, ends, _ = given
+    *lead, _, columns = x.shape
+    rows = given.rows
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     size, nothing = rows, (0,)
     row_scale: Sequence[int] = (*lead, (rows + FP8_BLOCK - 1) // FP8_BLOCK, blocks)
@@ -297,42 +300,38 @@ def _kernel(
 
 
 def _cuda(
-    x: Tensor,
-    ends: Tensor | None,
-    index: Tensor | None,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
+    given: KMajorInput, fmt: NumberFormat, rowwise: bool, columnwise: bool
 ) -> Pieces | NotImplementedType:
-    check(x, ends, index, fmt)
+    check(given, fmt)
+    x, ends, index = given
     fills_stores = _pads_groups(fmt, ends is not None) or x.shape[-2] % PIECE == 0
     some = (rowwise or columnwise) and (index is None or index.numel() > 0)
     if not (some and fills_stores and supports_matrix(x, x.dtype, ends)):
         return NotImplemented
     x, index = with_aligned_rows(x), None if index is None else index.contiguous()
-    together, amax = 0, None
+    pass_chunks, amax = 0, None
     if index is not None:
-        together = chunks_per_pass(*x.shape, x.itemsize)
+        pass_chunks = chunks_per_pass(*x.shape, x.itemsize)
     if fmt.block is None:
-        amax = amax_bits(x, ends, fmt, index=index, together=together)
-    return launch_quantize(x, ends, index, fmt, rowwise, columnwise, amax, together)
+        amax = amax_bits(x, ends, fmt, index=index, pass_chunks=pass_chunks)
+    given = KMajorInput(x, ends, index)
+    return launch_quantize(given, fmt, rowwise, columnwise, amax, pass_chunks)
 
 
 def launch_quantize(
-    x: Tensor,
-    ends: Tensor | None,
-    index: Tensor | None,
+    given: KMajorInput,
     fmt: NumberFormat,
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
-    together: int = 0,
+    pass_chunks: int = 0,
 ) -> Pieces:
     """The kernel, by `amax_bits` in a format of whole matrices."""
-    pieces = outputs(x, ends, index, fmt, rowwise, columnwise)
+    x, ends, index = given
+    pieces = outputs(given, fmt, rowwise, columnwise)
     ends_dtype = None if ends is None else ends.dtype
     constants = _kernel(fmt, x.dtype, ends_dtype, rowwise, columnwise, index is not None)
-    more = *sizes_of(x, ends, index), pieces[2].shape[-1], together
+    more = *sizes_of(x, ends, index), pieces[2].shape[-1], pass_chunks
     launch("quantize.k_major.quantize", constants, x.device, x, ends, index, amax, *pieces, *more)
     return pieces
 

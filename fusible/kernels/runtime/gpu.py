@@ -17,6 +17,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def sm_of(device: torch.device) -> int:
+    """The SM of a CUDA device, such as 90; 0 of other devices."""
+    major, minor = capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
+
+
 @cache
 def architecture(device: torch.device) -> str:
     """What kernels for a CUDA device are compiled for, such as ``"sm_90a"``."""

@@ -20,7 +20,7 @@ from fusible.kernels.sm100.padding import (
     pad_rows,
     unpad_rows,
 )
-from fusible.kernels.sm100.quantizer import quantize_packed
+from fusible.kernels.sm100.quantizer import QuantizeOptions, quantize_packed
 from fusible.recipes.formats import NumberFormat
 from fusible.recipes.layout import ATOM_ROWS
 from fusible.recipes.matrix import Operand, OperandData, QuantizedMatrix
@@ -56,28 +56,22 @@ def quantize(
     fmt: NumberFormat,
     ends: Tensor,
     padded: PaddedGroups,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None = None,
-    row_scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    options: QuantizeOptions,
 ) -> tuple[Operand, Tensor | None]:
     """Rows ``x`` in groups up to ``ends`` in ``fmt``: `pack` of them quantized, in one pass.
 
-    ``sums``, a dtype, asks for those of the rows of each group ``[E, K]``, each times its
-    ``row_scale``. ``amax`` as `Rounded` has it saves the pass that finds it.
+    And the sums of the rows of each group ``[E, K]``, if ``options`` ask for them.
     """
-    row, row_scales, column, column_scales, of_row, summed, of_column = quantize_packed(
-        x, fmt, ends, padded, rowwise, columnwise, sums, row_scale, amax
+    row, row_scales, column, column_scales, of_row, sums, of_column = quantize_packed(
+        x, fmt, ends, padded, options
     )
     top = of_row if fmt.has_tensor_scale else None
     across = of_column if fmt.hadamard else top
     operand = Operand(
-        QuantizedMatrix(row, row_scales, top, fmt) if rowwise else None,
-        QuantizedMatrix(column, column_scales, across, fmt, True) if columnwise else None,
+        QuantizedMatrix(row, row_scales, top, fmt) if options.rowwise else None,
+        QuantizedMatrix(column, column_scales, across, fmt, True) if options.columnwise else None,
     )
-    return operand, None if sums is None else summed
+    return operand, None if options.sums is None else sums
 
 
 def in_one_pass(weights: list[Tensor], fmt: NumberFormat) -> bool:
@@ -97,7 +91,7 @@ def quantize_packed_weights(w: Tensor, fmt: NumberFormat, transposed: bool) -> O
     size = rows.shape[0]
     ends = torch.arange(n, size + 1, n, dtype=torch.int32, device=w.device)
     padded = PaddedGroups(ends, None, size)
-    packed, _ = quantize(rows, fmt, ends, padded, rowwise=True, columnwise=transposed)
+    packed, _ = quantize(rows, fmt, ends, padded, QuantizeOptions(True, transposed))
     per_byte = fmt.element.per_byte
     return Operand(
         _of_matrices(packed.row, (n, k // per_byte)),

@@ -281,13 +281,10 @@ def _column_scales(rows: int, columns: int) -> tuple[int, int]:
 # --- forward with a gated activation --------------------------------------------------------------
 
 
-def _glu_outputs(x: Tensor, n: int, groups: int) -> Any:
-    c = x.new_empty(x.shape[0], n, dtype=torch.bfloat16)
-    return c, *_unwritten(x, n // 2, groups, parts=1)
-
-
-def _glu_fake(p: ProductOperands, *_: object) -> Any:
-    return _glu_outputs(p.x, p.w[0].shape[-2], p.ends.shape[0])
+def _glu_outputs(p: ProductOperands, *_: object) -> Any:
+    n = p.w[0].shape[-2]
+    c = p.x.new_empty(p.x.shape[0], n, dtype=torch.bfloat16)
+    return c, *_unwritten(p.x, n // 2, p.ends.shape[0], parts=1)
 
 
 def _glu(
@@ -300,7 +297,7 @@ def _glu(
     check_contiguous("prob", prob, torch.float32, (rows.rows,), x.device)
     arguments = _glu_arguments(glu, x.dtype)
     if rows.rows == 0:
-        return _glu_outputs(x, weights.n, weights.groups)
+        return _glu_outputs(operands)
     if x.dtype == torch.bfloat16:
         arguments |= {"sfa_tensor": None, "generate_c": True}
     out = _multiply(
@@ -319,20 +316,17 @@ def _glu(
     return out["c_tensor"], *_activated(out, x, "d_tensor", "d_col_tensor")
 
 
-glu = define(_glu, _glu_fake, flops=_forward_flops, name="sm100_glu")
+glu = define(_glu, _glu_outputs, flops=_forward_flops, name="sm100_glu")
 
 
 # --- backward of the activation, in the data gradient of the second linear ------------------------
 
 
-def _dglu_outputs(x: Tensor, n: int, groups: int, bias: bool) -> Any:
+def _dglu_outputs(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu) -> Any:
+    x, groups, columns = p.x, p.ends.shape[0], c.shape[1]
     dprob = x.new_zeros(x.shape[0] + 1, dtype=torch.float32)
-    dbias = x.new_zeros((groups if bias else 0, 2 * n), dtype=torch.bfloat16)
-    return *_unwritten(x, 2 * n, groups, parts=2), dprob, dbias
-
-
-def _dglu_fake(p: ProductOperands, c: Tensor, prob: Tensor, bias: bool, glu: Glu) -> Any:
-    return _dglu_outputs(p.x, c.shape[1] // 2, p.ends.shape[0], bias)
+    dbias = x.new_zeros((groups if bias else 0, columns), dtype=torch.bfloat16)
+    return *_unwritten(x, columns, groups, parts=2), dprob, dbias
 
 
 def _dglu(
@@ -347,7 +341,7 @@ def _dglu(
     check_aligned("c", c)
     arguments = _glu_arguments(glu, x.dtype, "d")
     if rows.rows == 0:
-        return _dglu_outputs(x, weights.n, weights.groups, bias)
+        return _dglu_outputs(operands, c, prob, bias, glu)
     if x.dtype == torch.bfloat16:
         arguments["sfa_tensor"] = None
     # One value more, the gradient of rows in no group. The kernel adds to what it finds.
@@ -373,7 +367,7 @@ def _dglu(
     return *_activated(out, x, "d_row_tensor", "d_col_tensor"), dprob, dbias
 
 
-dglu = define(_dglu, _dglu_fake, flops=_dgrad_flops, name="sm100_dglu")
+dglu = define(_dglu, _dglu_outputs, flops=_dgrad_flops, name="sm100_dglu")
 
 
 # --- plain grouped product ------------------------------------------------------------------------

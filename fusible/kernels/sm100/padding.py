@@ -24,7 +24,7 @@ from fusible.recipes.blocks import (
     group_starts,
     scatter_rows,
 )
-from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales
+from fusible.recipes.layout import ATOM_ROWS, swizzle_group_scales, swizzle_scales, swizzled_shape
 from fusible.recipes.matrix import QuantizedMatrix
 
 
@@ -47,17 +47,13 @@ def pad_groups(ends: Tensor, rows: int, aligned: bool) -> PaddedGroups:
     if aligned and rows % limits.GROUP_ROWS == 0:
         return PaddedGroups(ends, None, rows)
     size = padded_rows(rows, ends.shape[0])
-    ends_padded, place = _place_groups_op(ends, rows)
+    ends_padded, place = _place_groups_op(ends, rows, limits.GROUP_ROWS)
     return PaddedGroups(ends_padded, place, size)
 
 
 def padded_rows(rows: int, groups: int) -> int:
     """Rows that are enough for ``rows`` rows in any ``groups`` groups of whole 256."""
     return blocks.padded_size(rows, groups, limits.GROUP_ROWS)
-
-
-def _place_groups(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return blocks.place_rows(ends, rows, limits.GROUP_ROWS)
 
 
 def pad_rows(t: Tensor, padded: PaddedGroups) -> Tensor:
@@ -88,11 +84,8 @@ def pad_scales(scale: Tensor, ends: Tensor, padded: PaddedGroups, along: int) ->
     if padded.rows is None:
         return scale[: padded.size // along]
     block_ends = column_block_ends(ends, along)
-    block = torch.arange(scale.shape[0], device=ends.device)
-    group = torch.searchsorted(block_ends, block, right=True).clamp(max=len(ends) - 1)
-    place = block + (group_starts(padded.ends) // along - group_starts(block_ends))[group]
-    spare = padded.size // along
-    return scatter_rows(scale, torch.where(block < block_ends[-1], place, spare), spare)
+    _, place = blocks.place_rows(block_ends, scale.shape[0], limits.GROUP_ROWS // along)
+    return scatter_rows(scale, place, padded.size // along)
 
 
 def packed_rows(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
@@ -123,11 +116,6 @@ def packed_columns(matrix: QuantizedMatrix, padded: PaddedGroups) -> tuple[Tenso
 
 def _pack_rows(data: Tensor, scale: Tensor, padded: PaddedGroups) -> tuple[Tensor, Tensor]:
     return pad_rows(data, padded), swizzle_scales(pad_rows(scale, padded))
-
-
-def _swizzled_like(scale: Tensor, rows: int) -> Tensor:
-    atoms = (rows + 127) // 128, (scale.shape[-1] + 3) // 4
-    return scale.new_empty(*scale.shape[:-2], *atoms, 32, 4, 4)
 
 
 def _pack_columns(
@@ -176,13 +164,13 @@ def _pairs_of_rows(data: Tensor, ends: Tensor) -> Tensor:
 
 # torch.compile makes no code for E8M0 scales: what moves them are ops of their own.
 _place_groups_op = define(
-    _place_groups,
-    lambda ends, rows: (torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)),
+    blocks.place_rows,
+    lambda ends, rows, unit: (torch.empty_like(ends), ends.new_empty(rows, dtype=torch.int64)),
     name="sm100_pad_groups",
 )
 packed_scales = define(
     swizzle_scales,
-    lambda scale: _swizzled_like(scale, scale.shape[-2]),
+    lambda scale: scale.new_empty(swizzled_shape(scale.shape, scale.shape[-2])),
     name="sm100_pack_scales",
 )
 """Scales ``[..., rows, blocks]``, blocks along the reduction, as the MMA reads them."""
@@ -190,7 +178,7 @@ _pack_rows_op = define(
     _pack_rows,
     lambda data, scale, padded: (
         data.new_empty(padded.size, data.shape[1]),
-        _swizzled_like(scale, padded.size),
+        scale.new_empty(swizzled_shape(scale.shape, padded.size)),
     ),
     name="sm100_pack_rows",
 )

@@ -13,7 +13,7 @@ groups alone decide.
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fusible.kernels.runtime.gpu import capability
 from fusible.kernels.runtime.launch import launch
 from fusible.kernels.sm100.checks import require
 from fusible.kernels.sm100.padding import PaddedGroups, packed_columns, packed_rows
-from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.kernels.sm100.spec import PackedQuantizeSpec
 from fusible.library import define
 from fusible.recipes import quantization
 from fusible.recipes.formats import NumberFormat
@@ -38,29 +38,39 @@ group ``[groups, columns]``, and the factors of transformed columns, if they are
 are not wanted."""
 
 
+class QuantizeOptions(NamedTuple):
+    """What `quantize_packed` is asked for, and what it may read."""
+
+    rowwise: bool
+    columnwise: bool
+    sums: torch.dtype | None = None
+    """Asks for the sums of the rows of each group, in BF16 or FP32."""
+    row_scale: Tensor | None = None
+    """``[rows]``, by which each row is multiplied before it is summed."""
+    amax: Tensor | None = None
+    """FP32 ``[groups, 1 or 2]``, the largest magnitudes of the parts of what was rounded to the
+    rows, where they are known. They leave out NaN and the values within 32 columns of one, and are
+    negative without rows. With them, NaN makes its own blocks NaN, else the whole group."""
+    key: Tensor | None = None
+    """Of stochastic rounding; by default drawn."""
+
+
 def quantize_packed(
     x: Tensor,
     fmt: NumberFormat,
     ends: Tensor,
     padded: PaddedGroups,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None = None,
-    row_scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    options: QuantizeOptions,
 ) -> Pieces:
     """``x`` ``[rows, columns]`` in groups up to ``ends`` in ``fmt``, padded and packed.
 
-    The columns are a multiple of 32. ``sums`` asks for those of ``x``, each row times its
-    ``row_scale`` ``[rows]`` if there is one, in BF16 or FP32. ``amax``, FP32 ``[groups, 1 or 2]``,
-    are the largest magnitudes of the parts of what was rounded to ``x``, where they are known. They
-    leave out NaN and the values within 32 columns of one, and are negative without rows. With
-    ``amax``, NaN makes its own blocks NaN, without it the whole group.
+    The columns are a multiple of 32.
     """
-    if amax is not None:
-        _check_amax(amax, x, ends, fmt)
-    key = random_key(x) if fmt.stochastic else None
-    return _quantize_op(x, ends, padded, fmt, rowwise, columnwise, sums, row_scale, amax, key)
+    if options.amax is not None:
+        _check_amax(options.amax, x, ends, fmt)
+    if fmt.stochastic and options.key is None:
+        options = options._replace(key=random_key(x))
+    return _quantize_op(x, ends, padded, fmt, options)
 
 
 def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> None:
@@ -75,19 +85,10 @@ def _check_amax(amax: Tensor, x: Tensor, ends: Tensor, fmt: NumberFormat) -> Non
 
 
 def _quantize(
-    x: Tensor,
-    ends: Tensor,
-    padded: PaddedGroups,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    row_scale: Tensor | None,
-    amax: Tensor | None,
-    key: Tensor | None,
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces:
-    row, column = _quantized_matrices(x, fmt, ends, rowwise, columnwise, amax, key)
-    pieces = [*_outputs(x, ends, padded, fmt, False, False, None)]
+    row, column = _quantized_matrices(x, ends, fmt, options)
+    pieces = [*_outputs(x, ends, padded, fmt, QuantizeOptions(False, False))]
     if row is not None:
         pieces[0:2] = packed_rows(row, padded)
     if column is not None:
@@ -96,20 +97,16 @@ def _quantize(
         pieces[4] = row.tensor_scale
     if column is not None and column.tensor_scale is not None:
         pieces[6 if fmt.hadamard else 4] = column.tensor_scale
-    if sums is not None:
-        pieces[5] = grouped_sum(x.to(torch.float32), ends, row_scale).to(sums)
+    if options.sums is not None:
+        sums = grouped_sum(x.to(torch.float32), ends, options.row_scale)
+        pieces[5] = sums.to(options.sums)
     return tuple(pieces)  # type: ignore[return-value]
 
 
 def _quantized_matrices(
-    x: Tensor,
-    fmt: NumberFormat,
-    ends: Tensor,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    key: Tensor | None,
+    x: Tensor, ends: Tensor, fmt: NumberFormat, options: QuantizeOptions
 ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
+    rowwise, columnwise, _, _, amax, key = options
     if amax is None:
         return quantize_for(x, fmt, Uses(rowwise, columnwise), ends, key)[:2]
     amax = amax.amax(1).clamp(min=0).to(x.dtype).float()
@@ -123,15 +120,9 @@ def _quantized_matrices(
 
 
 def _outputs(
-    x: Tensor,
-    ends: Tensor,
-    padded: PaddedGroups,
-    fmt: NumberFormat,
-    rowwise: bool,
-    columnwise: bool,
-    sums: torch.dtype | None,
-    *_: object,
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces:
+    rowwise, columnwise, sums, *_ = options
     size = padded.size
     assert fmt.block is not None
     columns, along, per_byte = x.shape[1], fmt.block[1], fmt.element.per_byte
@@ -172,7 +163,7 @@ def _takes(x: Tensor, ends: Tensor, sums: torch.dtype | None) -> bool:
 
 
 def _cuda(
-    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, *options: Any
+    x: Tensor, ends: Tensor, padded: PaddedGroups, fmt: NumberFormat, options: QuantizeOptions
 ) -> Pieces | NotImplementedType:
     rowwise, columnwise, sums, row_scale, amax, _ = options
     size, plain = padded.size, not (fmt.hadamard or fmt.stochastic)
@@ -180,8 +171,8 @@ def _cuda(
         return NotImplemented
     columns, groups = x.shape[1], len(ends)
     uses = rowwise, columnwise, sums is not None, row_scale is not None
-    spec = PlacedSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
-    pieces = _outputs(x, ends, padded, fmt, rowwise, columnwise, sums)
+    spec = PackedQuantizeSpec(fmt, *uses, fp4_instruction=capability(x.device) >= (10, 0))
+    pieces = _outputs(x, ends, padded, fmt, options)
     parts = 1 if amax is None else amax.shape[1]
     if fmt.has_tensor_scale:
         amax = amax_bits(x, ends, fmt) if amax is None else amax.contiguous()

@@ -15,7 +15,7 @@ VECTOR, WORDS = 8, 4  # columns of a thread, and registers of a row of them
 SUMMED, SLICES = 4, 8
 
 
-class PlacedSpec(NamedTuple):
+class PackedQuantizeSpec(NamedTuple):
     """A kernel from BF16 to ``format``, whose scales are in the layout of the MMA."""
 
     format: NumberFormat

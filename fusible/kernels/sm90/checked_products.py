@@ -31,7 +31,6 @@ from fusible.kernels.sm90.operands import (
     layout,
     matrices_of,
     supports,
-    supports_fp8,
 )
 from fusible.kernels.stacking import write
 from fusible.recipes.formats import FP8_BLOCK, value_dtype
@@ -114,7 +113,7 @@ def _scaled_operands(
     if len(w) != 1 or weight.dim() != 3 or not (is_fp8(x.dtype) and is_fp8(weight.dtype)):
         return None
     groups, columns, depth = shape = weight.shape
-    if not supports_fp8(x.device, columns, depth):
+    if not supports(x.device, x.dtype, columns, depth):
         return None
     if groups == 0 or weight.device != x.device:
         check_matrices("w", w, x)

@@ -28,7 +28,6 @@ from fusible.kernels.sm90.operands import (
     is_fp8,
     layout,
     supports,
-    supports_fp8,
 )
 from fusible.kernels.sm90.spec import BACKWARD, FORWARD, Spec, Tile, block_columns
 from fusible.recipes.formats import value_dtype
@@ -397,8 +396,6 @@ def cached_products(
 ) -> WeightProducts | None:
     """The products with weights of this layout, None if the kernels do not support it."""
     readable = shape[0] > 0 and layout(shape, strides, False, not separate) is not None
-    features = shape[1:]
-    fits = supports_fp8(device, *features) if is_fp8(dtype) else supports(device, dtype, *features)
-    if not (readable and fits):
+    if not (readable and supports(device, dtype, *shape[1:])):
         return None
     return WeightProducts(device, dtype, shape, strides, separate, rows, b_dtype)

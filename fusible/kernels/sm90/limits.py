@@ -1,7 +1,6 @@
 """What the SM90 kernels support, as plain data: for rules, and for kernel selection in a call."""
 
 import functools
-from collections.abc import Sequence
 
 from fusible.activations import ACTIVATIONS
 from fusible.recipes.formats import BLOCKS, fp8_block, fp8_tensor
@@ -24,17 +23,14 @@ INTERLEAVES = (0, *(1 << i for i in range(11)))
 
 
 def supports_products(sm: int, dtype: str, *features: int) -> bool:
-    """Whether the kernels run on ``sm``, for matrices of ``dtype`` with these features."""
-    return sm == ARCHITECTURE and dtype in DTYPES and _are_multiples(features, MULTIPLE_OF)
+    """Whether the kernels run on ``sm``, for matrices of ``dtype`` with these features.
 
-
-def supports_fp8_products(sm: int, *features: int) -> bool:
-    """Whether the kernels run on ``sm``, for FP8 matrices with scales and these features."""
-    return sm == ARCHITECTURE and _are_multiples(features, FP8_MULTIPLE_OF)
-
-
-def _are_multiples(sizes: Sequence[int], unit: int) -> bool:
-    return all([size > 0 and size % unit == 0 for size in sizes])
+    Those of FP8 have scales.
+    """
+    if sm != ARCHITECTURE or dtype not in (*DTYPES, *FP8_DTYPES):
+        return False
+    unit = FP8_MULTIPLE_OF if dtype in FP8_DTYPES else MULTIPLE_OF
+    return all([size > 0 and size % unit == 0 for size in features])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.kernels.runtime.gpu import capability, has_cutlass
+from fusible.kernels.runtime.gpu import has_cutlass, sm_of
 from fusible.kernels.runtime.workspaces import pointer_table
 from fusible.kernels.sm90 import limits
 
@@ -30,22 +30,8 @@ DTYPE_NAMES = {
 @functools.lru_cache(maxsize=4096)
 def supports(device: torch.device, dtype: torch.dtype, *features: int) -> bool:
     """Whether the kernels run on a device for matrices of ``dtype`` and these features."""
-    return (
-        limits.supports_products(_sm(device), DTYPE_NAMES.get(dtype, ""), *features)
-        and has_cutlass()
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def supports_fp8(device: torch.device, *features: int) -> bool:
-    """Whether the kernels run on a device for FP8 matrices, which have scales."""
-    return limits.supports_fp8_products(_sm(device), *features) and has_cutlass()
-
-
-def _sm(device: torch.device) -> int:
-    """The architecture of a CUDA device, 0 of others."""
-    major, minor = capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
+    name = DTYPE_NAMES.get(dtype, "")
+    return limits.supports_products(sm_of(device), name, *features) and has_cutlass()
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -104,46 +104,29 @@ def supports_tile(kind: str, tile: Tile, major: str, interleave: int, bias: bool
 class Constants(NamedTuple):
     """What is fitted to measurements: nanoseconds of one multiprocessor, unless said."""
 
-    multiply: float  # 64 rows by one column, by 64 of the reduction
-    load: float  # 64 of the reduction of one row or column of a tile, from the L2 cache
-    begin: float  # a tile: the first stage's latency
-    store: float  # epilogues: 64 rows by one column
-    glu: float
-    dglu: float
-    wgrad: float
-    apart: float  # share of an epilogue that cooperating warpgroups do not hide
-    low: float  # products in tiles of 64 rows, relative to those in 128 x 128
-    tall: float  # of 192 rows
-    wide: float  # of more than 128 columns
-    shared: float  # of cooperating warpgroups
-    assigned: float  # tiles by which the last block is late where they are not drawn
-    drawn: float  # and where they are
-    again: float  # share of a weight's bytes that each further tile down its group reads again
-    memory: float  # bytes that the GPU reads or writes in a nanosecond
-    ahead: float  # by which an activation's backward takes longer with the other share of slots
-    sharpness: float  # exponent of the norm that joins overlapping times
+    multiply: float = 0.977  # 64 rows by one column, by 64 of the reduction
+    load: float = 0.912  # 64 of the reduction of one row or column of a tile, from the L2 cache
+    begin: float = 239  # a tile: the first stage's latency
+    store: float = 10.4  # epilogues: 64 rows by one column
+    glu: float = 15.5
+    dglu: float = 43.7
+    wgrad: float = 6.09
+    apart: float = 0.69  # share of an epilogue that cooperating warpgroups do not hide
+    low: float = 1.17  # products in tiles of 64 rows, relative to those in 128 x 128
+    tall: float = 1.1  # of 192 rows
+    wide: float = 1.05  # of more than 128 columns
+    shared: float = 0.95  # of cooperating warpgroups
+    assigned: float = 0.154  # tiles by which the last block is late where they are not drawn
+    drawn: float = 0.0295  # and where they are
+    # Share of a weight's bytes that each further tile down its group reads again.
+    again: float = 0.108
+    memory: float = 3372  # bytes that the GPU reads or writes in a nanosecond
+    # By which an activation's backward takes longer with the other share of slots.
+    ahead: float = 0.0444
+    sharpness: float = 4.77  # exponent of the norm that joins overlapping times
 
 
-MEASURED = Constants(
-    multiply=0.977,
-    load=0.912,
-    begin=239,
-    store=10.4,
-    glu=15.5,
-    dglu=43.7,
-    wgrad=6.09,
-    apart=0.69,
-    low=1.17,
-    tall=1.1,
-    wide=1.05,
-    shared=0.95,
-    assigned=0.154,
-    drawn=0.0295,
-    again=0.108,
-    memory=3372,
-    ahead=0.0444,
-    sharpness=4.77,
-)
+MEASURED = Constants()
 _SHORT = 384  # rows of groups for which more slots of pre-activations pay, with fewer stages
 # Sizes of groups, relative to their mean, for which the model averages: often all are equal, else
 # no multiples of a tile.

@@ -7,13 +7,13 @@ pytest.importorskip("cutlass")
 
 from fusible.kernels.runtime.launch import compile_kernel
 from fusible.kernels.sm100 import limits
-from fusible.kernels.sm100.spec import PlacedSpec
+from fusible.kernels.sm100.spec import PackedQuantizeSpec
 
 MXFP8, NVFP4 = limits.QUANTIZED
 SPECS = {
-    "mxfp8": PlacedSpec(MXFP8, True, True, False, False, False),
-    "mxfp8 and scaled sums": PlacedSpec(MXFP8, True, True, True, True, False),
-    "nvfp4 and sums": PlacedSpec(NVFP4, True, True, True, False, False),
+    "mxfp8": PackedQuantizeSpec(MXFP8, True, True, False, False, False),
+    "mxfp8 and scaled sums": PackedQuantizeSpec(MXFP8, True, True, True, True, False),
+    "nvfp4 and sums": PackedQuantizeSpec(NVFP4, True, True, True, False, False),
 }
 
 

@@ -23,7 +23,7 @@ def gpu(monkeypatch):
     operands.supports.cache_clear()
 
     def pretend(sm, cutlass=True):
-        monkeypatch.setattr(operands, "capability", lambda _: divmod(sm, 10))
+        monkeypatch.setattr(operands, "sm_of", lambda _: sm)
         monkeypatch.setattr(operands, "has_cutlass", lambda: cutlass)
         return torch.device("cuda", next(DEVICES) % 100)
 

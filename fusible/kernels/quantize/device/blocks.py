@@ -35,13 +35,13 @@ def grid_of(rows, columns, groups, matrix_rows, spec):
     return blocks, blocks_of(columns, width)
 
 
-def block_and_chunk(cta, blocks, together, spec):
+def block_and_chunk(cta, blocks, pass_chunks, spec):
     """The block of rows of a group of threads, and the chunk of its columns."""
-    turn = cta // together
-    chunk = cta - turn * together
+    turn = cta // pass_chunks
+    chunk = cta - turn * pass_chunks
     if not spec.gathered:
         return turn, chunk
-    return turn % blocks, turn // blocks * together + chunk
+    return turn % blocks, turn // blocks * pass_chunks + chunk
 
 
 def block_coord(block, rows, groups, matrix_rows, ends, spec):

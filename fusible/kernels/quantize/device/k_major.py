@@ -5,8 +5,8 @@ transposed, in each column. A thread has 16 rows (32 of FP32), so that it stores
 its columns; a warp fills sectors of 32 bytes.
 
 Rows may be read by an index, so that they are gathered while they are quantized. A row is then read
-as often as it is named, by blocks of rows that are far apart: only ``together`` columns of all rows
-are taken before the next ones, so that these stay in the L2 cache meanwhile.
+as often as it is named, by blocks of rows that are far apart: only ``pass_chunks`` chunks of
+columns of all rows are taken before the next ones, so that these stay in the L2 cache meanwhile.
 
 Where a scale covers a whole group or matrix, its largest magnitude was found in a pass before. The
 scale is stored for each row and, column-wise, for each column of a block: TMA reads these, which
@@ -225,7 +225,7 @@ def _quantize(
     groups: Int32,
     matrix_rows: Int32,
     col_pitch: Int32,
-    together: Int32,
+    pass_chunks: Int32,
     blocks: Int32,
     spec: cutlass.Constexpr,
 ):
@@ -234,7 +234,7 @@ def _quantize(
     if cutlass.const_expr(spec.has_matrix_scales):
         # Backwards: the L2 cache may still hold what the pass for the magnitudes read last.
         turn = cute.arch.grid_dim()[0] - 1 - cta
-    block, chunk = block_and_chunk(turn, blocks, together, spec)
+    block, chunk = block_and_chunk(turn, blocks, pass_chunks, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     out = Out(row_data, row_scale, col_data, col_scale, col_pitch)
     if cutlass.const_expr(spec.grouped):
@@ -261,21 +261,21 @@ def quantize(
     groups: Int32,
     matrix_rows: Int32,
     col_pitch: Int32,
-    together: Int32,
+    pass_chunks: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
     """Launch over ``[rows, columns]`` in ``groups``: addresses, sizes, ``pitch`` in elements.
 
-    ``col_pitch`` is the distance of columns in the transposed elements; ``together``, with an
+    ``col_pitch`` is the distance of columns in the transposed elements; ``pass_chunks``, with an
     index, how many chunks of the columns are taken before the next ones, a divisor of their number.
     """
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     if cutlass.const_expr(not spec.gathered):
-        together = chunks
+        pass_chunks = chunks
     _quantize(
         x, ends, index, amax, row_data, row_scale, col_data, col_scale, padded_ends, rows, columns,
-        pitch, groups, matrix_rows, col_pitch, together, blocks, spec,
+        pitch, groups, matrix_rows, col_pitch, pass_chunks, blocks, spec,
     ).launch(
         grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream,
         min_blocks_per_mp=spec.resident, preferred_smem_carveout=SHARED_PERCENT,

@@ -461,12 +461,12 @@ def _amax(
     pitch: Int64,
     groups: Int32,
     matrix_rows: Int32,
-    together: Int32,
+    pass_chunks: Int32,
     blocks: Int32,
     spec: cutlass.Constexpr,
 ):
     cta, _, _ = cute.arch.block_idx()
-    block, chunk = block_and_chunk(cta, blocks, together, spec)
+    block, chunk = block_and_chunk(cta, blocks, pass_chunks, spec)
     tile = thread_tile(block, chunk, rows, columns, groups, matrix_rows, ends, spec)
     words = load_input(x, index, pitch, tile, spec)
     if cutlass.const_expr(spec.rowwise):
@@ -499,18 +499,18 @@ def amax(
     pitch: Int64,
     groups: Int32,
     matrix_rows: Int32,
-    together: Int32,
+    pass_chunks: Int32,
     stream,
     spec: cutlass.Constexpr,
 ):
     """Launch: raise each of ``amax``, bits of FP32, to the largest magnitude of its group.
 
     In a format with Hadamard transform, those of the transformed groups follow. ``index`` and
-    ``together`` are those of ``k_major``.
+    ``pass_chunks`` are those of ``k_major``.
     """
     blocks, chunks = grid_of(rows, columns, groups, matrix_rows, spec)
     if cutlass.const_expr(not spec.gathered):
-        together = chunks
+        pass_chunks = chunks
     _amax(
-        x, ends, index, amax, rows, columns, pitch, groups, matrix_rows, together, blocks, spec
+        x, ends, index, amax, rows, columns, pitch, groups, matrix_rows, pass_chunks, blocks, spec
     ).launch(grid=[blocks * chunks, 1, 1], block=[THREADS, 1, 1], stream=stream)
