@@ -45,10 +45,11 @@ from fusible.ops.grouped_kernels import (
     GroupedOperand,
     LinearCall,
 )
-from fusible.ops.grouped_linear import SavedLinear, operand_rows
+from fusible.ops.grouped_linear import operand_rows
 from fusible.ops.inputs import check_row_scales
 from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import ExtraTensors, FusedGrads, FusedOutputs, Grads
+from fusible.ops.weights import SavedLinear
 from fusible.recipes.recipe import Recipe
 
 AnyActivation = (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from fusible.fuser.plan import GradNeeds
 from fusible.kernels import grouped
 from fusible.ops import buffers
 from fusible.ops.casting import CastingOp
+from fusible.ops.grouped_kernels import GroupedKernels, GroupedOperand, LinearCall
+from fusible.ops.matrices import restore_leading_dims
 from fusible.ops.op import FusibleOperation, Grads
 from fusible.ops.operand_cache import OperandCache, counting_steps
 from fusible.ops.wgrad import (
@@ -48,6 +50,20 @@ from fusible.recipes.recipe import Recipe, Role
 from fusible.recipes.sharding import is_sharded, local, shard
 from fusible.recipes.tensor import QuantizedTensor, attributes_of
 
+
+class SavedLinear(NamedTuple):
+    """What the backward of a linear reads of its forward."""
+
+    call: LinearCall
+    """Of the backward."""
+    x: Any
+    """The input, as the weight gradient reads it; None where it was not saved."""
+    row_scale: Tensor | None
+    """What multiplied the bias of each row, ``[rows]``."""
+    weights: Any
+    """As the data gradient reads them."""
+
+
 WeightQuantizer = Callable[[list[Tensor], Recipe, torch.dtype, Sequence[ProductKind]], Any]
 """From weights, a recipe, the dtype of the products and those that will be taken."""
 
@@ -66,8 +82,11 @@ class WeightedOperation(CastingOp):
     num_weights = 1
     num_groups: int | None = None
     """Groups of rows that are quantized apart, if any."""
+    kernels_type = GroupedKernels
     in_features: int
     out_features: int
+    rng_state_tracker_function: Callable[[], Any] | None
+    init_method: Callable[[Tensor], Any] | None
 
     # In reuse_quantized_weights: the weights as operands.
     _operand_cache: OperandCache | None = None
@@ -94,6 +113,15 @@ class WeightedOperation(CastingOp):
     def biases(self) -> list[Tensor]:
         """The biases as they are now; in a forward, ``ctx.parameters`` has them."""
         return list(self.own_parameters()[self.num_weights :])
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights by ``init_method``, and the biases with zeros."""
+        tracker = self.rng_state_tracker_function
+        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+            for weight in self.weights():
+                self._initialize(weight)
+        for bias in self.biases():
+            nn.init.zeros_(bias)
 
     def store_weights(self) -> None:
         """Store the weights quantized, if the op is built in ``quantized_model_init``."""
@@ -153,7 +181,7 @@ class WeightedOperation(CastingOp):
     def _columns(self, role: Role) -> int:
         return self.out_features if role == "grad" else self.in_features
 
-    def initialize(self, weight: Tensor, init_method: Callable[[Tensor], Any] | None) -> None:
+    def _initialize(self, weight: Tensor) -> None:
         """Set a weight, or each matrix of it, by ``init_method``, by default Kaiming-uniform.
 
         A quantized weight is initialized in high precision, then quantized. If the stack is
@@ -163,8 +191,8 @@ class WeightedOperation(CastingOp):
         apart = isinstance(part, QuantizedTensor) or (part is not weight and weight.dim() == 3)
         value = part.new_empty(weight.shape) if apart else weight
         for matrix in value.unbind(0) if value.dim() == 3 else (value,):
-            if init_method is not None:
-                init_method(matrix)
+            if self.init_method is not None:
+                self.init_method(matrix)
             else:
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
         if not apart:
@@ -371,6 +399,49 @@ class WeightedOperation(CastingOp):
             if made[-1].shape != w.shape or fmt != made[0].format:
                 return []
         return made
+
+    # --- products of a forward and a backward
+
+    def product(
+        self,
+        call: LinearCall,
+        x: Any,
+        row_scale: Tensor | None,
+        output: Tensor | None,
+        *,
+        save_x: bool = True,
+    ) -> Tensor:
+        """The output ``[rows, out_features]``; saves what the backward reads."""
+        kernels = call.kernels
+        products = [p for p in self.input_products(call.ctx) if save_x or p != "wgrad"]
+        operand = kernels.prepare_rows(call, x, "input", products)
+        weights, backward_weights = kernels.weights(call)
+        y = kernels.product(call, operand.row, weights, row_scale, output)
+        if call.ctx.quantizes and call.ctx.recipe.backward_override is not None:
+            call.ctx.quantizes = False  # for what is saved, and the backward
+        self.save(call, operand.column if save_x else None, row_scale, backward_weights)
+        return y
+
+    def save(self, call: LinearCall, x: Any, row_scale: Tensor | None, weights: Any) -> None:
+        """Save what the gradients read; ``x`` is `GroupedOperand.column`, or None to save none."""
+        raise NotImplementedError
+
+    def grad_rows(self, saved: SavedLinear, dy: Any) -> GroupedOperand:
+        """The output's gradient for the products that will read it."""
+        call = saved.call
+        products = self.grad_products(call.ctx)
+        return call.kernels.prepare_rows(call, dy, "grad", products, saved.row_scale)
+
+    def data_grad(
+        self, saved: SavedLinear, dy: GroupedOperand, grad_output: Tensor
+    ) -> Tensor | None:
+        """The input's gradient with the leading dimensions of ``grad_output``, if it is needed."""
+        call = saved.call
+        if not call.ctx.needs.input:
+            return None
+        buffer = self.grad_input_buffer(call.ctx)
+        dx = call.kernels.data_grad(call, dy.row, saved.weights, buffer)
+        return restore_leading_dims(dx, grad_output)
 
     # --- quantizing ------------------------------------------------------------------------------
 
