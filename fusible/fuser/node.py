@@ -35,7 +35,10 @@ def run_forward(
     contexts = _new_contexts(schedule, operands, kwargs)
     x = operands[0]
     produced: list[Sequence[Any]] = []
-    owner = _input_owner(schedule, operands, contexts)
+    owner = None
+    if schedule.writes_inputs and not torch.compiler.is_compiling():
+        callers = operands[: 1 + len(schedule.wiring.names)]
+        owner = InputOwner(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
     profiled = _is_profiled()
     for step in schedule.forward:
         own = contexts[step.start : step.stop]
@@ -76,16 +79,6 @@ def run_forward(
         x, outputs = returned
         produced.extend(outputs)
     return [x, *[produced[op][slot] for op, slot in schedule.wiring.public]], contexts
-
-
-def _input_owner(
-    schedule: Schedule, operands: Sequence[Tensor], contexts: Sequence[OperationContext]
-) -> InputOwner | None:
-    """Which extra inputs ops may write to, where some op of the plan does."""
-    if not schedule.writes_inputs or torch.compiler.is_compiling():
-        return None
-    callers = operands[: 1 + len(schedule.wiring.names)]
-    return InputOwner(schedule.plan.basic_ops, schedule.wiring, contexts, callers)
 
 
 def run_formula(
@@ -176,17 +169,12 @@ def _check_returned(
             f"{type(op).__name__} must return one sequence of extra outputs for each basic op, "
             f"of lengths {wanted}, got {[len(of_op) for of_op in outputs]}"
         )
-    if any(wanted):
-        _check_none_missing(schedule, step, outputs)
-
-
-def _check_none_missing(schedule: Schedule, step: ScheduledStep, outputs: ExtraOutputs) -> None:
+    needed = schedule.wiring.needed_outside
     for i, values in enumerate(outputs, step.start):
         for slot, value in enumerate(values):
-            needed = schedule.wiring.needed_outside
             if value is None and needed((i, slot), step.start, step.stop):
                 raise RuntimeError(
-                    f"{type(step.op).__name__} must return extra output {slot} of op {i} "
+                    f"{type(op).__name__} must return extra output {slot} of op {i} "
                     f"({type(schedule.plan.basic_ops[i]).__name__}), which is needed outside it, "
                     "got None"
                 )

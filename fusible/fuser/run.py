@@ -93,7 +93,7 @@ class Run:
         self.ops = tuple(ops)
         self.paths: tuple[str, ...] = ()
         self.wiring = wire(self.ops) if wiring is None else wiring
-        self.require = tuple(require)
+        self.require = tuple(rule for rule in require if any(rule.places(self.ops)))
         self._num_inputs = 1 + len(self.wiring.names)
         self._schedule: Schedule | None = None  # of the last call
         self._partitions: dict[tuple[int, ...], Partition] = {}
@@ -390,8 +390,7 @@ class Run:
     ) -> tuple[dict[str, Any], Sequence[Output]]:
         """A run of some of the ops, with the required rules that fit there."""
         rules = [rule for rule in self.require if isinstance(rule, Rule)]
-        required = [rule for rule in rules if any(rule.places(self.ops[ops]))]
-        run = Run(self.ops[ops], required, wiring)
+        run = Run(self.ops[ops], rules, wiring)
         run.paths = self.paths[ops]
         return {"call": run}, outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -105,13 +105,11 @@ class FormulaOp(OwnParameters):
             # Constants: the number of rows may be symbolic, so it is any.
             shape = (*[4] * (x.dim() - 1), operator.index(x.shape[-1])) if x.dim() else ()
             self._check_traced(shape, x.dtype, x.device)
+        no_draws = nullcontext() if torch.compiler.is_compiling() else _NoDraws(type(self).__name__)
         formula = self.formula_of(len(params))
-        with ctx.autocast(grad_output.device.type), self._no_draws():
+        with ctx.autocast(grad_output.device.type), no_draws:
             output, derivative = torch.func.vjp(formula, *tensors)  # type: ignore[misc]
         return tuple(derivative(grad_output.to(output.dtype)))
-
-    def _no_draws(self) -> AbstractContextManager[Any]:
-        return nullcontext() if torch.compiler.is_compiling() else _NoDraws(type(self).__name__)
 
     @constant_when_traced
     def _check_traced(

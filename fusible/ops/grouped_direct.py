@@ -9,6 +9,8 @@ of a call. All other calls run by the ops.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,19 +125,12 @@ class _Linear:
         return (*grads, *op.as_bias_grads(dbias))
 
 
-class _LibraryProducts:
-    """The products of a backward by library ops, for operands that must be checked or traced."""
-
-    @staticmethod
-    def dgrad(dy: Tensor, w: Sequence[Tensor], ends: Tensor) -> Tensor:
-        """``dy @ w[e]``."""
-        return grouped.grouped_mm(dy, w, ends, transpose_w=True)
-
-    dglu = staticmethod(grouped.grouped_dglu)
-    wgrad = staticmethod(grouped.grouped_wgrad)
-
-
-_LIBRARY_PRODUCTS = _LibraryProducts()
+_LIBRARY_PRODUCTS = SimpleNamespace(
+    dgrad=partial(grouped.grouped_mm, transpose_w=True),
+    dglu=grouped.grouped_dglu,
+    wgrad=grouped.grouped_wgrad,
+)
+"""The products of a backward by library ops, for operands that must be checked or traced."""
 
 
 class _Direct:
@@ -249,9 +244,7 @@ class DirectLinear(_Direct):
         y = products.forward(x, w, ends, bias, row_scale)
         return y, (x, ends, row_scale, linear.saved_bias(params), *params[linear.weights])
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, row_scale, bias, *weights = saved
         (linear,), dy = self._linears, grad_output
@@ -278,9 +271,7 @@ class DirectGLU(_Direct):
         preact, out = products.glu(x, w, ends, scales, self._glu, bias, save_preact)
         return out, (x, ends, scales, preact, *params[linear.weights])
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, *weights = saved
         (linear,), features = self._linears, preact.shape[1]
@@ -312,9 +303,7 @@ class DirectMLP(_Direct):
         weights = *params[fc1.weights], *params[fc2.weights]
         return y, (x, ends, scales, preact, row_scale, fc2.saved_bias(params), *weights)
 
-    def backward(
-        self, saved: Sequence[Tensor], grad_output: Tensor, held: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], grad_output: Tensor, held: bool) -> Grads:
         """The gradients of the operands."""
         x, ends, scales, preact, row_scale, bias2, *weights = saved
         (fc1, fc2), dy = self._linears, grad_output

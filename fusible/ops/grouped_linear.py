@@ -34,7 +34,7 @@ from fusible.ops.inputs import (
     product_dtype,
 )
 from fusible.ops.matrices import matrix, restore_leading_dims, source_of
-from fusible.ops.op import Grads
+from fusible.ops.op import Grads, OpGrads
 from fusible.ops.state import State, convert_layout
 from fusible.ops.weights import SavedLinear, WeightedOperation
 from fusible.ops.wgrad import is_column_major
@@ -185,26 +185,23 @@ class GroupedLinear(WeightedOperation):
         self, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         """Set the weights and biases, and their names in order."""
-        self.parameter_names = (
-            *self._names_of("weight", self.single_grouped_weight),
-            *(self._names_of("bias", self.single_grouped_bias) if self.has_bias else ()),
-        )
         shape = self.num_groups, self.out_features, self.in_features
         weight = torch.empty(shape, device=device, dtype=dtype)
-        self._add_parameters("weight", weight, self.single_grouped_weight)
+        self.parameter_names = self._add_parameters("weight", weight, self.single_grouped_weight)
         if self.has_bias:
             bias = torch.empty(shape[:2], device=device, dtype=dtype)
-            self._add_parameters("bias", bias, self.single_grouped_bias)
+            self.parameter_names += self._add_parameters("bias", bias, self.single_grouped_bias)
 
-    def _names_of(self, name: str, single: bool) -> tuple[str, ...]:
-        return (name,) if single else tuple(f"{name}{group}" for group in range(self.num_groups))
-
-    def _add_parameters(self, name: str, values: Tensor, single: bool) -> None:
+    def _add_parameters(self, name: str, values: Tensor, single: bool) -> tuple[str, ...]:
+        """Register the parts of ``values``, or the whole of it; returns their names."""
         # Side by side in one allocation, so that kernels can view them as one tensor; nothing
         # keeps the allocation itself, since conversions of a module replace its parameters.
-        parts = (values,) if single else values.unbind(0)
-        for own, value in zip(self._names_of(name, single), parts, strict=True):
+        parts = {name: values}
+        if not single:
+            parts = {f"{name}{group}": part for group, part in enumerate(values.unbind(0))}
+        for own, value in parts.items():
             self.register_parameter(own, nn.Parameter(value))
+        return tuple(parts)
 
     def check_shardable(self, mesh: Any) -> None:
         """Raise ValueError unless :meth:`shard_experts` can share the experts."""
@@ -422,9 +419,7 @@ class GroupedLinear(WeightedOperation):
         weights, biases = require_grad[: self.num_weights], require_grad[self.num_weights :]
         return (any(weights),) * len(weights) + (any(biases),) * len(biases)
 
-    def backward_impl(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward_impl(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Grouped products for the input and the weights, grouped sums for the bias."""
         dy = operand_rows(ctx, grad_output)
         saved = self.restored(ctx, dy.shape[0])

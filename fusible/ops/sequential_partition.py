@@ -117,7 +117,7 @@ def _call(
 ) -> tuple[Run | nn.Module, Partition | None]:
     """What a part that starts with ``unit`` calls, and the partition that it is called with."""
     if unit.why is None:
-        return Run(ops, [rule for rule in rules if any(rule.places(ops))], wiring), None
+        return Run(ops, rules, wiring), None
     if unit.inside and not _is_wired_alone(ops, wiring):
         return unit.module, partition_of(unit.inside, unit.require, wiring)
     return unit.module, None

@@ -30,7 +30,7 @@ from fusible.ops.wgrad import (
     DelayedWgrad,
     WeightGradient,
     accumulate,
-    dummy_wgrads,
+    dummy_wgrad,
     main_grads,
 )
 from fusible.recipes.formats import NumberFormat
@@ -219,9 +219,9 @@ class WeightedOperation(CastingOp):
             return None
         # Kept on the context, not saved: the run never reads its values, and it may be written
         # more than once. Not under torch.compile.
-        ctx.grad_input = buffers.take(kwargs, "grad_input", x.shape, ctx.dtype, x)
+        ctx.grad_input = buffers.checked_buffer(kwargs, "grad_input", x.shape, ctx.dtype, x)
         shape = (*x.shape[:-1], self.out_features)
-        output = buffers.take(kwargs, "output", shape, ctx.dtype, x)
+        output = buffers.checked_buffer(kwargs, "output", shape, ctx.dtype, x)
         return None if output is None else buffers.marked_written(output)
 
     def grad_input_buffer(self, ctx: OperationContext) -> Tensor | None:
@@ -229,9 +229,7 @@ class WeightedOperation(CastingOp):
         if torch.compiler.is_compiling():
             return None
         buffer = vars(ctx.forward).get("grad_input")
-        if buffer is None:
-            return None
-        return buffers.marked_written(buffer)
+        return None if buffer is None else buffers.marked_written(buffer)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -239,7 +237,7 @@ class WeightedOperation(CastingOp):
         """What the backward returns for the weights; decides where their gradient goes, and when.
 
         One for each weight: the gradients, or dummy gradients for those that are in
-        ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrads`), or None for delayed ones.
+        ``main_grad`` (:func:`fusible.ops.wgrad.dummy_wgrad`), or None for delayed ones.
 
         Raises:
             ValueError: ``accumulate_into_main_grad``, and a weight has no fitting ``main_grad``; or
@@ -257,8 +255,8 @@ class WeightedOperation(CastingOp):
             self._delayed.append(DelayedWgrad.of(gradient, weights, self._held_weights(), into))
         else:
             assert into is not None
-            into.take(gradient)
-        return nothing if into is None else dummy_wgrads(weights)
+            into.accumulate(gradient)
+        return nothing if into is None else tuple([dummy_wgrad(weight) for weight in weights])
 
     def _held_weights(self) -> list[Tensor | None]:
         """What the module holds now under the names of the weights."""
@@ -328,7 +326,7 @@ class WeightedOperation(CastingOp):
         weights = delayed.targets(self._held_weights())
         with torch.no_grad():
             if delayed.into is not None:
-                delayed.into.take(delayed.gradient)
+                delayed.into.accumulate(delayed.gradient)
             elif any([w.requires_grad for w in weights]):
                 accumulate(weights, self.as_weight_grads(delayed.gradient.compute(None, False)))
         for hook in self._wgrad_hooks:
