@@ -36,7 +36,7 @@ from fusible.ops import (
     SReLU,
     SwiGLU,
 )
-from fusible.ops.grouped_direct import DirectGLU, DirectMLP, plan_needs_no_checks
+from fusible.ops.grouped_fast_path import LinearGLUFastPath, MLPFastPath, plan_fits_fast_path
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     Activated,
@@ -106,13 +106,13 @@ class GroupedLinearGLU(FusedOperation):
 
     _basic_ops: tuple[GroupedLinear, AnyActivation]
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectGLU | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> LinearGLUFastPath | None:
         """As a node of its own with the unfused backward, which both ops take part in."""
         needs, act_needs = plan.grad
         both_or_none = needs.requires_grad == act_needs.requires_grad
-        if not (both_or_none and plan_needs_no_checks(call, *self._basic_ops)):
+        if not (both_or_none and plan_fits_fast_path(call, *self._basic_ops)):
             return None
-        return DirectGLU(call, plan.grad, *self._basic_ops)
+        return LinearGLUFastPath(call, plan.grad, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
@@ -147,11 +147,11 @@ class GroupedMLP(FusedOperation):
         fc1, _, fc2 = self._basic_ops
         return self.kernels.multiplies(recipe, fc1, fc2)
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectMLP | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> MLPFastPath | None:
         """With the library's kernels, as a node of its own."""
-        if not (self.kernels is LIBRARY and plan_needs_no_checks(call, *self._basic_ops)):
+        if not (self.kernels is LIBRARY and plan_fits_fast_path(call, *self._basic_ops)):
             return None
-        return DirectMLP(call, plan.grad, *self._basic_ops)
+        return MLPFastPath(call, plan.grad, *self._basic_ops)
 
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """Two launches."""

@@ -105,7 +105,7 @@ class Sm90Fp8Kernels(GroupedKernels):
             if columnwise:
                 columns = quantize_operand(x, ctx.recipe, role, "wgrad", ends=ends)
                 x = as_2d(operand_values(columns, "wgrad", role))
-        later = columnwise and isinstance(x, GatheredRows) and x.again
+        later = columnwise and isinstance(x, GatheredRows) and x.regather
         if not (rows or columnwise):
             return GroupedOperand(row, None)
         uses = {"rowwise": bool(rows), "columnwise": columnwise and not later}

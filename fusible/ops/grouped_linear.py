@@ -19,7 +19,7 @@ from fusible.kernels.sm90 import limits
 from fusible.kernels.sm90.operands import DTYPE_NAMES
 from fusible.ops.casting import format_of_grad, quantized_values
 from fusible.ops.dispatch import Dispatch
-from fusible.ops.grouped_direct import DirectLinear, plan_needs_no_checks
+from fusible.ops.grouped_fast_path import LinearFastPath, plan_fits_fast_path
 from fusible.ops.grouped_kernels import (
     LIBRARY,
     GroupedOperand,
@@ -298,12 +298,12 @@ class GroupedLinear(WeightedOperation):
 
     # --- math ------------------------------------------------------------------------------------
 
-    def direct(self, plan: Plan, call: PlanKey) -> DirectLinear | None:
+    def fast_path(self, plan: Plan, call: PlanKey) -> LinearFastPath | None:
         """With the library's kernels, as a node of its own."""
         fits = [f.op is LIBRARY for f in plan.kernels] == [True]
-        if not (fits and plan_needs_no_checks(call, self)):
+        if not (fits and plan_fits_fast_path(call, self)):
             return None
-        return DirectLinear(call, plan.grad, self)
+        return LinearFastPath(call, plan.grad, self)
 
     def get_grad_output_quantizer(self) -> Any:
         """As the base class; with a bias this op quantizes, since the bias sums values."""

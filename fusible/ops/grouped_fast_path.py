@@ -1,8 +1,8 @@
 """Grouped linears on Hopper as one autograd node without contexts: the least host time.
 
 This path is for calls that need nothing but the kernels: no check, copy, recipe or cast, and no
-gradient elsewhere than in autograd. `Run._direct` selects plans of one op. `plan_needs_no_checks`
-checks the plan key and the ops, when the plan is made. `_Direct._need_no_checks` checks the tensors
+gradient elsewhere than in autograd. `Run._fast_path` selects plans of one op. `plan_fits_fast_path`
+checks the plan key and the ops, when the plan is made. `_FastPath._call_fits` checks the tensors
 of a call. All other calls run by the ops.
 """
 
@@ -37,7 +37,7 @@ DenseOperand = tuple[Sequence[Tensor], tuple[int, ...], int]
 the next begins."""
 
 
-def plan_needs_no_checks(call: PlanKey, *ops: Any) -> bool:
+def plan_fits_fast_path(call: PlanKey, *ops: Any) -> bool:
     """Whether calls of a plan need no checks, as far as its ops and plan key determine it."""
     (dtype, device, _), *extra = call.inputs
     linears: list[Any] = [op for op in ops if isinstance(op, WeightedOperation)]
@@ -133,8 +133,8 @@ _LIBRARY_PRODUCTS = SimpleNamespace(
 """The products of a backward by library ops, for operands that must be checked or traced."""
 
 
-class _Direct:
-    """What the plans of this path share; see `fusible.fuser.schedule.Direct`.
+class _FastPath:
+    """What the plans of this path share; see `fusible.fuser.schedule.FastPath`.
 
     The operands are ``x``, ``split_sizes``, the other extra inputs of ``ops``, and parameters.
     """
@@ -156,7 +156,7 @@ class _Direct:
         self._dtype, self._device, _ = call.inputs[0]
         self._groups, self._features = ops[0].num_groups, ops[0].in_features
 
-    def _need_no_checks(
+    def _call_fits(
         self, dense: Iterable[DenseOperand], vectors: Iterable[tuple[Tensor, int]] = ()
     ) -> bool:
         """Whether kernels can read all operands where they are, and nothing else sees the call.
@@ -205,7 +205,7 @@ class _Direct:
             if linear.op.has_bias:
                 dense.append((params[linear.biases], *linear.bias_layout))
         vectors = [(operands[1], groups), *[(operands[i], rows) for i in self._scales]]
-        if not self._need_no_checks(dense, vectors):
+        if not self._call_fits(dense, vectors):
             return None
         return [
             (
@@ -224,7 +224,7 @@ class _Direct:
         dense: list[DenseOperand] = [((t,), (rows, features), 0) for t, features in matrices]
         for linear in self._linears:
             dense.append((weights[linear.saved_weights], *linear.weight_layout))
-        if not self._need_no_checks(dense):
+        if not self._call_fits(dense):
             return [(_LIBRARY_PRODUCTS, weights[linear.saved_weights]) for linear in self._linears]
         return [
             (linear.products(rows), weights[linear.saved_weights.start].data_ptr())
@@ -232,7 +232,7 @@ class _Direct:
         ]
 
 
-class DirectLinear(_Direct):
+class LinearFastPath(_FastPath):
     """One ``GroupedLinear``."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
@@ -255,7 +255,7 @@ class DirectLinear(_Direct):
         return dx, None, *dscales, *linear.param_grads(products, dy, x, ends, row_scale)
 
 
-class DirectGLU(_Direct):
+class LinearGLUFastPath(_FastPath):
     """A ``GroupedLinear`` without scaled bias and an activation.
 
     Both need gradients, or neither.
@@ -286,7 +286,7 @@ class DirectGLU(_Direct):
         return dx, None, *of_scales, *linear.param_grads(products, dy, x, ends)
 
 
-class DirectMLP(_Direct):
+class MLPFastPath(_FastPath):
     """FC1 without scaled bias, an activation, FC2."""
 
     def forward(self, prepared: Any, *operands: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
