@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusible.fused.kernel_selection import KERNELS, NO_OVERRIDE, SM90_INTERLEAVES, needs_sm90
@@ -66,25 +65,17 @@ AnyActivation = (
 """Every activation, with scales or without; the rules' conditions say which ones kernels have."""
 
 
-class _FC1Output(NamedTuple):
-    """The first linear of a grouped MLP with its activation, computed."""
-
-    activated: Activated
-    call: LinearCall
-    scales: Tensor | None
-    """Of the activation, as the kernels take them."""
-    scales_dtype: torch.dtype | None
-    """As the caller gave them; None if the activation has none."""
-
-
 def _linear_glu(
     linear: GroupedLinear,
     act: AnyActivation,
     ctxs: Contexts,
     x: Tensor,
     extra_inputs: ExtraTensors,
-) -> _FC1Output:
-    """A linear and its activation in one kernel; saves what the linear documents."""
+) -> tuple[Activated, LinearCall, Tensor | None]:
+    """A linear and its activation in one kernel; saves what the linear documents.
+
+    Also gives the linear's call, and the activation's scales as the kernels take them.
+    """
     ctx, ctx_act = ctxs
     scales = None
     if act.num_extra_inputs:
@@ -98,7 +89,7 @@ def _linear_glu(
     weights, backward_weights = kernels.weights(call)
     activated = kernels.glu(call, act, operand.row, weights, prepared, ctx_act.requires_grad)
     linear.save(call, operand.column, None, backward_weights)
-    return _FC1Output(activated, call, prepared, None if scales is None else scales.dtype)
+    return activated, call, prepared
 
 
 class GroupedLinearGLU(FusedOperation):
@@ -117,11 +108,11 @@ class GroupedLinearGLU(FusedOperation):
     def forward_impl(self, ctxs: Contexts, x: Tensor, extra: ExtraTensors) -> FusedOutputs:
         """One launch; the pre-activation is stored only if a backward will read it."""
         (linear, act), ctx_act = self._basic_ops, ctxs[1]
-        made = _linear_glu(linear, act, ctxs, x, extra)
+        activated, *_ = _linear_glu(linear, act, ctxs, x, extra)
         if ctx_act.requires_grad:
-            preact = restore_leading_dims(made.activated.preact, x)
+            preact = restore_leading_dims(activated.preact, x)
             act.save_input(ctx_act, preact, *extra[1])
-        return restore_leading_dims(made.activated.output, x), [(), ()]
+        return restore_leading_dims(activated.output, x), [(), ()]
 
 
 class GroupedMLP(FusedOperation):
@@ -162,18 +153,19 @@ class GroupedMLP(FusedOperation):
         fc2.refuse_tracing()
         row_scale = fc2.prepare_scales(ctx2, x, *bias_scale or [None])
         output = fc2.output_buffer(ctx2, x)
-        made = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])
+        activated, call, scales = _linear_glu(fc1, act, ctxs[:2], x, extra[:2])
         fc2.check_alignment(split_sizes)
         y = fc2.product(
-            made.call._replace(linear=fc2, ctx=ctx2),
-            made.activated.output,
+            call._replace(linear=fc2, ctx=ctx2),
+            activated.output,
             row_scale,
             output,
             save_x=self.kernels.saves_activation(ctx2, act),
         )
         if ctx_act.requires_grad:
-            ctx_act.held, ctx_act.scales_dtype = hooks_hold_saved(), made.scales_dtype
-            ctx_act.save_for_backward(made.activated.preact, made.scales)
+            ctx_act.held = hooks_hold_saved()
+            ctx_act.scales_dtypes = tuple([t.dtype for t in extra[1] if t is not None])
+            ctx_act.save_for_backward(activated.preact, scales)
         return restore_leading_dims(y, x), [(), (), ()]
 
     def backward_impl(self, ctxs: Contexts, dy: Tensor, dextras: ExtraTensors) -> FusedGrads:
@@ -181,7 +173,7 @@ class GroupedMLP(FusedOperation):
         fc1, *_ = self._basic_ops
         second = self.fc2_backward(ctxs, dy)
         dx = fc1.data_grad(second.saved, second.dpreact, dy)
-        params1, extra1 = self.fc1_grads(second, second.saved.x, dy)
+        params1, extra1 = fc1.grads(second.saved, second.dpreact, second.saved.x, second.values, dy)
         dscales = [restore_leading_dims(t, dy) for t in second.dscales]
         return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
@@ -211,13 +203,8 @@ class GroupedMLP(FusedOperation):
         if d.bias is not None:
             dpreact = dpreact._replace(sums=d.bias)
         plain = d.preact if isinstance(d.preact, Tensor) else None
-        dtype = ctx_act.scales_dtype
-        dscales = () if dtype is None else (d.scales.to(dtype),)
+        dscales = tuple([d.scales.to(dtype) for dtype in ctx_act.scales_dtypes])
         return FC2Backward(dpreact, plain, dscales, params, extra, saved1)
-
-    def fc1_grads(self, second: FC2Backward, x: Any, grad_output: Tensor) -> tuple[Grads, Grads]:
-        """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
-        return self._basic_ops[0].grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
 class FC2Backward(NamedTuple):

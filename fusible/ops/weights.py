@@ -502,7 +502,8 @@ class WeightedOperation(CastingOp):
         names = [f"{r} {f.name if f else 'as it is'}" for r, f in later.items() if f != formats[r]]
         if names:
             notes.append(f"in the backward: {', '.join(names)}, quantized from the original values")
-        if self._stored_for_inference():
+        held = [local(w) for w in self._held_weights() if w is not None]
+        if any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in held]):
             notes.append(
                 "weights are stored for inference: a forward whose input needs a gradient "
                 "quantizes them again column-wise; "
@@ -523,10 +524,6 @@ class WeightedOperation(CastingOp):
             "weights are computed from stored ones, which every forward dequantizes; the products "
             "read ordinary tensors",
         )
-
-    def _stored_for_inference(self) -> bool:
-        parts = [local(w) for w in self._held_weights() if w is not None]
-        return any([isinstance(w, QuantizedTensor) and not w.has_columnwise for w in parts])
 
     def copied_state(self) -> dict[str, Any]:
         """In no scope, with no backward waiting."""
