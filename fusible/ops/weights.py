@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible.arguments import check_bools
-from fusible.calls import capturing, is_fake
+from fusible.calls import may_cache
 from fusible.formulas import cast
 from fusible.fuser.context import OperationContext
 from fusible.fuser.module_names import named_modules
@@ -484,7 +484,7 @@ class WeightedOperation(CastingOp):
         products: tuple[ProductKind, ...] = (
             ("forward", "dgrad") if ctx.needs.input else ("forward",)
         )
-        if self._operand_cache is None or torch.compiler.is_compiling() or capturing() or is_fake():
+        if self._operand_cache is None or not may_cache():
             quantize = quantize or partial(quantize_weights, as_values=("forward",))
             return quantize(weights, ctx.recipe, ctx.dtype, products)
         make = partial(quantize or quantize_weights, weights, ctx.recipe, ctx.dtype, products)
