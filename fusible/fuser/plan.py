@@ -176,9 +176,6 @@ class UserFusions:
     backward: tuple[Fusion, ...] = ()
 
 
-_NO_USER_FUSIONS = UserFusions()
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The fused and basic ops that run a sequence of basic ops, forward and backward.
@@ -279,8 +276,8 @@ def plan(
     target: Target,
     rules: Sequence[Rule],
     grad: Sequence[GradNeeds],
-    autocast_dtype: Any = None,
-    user: UserFusions = _NO_USER_FUSIONS,
+    autocast_dtype: Any,
+    user: UserFusions,
 ) -> Plan:
     """Plan a run of basic ops; pure, needs no device and runs no kernel.
 

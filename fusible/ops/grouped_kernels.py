@@ -231,13 +231,9 @@ class GroupedKernels:
         if not ctx.needs.input:
             return []
         fmt = ctx.recipe.backward_format("weight")
-        parts = [
-            saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)
-        ]
         compute = compute_dtype(saved[0].device)
-        return [
-            operand_values(Operand.from_saved(p, fmt), "dgrad", "weight", compute) for p in parts
-        ]
+        operands = [Operand.from_saved(part, fmt) for part in per_operand(saved)]
+        return [operand_values(w, "dgrad", "weight", compute) for w in operands]
 
     # --- products --------------------------------------------------------------------------------
 
@@ -351,6 +347,11 @@ class GroupedKernels:
 
 LIBRARY = GroupedKernels()
 """The default: kernels of the library ops, where kernel selection finds no others."""
+
+
+def per_operand(saved: Sequence[Any]) -> list[Sequence[Any]]:
+    """The saved tensors of several operands, those of each apart."""
+    return [saved[i : i + TENSORS_PER_OPERAND] for i in range(0, len(saved), TENSORS_PER_OPERAND)]
 
 
 def kernels_of(ctx: OperationContext) -> GroupedKernels:

@@ -312,15 +312,9 @@ class GroupedLinear(WeightedOperation):
             made.by_receiver = self.has_bias
         return made
 
-    def forward_impl(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        split_sizes: Tensor | None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
+    def forward_impl(self, ctx: OperationContext, x: Tensor, *extra: Tensor | None) -> Tensor:
         """One grouped product, of quantized operands under a recipe."""
-        rows, ends, row_scale = self.prepare_input(ctx, x, split_sizes, scales)
+        rows, ends, row_scale = self.prepare_input(ctx, x, *extra)
         output = self.output_buffer(ctx, x)
         call = LinearCall.of(self, ctx, ends, rows.shape[0])
         return restore_leading_dims(self.product(call, rows, row_scale, output), x)
@@ -365,17 +359,13 @@ class GroupedLinear(WeightedOperation):
         return x, ends, scales
 
     def operands(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        split_sizes: Tensor | None,
-        scales: Tensor | None = None,
+        self, ctx: OperationContext, input_: Tensor, *extra: Tensor | None
     ) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None, Tensor | None]:
         """The checked ``(x, weights, ends, bias, row_scale)`` of `fusible.extend.grouped_mm`.
 
         Saved as the backward expects, for a fused op that replaces the forward. Without a recipe.
         """
-        x, ends, row_scale = self.prepare_input(ctx, input_, split_sizes, scales)
+        x, ends, row_scale = self.prepare_input(ctx, input_, *extra)
         weights = self.weights_in(ctx, ctx.dtype)
         self.save(LinearCall(LIBRARY, self, ctx, ends, None), x, row_scale, weights)
         return x, weights, ends, self.stacked_bias(ctx, ctx.dtype), row_scale
