@@ -71,7 +71,7 @@ class AliasTracker:
 
         return list(map(is_unshared, tensors))
 
-    def mark_writable(
+    def mark_writable_grads(
         self,
         contexts: Sequence[OperationContext],
         grad_output: Tensor,
@@ -89,7 +89,7 @@ class AliasTracker:
             context.writable_extra = frozenset([k for k, _ in enumerate(of_op) if next(own)])
 
 
-class InputAliasTracker:
+class InputAliasTracker(AliasTracker):
     """Which extra inputs the ops of a forward may write to, for those that write to such.
 
     A caller's tensor: unless something else reads it afterwards. One that the run made: only if
@@ -103,12 +103,12 @@ class InputAliasTracker:
         contexts: Sequence[OperationContext],
         caller_inputs: Sequence[Tensor],
     ) -> None:
+        super().__init__(caller_inputs)
         self._ops, self._wiring = ops, wiring
         self._contexts, self._caller_inputs = contexts, caller_inputs
-        self._tracker = AliasTracker(caller_inputs)
         self._written: list[tuple[int, Tensor]] = []
 
-    def mark_writable(
+    def mark_writable_inputs(
         self, x: Tensor, inputs: Sequence[Tensors], produced: Sequence[Tensors], start: int
     ) -> None:
         """Set on the contexts which extra inputs the step that starts at op ``start`` may write to.
@@ -134,7 +134,7 @@ class InputAliasTracker:
             return True
         readers = list(self._readers(produced, start, (i, slot)))
         if producer != CALLER:
-            is_unshared = self._tracker.unshared([t, x], readers)[0]
+            is_unshared = self.unshared([t, x], readers)[0]
             return is_unshared and not any(overlapping(t, (), self._ops))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -158,10 +158,6 @@ class InputAliasTracker:
                     f"{named(self._ops, i)} must not write to a tensor that it saves for its "
                     "backward, got in_place=True and such an extra input; make it False"
                 )
-
-    def retain(self, tensors: Iterable[Any]) -> None:
-        """See :class:`AliasTracker`."""
-        self._tracker.retain(tensors)
 
     def _readers(
         self, produced: Sequence[Tensors], start: int, target: tuple[int, int]

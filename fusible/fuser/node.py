@@ -61,7 +61,7 @@ def run_forward(
         if step.is_users:
             x, inputs = _as_users_see(own, x, inputs, operands)
         if aliases is not None:
-            aliases.mark_writable(x, inputs, produced, step.start)
+            aliases.mark_writable_inputs(x, inputs, produced, step.start)
         run = step.run
         if profiled:
             run = record_function(f"{step.label} forward")(run)
@@ -281,7 +281,7 @@ def _run_backward(
         ]
         if aliases is not None:
             others = [*of_outputs.values(), *of_inputs, *chain(*of_params)]
-            aliases.mark_writable(own, grad, grad_extra, others)
+            aliases.mark_writable_grads(own, grad, grad_extra, others)
         run = step.run
         if profiled:
             run = record_function(f"{step.label} backward")(run)
