@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ class FormulaOp(OwnParameters):
             return self.formula
         if len(names) != count:
             names = tuple([name for name in names if self._has(name)])
-        return partial(_by_name, self.formula, names)
+        return lambda x, *params: self.formula(x, **dict(zip(names, params, strict=True)))
 
     def forward_impl(self, ctx: OperationContext, x: Tensor, *extra_inputs: Any) -> Any:
         """The formula, saving ``(x, *params)`` and ``ctx.dtype``."""
@@ -141,12 +140,6 @@ class FormulaOp(OwnParameters):
                 f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
                 f"{self.num_extra_outputs} extra outputs, so it must override {method}"
             )
-
-
-def _by_name(
-    formula: Callable[..., Tensor], names: Sequence[str], input_: Tensor, *params: Tensor
-) -> Tensor:
-    return formula(input_, **dict(zip(names, params, strict=True)))
 
 
 class _NoDraws(TorchDispatchMode):

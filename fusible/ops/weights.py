@@ -398,7 +398,7 @@ class WeightedOperation(CastingOp):
                 return []
         return made
 
-    # --- products of a forward and a backward
+    # --- the products ----------------------------------------------------------------------------
 
     def product(
         self,
