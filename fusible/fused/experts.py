@@ -141,7 +141,7 @@ class MoEExperts(FusedOperation):
             given = last.num_rows, dispatch.scale_input
             x, _ = moe.scatter_rows(x, row_map, probs, *given, zero_tail=first.zero_tail)
             x = cast(x, middle[0].dtype)  # as the first linear did
-        params1, extra1 = fc1.grads(second.saved, second.dpreact, x, second.values, like)
+        params1, extra1 = self._mlp.fc1_grads(second, x, like)
         dx, *extra0 = finish()
         params = [(), params1, (), second.params, ()]
         return dx, params, [extra0, extra1, second.dscales, second.extra, of_combine]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -173,7 +173,7 @@ class GroupedMLP(FusedOperation):
         fc1, *_ = self._basic_ops
         second = self.fc2_backward(ctxs, dy)
         dx = fc1.data_grad(second.saved, second.dpreact, dy)
-        params1, extra1 = fc1.grads(second.saved, second.dpreact, second.saved.x, second.values, dy)
+        params1, extra1 = self.fc1_grads(second, second.saved.x, dy)
         dscales = [restore_leading_dims(t, dy) for t in second.dscales]
         return dx, [params1, (), second.params], [extra1, dscales, second.extra]
 
@@ -205,6 +205,11 @@ class GroupedMLP(FusedOperation):
         plain = d.preact if isinstance(d.preact, Tensor) else None
         dscales = tuple([d.scales.to(dtype) for dtype in ctx_act.scales_dtypes])
         return FC2Backward(dpreact, plain, dscales, params, extra, saved1)
+
+    def fc1_grads(self, second: FC2Backward, x: Any, grad_output: Tensor) -> tuple[Grads, Grads]:
+        """Gradients of FC1's parameters and extra inputs, from its input ``x``."""
+        fc1, *_ = self._basic_ops
+        return fc1.grads(second.saved, second.dpreact, x, second.values, grad_output)
 
 
 class FC2Backward(NamedTuple):
